@@ -52,10 +52,9 @@ def check(case: Case, device: str) -> None:
     loss = linear_cross_entropy(*given[:2], *settings)
     found = torch.autograd.grad(loss * 3, given)
     exact = [t.detach().cpu().double().requires_grad_() for t in given]
-    logits = F.linear(*exact) * case.scale
-    if case.softcap is not None:
-        logits = case.softcap * torch.tanh(logits / case.softcap)
-    expected = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
+    single = [t.detach().cpu().float().requires_grad_() for t in given]
+    logits, expected = _plain(case, exact, target)
+    _, rounded = _plain(case, single, target)
     assert loss.dtype == torch.float32
     with torch.no_grad():
         again = linear_cross_entropy(*given[:2], *settings)
@@ -64,8 +63,17 @@ def check(case: Case, device: str) -> None:
     # Logits are rounded to the dtype, so each token's loss is off by that much of its largest logit.
     scale = float(logits.detach().abs().max()) if case.tokens else 0.0
     assert abs(float(loss.detach()) - float(expected.detach())) <= 4 * unit * scale * max(1, case.tokens) + 1e-6
-    for a, b, t in zip(found, torch.autograd.grad(expected * 3, exact), given, strict=True):
+    theirs = torch.autograd.grad(rounded * 3, single)
+    for a, b, plain, t in zip(found, torch.autograd.grad(expected * 3, exact), theirs, given, strict=True):
         assert a.dtype == t.dtype and a.shape == t.shape
-        torch.testing.assert_close(
-            a.cpu().double(), b, rtol=0, atol=float(b.abs().max()) * 20 * unit if b.numel() else 0
-        )
+        # Some libraries add up 20,011 words one by one; so does plain PyTorch then.
+        bound = float(b.abs().max()) * 20 * unit + 2 * float((plain - b).abs().max()) if b.numel() else 0
+        torch.testing.assert_close(a.cpu().double(), b, rtol=0, atol=bound)
+
+
+def _plain(case: Case, given: list[torch.Tensor], target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and loss in plain PyTorch."""
+    logits = F.linear(*given) * case.scale
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    return logits, F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
