@@ -27,7 +27,7 @@ FEW = [
     Case(TP, family="qwen3_moe", schedule="two-batch", micro_batches=2, hidden="recompute", balance="layer"),
     Case(FSDP, schedule="chunks", recompute="recompute", hidden="offload"),
 ]
-QUICK = ("copies_not_added", "fsdp_adds", "fsdp_averages")
+QUICK = ("copies_not_added", "fsdp_adds", "fsdp_averages", "travelling_rows_added")
 
 
 @pytest.fixture(scope="module")
