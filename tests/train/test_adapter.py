@@ -96,6 +96,8 @@ def test_resumes_as_if_nothing_had_happened(
     "changes",
     [["parallelism.dense=fsdp"], ["parallelism.ep_size=2"], ["parallelism.ep_size=2", "parallelism.dense=fsdp"],
      ["parallelism.ep_size=1"], ["parallelism.dp_replicate_size=2", "parallelism.ep_size=2"],
+     ["parallelism.cp_size=2", "training.per_device_train_batch_size=2"],
+     ["parallelism.cp_size=2", "training.per_device_train_batch_size=2", "parallelism.dense=fsdp"],
      ["moe.transport=alltoall", "memory.dense=recompute"], ["moe.schedule=chunks", "moe.chunks=2"],
      ["memory.hidden=recompute", "memory.experts=disk"], ["moe.experts=reference"]],
     ids=str,

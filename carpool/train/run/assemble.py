@@ -174,6 +174,7 @@ class Assembled(Prepared):
         if self.dense.answer == "replicate":
             replicate_dense(self.model, self.bf16)
         elif not self.adapted:
+            # With adapters all else is frozen, and their gradients are averaged (`carpool.hf.adapters`), not summed.
             keep_experts(self.model)
 
     def _set_routing(self, saved: dict[str, Any]) -> None:
