@@ -256,7 +256,8 @@ def test_nvlink_needs_gpus(tmp_path):
     assert check.text == "there is no CUDA device: transport auto uses dedup"
     refused = error_of("train", "--dry-run", "moe.transport=nvlink")
     assert refused == (
-        "error: transport 'nvlink' cannot be used here: there is no CUDA device; use 'auto' or 'dedup'\n"
+        "error: transport 'nvlink' cannot be used here: there is no CUDA device; use 'auto' or 'dedup' (if the run is "
+        "meant for GPUs of another machine: --gpu h100, or what they are)\n"
     )
     shown = carpool_command("train", "--dry-run", "nvlink.capacity=0.5").stdout
     assert "# transport dedup: one row per token" in shown and "capacity = 0.5" in shown
