@@ -40,7 +40,7 @@ from carpool.planner.systems import System
 # Of the memory of a device: the rest is for what the prediction misses.
 USABLE = 0.92
 # How many of those that need the rest, too, are predicted.
-TIGHT = 8
+TIGHT = 64
 
 
 @dataclass(frozen=True)
