@@ -223,11 +223,15 @@ def check_supported(sizes: Sizes, settings: Settings) -> None:
         return
     known = {**{_key(axis): size for axis, size in sizes.items()}, **settings}
     named = {key: known.get(key) for key in (*map(_key, rule.axes), *rule.instead)}
-    given = [f"{key} = {value!r}" for key, value in named.items() if value is not None]
+    given = [f"{key} = {_written(value)}" for key, value in named.items() if value is not None]
     nearest = _nearest(sizes, settings)
-    # "none" is how a configuration writes None.
-    changes = ", ".join(f"{key} = {'none' if value is None else value!r}" for key, value in nearest.items())
+    changes = ", ".join(f"{key} = {_written(value)}" for key, value in nearest.items())
     raise ValueError(f"{' with '.join(given)}: {rule.why}. The nearest combination that works: {changes}")
+
+
+def _written(value: Any) -> str:
+    """As a configuration writes it."""
+    return str(value).lower() if isinstance(value, bool) else repr("none" if value is None else value)
 
 
 def _nearest(sizes: Sizes, settings: Settings) -> dict[str, Any]:
