@@ -55,7 +55,7 @@ class MemoryEstimate(ModelSizes):
             experts = own
         elif self.config.memory.experts == "disk":
             # Buffers for layers that are read ahead; and what stays there.
-            stays = self.config.memory.experts_bytes[1]
+            stays = min(own, self.config.memory.experts_bytes[1])
             buffers = (BUFFERS if self.experts.trained else 2) * own / self.moe_layers
             experts = math.ceil(buffers + stays if self.experts.trained else max(buffers, stays))
         return max(0, int(self._peak(transport, "fsdp").host - on_disk)) + experts

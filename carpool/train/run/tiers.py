@@ -50,7 +50,10 @@ def check_tiers(config: Config, machine: Machine, host: int, disk: int) -> None:
     problem = None
     try:
         if host:
-            check_host_memory(host, what, ranks)
+            if config.memory.experts_host_memory is None:
+                check_host_memory(host, what, ranks)
+            else:
+                check_host_memory(host, what, ranks, advice="Lower memory.experts_host_memory, or use more machines")
         if disk:
             check_disk(disk, what, disk_folder(config), ranks)
     except ValueError as error:
