@@ -243,9 +243,7 @@ def test_experts_that_go_to_host_memory_are_on_the_device_first() -> None:
     assert tensors_of(found) == pytest.approx(2 * (28.99e9 / 2 + 1.54e9 / 2), rel=0.01)
     # On disk, host memory holds no more of them than there are: a rank's 27 GiB, and layers that are read ahead.
     settings = ["memory.experts=disk", *away[1:3], "model.dtype=bfloat16", "memory.experts_host_memory"]
-    few, many, more = (
-        estimate_of("=".join(settings[-1:] + [size]), *settings[:-1]) for size in ("1GiB", "40GiB", "4000GiB")
-    )
+    few, many, more = (estimate_of(f"{settings[-1]}={size}", *settings[:-1]) for size in ("1GiB", "40GiB", "4000GiB"))
     assert many.host_bytes("nvlink") == more.host_bytes("nvlink") < 31 * 2**30
     assert many.host_bytes("nvlink") - few.host_bytes("nvlink") == pytest.approx(28.99e9 - 2**30, rel=0.01)
     assert few.disk_bytes() > 0 == many.disk_bytes()
