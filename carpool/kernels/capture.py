@@ -21,8 +21,8 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         pool: of `torch.cuda.graph_pool_handle`; default: one of its own.
 
     Raises:
-        Exception: what was raised inside, or by the end of the capture. The graph is void then; memory and streams are
-            as before.
+        Exception: what was raised inside, or by the end of the capture. The graph is void then; memory, streams and
+            random numbers are as before.
     """
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     stream, first = torch.cuda.current_stream(), None
@@ -41,6 +41,9 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         torch.cuda.set_stream(stream)
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+        # The old state takes itself for captured, and draws no number any more.
+        generator = torch.cuda.default_generators[stream.device.index]
+        generator.graphsafe_set_state(generator.clone_state())
         if first is not None and first is not error:
             raise first from None
         raise
