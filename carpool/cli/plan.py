@@ -54,7 +54,7 @@ def plan(
     moves: Annotated[
         bool, typer.Option("--moves", help="Search by moves away from the bottleneck (Aceso): sooner, one plan.")
     ] = False,
-    best: Annotated[int, typer.Option("--best", min=1, help="Configurations to show.")] = 5,
+    best: Annotated[int, typer.Option("--best", min=1, max=50, help="Configurations to show.")] = 5,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for plan-1.toml, plan-2.toml, ... and plan.html.")
     ] = None,

@@ -124,6 +124,15 @@ def test_errors_that_no_user_makes_are_left_to_the_ranks() -> None:
         pass
 
 
+def test_a_look_ahead_that_does_not_answer_is_ended_and_ranks_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("carpool.train.launch.ahead._LIMIT_SECONDS", 0.2)
+    with look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
+        pass
+    assert "did not answer for 0 s, and was ended; ranks start" in capsys.readouterr().err
+
+
 def test_an_error_meanwhile_ends_the_look_ahead() -> None:
     with pytest.raises(KeyError), look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
         raise KeyError

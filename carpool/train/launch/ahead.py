@@ -24,6 +24,9 @@ from carpool.train.launch.failure import Interrupted
 from carpool.train.launch.stopping import STOP_SIGNALS
 from carpool.train.launch.worker import die_with, find_entry, is_user_error, leave
 
+# A look ahead takes seconds, or a minute where files come from afar.
+_LIMIT_SECONDS = 300.0
+
 
 @contextlib.contextmanager
 def look_ahead(config: Config, entry: str, *, debug: bool = False, **kwargs: Any) -> Iterator[None]:
@@ -35,7 +38,7 @@ def look_ahead(config: Config, entry: str, *, debug: bool = False, **kwargs: Any
 
     Raises:
         ValueError: at the end, what `entry` raised, if a user can put it right. Ranks meet any other error, too, and
-            report it.
+            report it, as they do where the process does not answer in time.
     """
     job = {
         "entry": entry,
@@ -57,9 +60,19 @@ def look_ahead(config: Config, entry: str, *, debug: bool = False, **kwargs: Any
         with contextlib.suppress(BrokenPipeError):
             json.dump(job, process.stdin)
             process.stdin.close()
+        process.stdin = None  # or `communicate` would flush it
         try:
             yield
-            refused = process.stdout.read()
+            refused, _ = process.communicate(timeout=_LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            # It stands still, or waits for a file or a GPU that does not answer.
+            process.kill()
+            refused = ""
+            print(
+                f"the settings could not be checked ahead: process {process.pid} did not answer for "
+                f"{_LIMIT_SECONDS:.0f} s, and was ended; ranks start, and check them again",
+                file=sys.stderr,
+            )
         except BaseException:
             process.kill()
             raise

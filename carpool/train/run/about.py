@@ -222,6 +222,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         )
     sequences, held_out = run.data.sequences.describe(), len(run.data.corpus.eval)
     say(f"data: {info['data']['source']}, {sequences}; {held_out:,} tokens held out")
+    if (long := blueprint.why_long(run.config.data.sequence_length)) is not None:
+        say(long)
     if isinstance(blueprint.source, Path):
         size = sum(path.stat().st_size for path in blueprint.source.glob("*.safetensors"))
         rate = decimal(int(size / run.load_seconds))

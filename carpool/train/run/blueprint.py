@@ -54,6 +54,17 @@ class Blueprint:
         """Elements of a row that travels."""
         return row_size(self.model.config)
 
+    def why_long(self, tokens: int) -> str | None:
+        """What is odd about sequences of so many tokens, in words; None: nothing. Longer ones than a model was made for
+        may be meant, and compute."""
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not isinstance(most, int) or not 0 < most < tokens:
+            return None
+        return (
+            f"sequences of {tokens:,} tokens (data.sequence_length) are longer than the {most:,} that the model is made "
+            "for (its max_position_embeddings)"
+        )
+
     @property
     def vocab_size(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)

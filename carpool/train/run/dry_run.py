@@ -90,9 +90,11 @@ def _decided(run: Prepared) -> list[str]:
     tokens = sequences * degrees.dp * config.data.sequence_length
     flops = flops_per_token(size, config.data.sequence_length)
     candidate = run.estimate.candidate(run.likely_transport, run.dense.answer)
+    long = blueprint.why_long(config.data.sequence_length)
     return [
         *lines,
         f"{tokens:,} tokens per step, {flops:,} operations per token",
+        *([] if long is None else [long]),
         f"dense parameters: {run.dense.answer}: {run.dense.why}",
         f"transport {run.likely_transport}: {run.why_likely}",
         f"memory: {', '.join(f'{item} {policy}' for item, policy in run.kept.answer.items())}: {run.kept.why}",
