@@ -61,8 +61,8 @@ class Blueprint:
         if not isinstance(most, int) or not 0 < most < tokens:
             return None
         return (
-            f"sequences of {tokens:,} tokens (data.sequence_length) are longer than the {most:,} that the model is made "
-            "for (its max_position_embeddings)"
+            f"sequences of {tokens:,} tokens (data.sequence_length) are longer than the {most:,} that the model is "
+            "made for (its max_position_embeddings)"
         )
 
     @property
