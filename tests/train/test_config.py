@@ -211,6 +211,19 @@ def test_settings_that_do_something_are_not(tmp_path):
     recorded = tmp_path / "config.toml"
     recorded.write_text(Config().to_toml())
     check_effects(resolve_config(recorded))
+    # The command line puts out of effect what has one in the file.
+    file = write(tmp_path, "[placement]\nevery = 3\nreplicas = 2\n[moe]\nlimit_by = 'groups'\nlimit_ranks = 2\n")
+    check_effects(resolve_config(file, ["placement.every=none", "moe.limit_ranks=none"]))
+    with pytest.raises(ValueError, match=r"placement.lag = 3 \(on the command line\) changes nothing"):
+        check_effects(resolve_config(file, ["placement.every=none", "placement.lag=3"]))
+    file.write_text("[placement]\nreplicas = 2\n")
+    with pytest.raises(ValueError, match=r"placement.replicas = 2 \(in .* changes nothing"):
+        check_effects(resolve_config(file, ["training.seed=3"]))
+    # A run records what a plan or a budget has chosen, and what that put out of effect.
+    (tmp_path / "run.json").write_text("{}")
+    recorded.write_text(Config().to_toml().replace('sums = "none"', 'sums = "keep"'))
+    assert resolve_config(recorded).config.memory.sums == "keep"
+    check_effects(resolve_config(recorded))
     assert set(EFFECTS) <= {one for section, _, key in keys() for one in (section, f"{section}.{key}")}
 
 

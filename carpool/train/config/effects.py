@@ -5,14 +5,16 @@
     ->  moe.limit_by = 'groups' (in olmoe.toml) changes nothing without moe.limit_ranks or moe.limit_nodes: ...
 
 One table, `EFFECTS`, for whoever asks: `check_effects` refuses what a user has set in vain, and recipes
-(`carpool.recipes.resolve`) leave it out where they compare runs. What a run has recorded is read without this check.
+(`carpool.recipes.resolve`) leave it out where they compare runs. What a run has recorded is taken as it is, and so is
+what a file says and the command line puts out of effect: `--config olmoe.toml placement.every=none` turns off all of
+the file's [placement].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from carpool.train.config.schema import Config, keys
 
@@ -211,7 +213,8 @@ def has_effect(config: Config, name: str) -> bool:
 
 
 def check_effects(resolved: Resolved, form: Format | None = None, compare: str | None = None) -> None:
-    """Refuse what a user has set to something else than its default, and what then changes nothing.
+    """Refuse what a user has set to something else than its default, and what changes nothing where it is set: in the
+    file by itself, or on the command line over it.
 
     Args:
         form: what the rows of the data are; None: not known.
@@ -221,7 +224,8 @@ def check_effects(resolved: Resolved, form: Format | None = None, compare: str |
         ValueError: that, with key, value, place and what it would need."""
     config = resolved.config
     if form is not None:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"format": form})})
+        config = _changed(config, {("data", "format"): form})
+    of_file = _changed(config, resolved.replaced)
     for section, cls, key in keys():
         name, value = f"{section}.{key}", getattr(getattr(config, section), key)
         place, default = (
@@ -231,11 +235,28 @@ def check_effects(resolved: Resolved, form: Format | None = None, compare: str |
         # none says that something is off.
         if place is None or value in (None, default) or has_effect(config, name) or section == compare:
             continue
+        if not resolved.is_asked_now((section, key)) and (resolved.recorded or _had_effect(of_file, name)):
+            continue
         effect = _effect(name)
         assert effect is not None
         raise ValueError(
             f"{name} = {value!r} ({place}) changes nothing without {effect.needs}; set that, too, or leave {name} out"
         )
+
+
+def _changed(config: Config, values: Mapping[tuple[str, str], Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {}
+    for (section, key), value in values.items():
+        sections.setdefault(section, {})[key] = value
+    update = {section: getattr(config, section).model_copy(update=of) for section, of in sections.items()}
+    return config.model_copy(update=update)
+
+
+def _had_effect(of_file: Config, name: str) -> bool:
+    try:
+        return has_effect(of_file, name)
+    except TypeError:  # values that the command line replaces have not been checked
+        return False
 
 
 def _effect(name: str) -> Effect | None:

@@ -17,7 +17,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +84,24 @@ class Resolved:
     Attributes:
         sources: where each value is from that the user has not set, by (section, key).
         places: where the user has set each key ("in olmoe.toml"), by its parts.
+        replaced: what the file says of keys that the command line sets, by (section, key), as it is in the file.
+        recorded: the file is what a run has recorded.
     """
 
     config: Config
     sources: Mapping[tuple[str, str], str]
     places: Mapping[tuple[str, ...], str]
+    replaced: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    recorded: bool = False
 
     @property
     def fixed(self) -> list[str]:
         """What the user has set, by SECTION.KEY."""
         return [f"{section}.{key}" for section, _, key in keys() if (section, key) not in self.sources]
+
+    def is_asked_now(self, key: tuple[str, str]) -> bool:
+        """Whether the command line sets this key, and not the file."""
+        return self.places.get(key) == _COMMAND_LINE
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -113,6 +121,9 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
     places: dict[tuple[str, ...], str] = {}
     if path is not None:
         _merge(settings, _read(path), (), f"in {path}", places)
+    of_file = {
+        (name, key): one for name, table in settings.items() if isinstance(table, dict) for key, one in table.items()
+    }
     for override in overrides:
         _merge(settings, _parse_override(override), (), _COMMAND_LINE, places)
     _check_keys(settings, places)
@@ -129,7 +140,7 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
         settings["model"] = _merged(DEMO_MODEL, model)
         sources |= {("model", key): FROM_DEMO for key in DEMO_MODEL if ("model", key) in sources}
     try:
-        return Resolved(Config.model_validate(settings), sources, places)
+        config = Config.model_validate(settings)
     except ValidationError as error:
         lines: dict[str, list[str]] = {}
         for detail in error.errors():
@@ -138,6 +149,9 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
             lines.setdefault(what, []).append(expected)
         texts = [what + " or ".join(dict.fromkeys(expected)) for what, expected in lines.items()]
         raise ValueError("\n".join(texts)) from None
+    replaced = {key: value for key, value in of_file.items() if places.get(key) == _COMMAND_LINE}
+    recorded = path is not None and path.name == "config.toml" and (path.parent / "run.json").is_file()
+    return Resolved(config, sources, places, replaced, recorded)
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
