@@ -61,12 +61,15 @@ def _place(ranked, tile, M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN:
 
 
 @gluon.jit
-def _copy(shared, address, first, live, WIDTH: gl.constexpr, BLOCK: gl.constexpr, piece: gl.constexpr):  # type: ignore[no-untyped-def]
-    """BLOCK columns from `first` of the rows at these addresses; zeros where a row is not live, and past WIDTH."""
+def _copy(  # type: ignore[no-untyped-def]
+    shared, address, first, live, WIDTH: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr, piece: gl.constexpr
+):
+    """BLOCK columns from `first`, of a tile's TILE, of the rows at these addresses; zeros where a row is not live, and
+    past WIDTH: all of a last tile's second half may lie there, and past a tensor's last row there may be no memory."""
     column = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, piece))
     row = gl.multiple_of(address.to(gl.pointer_type(gl.bfloat16)), 16)
     mask = live[:, None]
-    if WIDTH % BLOCK != 0:
+    if WIDTH % TILE != 0:
         mask = mask & (column < WIDTH)[None, :]
     load_rows(shared, row[:, None] + gl.max_contiguous(gl.multiple_of(column, 8), 8)[None, :], mask)
 
@@ -93,10 +96,10 @@ def _load(  # type: ignore[no-untyped-def]
             mbarrier.wait(empty.index(stage), phase)
             ready = full.index(stage)
             if GATHER_A:
-                _copy(a.index(2 * stage), address, m, address != 0, M, half, piece)
-                _copy(a.index(2 * stage + 1), address, m + half, address != 0, M, half, piece)
+                _copy(a.index(2 * stage), address, m, address != 0, M, half, BM, piece)
+                _copy(a.index(2 * stage + 1), address, m + half, address != 0, M, half, BM, piece)
             else:
-                _copy(b.index(stage), address, n, address != 0, N, BN, piece)
+                _copy(b.index(stage), address, n, address != 0, N, BN, BN, piece)
             if first + BK <= end:
                 if GATHER_A:
                     mbarrier.expect(ready, BK * BN * 2)
@@ -108,10 +111,10 @@ def _load(  # type: ignore[no-untyped-def]
             else:
                 at = values.to(gl.int64) + pair.to(gl.int64) * (WIDTH * 2)
                 if GATHER_A:
-                    _copy(b.index(stage), at, n, pair < end, N, BN, piece)
+                    _copy(b.index(stage), at, n, pair < end, N, BN, BN, piece)
                 else:
-                    _copy(a.index(2 * stage), at, m, pair < end, M, half, piece)
-                    _copy(a.index(2 * stage + 1), at, m + half, pair < end, M, half, piece)
+                    _copy(a.index(2 * stage), at, m, pair < end, M, half, BM, piece)
+                    _copy(a.index(2 * stage + 1), at, m + half, pair < end, M, half, BM, piece)
                 mbarrier.arrive(ready)
             async_copy.mbarrier_arrive(ready, increment_count=False)
             address = following
