@@ -216,6 +216,10 @@ def test_settings_that_do_something_are_not(tmp_path):
     check_effects(resolve_config(file, ["placement.every=none", "moe.limit_ranks=none"]))
     with pytest.raises(ValueError, match=r"placement.lag = 3 \(on the command line\) changes nothing"):
         check_effects(resolve_config(file, ["placement.every=none", "placement.lag=3"]))
+    file.write_text("[training]\nper_device_eval_batch_size = 1\n")
+    check_effects(resolve_config(file, ["data.eval_fraction=0"]))
+    file.write_text("[data]\ntrain = 'chats.jsonl'\nturns = 'apart'\n")
+    check_effects(resolve_config(file, ["data.train=stdlib"]), "text")
     file.write_text("[placement]\nreplicas = 2\n")
     with pytest.raises(ValueError, match=r"placement.replicas = 2 \(in .* changes nothing"):
         check_effects(resolve_config(file, ["training.seed=3"]))

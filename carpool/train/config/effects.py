@@ -225,7 +225,8 @@ def check_effects(resolved: Resolved, form: Format | None = None, compare: str |
     config = resolved.config
     if form is not None:
         config = _changed(config, {("data", "format"): form})
-    of_file = _changed(config, resolved.replaced)
+    # Of the file's own data the format is not known.
+    of_file = _changed(resolved.config if ("data", "train") in resolved.replaced else config, resolved.replaced)
     for section, cls, key in keys():
         name, value = f"{section}.{key}", getattr(getattr(config, section), key)
         place, default = (

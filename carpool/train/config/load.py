@@ -84,7 +84,7 @@ class Resolved:
     Attributes:
         sources: where each value is from that the user has not set, by (section, key).
         places: where the user has set each key ("in olmoe.toml"), by its parts.
-        replaced: what the file says of keys that the command line sets, by (section, key), as it is in the file.
+        replaced: what keys would be that the command line sets, by (section, key): as in the file, or the default.
         recorded: the file is what a run has recorded.
     """
 
@@ -149,7 +149,11 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
             lines.setdefault(what, []).append(expected)
         texts = [what + " or ".join(dict.fromkeys(expected)) for what, expected in lines.items()]
         raise ValueError("\n".join(texts)) from None
-    replaced = {key: value for key, value in of_file.items() if places.get(key) == _COMMAND_LINE}
+    replaced = {
+        (name, key): of_file.get((name, key), cls.model_fields[key].get_default(call_default_factory=True))
+        for name, cls, key in keys()
+        if places.get((name, key)) == _COMMAND_LINE
+    }
     recorded = path is not None and path.name == "config.toml" and (path.parent / "run.json").is_file()
     return Resolved(config, sources, places, replaced, recorded)
 
