@@ -156,8 +156,8 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
     ("overrides", "needs"),
     [
         (["moe.limit_by=groups"], "moe.limit_ranks or moe.limit_nodes"),
-        (["moe.first_choices_first=true"], "moe.capacity_factor"),
-        (["moe.balance=layer", "moe.router_aux_loss_coef=0"], "a loss: moe.router_aux_loss_coef is 0"),
+        (["moe.first_choices_first=true"], "true (on the command line) changes nothing without moe.capacity_factor"),
+        (["moe.balance=layer", "moe.router_aux_loss_coef=0"], "moe.router_aux_loss_coef above 0"),
         (["moe.fp8_hold_weights=true"], "moe.experts=fp8"),
         (["moe.expert_stages=measure", "moe.experts=fp8"], "moe.experts=grouped"),
         (["moe.chunks=3"], "moe.schedule=chunks or tiles"),

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from carpool.train.config.schema import Config, keys
+from carpool.train.config.schema_base import toml_value
 
 if TYPE_CHECKING:
     from carpool.train.config.load import Resolved
@@ -122,7 +123,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType({
         "held-out data (data.eval, data.eval_fraction) or training.sample_prompt",
     ),
     "training.sample_prompt": Effect(
-        lambda config: config.parallelism.pp_size == 1, "a model in one piece: stages of a pipeline write no samples"
+        lambda config: config.parallelism.pp_size == 1, "parallelism.pp_size=1 (stages write no samples)"
     ),
     "training.stop_at_step": Effect(
         lambda config: (
@@ -163,7 +164,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType({
     ),
     "moe.backward_chunks": Effect(lambda config: config.moe.schedule == "chunks", "moe.schedule=chunks"),
     "moe.balance": Effect(
-        lambda config: config.moe.router_aux_loss_coef != 0, "a loss: moe.router_aux_loss_coef is 0"
+        lambda config: config.moe.router_aux_loss_coef != 0, "moe.router_aux_loss_coef above 0"
     ),
     "moe.limit_by": Effect(_limits, "moe.limit_ranks or moe.limit_nodes"),
     "moe.first_choices_first": Effect(
@@ -240,8 +241,9 @@ def check_effects(resolved: Resolved, form: Format | None = None, compare: str |
             continue
         effect = _effect(name)
         assert effect is not None
+        shown = toml_value(value) if isinstance(value, bool) else repr(value)
         raise ValueError(
-            f"{name} = {value!r} ({place}) changes nothing without {effect.needs}; set that, too, or leave {name} out"
+            f"{name} = {shown} ({place}) changes nothing without {effect.needs}; set that, too, or leave {name} out"
         )
 
 
