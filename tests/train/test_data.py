@@ -264,6 +264,7 @@ def test_paths_where_nothing_is(tmp_path):
         ("some-body/chats_v1", "download it first: hf download some-body/chats_v1 --repo-type dataset --local-dir DIR"),
         ("data/chats.jsonl", r"does not exist \(seen from [^)]*\)$"),
         (tmp_path / "t.csv", r"t\.csv is a table of a kind that is not read; write it as JSON lines or Parquet"),
+        (tmp_path / "*.csv", r"t\.csv is a table of a kind that is not read"),
         (tmp_path / "*.no", "no file matches"),
         (tmp_path / "pipe.txt", "pipe.txt is no file, but a pipe or a device"),
         (tmp_path / "empty", "empty is empty"),

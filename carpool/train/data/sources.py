@@ -31,7 +31,7 @@ STDLIB = "stdlib"
 _JSON = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _JSON_IF_NAMED = (".json", ".json.gz")
 _TEXT = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz", ".text.gz")
-_TABLES = (".csv", ".tsv")
+_TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 # Not prose of Python: packages of others, test suites, and modules that are tables or generated text.
 _STDLIB_SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data")
@@ -81,6 +81,8 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
                 matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
                 if not matches:
                     raise ValueError(f"{key}: no file matches {entry} (seen from {Path.cwd()})")
+                for match in matches:
+                    _check_ending(match, key)
                 sources = [Source(_kind(match), match) for match in matches]
             else:
                 hint = download_hint(entry, " --repo-type dataset")
@@ -136,6 +138,7 @@ def _in_folder(folder: Path, key: str) -> list[Source]:
     if not usable:
         if not files:
             raise ValueError(f"{key}: the folder {folder} is empty")
+        _check_ending(files[0], key)
         endings = sorted({file.suffix or file.name for file in files})
         raise ValueError(
             f"{key}: the folder {folder} has no text, JSON-lines or Parquet file, but {', '.join(endings[:8])}; if "

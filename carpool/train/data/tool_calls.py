@@ -48,7 +48,7 @@ def _arguments(messages: Messages) -> Iterator[Any]:
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, dict) else {}
-            if "arguments" in function:
+            if isinstance(function, dict) and "arguments" in function:
                 yield function["arguments"]
 
 
