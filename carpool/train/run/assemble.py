@@ -318,10 +318,11 @@ class Assembled(Prepared):
         asked = self.config.training.cuda_graphs
         one = self.estimate.candidate(self.transport_choice.answer, self.dense.answer)
         one = replace(one, schedule=self.schedule.answer.name)
-        self.no_graphs = why_no_graphs(self.config, one, self.model, self.rides)
-        # NCCL wants an operation captured by all ranks or by none, and Nsight may watch one of them.
-        if any(gather(NSIGHT)):
-            self.no_graphs = self.no_graphs or "Nsight watches, and a graph has no names of layers"
+        why = why_no_graphs(self.config, one, self.model, self.rides)
+        if why is None and NSIGHT:
+            why = "Nsight watches, and a graph has no names of layers"
+        # NCCL wants an operation captured by all ranks or by none. Nsight may watch one of them, and stages differ.
+        self.no_graphs = next((found for found in gather(why) if found is not None), None)
         if self.no_graphs is None:
             known, required = self.note_graphs, asked == "on"
             if isinstance(self.objective, PipelineObjective):
