@@ -44,7 +44,7 @@ _KERNELS: Mapping[str, tuple[float | None, float | None, float]] = MappingProxyT
     "attention 128": (0.63, None, 10e-6), "attention 128 backward": (0.445, None, 20e-6),
     "attention 192": (0.60, None, 10e-6), "attention 192 backward": (0.42, None, 20e-6),
     "elementwise": (None, 0.84, 2e-6),
-    "optimizer": (None, 0.69, 20e-6),
+    "optimizer": (None, 0.80, 20e-6),
     "launch": (None, None, 7e-6),
     "host ride": (None, None, 3.6e-3),
 })  # fmt: skip

@@ -31,9 +31,6 @@ LOW_BITS = 2  # bytes of a master beside its parameter in bfloat16
 MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 30.0, 1 / 3, 5.8
 # Passes over score matrices in bfloat16 where attention is not fused, forward; twice as many backward.
 SCORE_PASSES = 21
-# What the kernel of 8-bit moments reaches of the optimizer's rate, which was fitted to steps whose norms took longer
-# (docs/measurements.md: 4.4 ps for a parameter, and 0.6 for its norm).
-OF_INT8 = 1.1
 # Multiprocessors that communication takes from what computes beside it, as a share of its time.
 TAKEN = 0.12
 # Seconds in which the host has to have seen the step before (docs/measurements.md: 167 ms, of which 165 kernels).
@@ -279,9 +276,8 @@ class Lengths(Travel):
         # The parameter, its low bits, and the gradient, read for the norm and for the update.
         moved = 7 * candidate.stored + 4 * moments if candidate.stored == 2 else 4 * candidate.stored + 4 * moments
         if candidate.optimizer == "torch":
-            # One kernel for each operation, moments as the parameters and no masters.
-            moved = 2.6 * 11 * candidate.stored
-        moved /= OF_INT8 if candidate.moments == "int8" else 1
+            # Fused, moments as the parameters, no masters: seven passes; the norm reads, clipping reads and writes.
+            moved = 10 * candidate.stored
         yield self._kernel("optimizer", "optimizer", "optimizer", 0, moved * own)
         if candidate.gradients == "kept":
             yield from _some(self.streamed_state(dense, experts))

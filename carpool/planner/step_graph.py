@@ -29,6 +29,8 @@ from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
 from carpool.planner.travel import Piece
 
 _RIDE = ("dispatch", "experts", "combine")
+# Layers whose offloaded tensors need no way back (`carpool.memory.offload`).
+AT_HOME = 2
 
 
 def step_graph(lengths: Lengths) -> Graph:
@@ -184,6 +186,8 @@ class _Builder:
         final = number >= self.number * self.parts - self.parts
         reduces = final or self.candidate.dense == "fsdp"
         free = [after, after]
+        # Where a forward's own backward follows at once, what the last layers keep has not left the device yet.
+        at_home = AT_HOME if len(self.stages) == 1 else 0
         asked: tuple[int, ...] = ()
         if stage == len(self.stages) - 1 and kind != "W":
             for piece in lengths.head(True):
@@ -199,7 +203,8 @@ class _Builder:
             asked = self._host(where, True, asked, stage, at, number)
             again = () if kind == "W" else self.gathers(layer)
             gathered = [self._add(p, where, "backward", free[-2], stage, at, number) for p in again]
-            if kind != "W" and (copies := self.offloaded(layer)) is not None:
+            back = kind != "W" and i < len(layers) - at_home
+            if back and (copies := self.offloaded(layer)) is not None:
                 gathered.append(self._add(copies, where, "backward", free[-2], stage, at, number))
             ridden = (chunks := self.backward_chunks) == 1
             for piece in self.backward(layer, kind):
