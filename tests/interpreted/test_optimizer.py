@@ -38,7 +38,7 @@ def test_the_kernel_equals_plain_pytorch(dtype: torch.dtype, moments: str) -> No
     (plain, plain_state), (ours, state) = ended
     assert not torch.equal(ours[0], parameters(dtype)[0].detach())
     for p, q, one, other in zip(ours, plain, state, plain_state, strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-7, atol=3e-9)
+        torch.testing.assert_close(p, q, rtol=3e-7, atol=3e-9)
         assert one.keys() == other.keys()
         for name in one.keys() - {"low_bits"}:
             assert torch.equal(one[name], other[name]), name

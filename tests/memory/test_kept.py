@@ -258,7 +258,6 @@ def test_what_is_none_is_kept() -> None:
     ("overrides", "message"),
     [
         (["memory.rows=recompute"], "memory.rows = 'recompute'.*expected one of 'keep', 'resend' or 'offload'"),
-        (["memory.sums=recompute"], "memory.sums = 'recompute' is of layers that are computed again"),
         (
             ["memory.dense=recompute", "memory.sums=recompute", "memory.rows=offload"],
             "repeats whole rides, and memory.rows = 'offload'",

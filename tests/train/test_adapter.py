@@ -187,7 +187,6 @@ def test_a_quantised_base_has_each_expert_on_one_rank(
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["adapter.base_dtype=nf4"], "say adapter.kind"),
         (["adapter.kind=lora", "adapter.base_dtype=nf4", "memory.experts=host"], "experts that are quantised stay"),
         (
             ["adapter.kind=lora", "adapter.targets=attention", "adapter.base_dtype=int8", "moe.experts=fp8"],

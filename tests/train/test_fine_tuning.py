@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from carpool.train.config import Config, TrainingSection, load_config, resolve_config
 from carpool.train.config.fine_tuning import defaults
@@ -29,6 +30,13 @@ def make(folder: Path, changed: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(keys))
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
     return folder
+
+
+def fill(folder: Path) -> None:
+    """Give a checkpoint's folder the weights that its config.json says, and change nothing else."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder / "whole")
+    (folder / "whole" / "model.safetensors").replace(folder / "model.safetensors")
 
 
 def test_a_checkpoint_is_fine_tuned_and_not_as_the_demo(checkpoint: Path) -> None:
@@ -82,6 +90,7 @@ def test_without_weights_it_is_the_demos_defaults_which_say_so(checkpoint: Path)
 def test_the_dry_run_says_where_values_are_from_and_can_be_read_back(checkpoint: Path, tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"text": "a"}')
+    fill(checkpoint)
     found = resolve_config(
         None,
         [f"model.path={checkpoint}", f"data.train={rows}", "training.learning_rate=0.5", "parallelism.device=cpu",
@@ -99,6 +108,7 @@ def test_a_dry_run_refuses_conversations_without_a_template(checkpoint: Path, tm
     rows = tmp_path / "a.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
     settings = [f"model.path={checkpoint}", f"data.train={rows}", "parallelism.device=cpu", "parallelism.num_ranks=2"]
+    fill(checkpoint)
     make_tokenizer(None).save_pretrained(checkpoint)
     with pytest.raises(ValueError, match="has no chat template"):
         dry_run(load_config(None, settings))
