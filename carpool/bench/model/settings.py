@@ -11,6 +11,7 @@ from typing import Any, Self
 from carpool.bench.options import RankOptions, check_contenders
 from carpool.plugins.nearest import nearest
 from carpool.train.config import Config, load_config
+from carpool.train.config.effects import why_idle
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema_base import toml_value
 
@@ -22,6 +23,8 @@ _OF_ALL = (
     "training.resume", "training.output",
 )  # fmt: skip
 _OF_ONE = ("parallelism.dense",)
+# What transformers' contenders never read.
+_OF_CARPOOL = ("moe.", "codec.", "nvlink.", "memory.", "placement.")
 # The model of `carpool train` without arguments.
 DEMO = "demo"
 # Nothing but steps, and as many as are asked for.
@@ -103,7 +106,19 @@ class Settings(RankOptions):
                     raise ValueError(f"--contenders {name}: {key} is a setting of carpool alone")
                 if key.startswith(_OF_ALL) and key not in _OF_ONE:
                     raise ValueError(f"--contenders {name}: {key} is the same for all contenders; use --set")
-            self.config_of(name)
+            config = self.config_of(name)
+            for key in (override.partition("=")[0].strip() for override in self._more(name)):
+                if (why := why_idle(config, key)) is not None:
+                    raise ValueError(f"--contenders {name}: {key} {why}")
+        self._check_set()
+
+    def _check_set(self) -> None:
+        """Refuse what is set for all contenders and does something in none."""
+        configs = [self.config_of(name) for name in self.contenders if not self.is_theirs(name)]
+        for key in (override.partition("=")[0].strip() for override in self.overrides):
+            idle = [why_idle(config, key) for config in configs if key.startswith(_OF_CARPOOL)]
+            if idle and all(idle) and not self.own:
+                raise ValueError(f"--set {key} {idle[0]}")
 
     def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
         return replace(self, ranks=num_ranks, device="cuda" if cuda else "cpu")

@@ -228,23 +228,26 @@ def check_effects(resolved: Resolved, form: Format | None = None, compare: str |
         config = _changed(config, {("data", "format"): form})
     # Of the file's own data the format is not known.
     of_file = _changed(resolved.config if ("data", "train") in resolved.replaced else config, resolved.replaced)
-    for section, cls, key in keys():
-        name, value = f"{section}.{key}", getattr(getattr(config, section), key)
-        place, default = (
-            resolved.places.get((section, key)),
-            cls.model_fields[key].get_default(call_default_factory=True),
-        )
-        # none says that something is off.
-        if place is None or value in (None, default) or has_effect(config, name) or section == compare:
+    for section, _, key in keys():
+        name, place = f"{section}.{key}", resolved.places.get((section, key))
+        if place is None or section == compare or (why := why_idle(config, name)) is None:
             continue
         if not resolved.is_asked_now((section, key)) and (resolved.recorded or _had_effect(of_file, name)):
             continue
-        effect = _effect(name)
-        assert effect is not None
+        value = getattr(getattr(config, section), key)
         shown = toml_value(value) if isinstance(value, bool) else repr(value)
-        raise ValueError(
-            f"{name} = {shown} ({place}) changes nothing without {effect.needs}; set that, too, or leave {name} out"
-        )
+        raise ValueError(f"{name} = {shown} ({place}) {why}; set that, too, or leave {name} out")
+
+
+def why_idle(config: Config, name: str) -> str | None:
+    """What the setting SECTION.KEY would need to do something, in words; None: it does something, or is its default."""
+    effect, (section, _, key) = _effect(name), name.partition(".")
+    if not key or effect is None or effect.when(config):
+        return None
+    table = getattr(config, section)
+    default = type(table).model_fields[key].get_default(call_default_factory=True)
+    # none says that something is off.
+    return None if getattr(table, key) in (None, default) else f"changes nothing without {effect.needs}"
 
 
 def _changed(config: Config, values: Mapping[tuple[str, str], Any]) -> Config:
