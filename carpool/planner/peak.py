@@ -64,7 +64,6 @@ class Peak:
         stage: of the pipeline.
         timeline: (moment, bytes of PyTorch's tensors) in the order of a step.
         host: bytes in host memory: the optimizer's state, and activations that are offloaded.
-        own_gradients: bytes of gradients of what the rank owns, as the backward leaves them.
     """
 
     parts: Mapping[str, float]
@@ -72,7 +71,6 @@ class Peak:
     stage: int
     timeline: tuple[tuple[str, float], ...]
     host: float
-    own_gradients: float
 
     @property
     def total(self) -> float:
@@ -191,7 +189,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     else:
         freed = gradients + activations + of_loss + (0 if sizes.buffers else kept.exchanged)
         parts |= {"process": PROCESS_BYTES, "allocator": FREED_SHARE * freed}
-    return Peak(parts, at, stage, tuple((name, constant + sum(of)) for name, *of in moments), host, own)
+    return Peak(parts, at, stage, tuple((name, constant + sum(of)) for name, *of in moments), host)
 
 
 class _Kept:
