@@ -31,8 +31,8 @@ from carpool.bench.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import in_turns
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES, check_micro_batches
-from carpool.planner.events import Clock, Graph
-from carpool.planner.pipelines import Action, add_pipeline, orders
+from carpool.planner.step.events import Clock, Graph
+from carpool.planner.step.pipelines import Action, add_pipeline, orders
 from carpool.schedule.split import SplitBackward
 
 ALL = tuple(SCHEDULES)

@@ -7,7 +7,7 @@
 For each shape, one layer's ride forward and backward, bf16, tokens that choose their experts uniformly:
 
     pieces      dispatch, experts, combine of rides of T/8, T/4, T/2 and T tokens, one after the other, the experts on
-                the multiprocessors that they have beside rides; from these `carpool.planner.overlap` predicts T(r)
+                the multiprocessors that they have beside rides; from these `carpool.planner.step.overlap` predicts T(r)
     measured    the ride itself in r = 1, 2, 4, 8 chunks, and the plain one, in turns; with `--tiles` also in n tiles
                 (over nvlink), c multiprocessors for the rides and the others for the experts: "tiles n/c"
 
@@ -31,8 +31,8 @@ from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make
 from carpool.kernels.processors import reserved
 from carpool.layout import ExpertLayout, assign
 from carpool.observe.stats import LayerStats
-from carpool.planner.chosen import fastest as fastest_of
-from carpool.planner.overlap import Pieces, chunked
+from carpool.planner.decisions.chosen import fastest as fastest_of
+from carpool.planner.step.overlap import Pieces, chunked
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule

@@ -53,8 +53,8 @@ from carpool.observe.traffic import Traffic
 from carpool.placement.objective import served_by
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
-from carpool.planner.cost import CostModel
-from carpool.planner.hardware import Hardware, find_hardware, hardware_of
+from carpool.planner.machine.cost import CostModel
+from carpool.planner.machine.hardware import Hardware, find_hardware, hardware_of
 from carpool.routing import Routing
 from carpool.train.run.machine import device_name
 from carpool.transport import (

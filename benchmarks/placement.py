@@ -28,7 +28,7 @@ from carpool.placement.forecast import compare
 from carpool.placement.solvers import default_solvers, solve
 from carpool.placement.table import place
 from carpool.placement.trace import LayerTrace, Trace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 
 TRACES = Path(__file__).parents[1] / "docs" / "traces"
 

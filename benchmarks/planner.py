@@ -22,12 +22,12 @@ from carpool.bench.results import print_table
 from carpool.bench.script import make_parser
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
-from carpool.planner.candidate import KEEP, Candidate
-from carpool.planner.hardware import Hardware, find_hardware
-from carpool.planner.model_shape import ModelShape
-from carpool.planner.peak import memory_of
-from carpool.planner.routes import Routes
-from carpool.planner.step import Prediction, predict
+from carpool.planner.configuration.candidate import KEEP, Candidate
+from carpool.planner.machine.hardware import Hardware, find_hardware
+from carpool.planner.memory.peak import memory_of
+from carpool.planner.model.routes import Routes
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.prediction import Prediction, predict
 from carpool.train.config.published import read_keys
 
 DIFFERENT = 0.05

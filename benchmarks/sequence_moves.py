@@ -21,8 +21,8 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.sequences import assign_sequences
 from carpool.placement.trace import Trace
-from carpool.planner.cost import RIDES
-from carpool.planner.hardware import find_hardware
+from carpool.planner.machine.cost import RIDES
+from carpool.planner.machine.hardware import find_hardware
 
 TRACE = Path(__file__).parents[1] / "docs" / "traces" / "e64-1435.npz"
 

@@ -12,7 +12,7 @@ at several numbers of tokens in a step. Three ways follow each other in turns, `
 
     GB/s       bytes of state in and out, by the time that the optimizer's step takes alone
     hidden     1 - (step - step with state on the device) / time of the optimizer's step alone
-    foretold   tokens from which `carpool.planner.streaming` says that all is hidden in the backward
+    foretold   tokens from which `carpool.planner.step.streaming` says that all is hidden in the backward
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from carpool.bench.timing import in_turns
 from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import timed
 from carpool.parallel.consumed import ConsumedGradients
-from carpool.planner.hardware import hardware_of
-from carpool.planner.streaming import break_even_tokens
+from carpool.planner.machine.hardware import hardware_of
+from carpool.planner.step.streaming import break_even_tokens
 from carpool.train.run.machine import device_name
 
 WAYS = ("device", "consumed", "after")

@@ -14,7 +14,7 @@ import carpool
 from carpool import ExpertLayout, KeptPolicies, Routing
 from carpool.layout.topology import Topology
 from carpool.placement import predict
-from carpool.planner.cost import RIDES, CostModel
+from carpool.planner.machine.cost import RIDES, CostModel
 from carpool.schedule import Schedule
 from carpool.train.config import load_config
 from carpool.transport import Codecs, NVLinkOptions, TransportOptions, make_transport, unfit_transports

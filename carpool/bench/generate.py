@@ -40,7 +40,7 @@ from carpool.hf.build import build_model
 from carpool.hf.decode_graph import ROUND, DecodeGraphs
 from carpool.hf.generation import Generated, Sampling, generate
 from carpool.observe.clock import slowest
-from carpool.planner.search import USABLE
+from carpool.planner.search.plan import USABLE
 from carpool.serve.room import needed_bytes
 from carpool.serve.source import spread_model
 from carpool.train.config.published import read_keys

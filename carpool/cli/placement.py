@@ -14,7 +14,7 @@ from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, check_output, check_
 from carpool.serve.folder import check_folder
 
 if TYPE_CHECKING:
-    from carpool.planner.cost import CostModel
+    from carpool.planner.machine.cost import CostModel
 
 EPRanks = Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on, equally many on each.")]
@@ -29,8 +29,8 @@ TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of
 
 def cost_model(hidden: int, expert_hidden: int, tokens_per_rank: int, hardware: str) -> CostModel:
     """Of the options above."""
-    from carpool.planner.cost import CostModel
-    from carpool.planner.hardware import find_hardware
+    from carpool.planner.machine.cost import CostModel
+    from carpool.planner.machine.hardware import find_hardware
 
     rates = find_hardware(hardware)
     return CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank, hardware=rates)
@@ -189,7 +189,7 @@ def place(
 def _transport(asked: str | None, top_k: int, ranks: int, nodes: int, cost: CostModel) -> tuple[str, str]:
     """For whose rows experts are placed, and why. Over `nvlink` they are those of `dedup`."""
     from carpool.layout.topology import Topology
-    from carpool.planner.nodes import automatic_transport
+    from carpool.planner.decisions.transport import automatic_transport
     from carpool.transport import choose_transport
 
     if asked is not None:

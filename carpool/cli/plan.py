@@ -13,10 +13,10 @@ import typer
 from carpool.cli.common import Debug, check_output, command, errors
 
 if TYPE_CHECKING:
-    from carpool.planner.hardware import Hardware
-    from carpool.planner.model_shape import ModelShape
-    from carpool.planner.routes import Routes
-    from carpool.planner.search import Found, Plan
+    from carpool.planner.machine.hardware import Hardware
+    from carpool.planner.model.routes import Routes
+    from carpool.planner.model.shape import ModelShape
+    from carpool.planner.search.plan import Found, Plan
 
 GiB = 2**30
 COLUMNS = ("", "configuration", "step, s", "interval", "MFU", "tokens/s per GPU", "GiB", "exposed")
@@ -67,13 +67,13 @@ def plan(
     with errors(debug):
         if out is not None:
             check_output("--out", out)
-        from carpool.planner.constraints import read_constraints
-        from carpool.planner.hardware import find_hardware
-        from carpool.planner.model_shape import ModelShape
-        from carpool.planner.routes import Routes
-        from carpool.planner.search import plan as search
-        from carpool.planner.space import Space
-        from carpool.planner.systems import OTHERS, SYSTEMS
+        from carpool.planner.machine.hardware import find_hardware
+        from carpool.planner.model.routes import Routes
+        from carpool.planner.model.shape import ModelShape
+        from carpool.planner.search.constraints import read_constraints
+        from carpool.planner.search.plan import plan as search
+        from carpool.planner.search.space import Space
+        from carpool.planner.search.systems import OTHERS, SYSTEMS
         from carpool.train.config.published import read_keys
         from carpool.train.config.schema_parallelism import MAX_RANKS
         from carpool.train.config.sizes import size_of
@@ -123,7 +123,7 @@ def plan(
 def _show_policies(best: Plan, found: Mapping[str, Found]) -> None:
     """What published planners would have chosen, beside the plan."""
     from carpool.bench.results import print_table, terminal
-    from carpool.planner.systems import SYSTEMS
+    from carpool.planner.search.systems import SYSTEMS
 
     console, rows = terminal(150), []
     for name, one in found.items():
@@ -181,9 +181,9 @@ def _show(
     out: Path | None,
 ) -> None:
     from carpool.bench.results import print_table, terminal
-    from carpool.planner.candidate import toml_text
-    from carpool.planner.search import USABLE
-    from carpool.planner.why import NAMES, bounded_by, changes, in_words, next_best, with_all_memory
+    from carpool.planner.configuration.candidate import toml_text
+    from carpool.planner.search.plan import USABLE
+    from carpool.planner.search.why import NAMES, bounded_by, changes, in_words, next_best, with_all_memory
 
     console = terminal(150)
     first = found.plans[0]

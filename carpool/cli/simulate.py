@@ -63,12 +63,13 @@ def simulate(
         from rich.console import Console
 
         from carpool.placement.trace import Trace
-        from carpool.planner.configured import candidate_of, model_of, step_on
-        from carpool.planner.goodput import GPU_MTBF_HOURS, GPU_MTBF_SOURCE, Failures
-        from carpool.planner.hardware import DEFAULT, find_hardware
-        from carpool.planner.routes import Routes
-        from carpool.planner.simulate import simulate as run
-        from carpool.planner.step import inputs
+        from carpool.planner.decisions.configured import candidate_of, model_of
+        from carpool.planner.machine.hardware import DEFAULT, find_hardware
+        from carpool.planner.model.routes import Routes
+        from carpool.planner.simulator.goodput import GPU_MTBF_HOURS, GPU_MTBF_SOURCE, Failures
+        from carpool.planner.simulator.simulate import simulate as run
+        from carpool.planner.simulator.step import step_on
+        from carpool.planner.step.prediction import inputs
         from carpool.report.simulation import print_simulation, write_simulation
         from carpool.train.config import load_config
         from carpool.train.config.published import read_keys

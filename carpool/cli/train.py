@@ -261,7 +261,7 @@ def check_paths(resolved: Resolved, compare: str | None = None) -> None:
             f'training.resume_from_checkpoint: {resume} is no folder; give "last" or a folder such as '
             f"{Path(config.training.output_dir) / 'checkpoints' / 'step-00000100'}"
         )
-    from carpool.planner.hardware import find_hardware
+    from carpool.planner.machine.hardware import find_hardware
     from carpool.train.data.chat import read_template
     from carpool.train.data.corpus import check_sources
     from carpool.train.data.formats import find_format

@@ -40,8 +40,8 @@ from carpool.hf.limit import find_router
 from carpool.hf.names import list_number
 from carpool.layout.topology import Topology
 from carpool.placement.sequences import Integers, assign_sequences
-from carpool.planner.cost import RIDES
-from carpool.planner.hardware import Hardware
+from carpool.planner.machine.cost import RIDES
+from carpool.planner.machine.hardware import Hardware
 from carpool.transport import find_transport
 from carpool.transport.sequences import SequenceMoves
 

@@ -1,7 +1,7 @@
 """What is known of each schedule of a pipeline's stages: facts for plans, refusals and the pipeline itself.
 
 The names, and the orders, are those of `torch.distributed.pipelining`. `carpool.parallel.pipeline` runs them, and
-`carpool.planner.pipelines` plays them on paper.
+`carpool.planner.step.pipelines` plays them on paper.
 """
 
 from __future__ import annotations

@@ -8,6 +8,6 @@ from __future__ import annotations
 from carpool.placement.objective import Objective, evaluate
 from carpool.placement.trace import LayerTrace, Trace
 from carpool.placement.volume import VERBS, Volume, predict
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 
 __all__ = ["VERBS", "CostModel", "LayerTrace", "Objective", "Trace", "Volume", "evaluate", "predict"]

@@ -20,7 +20,7 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 
 WINDOW = 500  # steps
 LEAST_GAIN = 0.005  # of a step

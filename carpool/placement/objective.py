@@ -9,7 +9,7 @@ same function that decides during training. Replicas are therefore counted as th
     rows_NN   tokens of one node that visit another: what `hierarchical` sends between nodes
     load_W    (token, choice) pairs that each rank computes; of sliced experts, (token, slice) pairs
 
-Modelled time is that of `carpool.planner.cost`. It ranks layouts, and is no forecast of a step.
+Modelled time is that of `carpool.planner.machine.cost`. It ranks layouts, and is no forecast of a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from carpool.layout import ExpertLayout, assign
 from carpool.layout.topology import Topology
 from carpool.placement.trace import Array, LayerTrace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from carpool.routing import Routing
 from carpool.transport import find_transport
 

@@ -39,7 +39,7 @@ from carpool.placement.solvers.eplb import from_loads
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.problem import held, homes_of
 from carpool.placement.trace import Array
-from carpool.planner.cost import RIDES, CostModel
+from carpool.planner.machine.cost import RIDES, CostModel
 from carpool.transport import find_transport
 
 

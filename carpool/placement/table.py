@@ -23,7 +23,7 @@ from carpool.layout.topology import Topology
 from carpool.placement.objective import Objective, evaluate
 from carpool.placement.solvers import check_solver, default_solvers, solve
 from carpool.placement.trace import Trace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A simulated step as a profile, so that it is shown, and compared, as a measured one is.
 
-An event of the graph (`carpool.planner.events`) becomes a piece of work of a trace (`carpool.profile.trace`):
+An event of the graph (`carpool.planner.step.events`) becomes a piece of work of a trace (`carpool.profile.trace`):
 
     dispatch, combine, experts, packing           themselves
     attention, dense, elementwise, loss, ...      computation
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from carpool.planner.events import COMPUTATION, HOST, STREAM_OF, Event, Execution
+from carpool.planner.step.events import COMPUTATION, HOST, STREAM_OF, Event, Execution
 from carpool.profile.numbers import Profile, measure
 from carpool.profile.trace import KINDS, OTHER, STEP, Label, Piece, Recorded
 

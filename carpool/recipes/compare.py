@@ -26,7 +26,7 @@ from rich.table import Table
 
 from carpool.layout.topology import Topology
 from carpool.placement.trace import Trace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from carpool.recipes import Recipe, load, names, read
 from carpool.recipes.replay import NUMBERS, Way, replay
 from carpool.recipes.resolve import in_effect, resolve

@@ -34,7 +34,7 @@ from carpool.placement.objective import evaluate
 from carpool.placement.policies import POLICIES, LoadModel, make_pool
 from carpool.placement.solvers import solve_both
 from carpool.placement.trace import Array, LayerTrace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from carpool.routing.limit import RoutingLimit
 from carpool.routing.limit_options import LimitOptions
 from carpool.train.config.schema_placement import PlacementSection

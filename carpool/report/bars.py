@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from carpool.planner.held import BESIDE_TENSORS
+from carpool.planner.memory.held import BESIDE_TENSORS
 from carpool.report.grids import layer_names
 from carpool.report.read import Run
 from carpool.report.svg import MARGIN_EM, WIDTH, axis_text, colour, every, hover_cells, legend, svg, tag, ticks

@@ -16,9 +16,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from carpool.planner.events import KINDS
-from carpool.planner.goodput import Failures
-from carpool.planner.simulate import Simulation
+from carpool.planner.simulator.goodput import Failures
+from carpool.planner.simulator.simulate import Simulation
+from carpool.planner.step.events import KINDS
 from carpool.profile.numbers import Profile, save_profile
 from carpool.profile.simulated import simulated_profile, write_simulated_trace
 from carpool.report.lanes import lanes

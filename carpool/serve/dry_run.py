@@ -18,7 +18,7 @@ import torch
 from rich.filesize import decimal
 
 from carpool.hf.sizes import EXPERTS, TOP_K, first_key
-from carpool.planner.hardware import Hardware
+from carpool.planner.machine.hardware import Hardware
 from carpool.serve.experts import ExpertTier
 from carpool.serve.generate import ready
 from carpool.serve.prompts import Prompt, Round, deal

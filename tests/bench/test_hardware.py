@@ -12,7 +12,7 @@ from carpool.bench.hardware.fit import fit
 from carpool.bench.hardware.links import slow_nodes
 from carpool.bench.hardware.measure import measure, measured_hardware
 from carpool.bench.hardware.rates import Rate
-from carpool.planner.hardware import CPU, HARDWARE, LinkRate, find_hardware
+from carpool.planner.machine.hardware import CPU, HARDWARE, LinkRate, find_hardware
 from carpool.train.config import load_config
 from tests.ranks import Ranks
 

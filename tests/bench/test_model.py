@@ -31,7 +31,7 @@ from carpool.hf.forced import balanced_choices, force_choices
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
-from carpool.planner.hardware import CPU, HARDWARE
+from carpool.planner.machine.hardware import CPU, HARDWARE
 from carpool.profile.kinds import IDLE, KINDS
 from carpool.train.run.flops import ModelSize
 from carpool.train.run.model import model_config

@@ -14,7 +14,7 @@ from carpool.hf.sequence_moves import MovingSequences, check_stays
 from carpool.layout.topology import Topology
 from carpool.observe.traffic import MOVES, VERBS
 from carpool.parallel.degrees import Degrees
-from carpool.planner.hardware import hardware_of
+from carpool.planner.machine.hardware import hardware_of
 from carpool.train.run.model import distributed_config
 from carpool.train.run.step import Objective
 from carpool.transport import set_topology

@@ -14,7 +14,7 @@ import carpool
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.memory import KEEP, Arena, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
-from carpool.planner.kept import LayerSizes, kept_bytes
+from carpool.planner.memory.kept import LayerSizes, kept_bytes
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule

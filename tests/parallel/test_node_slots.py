@@ -15,7 +15,7 @@ from carpool.layout.topology import Topology
 from carpool.parallel.node_slots import NodeSlotFiller, make_filler
 from carpool.parallel.slots import SlotFiller
 from carpool.placement.policies import LoadModel
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 NODES = Topology.even(WORLD_SIZE, 2)

@@ -11,7 +11,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.speeds import data_speeds, shares
 from carpool.placement import solvers
 from carpool.placement.objective import evaluate
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from carpool.recipes import load
 from carpool.recipes.resolve import resolve
 from carpool.train.config import load_config

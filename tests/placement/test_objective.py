@@ -13,8 +13,8 @@ from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate, served_by
 from carpool.placement.trace import LayerTrace
 from carpool.placement.volume import predict
-from carpool.planner.cost import CostModel
-from carpool.planner.hardware import DEFAULT, LinkRate
+from carpool.planner.machine.cost import CostModel
+from carpool.planner.machine.hardware import DEFAULT, LinkRate
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.placement.synthetic import layer
 

@@ -23,8 +23,8 @@ from carpool.placement.policies import (
     subset,
 )
 from carpool.placement.solvers.problem import homes_of
-from carpool.planner.cost import CostModel
-from carpool.planner.hardware import DEFAULT, LinkRate
+from carpool.planner.machine.cost import CostModel
+from carpool.planner.machine.hardware import DEFAULT, LinkRate
 from tests.placement.synthetic import layer
 
 PLAIN = ExpertLayout.contiguous(8, 4)

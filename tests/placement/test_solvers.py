@@ -17,7 +17,7 @@ from carpool.placement.solvers import SOLVERS, Problem, solve, solve_both, solve
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.search import OVERLOAD, aimed_load, swap_search
 from carpool.placement.trace import LayerTrace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from tests.placement.synthetic import layer, topics
 
 try:

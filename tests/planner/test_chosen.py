@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from carpool.planner.chosen import Chosen, Decisions, Kind, fastest
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, fastest
 
 KIND: Kind[int] = Kind("width", lambda answer: {"tiles": answer}, lambda record: int(record["tiles"]), "microseconds")
 SHAPE = {"device": "NVIDIA H200", "rows": 512}

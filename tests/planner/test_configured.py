@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 
 from carpool.cli import app
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configured import candidate_of, model_of, scaled, step_on
-from carpool.planner.events import execute
-from carpool.planner.hardware import find_hardware
-from carpool.planner.lengths import Lengths
-from carpool.planner.peak import memory_of
-from carpool.planner.simulate import drawn_seconds, sampled
-from carpool.planner.step import predict
+from carpool.planner.decisions.configured import candidate_of, model_of
+from carpool.planner.machine.hardware import find_hardware
+from carpool.planner.memory.peak import memory_of
+from carpool.planner.simulator.simulate import drawn_seconds, sampled
+from carpool.planner.simulator.step import scaled, step_on
+from carpool.planner.step.events import execute
+from carpool.planner.step.lengths import Lengths
+from carpool.planner.step.prediction import predict
 from carpool.train.config import load_config
 from carpool.train.run.dense import decide_dense
 

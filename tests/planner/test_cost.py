@@ -15,8 +15,8 @@ import pytest
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
-from carpool.planner.cost import CostModel
-from carpool.planner.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, find_hardware, hardware_of
+from carpool.planner.machine.cost import CostModel
+from carpool.planner.machine.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, find_hardware, hardware_of
 from carpool.transport import find_transport
 
 
@@ -122,6 +122,6 @@ def test_profiles_are_plain_json() -> None:
 
 def test_the_planner_needs_no_pytorch() -> None:
     heavy = "{'torch', 'transformers', 'triton'} & {*sys.modules}"
-    code = f"import sys, carpool.planner.cost, carpool.planner.hardware; print(sorted({heavy}))"
+    code = f"import sys, carpool.planner.machine.cost, carpool.planner.machine.hardware; print(sorted({heavy}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from carpool.planner.goodput import GPU_MTBF_HOURS, HOUR, Failures
+from carpool.planner.simulator.goodput import GPU_MTBF_HOURS, HOUR, Failures
 
 MANY = Failures.of_gpus(16384, GPU_MTBF_HOURS, checkpoint=60.0, restart=600.0)
 

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peaks import growth
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import KEEP, Candidate, toml_text
-from carpool.planner.held import alone_bytes
-from carpool.planner.model_shape import ModelShape
-from carpool.planner.peak import _loss, memory_of
-from carpool.planner.routes import Routes
-from carpool.planner.sizes import sizes_of
+from carpool.planner.configuration.candidate import KEEP, Candidate, toml_text
+from carpool.planner.memory.held import alone_bytes
+from carpool.planner.memory.peak import _loss, memory_of
+from carpool.planner.memory.sizes import sizes_of
+from carpool.planner.model.routes import Routes
+from carpool.planner.model.shape import ModelShape
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.run.estimate import MemoryEstimate

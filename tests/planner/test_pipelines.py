@@ -10,8 +10,8 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from carpool.parallel.schedules import SCHEDULES, in_flight, in_pairs
-from carpool.planner.events import Execution, Graph, execute
-from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
+from carpool.planner.step.events import Execution, Graph, execute
+from carpool.planner.step.pipelines import Action, add_pipeline, alternate, orders
 
 F, I, W = 3.0, 4.0, 2.0  # noqa: E741
 

@@ -73,7 +73,7 @@ def test_bad_input_is_told_apart(changed: dict[str, str], said: str, tmp_path: P
 def test_a_plan_needs_no_pytorch() -> None:
     """Reading a model's sizes, and the search, start in a second; PyTorch would take several."""
     code = (
-        "import sys; from carpool.train.config.published import read_keys; import carpool.planner.search, "
-        "carpool.planner.why, carpool.bench.results; assert 'torch' not in sys.modules"
+        "import sys; from carpool.train.config.published import read_keys; import carpool.planner.search.plan, "
+        "carpool.planner.search.why, carpool.bench.results; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

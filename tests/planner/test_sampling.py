@@ -11,9 +11,9 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.trace import Trace
 from carpool.placement.volume import predict
-from carpool.planner.cost import RIDES, CostModel
-from carpool.planner.events import Group
-from carpool.planner.sampling import SampledRouting, Spread
+from carpool.planner.machine.cost import RIDES, CostModel
+from carpool.planner.simulator.sampling import SampledRouting, Spread
+from carpool.planner.step.events import Group
 
 E, K, LENGTH = 12, 3, 5
 

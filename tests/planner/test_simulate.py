@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from carpool.planner.events import execute
-from carpool.planner.goodput import Failures
-from carpool.planner.simulate import drawn_seconds, lost_port, sampled, simulate, slow_link, slow_rank
+from carpool.planner.simulator.goodput import Failures
+from carpool.planner.simulator.simulate import drawn_seconds, lost_port, sampled, simulate, slow_link, slow_rank
+from carpool.planner.step.events import execute
 from tests.planner.step_problem import ATTENTION, EXPERTS, REDUCTION, RIDE, balanced, build
 
 

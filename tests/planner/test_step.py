@@ -14,13 +14,13 @@ import pytest
 
 from benchmarks.planner import Compared, compare, order_agreement
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import KEEP, Candidate
-from carpool.planner.hardware import HARDWARE, LinkRate
-from carpool.planner.lengths import HOST_ACTION, Lengths
-from carpool.planner.model_shape import ModelShape
-from carpool.planner.routes import Choice, Routes
-from carpool.planner.step import Prediction, predict, step_seconds
-from carpool.planner.step_graph import step_graph
+from carpool.planner.configuration.candidate import KEEP, Candidate
+from carpool.planner.machine.hardware import HARDWARE, LinkRate
+from carpool.planner.model.routes import Choice, Routes
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.graph import step_graph
+from carpool.planner.step.lengths import HOST_ACTION, Lengths
+from carpool.planner.step.prediction import Prediction, predict, step_seconds
 from carpool.train.config.published import read_keys
 from carpool.transport import find_transport
 

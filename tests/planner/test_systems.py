@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import Candidate
-from carpool.planner.constraints import read_constraints
-from carpool.planner.enumeration import Enumeration
-from carpool.planner.hardware import LinkRate, find_hardware
-from carpool.planner.lengths import Lengths
-from carpool.planner.model_shape import ModelShape
-from carpool.planner.routes import Routes
-from carpool.planner.search import Plan, plan
-from carpool.planner.space import Problem, Space
-from carpool.planner.systems import SYSTEMS, _stages, fsmoe, roofline, tutel
+from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.machine.hardware import LinkRate, find_hardware
+from carpool.planner.model.routes import Routes
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.search.constraints import read_constraints
+from carpool.planner.search.enumeration import Enumeration
+from carpool.planner.search.plan import Plan, plan
+from carpool.planner.search.space import Problem, Space
+from carpool.planner.search.systems import SYSTEMS, _stages, fsmoe, roofline, tutel
+from carpool.planner.step.lengths import Lengths
 from carpool.train.config.published import read_keys
 
 SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 4}))

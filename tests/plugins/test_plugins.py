@@ -25,7 +25,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.placement.objective import evaluate
 from carpool.placement.trace import LayerTrace
 from carpool.placement.volume import predict
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from carpool.train.config import load_config
 from carpool.train.run.dry_run import dry_run
 from carpool.train.run.room import most_tokens, transport_options

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from carpool.planner.events import execute
-from carpool.planner.simulate import drawn_seconds, sampled
+from carpool.planner.simulator.simulate import drawn_seconds, sampled
+from carpool.planner.step.events import execute
 from carpool.profile.numbers import load_profile, save_profile
 from carpool.profile.simulated import simulated_profile, write_simulated_trace
 from carpool.profile.trace import load

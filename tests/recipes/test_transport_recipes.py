@@ -21,7 +21,7 @@ from carpool.placement.objective import served_by
 from carpool.placement.policies import POLICIES, LoadModel
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from carpool.recipes import load, names
 from carpool.recipes.resolve import resolve
 from carpool.transport import TRANSPORTS, HierarchicalOptions, TransportOptions

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from carpool.planner.goodput import Failures
-from carpool.planner.simulate import Simulation, simulate
+from carpool.planner.simulator.goodput import Failures
+from carpool.planner.simulator.simulate import Simulation, simulate
 from carpool.report.profile import write_profile
 from carpool.report.simulation import failure_rows, print_simulation, write_simulation
 from tests.planner.step_problem import build

@@ -20,11 +20,11 @@ from carpool.memory.rows import Rows
 from carpool.parallel import consumed
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import Candidate
-from carpool.planner.chosen import Decisions
-from carpool.planner.configured import candidate_of
-from carpool.planner.hardware import HARDWARE
-from carpool.planner.model_shape import ModelShape
+from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.decisions.chosen import Decisions
+from carpool.planner.decisions.configured import candidate_of
+from carpool.planner.machine.hardware import HARDWARE
+from carpool.planner.model.shape import ModelShape
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema import Config

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from carpool.planner.chosen import Decisions
-from carpool.planner.hardware import CPU
-from carpool.planner.kept import POLICIES
+from carpool.planner.configuration.candidate import POLICIES
+from carpool.planner.decisions.chosen import Decisions
+from carpool.planner.machine.hardware import CPU
 from carpool.train.config import load_config
 from carpool.train.config.sizes import size_of
 from carpool.train.data.tokenizer import load_tokenizer

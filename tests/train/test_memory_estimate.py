@@ -15,10 +15,10 @@ from carpool.hf import rides
 from carpool.hf.forced import balanced_choices, force_choices
 from carpool.layout import ExpertLayout
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configured import candidate_of
-from carpool.planner.model_shape import ModelShape
-from carpool.planner.step import predict
-from carpool.planner.streaming import break_even_tokens
+from carpool.planner.decisions.configured import candidate_of
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.prediction import predict
+from carpool.planner.step.streaming import break_even_tokens
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.data.tokenizer import load_tokenizer

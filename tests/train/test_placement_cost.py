@@ -12,7 +12,7 @@ from carpool.layout.topology import Topology
 from carpool.placement.align import aligned
 from carpool.placement.objective import evaluate
 from carpool.placement.volume import predict
-from carpool.planner.hardware import DEFAULT as H200
+from carpool.planner.machine.hardware import DEFAULT as H200
 from carpool.train.moving.cost import Facts, foretell, outlook
 from carpool.train.moving.layouts import load_ratio, padded
 from carpool.train.moving.runtime import newest

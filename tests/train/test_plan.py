@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from carpool.planner.hardware import HARDWARE
-from carpool.planner.search import USABLE
+from carpool.planner.machine.hardware import HARDWARE
+from carpool.planner.search.plan import USABLE
 from carpool.report.page import plan_rows
 from carpool.report.read import read_run
 from carpool.train.config import Config, load_config, resolve_config

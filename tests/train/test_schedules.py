@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.planner.chosen import Chosen, Decisions, fastest
+from carpool.planner.decisions.chosen import Chosen, Decisions, fastest
 from carpool.ride.plain import PLAIN
 from carpool.schedule import Schedule
 from carpool.schedule.chunks import ChunkedOrder

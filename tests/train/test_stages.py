@@ -16,7 +16,7 @@ import torch.distributed as dist
 from carpool.experts import Activation, Choices
 from carpool.experts.choices import STAGES
 from carpool.experts.measure import Measured, _Problem
-from carpool.planner.chosen import Chosen
+from carpool.planner.decisions.chosen import Chosen
 from carpool.train.config import describe, load_config
 from carpool.train.run.files import read_record
 from carpool.train.run.finish import finish

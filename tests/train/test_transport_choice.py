@@ -14,7 +14,7 @@ import torch
 
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
-from carpool.planner.hardware import find_hardware
+from carpool.planner.machine.hardware import find_hardware
 from carpool.train.config.schema import Config
 from carpool.train.run.files import decisions_of
 from carpool.train.run.machine import Machine

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from carpool.planner.hardware import LinkRate
+from carpool.planner.machine.hardware import LinkRate
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`carpool doctor --measure`: links and rates of the machine, as a file for `parallelism.hardware` and `--hardware`.
 
-{"hardware": {...},     what predictions read (`carpool.planner.hardware.Hardware`)
+{"hardware": {...},     what predictions read (`carpool.planner.machine.hardware.Hardware`)
  "links": [...],        each line that was fitted, with its residual and its points
  "rates": [...],        computation and memory, for people
  "topology", "slow_nodes", "seconds", "environment"}
@@ -25,8 +25,8 @@ from carpool.bench.hardware.work import measure_work
 from carpool.bench.options import find_ranks
 from carpool.bench.results import print_table, terminal
 from carpool.layout.topology import Topology
-from carpool.planner.hardware import Hardware, LinkRate, hardware_of
-from carpool.planner.work import Work
+from carpool.planner.machine.hardware import Hardware, LinkRate, hardware_of
+from carpool.planner.machine.work import Work
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run

@@ -1,4 +1,5 @@
-"""Kinds of kernels on this device, each at several sizes, and the sum of terms that fits them (`carpool.planner.work`).
+"""Kinds of kernels on this device, each at several sizes, and the sum of terms that fits them
+(`carpool.planner.machine.work`).
 
 Products, attention and experts are those that training runs: PyTorch's library, the attention that
 `carpool.hf.attention` prefers, and a ride of grouped experts that goes nowhere. The device is kept busy
@@ -25,7 +26,7 @@ from carpool.hf.attention import fastest_attention
 from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import slowest
 from carpool.observe.stats import LayerStats
-from carpool.planner.work import Work, fit_work
+from carpool.planner.machine.work import Work, fit_work
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.transport.local import Local
@@ -81,7 +82,7 @@ CPU = WorkSizes(
 
 
 def measure_work(device: torch.device) -> dict[str, Work]:
-    """By kind (`carpool.planner.work`). All ranks together."""
+    """By kind (`carpool.planner.machine.work`). All ranks together."""
     cuda = device.type == "cuda"
     sizes, dtype = (GPU, torch.bfloat16) if cuda else (CPU, torch.float32)
     points: dict[str, list[Point]] = {}

@@ -36,7 +36,7 @@ from carpool.bench.model.routing import route
 from carpool.hf.build import build_model, experts_modules
 from carpool.hf.compiled import decoder_layers
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.planner.chosen import Decisions
+from carpool.planner.decisions.chosen import Decisions
 from carpool.profile.kinds import LOSS, OPTIMIZER
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config import Config

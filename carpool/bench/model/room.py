@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from carpool.planner.search import USABLE
+from carpool.planner.search.plan import USABLE
 from carpool.train.run.estimate import Memory
 
 CERTAIN = ("parameters", "gradients", "optimizer")

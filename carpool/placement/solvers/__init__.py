@@ -37,7 +37,7 @@ from carpool.placement.solvers.plain import contiguous, random
 from carpool.placement.solvers.problem import Problem
 from carpool.placement.solvers.search import search
 from carpool.placement.trace import Array, LayerTrace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 from carpool.plugins import Registry
 from carpool.plugins.nearest import nearest
 

@@ -11,7 +11,7 @@ import numpy as np
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.trace import Array, LayerTrace
-from carpool.planner.cost import CostModel
+from carpool.planner.machine.cost import CostModel
 
 OVERLOAD = 4.0  # rows that a pair above the load limit costs; a swap moves no more than 2 rows per pair of load
 

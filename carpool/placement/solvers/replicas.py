@@ -21,7 +21,7 @@ from carpool.layout import ExpertLayout
 from carpool.placement.objective import served_by
 from carpool.placement.solvers.problem import OVERLOAD, Problem, held, homes_of
 from carpool.placement.trace import Array
-from carpool.planner.cost import RIDES
+from carpool.planner.machine.cost import RIDES
 
 EXCHANGES = 2
 DROPPED = 0.25  # of the replicas, in each exchange

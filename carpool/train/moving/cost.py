@@ -17,8 +17,8 @@ from carpool.layout.topology import Topology
 from carpool.placement.objective import Objective, evaluate, served_by
 from carpool.placement.policies import LoadModel
 from carpool.placement.trace import Array, LayerTrace
-from carpool.planner.cost import RIDES, CostModel
-from carpool.planner.hardware import Hardware
+from carpool.planner.machine.cost import RIDES, CostModel
+from carpool.planner.machine.hardware import Hardware
 from carpool.transport import find_transport
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
 from carpool.transport.codecs import PLAIN, Codecs

@@ -42,7 +42,7 @@ from carpool.observe.meter import NSIGHT
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
-from carpool.planner.chosen import Chosen
+from carpool.planner.decisions.chosen import Chosen
 from carpool.schedule import Schedule
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.moving.layouts import first_layouts

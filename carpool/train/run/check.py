@@ -13,8 +13,7 @@ from typing import Any
 
 from carpool.hf.build import check_weights
 from carpool.hf.compiled import check_backend
-from carpool.planner.captured import by_plan
-from carpool.planner.chosen import Decisions
+from carpool.planner.decisions.chosen import Decisions
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
@@ -74,7 +73,7 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
     if config.training.cuda_graphs == "on":
         # By its transport and its dense parameters only the ranks can tell.
         one = run.estimate.candidate(run.likely_transport, run.dense.answer)
-        check_graphs(one.eager or by_plan(one))
+        check_graphs(one.eager or one.why_eager_by_plan)
     return run
 
 

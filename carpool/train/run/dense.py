@@ -1,4 +1,4 @@
-"""How dense parameters lie on the ranks of a run (see `carpool.planner.chosen` for when it is chosen).
+"""How dense parameters lie on the ranks of a run (see `carpool.planner.decisions.chosen` for when it is chosen).
 
     parallelism.dense   a run that starts                                        a run that is resumed
     auto                replicate, if it fits into memory; otherwise fsdp        as recorded in run.json
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.chosen import Chosen, Decisions, Kind, Record
-from carpool.planner.whole import dense_by_rule, why_not_whole
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
+from carpool.planner.decisions.dense import dense_by_rule, why_not_whole
 from carpool.train.config.schema import Config
 
 

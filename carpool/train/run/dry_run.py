@@ -10,10 +10,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from carpool.planner.configured import candidate_of
-from carpool.planner.model_shape import ModelShape
-from carpool.planner.step import predict
-from carpool.planner.streaming import break_even_tokens
+from carpool.planner.decisions.configured import candidate_of
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.prediction import predict
+from carpool.planner.step.streaming import break_even_tokens
 from carpool.train.config.schema import Config, keys
 from carpool.train.run.check import check_choices, find_checkpoint, foresee
 from carpool.train.run.estimate import state_bytes

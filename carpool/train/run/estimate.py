@@ -1,5 +1,5 @@
-"""The memory that a rank will need, before anything is built: the planner's account of a step (`carpool.planner.peak`,
-which says what it assumes) of what the model itself takes and keeps.
+"""The memory that a rank will need, before anything is built: the planner's account of a step
+(`carpool.planner.memory.peak`, which says what it assumes) of what the model itself takes and keeps.
 
 `memory_peak_bytes` of a run is PyTorch's own count on GPUs, hence without context, NCCL and fragments (`tensors_of`),
 and the growth of the resident set on CPUs.
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 
 from carpool.memory.disk import BUFFERS
-from carpool.planner.held import BESIDE_TENSORS
-from carpool.planner.peak import Peak, peak_of
+from carpool.planner.memory.held import BESIDE_TENSORS
+from carpool.planner.memory.peak import Peak, peak_of
 from carpool.train.config.schema import Config
 from carpool.train.run.rank_sizes import ModelSizes, state_bytes
 

@@ -1,5 +1,5 @@
-"""How many tokens an expert in host memory may have for the CPU to compute it (see `carpool.planner.chosen` for when
-that is chosen).
+"""How many tokens an expert in host memory may have for the CPU to compute it (see
+`carpool.planner.decisions.chosen` for when that is chosen).
 
     memory.few_tokens   a run that starts                        a run that is resumed
     auto                measured, before the first step          as recorded in run.json
@@ -26,7 +26,7 @@ from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.memory.host import host_zeros
 from carpool.observe.clock import synchronize
-from carpool.planner.chosen import Chosen, Decisions, Kind, Record
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.train.run.machine import device_name
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

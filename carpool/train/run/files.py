@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from carpool.planner.chosen import Decisions
+from carpool.planner.decisions.chosen import Decisions
 
 METRICS, INFO, CONFIG, LAYOUT, SUMMARY = "metrics.jsonl", "run.json", "config.toml", "layout.json", "summary.json"
 DECISIONS = "decisions"  # the section of run.json

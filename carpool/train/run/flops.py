@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from carpool.hf.sizes import head_sizes
-from carpool.planner.hardware import hardware_of
+from carpool.planner.machine.hardware import hardware_of
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ from carpool.observe.stats import HostCounts
 from carpool.parallel import fsdp
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import replicated
-from carpool.planner.candidate import Candidate
-from carpool.planner.captured import COPIES, FSDP, LENGTHS, RANDOM, RANDOM_HALVES, by_plan, by_settings, of_transport
-from carpool.planner.chosen import Chosen, Decisions, Kind
+from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.configuration.eager import COPIES, FSDP, LENGTHS, RANDOM, RANDOM_HALVES, by_settings, of_transport
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.train.config.schema import Config
 
 Batch = dict[str, torch.Tensor]
@@ -93,7 +93,7 @@ def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers
         return RANDOM
     if candidate.schedule == "two-batch" and draws_random_numbers(model):
         return RANDOM_HALVES
-    return by_plan(candidate)
+    return candidate.why_eager_by_plan
 
 
 def describe_graphs(why_not: str | None) -> str:

@@ -33,7 +33,7 @@ from carpool.hf.recompute import recompute_layers
 from carpool.memory.policies import KeptPolicies
 from carpool.observe.clock import timed
 from carpool.parallel.replicated import replicated
-from carpool.planner.kept import POLICIES
+from carpool.planner.configuration.candidate import POLICIES
 from carpool.train.config.schema import Config
 from carpool.train.run.graphs import EAGER_STEPS
 from carpool.train.run.room import make_room

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout.topology import Topology
-from carpool.planner.hardware import HARDWARE, Hardware, find_hardware, hardware_of
+from carpool.planner.machine.hardware import HARDWARE, Hardware, find_hardware, hardware_of
 from carpool.plugins.nearest import nearest
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema import Config, ParallelismSection

@@ -1,11 +1,12 @@
-"""What is kept for the backward of a run, for a budget (see `carpool.planner.chosen` for when it is chosen).
+"""What is kept for the backward of a run, for a budget (see `carpool.planner.decisions.chosen` for when it is chosen).
 
     memory.budget   a run that starts                                             a run that is resumed
     none            what memory.rows and the like say; what they leave open is kept
     a size          what they leave open: what fits and costs least               as recorded in run.json
 
 What each policy costs is measured (`carpool.train.run.kept_times`), recorded, and not measured again by a run that is
-resumed. A dry run, which has no ranks, takes it from the planner's model of a step (`carpool.planner.policies`).
+resumed. A dry run, which has no ranks, takes it from the planner's model of a step
+(`carpool.planner.decisions.policies`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from carpool.planner.captured import by_plan
-from carpool.planner.chosen import Chosen, Decisions, Kind, Record
-from carpool.planner.hardware import Hardware
-from carpool.planner.kept import POLICIES
-from carpool.planner.model_shape import ModelShape
-from carpool.planner.policies import Policies, choose_policies, measured_milliseconds, modelled_milliseconds
+from carpool.planner.configuration.candidate import POLICIES
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
+from carpool.planner.decisions.policies import Policies, choose_policies, measured_milliseconds, modelled_milliseconds
+from carpool.planner.machine.hardware import Hardware
+from carpool.planner.model.shape import ModelShape
 from carpool.train.config.schema import Config
 from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.kept_times import Times
@@ -111,7 +111,7 @@ def _fitting(
         if config.training.cuda_graphs != "on":
             return True
         one = estimate.changed(with_policies(config, policies)).candidate(transport, dense)
-        return (one.eager or by_plan(one)) is None
+        return (one.eager or one.why_eager_by_plan) is None
 
     return choose_policies(
         budget,

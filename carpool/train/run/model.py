@@ -26,7 +26,7 @@ from carpool.hf.sequence_parallel import why_not_sequence_parallel
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
-from carpool.planner.chosen import Kind
+from carpool.planner.decisions.chosen import Kind
 from carpool.plugins.nearest import nearest
 from carpool.train.config.published import FROM, read_keys
 from carpool.train.config.schema import Config, ModelSection
@@ -178,7 +178,7 @@ def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda:
 
 
 def planned_attention(config: Config, degrees: Degrees, model: PreTrainedModel, cuda: bool) -> str | None:
-    """The same as the planner reads it (`carpool.planner.model_shape`), to which what is not "eager" is fused."""
+    """The same as the planner reads it (`carpool.planner.model.shape`), to which what is not "eager" is fused."""
     return attention_of(config, degrees, model, cuda) or ("eager" if fused_attention(model) else None)
 
 

@@ -5,8 +5,9 @@
     memory=auto         what is kept for the backward, and where the optimizer's state is
 
 What the user says stays. So do the tokens of a step, as they would be without a plan. The search
-(`carpool.planner.search`) predicts the step of every configuration that is left; the fastest that fits is taken. Its
-settings and what is predicted of it are a decision of the run (`carpool.planner.chosen`): recorded, and taken again.
+(`carpool.planner.search.plan`) predicts the step of every configuration that is left; the fastest that fits is taken.
+Its settings and what is predicted of it are a decision of the run (`carpool.planner.decisions.chosen`): recorded, and
+taken again.
 
 After the first steps the run says what it measured beside what was predicted (`plan_check.py`).
 """
@@ -21,14 +22,13 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import Candidate
-from carpool.planner.captured import by_settings
-from carpool.planner.chosen import Chosen, Decisions, Kind
-from carpool.planner.hardware import Hardware
-from carpool.planner.kept import POLICIES
-from carpool.planner.model_shape import ModelShape
-from carpool.planner.search import USABLE, Found, Plan, plan
-from carpool.planner.space import Space
+from carpool.planner.configuration.candidate import POLICIES, Candidate
+from carpool.planner.configuration.eager import by_settings
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
+from carpool.planner.machine.hardware import Hardware
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.search.plan import USABLE, Found, Plan, plan
+from carpool.planner.search.space import Space
 from carpool.train.config.schema import Config
 from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.machine import Machine

@@ -17,8 +17,8 @@ from carpool.hf.sequence_moves import check_moves
 from carpool.hf.slices import SlicedExperts
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
-from carpool.planner.chosen import Chosen, Decisions
-from carpool.planner.policies import Policies
+from carpool.planner.decisions.chosen import Chosen, Decisions
+from carpool.planner.decisions.policies import Policies
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
 from carpool.train.moving.layouts import check_layout_file
@@ -44,8 +44,8 @@ class Prepared:
     Attributes:
         config: the settings, with those that were left to a plan, to a budget or to a measurement.
         machine, blueprint: what it was prepared for.
-        decisions: all that was chosen (`carpool.planner.chosen`); of these, plan (None if nothing was left to it), kept
-            and dense are asked for elsewhere.
+        decisions: all that was chosen (`carpool.planner.decisions.chosen`); of these, plan (None if nothing was left to
+            it), kept and dense are asked for elsewhere.
         batch_sizes: sequences of each data-parallel rank in a micro-batch.
         attention: what computes it, as Transformers names it; None: its default.
         cut: the part of each sequence that this rank has; None: whole ones.

@@ -1,5 +1,5 @@
 """What a rank of a run takes and keeps, of its model and its settings, before anything is built: for the memory of a
-step (`carpool.planner.peak`), which is predicted for plans in the same way.
+step (`carpool.planner.memory.peak`), which is predicted for plans in the same way.
 
 Parameters are exact sums of what each rank holds, and what decoder layers keep is measured by the model's own forward
 without memory (`carpool.hf.activations`).
@@ -27,11 +27,11 @@ from carpool.hf.narrow import row_size
 from carpool.hf.recompute import draws_random_numbers
 from carpool.kernels.cross_entropy import piece_size
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import Candidate
-from carpool.planner.captured import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, by_settings
-from carpool.planner.held import scores_bytes
-from carpool.planner.model_shape import kept_if_compiled
-from carpool.planner.sizes import Parameters, RankSizes, stage_part
+from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.configuration.eager import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, by_settings
+from carpool.planner.memory.held import scores_bytes
+from carpool.planner.memory.sizes import Parameters, RankSizes, stage_part
+from carpool.planner.model.shape import kept_if_compiled
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter

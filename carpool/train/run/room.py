@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
-from carpool.planner.held import ARENA_ROOM
+from carpool.planner.memory.held import ARENA_ROOM
 from carpool.train.config.schema import Config
 from carpool.transport import HierarchicalOptions, TransportOptions, find_transport
 from carpool.transport.nvlink import Buffers

@@ -1,4 +1,4 @@
-"""Which schedule the layers of a run follow (see `carpool.planner.chosen` for when it is chosen).
+"""Which schedule the layers of a run follow (see `carpool.planner.decisions.chosen` for when it is chosen).
 
     moe.schedule        a run that starts                              a run that is resumed
     auto                GPUs: timed, before the first step;            as recorded in run.json
@@ -28,7 +28,7 @@ from carpool.hf.expert_parallel import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign
 from carpool.observe.clock import timed
 from carpool.observe.stats import LayerStats
-from carpool.planner.chosen import Chosen, Decisions, Kind, fastest
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, fastest
 from carpool.ride import ride
 from carpool.routing import Routing
 from carpool.schedule import MAX_CHUNKS, Schedule

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.observe.clock import synchronize
-from carpool.planner.chosen import Chosen, Decisions, Kind, Record
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.train.config.schema import Config
 
 Speeds = tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Which way computes each stage of the experts in a run (see `carpool.planner.chosen` for when it is chosen).
+"""Which way computes each stage of the experts in a run (see `carpool.planner.decisions.chosen` for when it is chosen).
 
     moe.expert_stages   a run that starts                           a run that is resumed
     default             by the shape (`default_choices`)            as recorded in run.json
@@ -27,7 +27,7 @@ from carpool.experts.measure import Measured, pick
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.layout.uniform import uniform_copies
-from carpool.planner.chosen import Chosen, Decisions, Kind
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.train.run.machine import device_name
 
 BY_SHAPE = "by the shape"

@@ -1,9 +1,9 @@
-"""How the rows of a run travel (see `carpool.planner.chosen` for when it is chosen).
+"""How the rows of a run travel (see `carpool.planner.decisions.chosen` for when it is chosen).
 
 moe.transport       a run that starts                              a run that is resumed
 auto                by the rule of `choose_transport`, of those    as recorded in run.json, if the ranks can still
                     that every rank can use; on several nodes      use the same ones
-                    by `carpool.planner.nodes`
+                    by `carpool.planner.decisions.transport`
 any other           that one                                       that one
 """
 
@@ -13,9 +13,9 @@ import torch
 
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.parallel.degrees import Degrees
-from carpool.planner.chosen import Chosen, Decisions, Kind
-from carpool.planner.hardware import Hardware, hardware_of
-from carpool.planner.nodes import automatic_transport
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
+from carpool.planner.decisions.transport import automatic_transport
+from carpool.planner.machine.hardware import Hardware, hardware_of
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
 from carpool.train.run.blueprint import Blueprint

@@ -1,0 +1,262 @@
+"""One configuration of a run, as plain numbers and words: what the planner varies, and its TOML for `carpool train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from carpool.parallel.degrees import Degrees
+from carpool.parallel.schedules import PAIRED
+from carpool.planner.configuration.eager import FSDP, of_transport
+
+# What may be done about each item of what is kept for the backward (`carpool.planner.memory.kept`).
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    "rows": ("keep", "resend", "offload"),
+    "hidden": ("keep", "recompute", "offload"),
+    "dense": ("keep", "recompute", "offload"),
+    "sums": ("keep", "recompute"),
+}
+KEEP: Mapping[str, str] = dict.fromkeys(POLICIES, "keep")
+REDUCED = 4  # bytes of a gradient as it is added up over ranks
+# Bytes of one moment of AdamW.
+MOMENT_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """See the module's docstring.
+
+    Attributes:
+        degrees: of parallelism.
+        sequence_length: tokens.
+        micro_batch: sequences of a data-parallel rank in a micro-batch.
+        accumulation: micro-batches of a step.
+        transport, schedule: as in [moe]; "none", "chunks" or "two-batch" of the schedules.
+        dense: "replicate" or "fsdp".
+        policies: of what is kept, by item of `POLICIES`.
+        moments: how AdamW keeps them.
+        optimizer: "one-pass" or "torch".
+        optimizer_state: "device", "host" or "disk", which is priced as "host".
+        gradients: "kept", or "consumed": each is used for its update in the backward, and freed.
+        max_grad_norm: gradients are clipped to it; 0: they are not. Of consumed ones by the norm of the step before.
+        compiled: layers are compiled, where they can be (`layers_compiled`).
+        eager: why steps are not CUDA graphs, for a reason that is not in the other attributes; None: there is none.
+        experts: "grouped", or "fp8" (lossy).
+        pipeline: the order of stages (`carpool.planner.step.pipelines`).
+        chunks, backward_chunks: of a ride, with schedule "chunks"; None: backward as many as forward.
+        stored: bytes of a stored parameter: 2 of bfloat16 with float32 masters, 4 of float32.
+        computed: of one as it is computed, and of an activation.
+        codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
+    """
+
+    degrees: Degrees
+    sequence_length: int
+    micro_batch: int
+    accumulation: int = 1
+    transport: str = "nvlink"
+    schedule: str = "none"
+    _: KW_ONLY
+    dense: str = "replicate"
+    policies: Mapping[str, str] = field(default_factory=lambda: KEEP)
+    moments: str = "float32"
+    optimizer: str = "one-pass"
+    optimizer_state: str = "device"
+    gradients: str = "kept"
+    max_grad_norm: float = 1.0
+    compiled: bool = True
+    eager: str | None = None
+    experts: str = "grouped"
+    pipeline: str = "1F1B"
+    chunks: int = 1
+    backward_chunks: int | None = None
+    codecs: Mapping[str, str] = field(default_factory=dict)
+    stored: int = 2
+    computed: int = 2
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, all ranks together."""
+        return self.micro_tokens * self.accumulation * self.degrees.dp
+
+    @property
+    def micro_tokens(self) -> int:
+        """Of a data-parallel rank in a micro-batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def rank_tokens(self) -> int:
+        """The tokens of a micro-batch that one rank routes."""
+        return self.degrees.tokens_per_rank(self.micro_tokens)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP gathers parameters layer by layer."""
+        experts = self.degrees.efsdp > 1 and not self.experts_as_dense
+        return experts or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
+
+    @property
+    def has_fsdp(self) -> bool:
+        """Whether FSDP has parameters at all, so that its hooks run layer by layer."""
+        return self.gathers or self.experts_apart
+
+    @property
+    def experts_as_dense(self) -> bool:
+        """Whether experts are whole on each rank, as dense parameters are."""
+        degrees = self.degrees
+        return self.dense == "replicate" and degrees.ep * degrees.etp == 1 and degrees.dp_cp > 1
+
+    @property
+    def copies_experts(self) -> bool:
+        """Whether FSDP has a group of one rank for a layer's experts, and copies (`held.alone_bytes`): it casts them,
+        or there are copies of the model."""
+        degrees, asked = self.degrees, self.stored != self.computed or self.degrees.dp_replicate > 1
+        return asked and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether FSDP shards a layer's experts by themselves, with hooks on the inside of the layer."""
+        degrees = self.degrees
+        return self.copies_experts or (degrees.expert_ranks > 1 and (degrees.efsdp > 1 or degrees.dp_replicate > 1))
+
+    @property
+    def layers_compiled(self) -> bool:
+        """Whether layers run compiled. Hooks on the inside of those that are computed again make these eager
+        (`carpool.hf.compiled`)."""
+        return self.compiled and not (self.experts_apart and self.policies["dense"] == "recompute")
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether tensor-parallel ranks divide tokens where blocks do not need all of them, if the model can
+        (`carpool.train.run.model.divides_tokens`)."""
+        return self.degrees.tp > 1 and not self.compiled and self.gradients == "kept"
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device in each MoE layer, to learn how many rows travel."""
+        return self.transport not in ("nvlink", "local")
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why forward and backward are not CUDA graphs; None: they are."""
+        found = self.eager or (of_transport(self.transport) if self.waits else None)
+        return found or (FSDP if self.has_fsdp else self.why_eager_by_plan)
+
+    @property
+    def why_eager_by_plan(self) -> str | None:
+        """Why, by what plans vary beside the transport and FSDP; None: nothing of that speaks against it."""
+        offloads = "offload" in self.policies.values()
+        if self.schedule == "two-batch" and self.degrees.pp > 1:
+            return "a forward and a backward of a pipeline run in two threads"
+        if self.schedule == "two-batch" and offloads:
+            return "what layers keep of two batches goes to host memory"
+        if self.degrees.pp > 1 and offloads:
+            return "what a stage keeps goes to host memory in one graph, and comes back in another"
+        if self.gradients == "consumed" and self.optimizer_state == "disk":
+            return "gradients are consumed, by a state that comes from disk"
+        return None
+
+    @property
+    def captured(self) -> bool:
+        """Whether forward and backward are CUDA graphs (`carpool.train.run.graphs`, `stage_graphs`)."""
+        return self.why_eager is None
+
+    @property
+    def at_once(self) -> int:
+        """Micro-batches of a rank, or halves of its only one, that go forward and backward at the same time. A pipeline
+        has pairs of a forward and a backward instead (`paired`)."""
+        return 2 if self.schedule == "two-batch" and self.degrees.pp == 1 else 1
+
+    @property
+    def paired(self) -> bool:
+        """Whether the pairs of a pipeline's schedule run at the same time (`carpool.schedule.forward_backward`)."""
+        return self.schedule == "two-batch" and self.degrees.pp > 1 and self.pipeline in PAIRED
+
+    @property
+    def label(self) -> str:
+        """A few words for tables."""
+        degrees = self.degrees
+        sizes = [("pp", degrees.pp), ("dp", degrees.dp), ("cp", degrees.cp), ("tp", degrees.tp), ("ep", degrees.ep)]
+        found = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name in ("dp", "ep"))
+        if degrees.etp > 1:
+            found += f" etp{degrees.etp}"
+        if degrees.dp_replicate > 1:
+            found += f" x{degrees.dp_replicate} copies"
+        kept = [f"{item} {policy}" for item, policy in self.policies.items() if policy != "keep"]
+        parts = [found, f"{self.micro_batch} x {self.accumulation}", self.transport, self.dense]
+        if degrees.pp > 1:
+            parts.append(self.pipeline + (" in pairs" if self.paired else ""))
+        if self.schedule != "none" and not self.paired:
+            of = self.chunks, self.chunks if self.backward_chunks is None else self.backward_chunks
+            parts.append(self.schedule if self.schedule != "chunks" else f"{of[0]} and {of[1]} chunks")
+        if self.gradients == "consumed":
+            parts.append("gradients consumed")
+        if self.optimizer_state != "device":
+            parts.append(f"optimizer in {self.optimizer_state}")
+        return ", ".join(parts + kept)
+
+    def flat_settings(self) -> dict[str, Any]:
+        """The same by section and key, such as "moe.schedule"."""
+        return {f"{section}.{key}": value for section, of in self.settings().items() for key, value in of.items()}
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Sections and keys that differ from the defaults of `carpool train`."""
+        degrees = self.degrees
+        parallelism: dict[str, Any] = {
+            "num_ranks": degrees.world_size,
+            "fsdp_size": degrees.fsdp,
+            "ep_size": degrees.ep,
+            "dense": self.dense,
+        }
+        for name in ("dp_replicate", "tp", "cp", "etp", "pp"):
+            if (size := degrees.size(name)) > 1:
+                parallelism[f"{name}_size"] = size
+        training: dict[str, Any] = {
+            "per_device_train_batch_size": self.micro_batch,
+            "per_device_eval_batch_size": 1,
+            "gradient_accumulation_steps": self.accumulation,
+            "torch_compile": self.compiled,
+            "optimizer": self.optimizer,
+        }
+        if self.optimizer == "one-pass":
+            training |= {"optimizer_moments": self.moments, "optimizer_state": self.optimizer_state}
+        if self.computed == 4:
+            training["bf16"] = False
+        if self.max_grad_norm != 1.0:
+            training["max_grad_norm"] = self.max_grad_norm
+        if self.gradients == "consumed":
+            training |= {"gradients": "consumed"} | ({"clip_by": "previous"} if self.max_grad_norm else {})
+        if degrees.pp > 1:
+            parallelism["pp_schedule"] = self.pipeline
+        moe: dict[str, Any] = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}
+        if self.transport == "local":
+            del moe["transport"]
+        if self.schedule == "chunks":
+            moe["chunks"] = self.chunks
+            if self.backward_chunks is not None:
+                moe["backward_chunks"] = self.backward_chunks
+        memory = dict(self.policies)
+        if memory["dense"] != "recompute":
+            del memory["sums"]
+        codec = {"codec": dict(self.codecs)} if self.codecs else {}
+        return {
+            "model": {"dtype": "bfloat16" if self.stored == 2 else "float32"},
+            "data": {"sequence_length": self.sequence_length},
+            "parallelism": parallelism,
+            "moe": moe,
+            **codec,
+            "memory": memory,
+            "training": training,
+        }
+
+
+def toml_text(settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """A configuration file."""
+    lines = []
+    for section, keys in settings.items():
+        lines.append(f"[{section}]")
+        for key, value in keys.items():
+            text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
+            lines.append(f"{key} = {text}")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,125 @@
+"""A configuration of `carpool train`, as the planner has it.
+
+settings    sections and keys of a configuration, with their defaults (`carpool.train.config`)
+candidate   the same in the planner's words; what a run decides for itself is decided here by the model of costs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.configuration.candidate import POLICIES, Candidate
+from carpool.planner.configuration.eager import by_settings
+from carpool.planner.decisions.dense import dense_by_rule
+from carpool.planner.machine.hardware import Hardware
+from carpool.planner.memory.peak import memory_of
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.lengths import Lengths
+
+DEFAULT_CHUNKS = 2  # as of `carpool train`
+_CODECS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "hop")
+Settings = Mapping[str, Mapping[str, Any]]
+
+
+def model_of(settings: Settings, keys: Mapping[str, Any]) -> ModelShape:
+    """Sizes of the configuration's model.
+
+    Args:
+        keys: of its config.json.
+
+    Raises:
+        ValueError: a size is missing, or there are no experts."""
+    model = settings["model"]
+    keys = {**keys, "model_type": keys.get("model_type") or model["model_type"]}
+    attention = model["attn_implementation"]
+    unfused = settings["parallelism"]["cp_size"] > 1 or settings["training"]["full_determinism"]
+    shape = ModelShape.read(keys, attention)
+    if attention is None and shape.sinks and unfused:
+        # As `carpool.train.run.model.attention_of`.
+        shape = ModelShape.read(keys, "eager")
+    top_k = model["num_experts_per_tok"]
+    return shape if top_k is None else replace(shape, top_k=top_k)
+
+
+def candidate_of(
+    settings: Settings, degrees: Degrees, shape: ModelShape, hardware: Hardware, per_node: int
+) -> tuple[Candidate, dict[str, str]]:
+    """(the configuration as the planner has it, what it has in place of what a run decides for itself: key -> why).
+
+    Args:
+        per_node: GPUs of a node."""
+    training, moe, memory = (settings[name] for name in ("training", "moe", "memory"))
+    notes: dict[str, str] = {}
+
+    def decided(key: str, value: Any, instead: str, why: str) -> str:
+        notes[f"{key} = {value}"] = f"simulated as {instead}: {why}"
+        return instead
+
+    schedule = moe["schedule"]
+    if schedule not in ("none", "chunks", "two-batch"):
+        schedule = decided("moe.schedule", schedule, "none", "what runs beside rides is measured by a run")
+    stored = 4 if (settings["model"]["dtype"] or "float32") == "float32" else 2
+    bf16 = hardware.name != "cpu" if training["bf16"] is None else training["bf16"]
+    found = Candidate(
+        degrees=degrees,
+        sequence_length=settings["data"]["sequence_length"],
+        micro_batch=training["per_device_train_batch_size"],
+        accumulation=training["gradient_accumulation_steps"],
+        transport=moe["transport"],
+        schedule=schedule,
+        chunks=(moe["chunks"] or DEFAULT_CHUNKS) if schedule == "chunks" else 1,
+        backward_chunks=moe["backward_chunks"] if schedule == "chunks" else None,
+        dense=settings["parallelism"]["dense"],
+        policies={item: memory[item] or "keep" for item in POLICIES},
+        moments=training["optimizer_moments"],
+        optimizer="one-pass" if _one_pass(settings) else "torch",
+        optimizer_state=training["optimizer_state"],
+        gradients=training["gradients"],
+        max_grad_norm=training["max_grad_norm"],
+        compiled=training["torch_compile"],
+        eager=by_settings(settings),
+        experts="fp8" if moe["experts"] == "fp8" else "grouped",
+        pipeline=settings["parallelism"]["pp_schedule"],
+        stored=stored,
+        computed=2 if bf16 else stored,
+        codecs={key: value for key in _CODECS if (value := settings["codec"][key]) not in ("none", "all")},
+    )
+    if memory["budget"] is not None:
+        notes["memory.budget"] = "not simulated: policies that it leaves open are 'keep'"
+    if found.transport == "auto":
+        transport, why = _transport(found, shape, hardware, per_node)
+        found = replace(found, transport=decided("moe.transport", "auto", transport, why))
+    if found.dense == "auto":
+        whole = replace(found, dense="replicate")
+        dense, why = dense_by_rule(degrees, moe["priority"], lambda: memory_of(shape, whole).total, hardware.capacity)
+        found = replace(found, dense=decided("parallelism.dense", "auto", dense, why))
+    return found, notes
+
+
+def _one_pass(settings: Settings) -> bool:
+    """Whether parameters are updated by the one-pass optimizer: as `carpool train` decides "auto"."""
+    training = settings["training"]
+    if training["optimizer"] != "auto":
+        return bool(training["optimizer"] == "one-pass")
+    plain = {"optimizer_moments": "float32", "optimizer_state": "device", "gradients": "kept"}
+    return settings["model"]["dtype"] == "bfloat16" or any(training[key] != value for key, value in plain.items())
+
+
+def _transport(candidate: Candidate, shape: ModelShape, hardware: Hardware, per_node: int) -> tuple[str, str]:
+    degrees = candidate.degrees
+    if degrees.ep * degrees.etp == 1:
+        return "local", "experts are on one rank"
+    ways = ["dedup", "hierarchical"]
+    group, inside = Lengths(shape, hardware, replace(candidate, transport="dedup"), per_node).members_per_node("ep")
+    if inside == group.size:
+        ways = ["nvlink" if hardware.nvlink is not None else "dedup"]
+    seconds = {}
+    for way in ways:
+        lengths = Lengths(shape, hardware, replace(candidate, transport=way), per_node)
+        piece = lengths.ride("dispatch", "dispatch", "dispatch")
+        seconds[way] = 0.0 if piece is None else piece.seconds
+    best = min(seconds, key=seconds.__getitem__)
+    return best, f"a ride takes {1e3 * seconds[best]:.3g} ms, as modelled"

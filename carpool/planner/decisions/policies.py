@@ -1,0 +1,109 @@
+"""Which policies to take for a memory budget: those that fit and cost least time.
+
+    all combinations of what is open      rows x hidden x dense x sums, at most 36
+    bytes of each                         the estimate of the run under it
+    milliseconds of each                  measured, or modelled by the rates of the hardware
+
+What a policy costs depends on the others, because what is offloaded shares one link, and because the copies hide behind
+what is computed. So combinations are compared, and not items by milliseconds per byte. Of those that take equally long,
+the one that keeps most items is taken, and then the one with fewer bytes on the device.
+
+A run measures what each policy of each item costs before it chooses, and adds these costs (`measured_milliseconds`,
+`carpool.train.run.kept_times`). Whoever cannot run anything asks the planner's model of a step for its length under
+each combination (`modelled_milliseconds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
+
+from carpool.planner.configuration.candidate import KEEP, POLICIES, Candidate
+from carpool.planner.machine.hardware import Hardware
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.prediction import step_seconds
+
+Policies = dict[str, str]
+MiB = 2**20
+
+
+def combinations(given: Mapping[str, str | None]) -> list[Policies]:
+    """All policies that agree with what is given; None: open. The cheapest to compute come first."""
+    items = list(POLICIES)
+    found = []
+    for one in product(*((given[item],) if given.get(item) else POLICIES[item] for item in items)):
+        policies: Policies = dict(zip(items, map(str, one), strict=True))
+        repeats = policies["sums"] == "recompute"
+        if repeats and (policies["dense"] != "recompute" or "offload" in (policies["rows"], policies["hidden"])):
+            continue
+        found.append(policies)
+    return found
+
+
+def modelled_milliseconds(
+    shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int
+) -> Callable[[Mapping[str, str]], float]:
+    """What policies add to a micro-batch's forward and backward, as a function of them.
+
+    Args:
+        candidate: the configuration, whatever it keeps.
+        per_node: ranks of a node."""
+
+    def seconds(policies: Mapping[str, str]) -> float:
+        one = replace(candidate, policies=policies, accumulation=1)
+        return step_seconds(shape, hardware, one, per_node)
+
+    kept = seconds(KEEP)
+    return lambda policies: 1e3 * (seconds(policies) - kept)
+
+
+def measured_milliseconds(times: Mapping[str, Mapping[str, float]], policies: Mapping[str, str]) -> float:
+    """What policies add to a micro-batch: the sum of what each adds by itself.
+
+    Args:
+        times: milliseconds by item and policy; 0 for those that are missing, about which there is no question.
+
+    Example: {"rows": {"resend": 3.0}}, {"rows": "resend", "hidden": "keep"} -> 3.0"""
+    return sum(times.get(item, {}).get(policy, 0.0) for item, policy in policies.items())
+
+
+def choose_policies(
+    budget: int,
+    given: Mapping[str, str | None],
+    total_bytes: Callable[[Policies], int],
+    milliseconds: Callable[[Policies], float],
+    how: str = "modelled",
+    preferred: Callable[[Policies], bool] = lambda _: True,
+) -> tuple[Policies, str]:
+    """(the policies that fit into a budget and cost least, why).
+
+    Args:
+        budget: bytes of a rank's device.
+        given: policies that the user has chosen, by item; None: open.
+        total_bytes: of a rank under some policies.
+        milliseconds: that they add to a micro-batch.
+        how: these are known, for people.
+        preferred: others are taken only where all are others.
+
+    Raises:
+        ValueError: none fits. Says the smallest budget for which one does."""
+    found = combinations(given)
+    found = [one for one in found if preferred(one)] or found
+    every = [(total_bytes(one), milliseconds(one), one) for one in found]
+    fitting = [one for one in every if one[0] <= budget]
+    if not fitting:
+        least, _, policies = min(every, key=lambda one: one[0])
+        shown = " ".join(f"memory.{item}={policy}" for item, policy in policies.items())
+        # Rounded up, so that it is enough.
+        raise ValueError(
+            f"memory.budget = {budget // MiB:,} MiB is not enough under any policies; the smallest that is: "
+            f"memory.budget={-(-least // MiB)}MiB, which takes {shown}"
+        )
+
+    def price(one: tuple[int, float, Policies]) -> tuple[float, int, int]:
+        return round(one[1], 6), sum(policy != "keep" for policy in one[2].values()), one[0]
+
+    size, cost, policies = min(fitting, key=price)
+    why = f"{size // MiB:,} of {budget // MiB:,} MiB, for {cost:.1f} ms more in a micro-batch ({how})"
+    return policies, why

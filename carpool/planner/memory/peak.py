@@ -1,0 +1,307 @@
+"""The memory of a rank as a timeline: what is there while a step goes through its layers, and the moment of the most.
+
+    peak = memory_of(shape, candidate)             of a plan
+    peak = peak_of(sizes, candidate)               of sizes that someone else knows, such as a run
+    peak.total                                     bytes of the fullest rank at its highest moment
+    peak.at, peak.parts                            "backward begins", {"parameters": ..., "activations": ...}
+    peak.timeline                                  (moment, bytes) through forward, loss and backward
+
+What it assumes, which is where a prediction goes wrong:
+
+    balance       each rank gets the mean number of rows, each expert the mean number of tokens. Not temporaries of
+                  transport nvlink, which are for the worst case, nor its arena, which has a quarter more than was kept
+    one layer     of rides, backward: products, their gradients, rows, and the gradients of one layer's experts.
+                  Under FSDP: a layer in full and the next one, which is gathered ahead; a layer's gradients as they are
+                  computed and as they are reduced. With gradient checkpointing: the layer that is computed again
+    transport     nvlink: one lease (schedules that overlap rides take more). Others: rows packed, arrived, summed, sent
+    context       on GPUs: 0.5 GiB of CUDA context and kernels; NCCL: 0.3 GiB, and 0.2 for each further kind of group
+    fragments     on GPUs: 3 % of what PyTorch's tensors take, which its allocator cannot use
+    graphs        CUDA graphs of a step keep all that it takes, also between steps. What is computed eagerly beside them
+                  takes memory of its own: the evaluation, of which one layer and a piece of the logits are there
+    loading       experts that are to be in host memory are on the device first, before there is any step
+    process       on CPUs: 60 MiB of code, threads and buffers that every rank takes once it trains
+    allocator     on CPUs: 0.35 of what a step takes and frees, which the C library keeps in pieces of the wrong sizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from carpool.parallel.schedules import in_flight
+from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.memory.held import (
+    ARENA_ROOM,
+    BESIDE_TENSORS,
+    INDEX_BYTES,
+    MiB,
+    alone_bytes,
+    beside_tensors,
+    gradient_buffers,
+    products_bytes,
+)
+from carpool.planner.memory.kept import LayerSizes, kept_bytes
+from carpool.planner.memory.sizes import RankSizes, sizes_of
+from carpool.planner.model.routes import Routes
+from carpool.planner.model.shape import ModelShape
+
+# As in `carpool.parallel.replicated`, `carpool.memory.optimizer.streamed` and `carpool.parallel.consumed`: of gradients
+# that wait for their updates, in elements of the largest parameter.
+BUCKET, TILES, HELD = 100 * MiB, 8 * 64 * MiB, 2
+# On CPUs, beside PyTorch's tensors; see above.
+PROCESS_BYTES, FREED_SHARE = 60 * MiB, 0.35
+Moment = tuple[str, float, float, float]  # its name; bytes of gradients, activations and logits
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of the fullest rank.
+
+    Attributes:
+        parts: by component, at the highest moment.
+        at: that moment.
+        stage: of the pipeline.
+        timeline: (moment, bytes of PyTorch's tensors) in the order of a step.
+        host: bytes in host memory: the optimizer's state, and activations that are offloaded.
+    """
+
+    parts: Mapping[str, float]
+    at: str
+    stage: int
+    timeline: tuple[tuple[str, float], ...]
+    host: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tensors(self) -> float:
+        """Of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
+        return sum(size for name, size in self.parts.items() if name not in BESIDE_TENSORS)
+
+
+def memory_of(shape: ModelShape, candidate: Candidate, routes: Routes | None = None, every_layer: bool = False) -> Peak:
+    """Of the fullest stage. `every_layer`: its timeline has a moment for each layer, forward and backward."""
+    # Stages between the ends hold less than the first, which has as many layers, the embedding and more micro-batches.
+    ends, routes = {0, candidate.degrees.pp - 1}, routes or Routes()
+    found = (peak_of(sizes_of(shape, candidate, one, routes), candidate, one, every_layer) for one in sorted(ends))
+    return max(found, key=lambda one: one.total)
+
+
+def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer: bool = False) -> Peak:
+    """Of one rank of the pipeline. Of the candidate's model nothing is asked; `every_layer` as of `memory_of`."""
+    degrees, moe_layers, number = candidate.degrees, sizes.moe_layers, len(sizes.layers)
+    computed, stored = candidate.computed, candidate.stored
+    replicated = candidate.dense == "replicate" and degrees.dp_cp > 1
+    # With ep = 1 experts lie as dense parameters do.
+    together = replicated and degrees.expert_ranks == 1
+    whole, whole_trained = (
+        (dense + (experts if together else 0)) if replicated else 0
+        for dense, experts in zip(sizes.dense, sizes.experts, strict=True)
+    )
+    dense_own, dense_trained = (one / degrees.dense_shards for one in sizes.dense)
+    experts_own = sizes.expert_bytes / degrees.expert_shards
+    experts_trained = sizes.experts.trained / degrees.expert_shards
+    layer_total, layer_trained = (one / max(1, moe_layers) / degrees.expert_ranks for one in sizes.experts)
+
+    # Gathered parameters, and gradients on their way to shards.
+    gathered = reducing = 0.0
+    if degrees.efsdp > 1 and degrees.dp_cp > 1 and not together:
+        gathered += 2 * layer_total * computed
+        reducing += layer_trained * sizes.reduced
+    if degrees.dp_cp > 1 and not replicated:
+        head = sizes.words * sizes.hidden if sizes.ends else 0
+        one = max(0.0, sizes.dense.total - head) / degrees.tp / max(1, number)
+        # The output layer is not given back between forward and backward.
+        gathered += (2 * one + head / degrees.tp) * computed
+        reducing += one * (computed + sizes.reduced) if sizes.dense.trained else 0.0
+    reducing += min(BUCKET, whole_trained * sizes.reduced)
+    copied = waiting = at_once = 0.0
+    if candidate.copies_experts:
+        copied, *later = alone_bytes(layer_total, computed, sizes.reduced)
+        waiting, at_once = later if sizes.experts.trained else (0.0, 0.0)
+
+    # Those of whole parameters have buffers of their own.
+    own = 0.0 if replicated else dense_trained * stored
+    own += 0.0 if together else experts_trained * stored
+    if candidate.gradients == "consumed":
+        # Those whose update waits for copies.
+        own = 0.0 if candidate.optimizer_state == "device" else HELD * sizes.largest * stored
+    own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
+    own += 4 * sizes.adapters
+    host = 0.0
+    state = (dense_trained + experts_trained) * sizes.state
+    if candidate.optimizer_state != "device":
+        host, state = state, TILES
+
+    kept = _Kept(sizes, candidate)
+    host += kept.host
+    others = sizes.rest
+    if degrees.pp > 1:
+        waits = in_flight(candidate.pipeline, degrees.pp, candidate.accumulation, candidate.paired, stage) - 1
+        others += waits * (kept.by(number) + sizes.rest)
+    # Gradients of copies on their way home: of the micro-batch before, and of the layers before.
+    late = sizes.late if candidate.accumulation > 1 else 0.0
+
+    # Attention's backward comes after that of the experts.
+    work = max(kept.products + sizes.dequantised, sizes.scores) + layer_trained * computed + copied + reducing
+    work += kept.again
+    here = experts_own if sizes.here is None else min(experts_own, sizes.here)
+    always = {
+        "parameters": 4 * sizes.adapters + dense_own * stored + here + whole * computed + gathered,
+        "optimizer": state + 8 * sizes.adapters,
+        "transport": kept.exchanged,
+        **({"copies": sizes.arrived} if sizes.arrived else {}),
+    }
+    logits, after_loss = _loss(sizes, candidate) if sizes.has_head else (0.0, 0.0)
+    # Those of earlier micro-batches are there, and those that a graph leaves in tensors of its own.
+    stay = candidate.accumulation > 1 or (candidate.captured and candidate.gradients == "kept")
+    before = own if stay else 0.0
+    moments: list[Moment] = [("step begins", before, others, 0.0)]
+    if every_layer:
+        moments += [(f"forward of layer {i}", before, others + kept.by(i + 1) + kept.again, 0.0) for i in range(number)]
+    if sizes.has_head:
+        moments.append(("loss", before, others + kept.by(number) + late, logits))
+    moments.append(("backward begins", before, others + kept.by(number) + late + work, after_loss))
+    for i in reversed(range(number)) if every_layer else sorted({0, number - 1}, reverse=True):
+        there = others + kept.by(i + 1) + sizes.late * (number - 1 - i) / number
+        if i == 0 or i < number - 1:
+            gradients = before + (own - before) * (number - i) / number
+            moments.append((f"backward of layer {i}", gradients, there + work + waiting, 0.0))
+        if candidate.copies_experts and i >= number - moe_layers:
+            gradients = before + (own - before) * (number - 1 - i) / max(1, number - 1)
+            of_loss = after_loss if i == number - 1 else 0.0
+            moments.append((f"reduction of layer {i}", gradients, there + kept.again + at_once, of_loss))
+    of_whole = gradient_buffers(whole_trained, own_whole, stored, sizes.reduced)
+    constant = sum(always.values()) + of_whole
+    at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
+    at_peak = {"gradients": gradients + of_whole, "activations": activations, "logits": of_loss}
+    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, **at_peak, **always}
+    if here < experts_own:
+        parts["loading"] = max(0.0, dense_own * stored + experts_own - sum(parts.values()))
+    tensors = sum(parts.values())
+    if sizes.cuda:
+        parts |= beside_tensors(tensors, degrees.world_size, _groups(candidate))
+        if candidate.captured:
+            parts["graphs"] = _evaluation(sizes, candidate, kept.products)
+    else:
+        freed = gradients + activations + of_loss + (0 if sizes.buffers else kept.exchanged)
+        parts |= {"process": PROCESS_BYTES, "allocator": FREED_SHARE * freed}
+    return Peak(parts, at, stage, tuple((name, constant + sum(of)) for name, *of in moments), host)
+
+
+class _Kept:
+    """What layers keep for their backward, and what rides work with and exchange.
+
+    Attributes:
+        products: bytes that the backward of one layer's experts works with.
+        exchanged: of the transport: buffers that all layers share, or what one ride exchanges.
+        host: of activations that are offloaded.
+        again: of the layer that is computed again in the backward.
+    """
+
+    def __init__(self, sizes: RankSizes, candidate: Candidate) -> None:
+        self.sizes, self.policies = sizes, candidate.policies
+        degrees, computed = candidate.degrees, candidate.computed
+        ranks, self.tokens = degrees.expert_ranks, degrees.tokens_per_rank(sizes.tokens)
+        own_tokens = sizes.tokens // degrees.cp
+        # Two micro-batches are in the model at the same time.
+        self.at_once = candidate.at_once if candidate.accumulation > 1 else 1
+        # Blocks divide heads and widths, and all else is divided with the tokens; but what blocks read is whole.
+        self.share = 1 / degrees.tp if sizes.divided else 1.0
+        self.whole = own_tokens * sizes.hidden * computed if sizes.divided else 0.0
+        self.one = self.share * max(sizes.layers, default=0.0) + self.whole
+        # The layer that is computed again keeps all until its backward is done. In float32 its first norm keeps the
+        # layer's input as it is, which is counted with those of the others.
+        counted = self.share * sizes.layer_input if computed == 4 else 0.0
+        self.again = self.at_once * (self.one - counted) if self.policies["dense"] == "recompute" else 0.0
+        self.kept_by = [0.0, *accumulate(self.share * layer + self.whole for layer in sizes.layers)]
+
+        top_k, width = sizes.top_k * degrees.etp, sizes.width // degrees.etp
+        choices = min(sizes.top_k, -(-sizes.num_experts // degrees.ep))
+        self.indices = self.tokens * sizes.copies * choices * INDEX_BYTES
+        in_buffers = sizes.buffers > 0 and ranks > 1
+        # Rows at home are the layer's input, which is kept anyway.
+        away = 0.0 if ranks == 1 else sizes.copies * ((ranks - 1) / ranks if in_buffers else 1)
+        self.of_one = LayerSizes(1, 1, sizes.row, width, top_k, 0, 0, 0, computed, copies=away)
+        # What goes to host memory of dense layers is counted here, by what each of them keeps.
+        dense = self.policies["dense"]
+        self.of_rides = {**self.policies, "dense": "keep" if dense == "offload" else dense}
+        of_all = self._rides(sizes.moe_layers)
+        self.host = of_all["host"] + (self.kept_by[-1] if dense == "offload" else 0.0)
+        # The arena is there all the time.
+        self.arena = ARENA_ROOM * (of_all["rows"] + of_all["hidden"]) if in_buffers else None
+
+        self.products = self.exchanged = 0.0
+        if not sizes.moe_layers:
+            return
+        pairs = self.tokens * top_k
+        self.products = products_bytes(
+            self.tokens * ranks * choices if in_buffers else pairs, width, sizes.row, computed
+        )
+        if not sizes.cuda:
+            # Gradients are gathered, and each step of the activation's backward makes a tensor.
+            self.products = pairs * (7 * width + sizes.row) * computed
+        if self.policies["hidden"] == "recompute":
+            self.products += 2 * pairs * width * computed
+        self.exchanged = sizes.buffers * (2 if self.policies["rows"] == "resend" else 1)
+        if not sizes.buffers:
+            self.exchanged = (2 if ranks > 1 else 1) * self.tokens * sizes.copies * sizes.row * computed
+
+    def _rides(self, layers: int) -> Mapping[str, int]:
+        sizes = LayerSizes(**{**vars(self.of_one), "layers": layers, "moe_layers": layers})
+        return kept_bytes(sizes, self.tokens, self.of_rides)
+
+    def by(self, number: int) -> float:
+        """Bytes that the first layers keep."""
+        sizes, dense = self.sizes, self.kept_by[number]
+        moe_layers = max(0, number - (len(sizes.layers) - sizes.moe_layers))
+        slots = moe_layers
+        if self.policies["dense"] == "recompute" and number:
+            dense = self.share * sizes.layer_input * number
+            if self.policies["sums"] == "keep":
+                # What collectives brought: all that a block reads, and this rank's rows of its sums.
+                dense += number * self.whole * (1 + self.share)
+            # Layers that are computed again fill their slots again.
+            slots = min(1, moe_layers)
+        elif self.policies["dense"] == "offload":
+            dense = min(dense, 2 * self.one)
+        rides = 0.0
+        if sizes.moe_layers:
+            found = self._rides(moe_layers)
+            rows = found["rows"] + found["hidden"] if self.arena is None else self.arena
+            rides = rows + found["sums"] + moe_layers * self.indices
+        return self.at_once * (dense + rides + slots * sizes.slots)
+
+
+def _groups(candidate: Candidate) -> int:
+    """Kinds of process groups with more than one rank."""
+    degrees = candidate.degrees
+    apart = (degrees.efsdp not in (1, degrees.dp_cp)) + (degrees.cp not in (1, degrees.dp_cp))
+    return (degrees.dp_cp > 1) + (degrees.expert_ranks > 1) + (degrees.tp > 1) + (degrees.pp > 1) + apart
+
+
+def _evaluation(sizes: RankSizes, candidate: Candidate, products: float) -> float:
+    """Bytes that a forward without a backward needs."""
+    share = sizes.eval_tokens / (sizes.tokens // candidate.degrees.cp)
+    logits = sizes.eval_loss_tokens * sizes.words * candidate.computed
+    return max(sizes.layers, default=0.0) * share + max(products * share, logits)
+
+
+def _loss(sizes: RankSizes, candidate: Candidate) -> tuple[float, float]:
+    """Bytes that the loss needs, and those that stay when the backward begins."""
+    degrees, head, computed = candidate.degrees, sizes.words * sizes.hidden, candidate.computed
+    tokens = sizes.tokens // degrees.cp
+    if sizes.whole_logits:
+        # Log-softmax, its gradient and that of the loss; all in float32.
+        return 12 * tokens * sizes.words, 0
+    tokens = -(-tokens // degrees.tp) if sizes.divided else tokens
+    stays = (4 * head if sizes.head_trains else 0) + tokens * sizes.hidden * computed
+    if sizes.divided:
+        # The whole matrix, and what scatters its gradient.
+        stays += head * computed
+    piece = (computed + (0 if sizes.cuda else 4)) * min(tokens, sizes.loss_tokens) * sizes.words
+    # The gradient of the weight is narrowed for who reduces it.
+    return stays + piece, stays + (computed * head if computed < 4 else 0)

@@ -1,0 +1,174 @@
+"""What a rank of a run takes and keeps, as numbers: what the memory of a step (`carpool.planner.memory.peak`) follows
+from.
+
+They come from two places. A plan has a config.json and counts (`sizes_of`); a run has the model itself, without memory,
+and its settings (`carpool.train.run.rank_sizes`): exact parameters, what its own forward keeps, adapters, quantised
+bases, experts in host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from carpool.parallel.schedules import stages_of
+from carpool.planner.configuration.candidate import MOMENT_BYTES, REDUCED, Candidate
+from carpool.planner.configuration.stages import layer_ranges
+from carpool.planner.memory.held import scores_bytes
+from carpool.planner.model.routes import Routes
+from carpool.planner.model.shape import ModelShape
+
+# Of one piece of the loss, as in `carpool.kernels.cross_entropy`.
+LOGITS = 2**29
+
+
+class Parameters(NamedTuple):
+    """How many there are, and how many of them are trained."""
+
+    total: float
+    trained: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSizes:
+    """Of one rank of the pipeline; of all ranks of its stage together, unless the attribute says otherwise.
+
+    Attributes:
+        dense, experts: parameters.
+        expert_bytes: as they are stored.
+        largest: the most parameters of one tensor that one rank owns.
+        ends: how many of embedding and output layer are there; has_head: whether the latter is.
+        num_experts, top_k, hidden, row, width, words: E, K, H, elements of a row that travels, F, V.
+        layers: bytes that each decoder layer keeps for its backward, without its ride, of the rank's tokens.
+        moe_layers: how many of them have experts, the last ones.
+        layer_input, rest: bytes of a layer's input, and of what is kept outside of layers.
+        tokens: of a data-parallel rank in a micro-batch.
+        scores: bytes of attention's temporary tensors, if it is not fused.
+        copies: rows that arrive at a rank's experts for each of its tokens.
+        buffers: bytes of the transport's, which all layers share; 0: it has none.
+        loss_tokens: whose logits are there at once; eval_tokens, eval_loss_tokens: the same of an evaluation.
+        whole_logits: the loss has log-softmax and gradients of all logits, in float32.
+        divided: tensor-parallel ranks divide tokens where blocks do not need all of them.
+        reduced: bytes of an element of a gradient as it is added up over ranks.
+        state: bytes of the optimizer's state for each trained parameter.
+        head_trains: whether the output layer does.
+        dequantised: bytes of a matrix that products make of a quantised base.
+        adapters: parameters of a rank, in float32.
+        here: bytes of experts on the device of a rank whose others are in host memory or on disk; None: all are here.
+        slots, arrived, late: bytes of a layer's slots, of what came for slots, and of gradients on their way
+            (`carpool.train.run.copies`).
+        cuda: on a GPU.
+    """
+
+    dense: Parameters
+    experts: Parameters
+    expert_bytes: float
+    largest: float
+    ends: int
+    has_head: bool
+    num_experts: int
+    top_k: int
+    hidden: int
+    row: int
+    width: int
+    words: int
+    layers: tuple[float, ...]
+    moe_layers: int
+    layer_input: float
+    rest: float
+    tokens: int
+    scores: float
+    copies: float
+    buffers: float
+    loss_tokens: int
+    eval_tokens: int
+    eval_loss_tokens: int
+    whole_logits: bool
+    divided: bool
+    state: float
+    reduced: int = REDUCED
+    head_trains: bool = True
+    dequantised: float = 0.0
+    adapters: float = 0.0
+    here: float | None = None
+    slots: float = 0.0
+    arrived: float = 0.0
+    late: float = 0.0
+    cuda: bool = True
+
+
+def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes) -> RankSizes:
+    """Of a plan, on a rank of the pipeline."""
+    degrees = candidate.degrees
+    part = stage_part(candidate.pipeline, degrees.pp, stage, len(shape.layers))
+    layers = [shape.layers[i] for one in part.layers for i in one]
+    head = shape.vocabulary * shape.hidden
+    ends = min(part.first + part.last, 1 if shape.tied else 2)
+    dense = sum(layer.dense_parameters for layer in layers) + ends * head
+    moe_layers = sum(layer.experts for layer in layers)
+    one_layer = shape.num_experts * shape.expert_parameters
+    own_tokens = candidate.micro_tokens // degrees.cp
+    kept = {
+        layer: own_tokens
+        * layer.kept_bytes(shape.hidden, candidate.sequence_length, candidate.computed, candidate.layers_compiled)
+        for layer in set(layers)
+    }
+    heads = max((layer.heads for layer in kept if layer.whole_scores), default=0)
+    stored, eval_tokens = candidate.stored, candidate.sequence_length // degrees.cp
+    # Masters are the low bits beside parameters in bfloat16.
+    state = 2 * MOMENT_BYTES[candidate.moments] + (2 if stored == 2 else 0)
+    if candidate.optimizer == "torch":
+        state = 2 * stored
+    copies = float(degrees.etp)
+    if degrees.ep > 1:
+        copies *= routes.rows(candidate.transport, shape.choice, degrees.ep, degrees.ep).arrive
+    return RankSizes(
+        dense=Parameters(dense, dense), experts=Parameters(moe_layers * one_layer, moe_layers * one_layer),
+        expert_bytes=moe_layers * one_layer * stored,
+        largest=max(2 / 3 * one_layer / degrees.expert_shards, head / degrees.dense_shards),
+        ends=ends, has_head=part.last, num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden,
+        row=shape.hidden, width=shape.expert_hidden, words=shape.vocabulary,
+        layers=tuple(kept[layer] for layer in layers), moe_layers=moe_layers,
+        layer_input=own_tokens * shape.hidden * candidate.computed,
+        rest=(candidate.computed + 4) * shape.hidden * own_tokens,
+        tokens=candidate.micro_tokens,
+        scores=scores_bytes(candidate.rank_tokens, heads, candidate.sequence_length, candidate.computed),
+        copies=copies, buffers=_buffers(shape, candidate),
+        loss_tokens=_piece(own_tokens // (degrees.tp if candidate.divides_tokens else 1), shape.vocabulary),
+        eval_tokens=eval_tokens, eval_loss_tokens=_piece(eval_tokens, shape.vocabulary),
+        whole_logits=degrees.tp > 1 and not candidate.divides_tokens, divided=candidate.divides_tokens,
+        state=state,
+    )  # fmt: skip
+
+
+class Part(NamedTuple):
+    """What of a model a rank of a pipeline has: layers, the embedding (`first`), the output layer (`last`)."""
+
+    layers: tuple[range, ...]
+    first: bool
+    last: bool
+
+
+@cache
+def stage_part(schedule: str, stages: int, stage: int, layers: int) -> Part:
+    """Equally many layers for each chunk of the pipeline."""
+    own = stages_of(schedule if stages > 1 else "1F1B", stages)
+    number = sum(map(len, own))
+    chunks = layer_ranges(layers, number)
+    return Part(tuple(chunks[one] for one in own[stage]), 0 in own[stage], number - 1 in own[stage])
+
+
+def _piece(tokens: int, words: int) -> int:
+    return math.ceil(tokens / max(1, math.ceil(tokens * words / LOGITS)))
+
+
+def _buffers(shape: ModelShape, candidate: Candidate) -> float:
+    """Of transport nvlink: a slab for each other rank, partial sums, choices and weights
+    (`carpool.transport.nvlink.buffers.Regions`)."""
+    degrees, tokens = candidate.degrees, candidate.rank_tokens
+    if candidate.transport != "nvlink" or degrees.expert_ranks == 1:
+        return 0.0
+    row, away = shape.hidden * candidate.computed, (degrees.expert_ranks - 1) * tokens
+    return away * row + (away + tokens) * (row + 12 * shape.top_k * degrees.etp)

@@ -1,0 +1,83 @@
+"""What a search may choose among, as people constrain it (nnScaler's constraints, Lin et al., OSDI 2024, section 4).
+
+carpool plan --only ep=8,16 --only memory.dense=keep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from carpool.parallel.schedules import SCHEDULES
+from carpool.planner.configuration.candidate import POLICIES
+from carpool.planner.search.space import Space
+
+# What `--only` calls it, and the field of `Space`.
+ONLY: Mapping[str, str] = MappingProxyType({
+    **{axis: axis for axis in ("pp", "tp", "cp", "etp", "ep")},
+    "dp_replicate": "replicas", "micro_batch": "micro_batches", "transport": "transports", "schedule": "schedules",
+    "dense": "dense", "optimizer_state": "optimizer_state", "gradients": "gradients",
+    "pp_schedule": "pipelines",
+    **{f"memory.{item}": "policies" for item in POLICIES},
+})  # fmt: skip
+KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "transports": ("nvlink", "hierarchical", "dedup", "alltoall"),
+    "schedules": ("none", "chunks", "two-batch"),
+    "dense": ("replicate", "fsdp"),
+    "optimizer_state": ("device", "host"),
+    "gradients": ("kept", "consumed"),
+    "pipelines": tuple(SCHEDULES),
+})  # fmt: skip
+NUMBERS = ("pp", "tp", "cp", "etp", "ep", "replicas", "micro_batches")
+
+
+def constrained(space: Space, only: Mapping[str, Sequence[Any]]) -> Space:
+    """A space of which some fields have only these values, in the order of the space, which is that of what they cost.
+
+    Raises:
+        ValueError: a field has none of them."""
+    default = {field.name: field.default for field in fields(space)}
+    changed: dict[str, Any] = {}
+    for name, values in only.items():
+        now = getattr(space, name)
+        kept = [one for one in now or () if one in values]
+        if not now or now == default[name]:
+            kept += [one for one in values if one not in kept]
+        if not kept:
+            raise ValueError(
+                f"{name}: none of {', '.join(map(str, values))} is among what is allowed: {', '.join(map(str, now))}"
+            )
+        changed[name] = tuple(kept)
+    return replace(space, **changed)
+
+
+def read_constraints(space: Space, given: Iterable[str]) -> Space:
+    """Of "ep=8,16" and "memory.dense=keep".
+
+    Raises:
+        ValueError: a name or a value that does not exist."""
+    for one in given:
+        name, _, text = one.partition("=")
+        if name not in ONLY or not text:
+            raise ValueError(f"--only {one}: expected NAME=VALUES such as ep=8,16; names are {', '.join(ONLY)}")
+        words = [word.strip() for word in text.split(",")]
+        field = ONLY[name]
+        if field == "policies":
+            item = name.removeprefix("memory.")
+            if unknown := [word for word in words if word not in POLICIES[item]]:
+                raise ValueError(f"--only {one}: {', '.join(unknown)} is none of {', '.join(POLICIES[item])}")
+            space = replace(space, policies=tuple(p for p in space.policies if p.get(item, "keep") in words))
+            if not space.policies:
+                raise ValueError(f"--only {one}: no policies of what is kept are left")
+            continue
+        values: list[Any] = words
+        if field in NUMBERS:
+            if not all(word.isdigit() and int(word) for word in words):
+                raise ValueError(f"--only {one}: {name} is a positive number, or several with commas between them")
+            values = [int(word) for word in words]
+        elif unknown := sorted(set(words) - set(KNOWN[field])):
+            raise ValueError(f"--only {one}: {', '.join(unknown)} is none of {', '.join(KNOWN[field])}")
+        space = constrained(space, {field: values})
+    return space

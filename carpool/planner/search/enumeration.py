@@ -1,0 +1,223 @@
+"""Every configuration of a space that fits, without those that cannot be the best.
+
+    bases       ways to divide the ranks x micro-batches
+    variants    of one base: transport x schedule x dense x pipeline x where the optimizer's state is x kept policies
+
+Of kept policies, those are left out that save memory which a faster one does not need either ("dominated"), and those
+with which the configuration does not fit ("memory").
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from carpool.parallel.combinations import refusal
+from carpool.parallel.degrees import Degrees
+from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches
+from carpool.planner.configuration.candidate import KEEP, Candidate
+from carpool.planner.machine.hardware import Hardware
+from carpool.planner.memory.peak import memory_of
+from carpool.planner.search.space import Problem, Space
+from carpool.planner.search.systems import System
+
+# Where the optimizer's state is and how gradients come to it, from those that cost no time on.
+_UPDATES = (("device", "kept"), ("device", "consumed"), ("host", "consumed"), ("host", "kept"))
+# Tokens of a rank's micro-batch.
+MOST_TOKENS = 65_536
+
+
+def divisors(number: int) -> list[int]:
+    """In order."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def all_degrees(problem: Problem, space: Space) -> Iterator[Degrees]:
+    """Every way to divide the ranks that makes sense: tensor and context parallelism inside a node."""
+    model, gpus, per_node = problem.model, problem.gpus, problem.per_node
+    for pp in space.pp or [p for p in divisors(gpus) if p <= min(16, len(model.layers))]:
+        if gpus % pp:
+            continue
+        stage = gpus // pp
+        for tp, cp in product(
+            space.tp, space.cp or [c for c in (1, 2, 4, 8) if c == 1 or problem.sequence_length // c >= 4096]
+        ):
+            if tp * cp > per_node or stage % (tp * cp) or any(layer.key_heads % tp for layer in model.kinds):
+                continue
+            data = stage // (tp * cp)
+            nodes = max(1, stage // per_node)
+            for replicas in sorted({1, nodes} if space.replicas is None else set(space.replicas)):
+                if data % replicas:
+                    continue
+                copy = stage // replicas
+                for etp in space.etp:
+                    eps = [e for e in divisors(copy // etp) if model.num_experts % e == 0] if copy % etp == 0 else []
+                    for ep in eps:
+                        if space.ep and ep not in space.ep:
+                            continue
+                        if ep > 1 and ep % tp and tp > 1:
+                            continue
+                        # How fast slices compute was not measured: only where whole experts are too few for the ranks.
+                        if etp > 1 and (ep < model.num_experts or etp > per_node):
+                            continue
+                        yield Degrees(replicas, data // replicas, tp, ep, cp, pp, etp)
+
+
+class Enumeration:
+    """See the module's docstring.
+
+    Args:
+        system: a published planner, which may decide more of each variant. The space is already restricted to its
+            choices.
+
+    Attributes:
+        counts: configurations left out, by why: "dominated", "memory".
+        refused: why configurations are not allowed, and how many.
+        least: bytes of the one that needs least, of all that were looked at.
+        tight: those that need more than the memory that may be used, and no more than there is.
+    """
+
+    def __init__(self, problem: Problem, space: Space, system: System | None = None) -> None:
+        self.problem, self.space, self.system = problem, space, system
+        self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.least = float("inf")
+        self.tight: list[Candidate] = []
+
+    def candidates(self) -> Iterator[Candidate]:
+        """The variants of all bases."""
+        for base in self.bases():
+            yield from self.variants(base)
+
+    def bases(self) -> Iterator[Candidate]:
+        """One candidate for each way to divide the ranks and each micro-batch."""
+        problem, space = self.problem, self.space
+        sequences, length = problem.sequences, problem.sequence_length
+        for degrees in all_degrees(problem, space):
+            if reason := space.allowed(degrees):
+                self.refused[reason] += 1
+                continue
+            if degrees.cp > 1 and problem.model.sinks:
+                self.refused["cp: attention with sinks would write down whole score matrices"] += 1
+                continue
+            if sequences % degrees.dp:
+                self.refused[f"{sequences} sequences of a step cannot be divided among all data-parallel ranks"] += 1
+                continue
+            own = sequences // degrees.dp
+            for micro_batch in divisors(own) if space.micro_batches is None else space.micro_batches:
+                if own % micro_batch or (micro_batch > 1 and micro_batch * length / degrees.cp > MOST_TOKENS):
+                    continue
+                accumulation = own // micro_batch
+                if degrees.pp > 1 and accumulation < degrees.pp:
+                    continue
+                # Layers of a pipeline are not compiled.
+                base = Candidate(
+                    degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
+                    eager=space.eager, moments=space.moments, experts=space.experts, optimizer=space.optimizer,
+                    stored=space.stored, computed=space.computed, max_grad_norm=space.max_grad_norm,
+                )  # fmt: skip
+                yield base
+
+    def variants(self, base: Candidate) -> Iterator[Candidate]:
+        """Those of a base's degrees and micro-batch that fit."""
+        space, degrees = self.space, base.degrees
+        replicates = degrees.tp == 1 and degrees.dp_cp > 1
+        transports = transports_of(base, self.problem.per_node, self.problem.hardware, space.transports)
+        if not transports:
+            self.refused[f"no transport of {', '.join(space.transports)} joins the ranks of a layer's experts"] += 1
+        schedules = [(one, n) for one in space.schedules for n in (space.chunks if one == "chunks" else (1,))]
+        if degrees.pp > 1:
+            schedules = [one for one in schedules if one[0] != "two-batch"] + [("two-batch", 1)] * space.pairs
+        for transport, (schedule, chunks), dense, pipeline in product(
+            transports,
+            schedules,
+            [one for one in space.dense if replicates or one != "replicate"] or ["fsdp"],
+            self._pipelines(base) if degrees.pp > 1 else ("1F1B",),
+        ):
+            if degrees.pp == 1 and schedule == "two-batch" and not self._halves(base):
+                continue
+            # Where there are rides, pairs hide them, and the same schedule without pairs is not looked at.
+            pairs = pipeline in PAIRED and degrees.expert_ranks > 1 and space.pairs
+            if degrees.pp > 1 and (schedule == "two-batch") != pairs:
+                continue
+            if schedule == "chunks" and degrees.expert_ranks == 1:
+                continue
+            one = replace(base, transport=transport, schedule=schedule, chunks=chunks, dense=dense, pipeline=pipeline)
+            if self.system is not None and self.system.refine is not None:
+                one = self.system.refine(one, self.problem.lengths(one))
+            yield from self._that_fit(one)
+
+    def _pipelines(self, base: Candidate) -> Iterator[str]:
+        """The schedules of stages that can be."""
+        pp = base.degrees.pp
+        for one in self.space.pipelines:
+            kind, why = SCHEDULES[one], None
+            if pp * kind.stages > len(self.problem.model.layers):
+                why = f"{one}: there are fewer layers than stages"
+            elif self.problem.model.tied and not kind.is_v:
+                why = f"{one}: the embedding and the head, which share a weight, would be on two ranks"
+            try:
+                check_micro_batches(one, pp, base.accumulation)
+            except ValueError:
+                why = f"{one} on {pp} stages needs another number of micro-batches"
+            if why is None:
+                yield one
+            else:
+                self.refused[why] += 1
+
+    @staticmethod
+    def _halves(base: Candidate) -> bool:
+        """Whether two halves, or two micro-batches, can be in turns."""
+        if base.degrees.ep * base.degrees.etp == 1:
+            return False
+        return base.accumulation % 2 == 0 if base.accumulation > 1 else base.micro_batch % 2 == 0
+
+    def _that_fit(self, base: Candidate) -> Iterator[Candidate]:
+        """The policies that need memory least, of those that fit."""
+        fitting: list[Mapping[str, str]] = []
+        # The slowest last: of state in host memory, what travels beside the backward comes first.
+        kept = [(state, "kept") for state in self.space.optimizer_state if "kept" in self.space.gradients]
+        used = [(state, "consumed") for state in self.space.optimizer_state if "consumed" in self.space.gradients]
+        if used and (base.accumulation > 1 or base.schedule == "two-batch"):
+            used = []
+            if not kept:
+                self.refused["one backward consumes gradients, and those of several would be added"] += 1
+        for state, gradients in sorted(kept + used, key=_UPDATES.index):
+            for policies in self.space.policies:
+                if any(contained.items() <= policies.items() for contained in fitting):
+                    self.counts["dominated"] += 1
+                    continue
+                if base.degrees.ep == 1 and "rows" in policies:
+                    continue
+                if base.schedule == "two-batch" and policies.get("sums") == "recompute":
+                    continue
+                one = replace(base, policies={**KEEP, **policies}, optimizer_state=state, gradients=gradients)
+                if (rule := refusal(one.degrees.sizes, one.flat_settings())) is not None:
+                    self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1
+                    continue
+                total = memory_of(self.problem.model, one, self.problem.routes).total
+                self.least = min(self.least, total)
+                if total > self.problem.memory:
+                    self.counts["memory"] += 1
+                    if total <= self.problem.capacity:
+                        self.tight.append(one)
+                    continue
+                fitting.append(policies)
+                yield one
+
+
+def transports_of(candidate: Candidate, per_node: int, hardware: Hardware, among: Sequence[str]) -> list[str]:
+    """Those that the expert-parallel group can use."""
+    degrees = candidate.degrees
+    if degrees.ep * degrees.etp == 1:
+        return ["local"]
+    axis = "ep" if degrees.ep > 1 else "etp"
+    ranks = degrees.ranks_along(0, axis)
+    inside = sum(rank < per_node for rank in ranks)
+    nvlink, hops = inside == len(ranks) and hardware.nvlink is not None, 1 < inside < len(ranks)
+    takes = {"nvlink": nvlink, "hierarchical": hops, "local": False}
+    found = [one for one in among if takes.get(one, True)]
+    # The same rows, sooner.
+    return [one for one in found if one != "dedup" or "nvlink" not in found]

@@ -1,0 +1,259 @@
+"""Published planners as policies of Carpool's search: what would each of them choose, by one model of costs?
+
+    restrict    what the system can choose among, of what Carpool can run
+    refine      what it decides by a formula of its own, once degrees and micro-batch are given
+    order       its own objective, where that is not the predicted step: the candidates, the best first
+
+What a system chooses is predicted as Carpool's own plan is, so that two plans differ in what was chosen and in nothing
+else. Transports are those of the search, unless a system is made of its own.
+
+    plan(shape, hardware, ..., system=SYSTEMS["alpa"])          carpool plan --policy alpa --policy tutel
+
+Not here: nnScaler (Lin et al., OSDI 2024) lets people constrain the search, which any search here takes
+(`constraints.py`, `carpool plan --only`). ScheMoE (Shi et al., EuroSys 2024) orders compression, exchange
+and decompression, which are one event in this model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.configuration.stages import stage_layers
+from carpool.planner.model.routes import Routes
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.search.constraints import constrained
+from carpool.planner.search.space import Space
+from carpool.planner.step.lengths import Lengths
+from carpool.planner.step.overlap import Pieces, chunked
+from carpool.planner.step.travel import Piece
+
+LengthsOf = Callable[[Candidate], Lengths]
+MOST_CHUNKS = 8
+# Rows of an expert that share an entry of Tutel's dictionary.
+BUCKET = 128
+RECOMPUTE: tuple[Mapping[str, str], ...] = ({}, {"dense": "recompute", "sums": "recompute"})
+
+
+@dataclass(frozen=True)
+class System:
+    """A published planner; see the module's docstring.
+
+    Attributes:
+        source: the paper, and where in it.
+        chooses: for people, what it does otherwise than Carpool's search.
+        space: values of fields of `Space` that it chooses among; others stay as they are.
+        allowed: of a model, GPUs and degrees: why it would not have them; None: it may.
+        moves: it goes through the space by moves (`carpool.planner.search.moves`).
+    """
+
+    source: str
+    chooses: str
+    space: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    allowed: Callable[[ModelShape, Degrees], str | None] | None = None
+    refine: Callable[[Candidate, Lengths], Candidate] | None = None
+    order: Callable[[Sequence[Candidate], LengthsOf], list[Candidate]] | None = None
+    moves: bool = False
+
+    def restrict(self, space: Space, model: ModelShape) -> Space:
+        """The part of a space that it chooses among.
+
+        Raises:
+            ValueError: nothing is left of it."""
+        found = constrained(space, self.space)
+        if (rule := self.allowed) is None:
+            return found
+        own = rule
+        return replace(found, allowed=lambda degrees: space.allowed(degrees) or own(model, degrees))
+
+
+# -- objectives --------------------------------------------------------------------------------------------------------
+
+
+def _stages(lengths: Lengths) -> list[tuple[float, float]]:
+    """(seconds, those of them in which something travels) of each stage's micro-batch, one thing after the other."""
+    candidate, found = lengths.candidate, []
+    share = 1.0 if candidate.dense == "fsdp" else 1 / candidate.accumulation
+    of_kind = {}
+    for layer in lengths.shape.kinds:
+        experts = lengths.experts_of_layer if layer.experts else 0.0
+        reduced = [
+            one._replace(seconds=share * one.seconds) for one in lengths.reductions(lengths.dense_of(layer), experts)
+        ]
+        gathers = [*lengths.gathers(layer)]
+        of_kind[layer] = _sums([*lengths.forward(layer), *lengths.backward(layer), *gathers, *gathers, *reduced])
+    for layers in stage_layers(lengths.shape, candidate.degrees):
+        parts = [(number * of_kind[layer][0], number * of_kind[layer][1]) for layer, number in Counter(layers).items()]
+        found.append((sum(one for one, _ in parts), sum(one for _, one in parts)))
+    head = _sums([*lengths.head(False), *lengths.head(True)])
+    found[-1] = found[-1][0] + head[0], found[-1][1] + head[1]
+    return found
+
+
+def _sums(pieces: Sequence[Piece]) -> tuple[float, float]:
+    return sum(one.seconds for one in pieces), sum(one.seconds for one in pieces if one.group is not None)
+
+
+def alpa(candidates: Sequence[Candidate], lengths_of: LengthsOf) -> list[Candidate]:
+    """Two levels. Within stages of the same ranks, the plan that communicates least (the integer programme, section
+    4.2: operators that compute much are divided by all devices in every plan, so that communication decides). Over
+    stages, the least of sum(t) + (B - 1) max(t) for B micro-batches (section 5.1, equation 2). Nothing hides
+    anything."""
+
+    def level(one: Candidate) -> tuple[int, int]:
+        return one.degrees.pp, one.accumulation
+
+    chosen = []
+    for _, same in groupby(sorted(candidates, key=level), level):
+        # Ways to keep less come in the order of what they cost.
+        times = [(one, _stages(lengths_of(one))) for one in same]
+        one, stages = min(times, key=lambda pair: sum(travels for _, travels in pair[1]))
+        latencies = [seconds for seconds, _ in stages]
+        chosen.append((sum(latencies) + (one.accumulation - 1) * max(latencies), one))
+    return [one for _, one in sorted(chosen, key=lambda pair: pair[0])]
+
+
+def roofline(candidates: Sequence[Candidate], lengths_of: LengthsOf) -> list[Candidate]:
+    """Operations at the device's peak, and bytes of four rides at the rate of the links, of the fullest rank: three
+    times the forward's computation and four times the communication of a layer. No latencies, no passes over memory,
+    no host."""
+
+    def seconds(one: Candidate) -> tuple[float, int]:
+        lengths = lengths_of(one)
+        shape, hardware = lengths.shape, lengths.hardware
+        peak = hardware.peak_flops or hardware.flops
+        computes = shape.flops_per_token(one.sequence_length) * one.tokens / one.degrees.world_size / peak
+        fullest = lengths.routes.fullest(shape.num_experts, one.degrees.ep)
+        ride = lengths.ride("dispatch", "dispatch", "dispatch")
+        travels = 0.0 if ride is None else 4 * (ride.seconds - ride.fixed)
+        layers = sum(layer.experts for layer in shape.layers)
+        return computes * fullest + one.accumulation * layers * travels, one.accumulation
+
+    return sorted(candidates, key=seconds)
+
+
+def tutel(candidates: Sequence[Candidate], lengths_of: LengthsOf) -> list[Candidate]:
+    """By the capacity: each expert computes, and each ride carries, as many rows as the fullest expert has, rounded up
+    to a bucket, which is the key of the dictionary. Of what is left, the shortest micro-batch per token."""
+
+    def seconds(one: Candidate) -> float:
+        lengths = lengths_of(one)
+        shape = lengths.shape
+        mean = one.rank_tokens * shape.top_k / shape.num_experts
+        rows = mean * lengths.routes.fullest(shape.num_experts, shape.num_experts)
+        routes, capacity = lengths.routes, BUCKET * math.ceil(rows / BUCKET) / mean
+        padded = Lengths(
+            shape, lengths.hardware, one, lengths.per_node,
+            Padded(routes.chosen, routes.source, routes._found, capacity),
+        )  # fmt: skip
+        found = sum(seconds for seconds, _ in _stages(padded))
+        if one.schedule == "chunks":
+            layers = sum(layer.experts for layer in shape.layers)
+            for backward in (False, True):
+                cut = chunked(_part(padded, backward, one.chunks), one.chunks)
+                found -= layers * (_part(padded, backward, 1).alone - cut)
+        return found * one.accumulation
+
+    return sorted(candidates, key=seconds)
+
+
+@dataclass(frozen=True)
+class Padded(Routes):
+    """Routes by which every rank is as full as its capacity, which is over the mean load."""
+
+    capacity: float = 1.0
+
+    def fullest(self, num_experts: int, ranks: int) -> float:
+        return self.capacity
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+def _part(lengths: Lengths, backward: bool, chunks: int) -> Pieces:
+    """Of one of so many chunks of a layer's ride."""
+    layer = next(layer for layer in lengths.shape.layers if layer.experts)
+    of: dict[str, float] = dict.fromkeys(("dispatch", "experts", "combine"), 0.0)
+    for piece in lengths.backward(layer) if backward else lengths.forward(layer):
+        if piece.kind in of:
+            of[piece.kind] += piece.of_chunk(chunks)
+    return Pieces(**of)
+
+
+def fsmoe(candidate: Candidate, lengths: Lengths) -> Candidate:
+    """Numbers of chunks by a model in which each task takes alpha + beta n / r, forward and backward by themselves
+    (section 4: the best r of the two differ, because the backward's experts take twice as long)."""
+    forward, backward = (
+        min(range(1, MOST_CHUNKS + 1), key=lambda r: chunked(_part(lengths, backward, r), r))
+        for backward in (False, True)
+    )
+    return replace(candidate, chunks=forward, backward_chunks=backward)
+
+
+def all_experts_apart(model: ModelShape, degrees: Degrees) -> str | None:
+    """Experts over as many ranks as there are, or as many as there are experts."""
+    most = math.gcd(degrees.world_size, model.num_experts)
+    return None if degrees.ep == most else f"experts lie on {most} ranks"
+
+
+ONE_STAGE: Mapping[str, Any] = {"pp": (1,), "tp": (1,), "cp": (1,), "etp": (1,)}
+SYSTEMS: Mapping[str, System] = MappingProxyType({
+    "aceso": System(
+        "Liu et al., EuroSys 2024",
+        "moves away from the bottleneck, one after the other",
+        moves=True,
+    ),
+    "alpa": System(
+        "Zheng et al., OSDI 2022, arXiv 2201.12023, sections 4.2 and 5.1",
+        "least communication within a stage, then least latency over stages; nothing is hidden",
+        {"cp": (1,), "etp": (1,), "schedules": ("none",), "policies": RECOMPUTE, "optimizer_state": ("device",)},
+        order=alpa,
+    ),
+    "mist": System(
+        "Zhu et al., EuroSys 2025, arXiv 2503.19050",
+        "parallelism with what any transformer may keep, compute again or offload; nothing that only experts have",
+        {
+            "cp": (1,), "etp": (1,), "schedules": ("none",),
+            "policies": (*RECOMPUTE, {"dense": "offload"}, {"dense": "offload", "hidden": "offload"}),
+        },
+    ),
+    "fastermoe": System(
+        "He et al., PPoPP 2022, its DDL-Roofline",
+        "data and expert parallelism by peak operations and bytes alone, without latencies and passes over memory",
+        {**ONE_STAGE, "dense": ("replicate",), "schedules": ("none",)},
+        order=roofline,
+    ),
+    "fsmoe": System(
+        "Pan et al., ASPLOS 2025, arXiv 2501.10714, section 4",
+        "rides in chunks, as many as a linear model says, forward and backward apart",
+        {"schedules": ("chunks",)},
+        refine=fsmoe,
+    ),
+    "tutel": System(
+        "Hwang et al., MLSys 2023, arXiv 2206.03382, sections 3.1 to 3.3",
+        "parallelism of experts, chunks and all-to-all by the capacity, to which every expert's rows are padded",
+        {
+            **ONE_STAGE, "etp": (1, 2), "dense": ("replicate",), "transports": ("alltoall", "hierarchical"),
+            "schedules": ("none", "chunks"), "chunks": (2, 4, 8),
+        },
+        order=tutel,
+    ),
+    "bagualu": System(
+        "Ma et al., PPoPP 2022, MoDa parallelism",
+        "data and expert parallelism alone, experts over all nodes of the tree, rows in two hops",
+        {**ONE_STAGE, "dense": ("replicate",), "transports": ("hierarchical", "nvlink"), "schedules": ("none",)},
+        allowed=all_experts_apart,
+    ),
+})  # fmt: skip
+# Those that are no policy of a search here, and what says the same.
+OTHERS: Mapping[str, str] = MappingProxyType({
+    "nnscaler": "is none: its users constrain the search, as --only does here for every policy",
+    "schemoe": "is none: it orders compression, exchange and decompression, which are one event here; see fsmoe",
+})  # fmt: skip

@@ -1,0 +1,155 @@
+"""A plan in words, and why it is the best: what bounds it, what the next best costs, what would change the answer.
+
+bound by     the largest shares of the step on the busiest stage, and what is exposed
+next best    how much longer the first plan takes that differs in its degrees, its transport or its schedule
+memory       what would be faster if none of the memory were held back
+changes      which of the plans is best if a link, or the experts' products, were half or twice as fast
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from carpool.planner.machine.hardware import Hardware, LinkRate
+from carpool.planner.model.routes import Routes
+from carpool.planner.model.shape import ModelShape
+from carpool.planner.search.plan import USABLE, Found, Plan
+from carpool.planner.step.prediction import step_seconds
+
+GiB = 2**30
+NAMES = {
+    "dense": "dense products", "attention": "attention", "experts": "experts", "elementwise": "norms and other passes",
+    "loss": "the loss", "optimizer": "the optimizer", "dispatch": "dispatches", "combine": "combines",
+    "gather": "gathers of parameters", "reduction": "reductions of gradients", "send": "sends between stages",
+    "offload": "copies to and from host memory", "host": "the host", "idle": "waiting for other stages",
+}  # fmt: skip
+
+
+def in_words(plan: Plan, per_node: int) -> list[str]:
+    """Sentences for who does not know the settings.
+
+    Args:
+        per_node: GPUs of a node."""
+    one, degrees = plan.candidate, plan.candidate.degrees
+    times = "one micro-batch" if one.accumulation == 1 else f"{one.accumulation} micro-batches"
+    said = [
+        f"{degrees.dp:,} data-parallel ranks; each step of one is {times} of {one.micro_batch} x "
+        f"{one.sequence_length:,} tokens."
+    ]
+    for size, what in (
+        (degrees.pp, "The layers are cut into {} stages of a pipeline."),
+        (degrees.tp, "{} ranks share each matrix of the dense layers."),
+        (degrees.cp, "{} ranks share each sequence."),
+    ):
+        said += [what.format(size)] if size > 1 else []
+    if degrees.expert_ranks == 1:
+        said.append("Every rank computes all experts of a layer for its own tokens, so that no rows travel.")
+    else:
+        inside = sum(rank < per_node for rank in degrees.ranks_along(0, "ep", "etp"))
+        where = "one node" if inside == degrees.expert_ranks else f"{degrees.expert_ranks // inside} nodes"
+        said.append(
+            f"The experts of a layer are spread over {degrees.expert_ranks} ranks of {where}; rows travel there and "
+            f"back by transport {one.transport}."
+        )
+    shards = degrees.dense_shards // degrees.tp
+    if one.gathers:
+        what = "Parameters are" if one.dense == "fsdp" and degrees.efsdp > 1 else "Some parameters are"
+        said.append(
+            f"{what} sharded over up to {max(shards, degrees.efsdp):,} ranks, and gathered layer by layer (FSDP)."
+        )
+    if one.dense == "replicate":
+        said.append("Dense parameters are whole on each rank.")
+    again = [item for item, policy in one.policies.items() if policy == "recompute"]
+    if "dense" in again:
+        rides = ", with their experts" if "sums" in again else ""
+        said.append(f"The backward computes layers again{rides}, so that each keeps its input only.")
+    elif "hidden" in again:
+        said.append("The backward computes the experts' first product again.")
+    if away := [item for item, policy in one.policies.items() if policy == "offload"]:
+        said.append(f"What layers keep goes to host memory in part: {', '.join(away)}.")
+    if one.gradients == "consumed":
+        said.append("Each gradient is used for its update in the backward, and freed.")
+    if one.optimizer_state != "device":
+        said.append("The optimizer's state is in host memory.")
+    if (why := one.why_eager) is not None:
+        said.append(f"Steps are not CUDA graphs, because {why}.")
+    return said
+
+
+def bounded_by(plan: Plan) -> str:
+    """A sentence about what takes the step's time."""
+    exposed = plan.prediction.exposed
+    step = sum(exposed.values())
+    parts = sorted(((seconds, kind) for kind, seconds in exposed.items() if seconds > 0.03 * step), reverse=True)
+    return ", ".join(f"{NAMES.get(kind, kind)} {100 * seconds / step:.0f} %" for seconds, kind in parts)
+
+
+def next_best(plans: Sequence[Plan]) -> str:
+    """A sentence about the first plan of another kind."""
+    first = plans[0]
+    for plan in plans[1:]:
+        one, two = first.candidate, plan.candidate
+        if (one.degrees, one.transport, one.schedule) != (two.degrees, two.transport, two.schedule):
+            longer = plan.prediction.seconds.middle / first.prediction.seconds.middle - 1
+            return f"{two.label}: {100 * longer:.1f} % longer"
+    return "all others are of the same degrees"
+
+
+def with_all_memory(found: Found, capacity: float) -> str | None:
+    """A sentence about the plan that the memory which is held back would allow; None: no faster one.
+
+    Args:
+        capacity: bytes of the device."""
+    if (tight := found.tight) is None:
+        return None
+    less = 1 - tight.prediction.seconds.middle / found.plans[0].prediction.seconds.middle
+    return (
+        f"{tight.candidate.label} would take {100 * less:.1f} % less, with {tight.memory.total / GiB:.1f} of "
+        f"{capacity / GiB:.0f} GiB; {100 * (1 - USABLE):.0f} % are held back for what the prediction misses "
+        "(--memory says otherwise)"
+    )
+
+
+def changes(
+    plans: Sequence[Plan], shape: ModelShape, hardware: Hardware, per_node: int, routes: Routes | None = None
+) -> list[tuple[str, str]]:
+    """(what is different, which of these plans is best then)."""
+    found = []
+
+    def seconds_on(one: Hardware) -> list[float]:
+        return [step_seconds(shape, one, plan.candidate, per_node, routes) for plan in plans]
+
+    now = seconds_on(hardware)[0]
+    for name, other in _others(hardware):
+        seconds = seconds_on(other)
+        best = min(range(len(plans)), key=seconds.__getitem__)
+        change = round(100 * (seconds[0] / now - 1))
+        longer = f"its step takes {change:+} %" if change else "its step takes as long"
+        text = f"the same plan; {longer}"
+        if best:
+            less = 100 * (1 - seconds[best] / seconds[0])
+            text = f"{plans[best].candidate.label} is best, by {less:.0f} %; of the plan, {longer}"
+        found.append((name, text))
+    return found
+
+
+def _others(hardware: Hardware) -> list[tuple[str, Hardware]]:
+    def times(rate: LinkRate, factor: float) -> LinkRate:
+        return replace(rate, bytes_per_second=factor * rate.bytes_per_second)
+
+    found = [
+        ("network twice as fast", replace(hardware, network=times(hardware.network, 2))),
+        ("network half as fast", replace(hardware, network=times(hardware.network, 0.5))),
+    ]
+    if hardware.nvlink is not None:
+        push = None if hardware.push is None else times(hardware.push, 0.5)
+        found.append(("NVLink half as fast", replace(hardware, nvlink=times(hardware.nvlink, 0.5), push=push)))
+    names = ("experts", "experts backward")
+    slower = {
+        name: replace(work, flops_per_second=work.flops_per_second / 2)
+        for name in names
+        if (work := hardware.kernel(name)).flops_per_second is not None
+    }
+    found.append(("experts half as fast", replace(hardware, kernels={**hardware.kernels, **slower})))
+    return found

@@ -1,0 +1,7 @@
+"""What would a large run be like?
+
+simulate.py   a step at any size: scaling, sensitivity, failures
+step.py       a configuration on any number of GPUs
+sampling.py   loads and rows of all ranks, drawn from a trace
+goodput.py    failures, and how often to write a checkpoint
+"""
