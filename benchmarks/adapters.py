@@ -37,7 +37,7 @@ from carpool.hf import compile_layers, install, quantise_experts
 from carpool.hf.build import build_model
 from carpool.hf.packed import unpacked
 from carpool.kernels.capture import capturing
-from carpool.train.run.model import model_config
+from carpool.train.model.source import model_config
 
 # Before a capture, in which nothing may be compiled or made for the first time.
 EAGER_STEPS = 2

@@ -56,7 +56,7 @@ from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import Hardware, find_hardware, hardware_of
 from carpool.routing import Routing
-from carpool.train.run.machine import device_name
+from carpool.train.launch.machine import device_name
 from carpool.transport import (
     TRANSPORTS,
     HierarchicalOptions,

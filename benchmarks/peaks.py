@@ -39,10 +39,10 @@ from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.tokenizer import Tokenizer
-from carpool.train.run.estimate import tensors_of
+from carpool.train.estimate.memory import tensors_of
+from carpool.train.launch.machine import rank_device
+from carpool.train.prepare.prepare import Prepared
 from carpool.train.run.loop import Run
-from carpool.train.run.machine import rank_device
-from carpool.train.run.prepare import Prepared
 from tools.random_checkpoint import plan, write
 
 QWEN = [

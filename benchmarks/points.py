@@ -29,7 +29,7 @@ from carpool.bench.results import print_table
 from carpool.bench.timing import medians
 from carpool.observe.clock import slowest
 from carpool.train.config import Config
-from carpool.train.run.machine import rank_device
+from carpool.train.launch.machine import rank_device
 
 BF16 = ["model.dtype=bfloat16", "training.optimizer_moments=bfloat16"]
 QWEN = ["model.config=qwen3-30b-a3b", *BF16]

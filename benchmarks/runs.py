@@ -21,10 +21,10 @@ from carpool.bench.model.settings import STEPS_ALONE
 from carpool.bench.options import find_ranks
 from carpool.bench.script import make_parser, write_results
 from carpool.observe.clock import slowest
+from carpool.train.assembly.kept_times import groups_before
 from carpool.train.config import Config, load_config
 from carpool.train.launch.failure import RankFailure
 from carpool.train.launch.start import run as start_ranks
-from carpool.train.run.kept_times import groups_before
 
 # In place of the sizes of published models.
 TINY = [

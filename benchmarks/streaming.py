@@ -33,7 +33,7 @@ from carpool.observe.clock import timed
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.planner.machine.hardware import hardware_of
 from carpool.planner.step.streaming import break_even_tokens
-from carpool.train.run.machine import device_name
+from carpool.train.launch.machine import device_name
 
 WAYS = ("device", "consumed", "after")
 WARMUP = 2

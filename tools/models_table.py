@@ -18,8 +18,8 @@ import transformers
 
 from carpool.hf.build import experts_modules
 from carpool.train.config.published import published_models
-from carpool.train.run.flops import model_size
-from carpool.train.run.model import meta_model, model_config, top_k_of
+from carpool.train.model.flops import model_size
+from carpool.train.model.source import meta_model, model_config, top_k_of
 from tests.hf import parity
 from tests.hf.tiny_models import MoEArchitecture, discover
 from tests.ranks import Ranks

@@ -26,7 +26,7 @@ from carpool.hf.original_layout import OriginalLayout
 from carpool.hf.tensor_file import Entry
 from carpool.train.checkpoints.export import check_space
 from carpool.train.config.published import FROM
-from carpool.train.run.model import meta_model, model_config
+from carpool.train.model.source import meta_model, model_config
 
 # GB of the files of published checkpoints: 16 files, 3 files.
 SHARD_GB = {"qwen3-30b-a3b": 4.0, "olmoe-1b-7b": 5.0}
@@ -40,7 +40,7 @@ def plan(
     """The configuration, and what is in which file.
 
     Args:
-        source: as `carpool.train.run.model.model_config`.
+        source: as `carpool.train.model.source.model_config`.
         layers: of a model that is cut after so many; None: all.
         shard_gb: the most that a file holds.
     """

@@ -60,7 +60,7 @@ def measure_on_rank(config: Config, benchmark: str, settings: dict[str, Any], co
     """One rank's part of a benchmark; the process group is there."""
     import torch.distributed as dist
 
-    from carpool.train.run.machine import rank_device
+    from carpool.train.launch.machine import rank_device
 
     module, _, name = benchmark.partition(":")
     own: RankBenchmark = getattr(importlib.import_module(module), name)

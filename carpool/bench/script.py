@@ -16,7 +16,7 @@ from torch import nn
 from carpool.bench.results import print_table, terminal
 from carpool.hf import rides
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.train.run.environment import environment
+from carpool.train.records.environment import environment
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:

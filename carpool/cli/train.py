@@ -79,7 +79,7 @@ def train(
         check_paths(resolved, compare)
         if dry_run:
             with collector_paused():
-                from carpool.train.run.dry_run import dry_run as describe
+                from carpool.train.prepare.dry_run import dry_run as describe
 
                 typer.echo(describe(settings, resolved.sources, gpu))
             return
@@ -92,7 +92,7 @@ def train(
             return
         from carpool.train.launch.start import run
 
-        check_ahead(resolved, "carpool.train.run.check:check_run", debug, compare=compare)
+        check_ahead(resolved, "carpool.train.prepare.check:check_run", debug, compare=compare)
         entry = "carpool.train.run.loop:train"
         run(settings, entry, debug=debug, compare=compare, command=command(), fixed=resolved.fixed)
 
@@ -188,7 +188,7 @@ def _recipe(name: str) -> Path:
 def _check_output(config: Config) -> None:
     """Refuses a folder that cannot be written, or in which another run is."""
     from carpool.train.launch.start import find_world
-    from carpool.train.run.files import check_no_run, why_not_writable
+    from carpool.train.records.files import check_no_run, why_not_writable
 
     folder, resume = Path(config.training.output_dir), config.training.resume_from_checkpoint
     if resume is None:

@@ -24,7 +24,7 @@ from carpool.serve.generate import ready
 from carpool.serve.prompts import Prompt, Round, deal
 from carpool.serve.room import expert_elements, host_bytes, needed_bytes, rank_needs
 from carpool.serve.source import find_source
-from carpool.train.run.machine import find_gpu, rank_memory
+from carpool.train.launch.machine import find_gpu, rank_memory
 
 
 def describe(

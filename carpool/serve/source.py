@@ -34,7 +34,7 @@ from carpool.train.checkpoints.source import SOURCE
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.run.model import model_source, top_k_of
+from carpool.train.model.source import model_source, top_k_of
 from carpool.transport import HierarchicalOptions
 
 

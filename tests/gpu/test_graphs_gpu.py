@@ -14,7 +14,7 @@ from torch import nn
 
 from carpool.hf.offload import _ATTRIBUTE
 from carpool.memory.activations import ActivationOffload
-from carpool.train.run.graphs import StepGraphs
+from carpool.train.steps.graphs import StepGraphs
 from tests.gpu.ranks import needs, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]

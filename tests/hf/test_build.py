@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
 from carpool.hf.build import _check_shardable, _check_tied, build_model, check_weights, experts_modules, make_config
-from carpool.train.run.model import meta_model
+from carpool.train.model.source import meta_model
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks

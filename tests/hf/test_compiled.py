@@ -17,7 +17,7 @@ from carpool.hf.router_logits import RouterLogits, traced_logits
 from carpool.parallel.clip import grad_norm
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters
-from carpool.train.run.model import distributed_config
+from carpool.train.model.source import distributed_config
 from tests.ranks import Ranks
 
 SIZES = {

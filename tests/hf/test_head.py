@@ -14,7 +14,7 @@ from carpool.hf import head as head_module
 from carpool.hf.build import build_model, make_config
 from carpool.hf.head import HeadLoss, next_tokens, output_layer, why_whole
 from carpool.parallel.degrees import Degrees
-from carpool.train.run.model import distributed_config
+from carpool.train.model.source import distributed_config
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import EXCEPTIONS, full_gradients, relative_error
 from tests.hf.tiny_models import discover, tiny_model

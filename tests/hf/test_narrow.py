@@ -14,9 +14,9 @@ from carpool.hf.build import build_model, experts_modules
 from carpool.hf.narrow import is_narrow, row_size
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import load_config
-from carpool.train.run.dry_run import dry_run
-from carpool.train.run.model import distributed_config, meta_model
-from carpool.train.run.step import Objective
+from carpool.train.model.source import distributed_config, meta_model
+from carpool.train.prepare.dry_run import dry_run
+from carpool.train.steps.step import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet
 from tests.hf.tiny_models import discover, tiny_config

@@ -17,10 +17,10 @@ from carpool.hf.build import build_model, experts_modules
 from carpool.hf.trace import TraceRecorder
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
+from carpool.train.checkpoints.trace import record, sequences
 from carpool.train.config import load_config
+from carpool.train.model.source import distributed_config
 from carpool.train.run.loop import train
-from carpool.train.run.model import distributed_config
-from carpool.train.run.trace import record, sequences
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import quiet
 from tests.hf.test_behaviours import _model, _save

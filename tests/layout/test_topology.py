@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from carpool.layout.topology import Topology, Whereabouts, agree, whereabouts
 from carpool.train.config.schema import ParallelismSection
-from carpool.train.run.machine import find_machine
+from carpool.train.launch.machine import find_machine
 from carpool.transport import check_topology
 from carpool.transport.places import fabric_of
 from tests.ranks import Ranks

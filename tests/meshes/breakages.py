@@ -22,7 +22,7 @@ from carpool.hf import tensor_parallel as heads
 from carpool.layout import assigning
 from carpool.parallel import clip, flat, fsdp, sequence, slots
 from carpool.parallel.degrees import Degrees
-from carpool.train.run.step import Objective
+from carpool.train.steps.step import Objective
 from tests.meshes.cases import Case
 
 
@@ -222,7 +222,7 @@ def one_slice_of_each_expert() -> Iterator[None]:
 def travelling_rows_added() -> Iterator[None]:
     """Gradients of hidden states that stages put together from tensor-parallel ranks' rows are taken for terms of a
     sum."""
-    from carpool.train.run import pipeline
+    from carpool.train.steps import pipeline
 
     right = pipeline.gather_rows
 

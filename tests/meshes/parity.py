@@ -26,12 +26,12 @@ from carpool.hf.layouts import is_logical, logical_order
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.replicated import sharded_parameters
+from carpool.train.assembly.assemble import Assembled
 from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import train_sequences
 from carpool.train.launch.stopping import StopRequest
-from carpool.train.run.assemble import Assembled
 from carpool.train.run.loop import Run
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes

@@ -21,7 +21,7 @@ from carpool.planner.step.events import execute
 from carpool.planner.step.lengths import Lengths
 from carpool.planner.step.prediction import predict
 from carpool.train.config import load_config
-from carpool.train.run.dense import decide_dense
+from carpool.train.decisions.dense import decide_dense
 
 H100 = find_hardware("H100")
 PLAN = """

@@ -20,8 +20,8 @@ from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
-from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.model import meta_model, model_config
+from carpool.train.estimate.memory import MemoryEstimate
+from carpool.train.model.source import meta_model, model_config
 from tests.ranks import Ranks
 
 QWEN = "qwen3-30b-a3b"

@@ -17,7 +17,7 @@ from carpool.cli import app
 from carpool.parallel.degrees import Degrees
 from carpool.serve.source import find_source
 from carpool.train.config import load_config
-from carpool.train.run.adapter import check_adapter, resolve_targets
+from carpool.train.model.adapter import check_adapter, resolve_targets
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 from tests.train.test_loop import run, text

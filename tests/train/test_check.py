@@ -25,9 +25,9 @@ from carpool.train.config import Config, resolve_config
 from carpool.train.launch.ahead import look_ahead
 from carpool.train.launch.stopping import STOP_SIGNALS
 from carpool.train.launch.worker import find_entry
-from carpool.train.run.check import check_run
-from carpool.train.run.dry_run import dry_run
-from carpool.train.run.record import Recorder
+from carpool.train.prepare.check import check_run
+from carpool.train.prepare.dry_run import dry_run
+from carpool.train.records.record import Recorder
 
 REFUSED = [
     ("model.config.hiden_size=4", "the configuration of olmoe has no key 'hiden_size'"),
@@ -87,8 +87,8 @@ def test_the_run_and_its_dry_run_refuse_the_same(tmp_path: Path, setting: str, m
 
 
 def test_what_clearly_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("carpool.train.run.machine.rank_memory", lambda cuda, ranks: 2**20)
-    monkeypatch.setattr("carpool.train.run.fit.advise", lambda *_: [])
+    monkeypatch.setattr("carpool.train.launch.machine.rank_memory", lambda cuda, ranks: 2**20)
+    monkeypatch.setattr("carpool.train.estimate.fit.advise", lambda *_: [])
     found = resolve_config(None, ["parallelism.device=cpu", f"training.output_dir={tmp_path}"])
     with pytest.raises(ValueError, match="this run does not fit"):
         check_run(found.config, found.fixed)

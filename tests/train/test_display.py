@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 from rich.console import Console
 
-from carpool.train.run.display import LINES, SILENCE, Display, time_left
+from carpool.train.records.display import LINES, SILENCE, Display, time_left
 
 RECORD = {
     "loss": 2.35123,

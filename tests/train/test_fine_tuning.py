@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from carpool.train.config import Config, TrainingSection, load_config, resolve_config
 from carpool.train.config.fine_tuning import defaults
-from carpool.train.run.dry_run import dry_run
+from carpool.train.prepare.dry_run import dry_run
 from examples.tiny_chat_model import make_tokenizer
 
 

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from carpool.hf.build import experts_modules
 from carpool.hf.sizes import head_sizes
-from carpool.train.run.flops import ModelSize, flops_per_token, model_size
-from carpool.train.run.model import model_config, top_k_of
+from carpool.train.model.flops import ModelSize, flops_per_token, model_size
+from carpool.train.model.source import model_config, top_k_of
 
 
 def _size(config: PreTrainedConfig) -> ModelSize:

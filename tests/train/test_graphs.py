@@ -28,9 +28,9 @@ from carpool.planner.model.shape import ModelShape
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema import Config
-from carpool.train.run import graphs
 from carpool.train.run.about import record_graphs
-from carpool.train.run.graphs import StepGraphs, why_no_graphs
+from carpool.train.steps import graphs
+from carpool.train.steps.graphs import StepGraphs, why_no_graphs
 from carpool.transport import TRANSPORTS
 from tests.replayed import Again
 

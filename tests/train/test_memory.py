@@ -12,16 +12,16 @@ from transformers import AutoConfig
 from carpool.planner.configuration.candidate import POLICIES
 from carpool.planner.decisions.chosen import Decisions
 from carpool.planner.machine.hardware import CPU
+from carpool.train.assembly.kept_times import small_config, small_model
 from carpool.train.config import load_config
 from carpool.train.config.sizes import size_of
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.run.dry_run import dry_run
-from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.files import decisions_of
-from carpool.train.run.kept_times import small_config, small_model
+from carpool.train.decisions.kept import MEMORY_KIND, choose_memory
+from carpool.train.estimate.memory import MemoryEstimate
+from carpool.train.model.source import expert_counts, meta_model, model_source
+from carpool.train.prepare.dry_run import dry_run
+from carpool.train.records.files import decisions_of
 from carpool.train.run.loop import Run
-from carpool.train.run.memory import MEMORY_KIND, choose_memory
-from carpool.train.run.model import expert_counts, meta_model, model_source
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start, text
 

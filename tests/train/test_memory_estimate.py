@@ -22,13 +22,13 @@ from carpool.planner.step.streaming import break_even_tokens
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.run import fit
-from carpool.train.run.copies import Copies, copies_of
-from carpool.train.run.dry_run import dry_run
-from carpool.train.run.estimate import MemoryEstimate, tensors_of
+from carpool.train.estimate import fit
+from carpool.train.estimate.copies import Copies, copies_of
+from carpool.train.estimate.memory import MemoryEstimate, tensors_of
+from carpool.train.launch.machine import find_gpu
+from carpool.train.model.source import meta_model, model_source
+from carpool.train.prepare.dry_run import dry_run
 from carpool.train.run.loop import Run
-from carpool.train.run.machine import find_gpu
-from carpool.train.run.model import meta_model, model_source
 from tests.ranks import Ranks
 
 SHAPE = [

@@ -10,8 +10,8 @@ import torch
 
 from carpool.memory.optimizer import AdamW
 from carpool.train.config import load_config
-from carpool.train.run.estimate import state_bytes
-from carpool.train.run.step import describe_optimizer, make_optimizer
+from carpool.train.estimate.memory import state_bytes
+from carpool.train.steps.step import describe_optimizer, make_optimizer
 
 
 def _model(dtype: str) -> torch.nn.Module:

@@ -16,7 +16,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.report import write_report
 from carpool.train.config import load_config
-from carpool.train.run.dry_run import dry_run
+from carpool.train.prepare.dry_run import dry_run
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, run, text, weights
 

@@ -13,12 +13,12 @@ from carpool.planner.search.plan import USABLE
 from carpool.report.page import plan_rows
 from carpool.report.read import read_run
 from carpool.train.config import Config, load_config, resolve_config
-from carpool.train.run.dry_run import dry_run
+from carpool.train.decisions.plan import PLAN_KIND, Planned, Predicted, free_keys, make_plan, with_settings
+from carpool.train.decisions.plan_check import MEASURED, SKIPPED, describe, measured_beside
+from carpool.train.model.source import meta_model, model_config
+from carpool.train.prepare.dry_run import dry_run
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import Run
-from carpool.train.run.model import meta_model, model_config
-from carpool.train.run.plan import PLAN_KIND, Planned, Predicted, free_keys, make_plan, with_settings
-from carpool.train.run.plan_check import MEASURED, SKIPPED, describe, measured_beside
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, text
 
@@ -126,11 +126,11 @@ def test_plans_that_cannot_be_run_are_passed_over(monkeypatch: pytest.MonkeyPatc
             seen.append(degrees.pp)
         return "not here" if whole and degrees.pp == 1 else None
 
-    monkeypatch.setattr("carpool.train.run.plan._refused", refused)
+    monkeypatch.setattr("carpool.train.decisions.plan._refused", refused)
     taken = planned("parallelism=auto", "memory=auto", "data.sequence_length=512", "parallelism.tp_size=1")[2]
     assert seen.count(1) > 5 and taken.taken.settings["parallelism.pp_size"] > 1
     assert all(one.settings["parallelism.pp_size"] > 1 for one in taken.others)
-    monkeypatch.setattr("carpool.train.run.plan._refused", lambda *_, whole=False: "not here" if whole else None)
+    monkeypatch.setattr("carpool.train.decisions.plan._refused", lambda *_, whole=False: "not here" if whole else None)
     with pytest.raises(ValueError, match=r"no plan that fits can be run: not here \([0-9]+\)"):
         planned("memory=auto", "parallelism.dense=fsdp")
 

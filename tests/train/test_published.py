@@ -16,8 +16,8 @@ from carpool.hf.config_keys import keys_read
 from carpool.train.config import load_config
 from carpool.train.config.published import published_models, read_keys
 from carpool.train.data.tokenizer import BytesTokenizer
-from carpool.train.run.dry_run import dry_run
-from carpool.train.run.model import model_config, model_source
+from carpool.train.model.source import model_config, model_source
+from carpool.train.prepare.dry_run import dry_run
 from tools.models_table import DOCS, published_row
 
 # Of the weights that were published; without the layers that predict further tokens, which transformers leaves out.

@@ -19,7 +19,7 @@ from carpool.train.config import Config, load_config
 from carpool.train.config import load as configuration
 from carpool.train.config.schema import NvlinkSection
 from carpool.train.run.loop import train
-from carpool.train.run.room import make_room, most_tokens, transport_options
+from carpool.train.steps.room import make_room, most_tokens, transport_options
 from carpool.transport import Codecs
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from tests.ranks import Ranks

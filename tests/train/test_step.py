@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.train.run import step
-from carpool.train.run.step import Objective
+from carpool.train.steps import step
+from carpool.train.steps.step import Objective
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 
 

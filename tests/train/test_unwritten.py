@@ -16,10 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from carpool.train.config import load_config
-from carpool.train.run import loop, record
+from carpool.train.records import record
+from carpool.train.records.record import Recorder
+from carpool.train.run import loop
 from carpool.train.run.finish import UnwrittenError
 from carpool.train.run.numbers import record_step
-from carpool.train.run.record import Recorder
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, records, text
 

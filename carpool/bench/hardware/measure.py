@@ -27,11 +27,11 @@ from carpool.bench.results import print_table, terminal
 from carpool.layout.topology import Topology
 from carpool.planner.machine.hardware import Hardware, LinkRate, hardware_of
 from carpool.planner.machine.work import Work
-from carpool.train.checkpoints.ranks import gather
 from carpool.train.config import Config, load_config
+from carpool.train.launch.machine import device_name, find_machine, rank_device
+from carpool.train.launch.ranks import gather
 from carpool.train.launch.start import run
-from carpool.train.run.environment import environment
-from carpool.train.run.machine import device_name, find_machine, rank_device
+from carpool.train.records.environment import environment
 
 
 def measure_machine(

@@ -38,18 +38,18 @@ from carpool.hf.compiled import decoder_layers
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.planner.decisions.chosen import Decisions
 from carpool.profile.kinds import LOSS, OPTIMIZER
-from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
-from carpool.train.run.blueprint import Blueprint
-from carpool.train.run.data import MakeCorpus, read_data
-from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
+from carpool.train.launch.machine import find_machine, rank_device
+from carpool.train.launch.ranks import from_rank_0
+from carpool.train.model.blueprint import Blueprint
+from carpool.train.model.source import distributed_config
+from carpool.train.prepare.data import MakeCorpus, read_data
+from carpool.train.prepare.prepare import Prepared, prepare
+from carpool.train.records.files import CONFIG, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
-from carpool.train.run.machine import find_machine, rank_device
-from carpool.train.run.model import distributed_config
 from carpool.train.run.numbers import step_numbers
-from carpool.train.run.prepare import Prepared, prepare
 
 # Steps' worth of different tokens, which are then taken again.
 DIFFERENT_STEPS = 8

@@ -40,16 +40,16 @@ from carpool.bench.timing import host_waits, rounds
 from carpool.observe.clock import slowest, synchronize
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.trace import STEP, load
-from carpool.train.checkpoints.ranks import gather
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.run.blueprint import Blueprint
-from carpool.train.run.determinism import determinism
-from carpool.train.run.estimate import Memory, MemoryEstimate
-from carpool.train.run.flops import flops_per_token, peak_flops
-from carpool.train.run.machine import find_machine
-from carpool.train.run.transports import likely_transport
+from carpool.train.decisions.transports import likely_transport
+from carpool.train.estimate.memory import Memory, MemoryEstimate
+from carpool.train.launch.machine import find_machine
+from carpool.train.launch.ranks import gather
+from carpool.train.model.blueprint import Blueprint
+from carpool.train.model.flops import flops_per_token, peak_flops
+from carpool.train.steps.determinism import determinism
 
-# More than the eager steps before a capture (`carpool.train.run.graphs`).
+# More than the eager steps before a capture (`carpool.train.steps.graphs`).
 WARMUP = 4
 # Contenders take the same first step; losses and norms that differ by more are of different computations. Transformers'
 # balance loss is of each rank's own tokens, and bfloat16 rounds.

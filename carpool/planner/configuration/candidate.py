@@ -128,7 +128,7 @@ class Candidate:
     @property
     def divides_tokens(self) -> bool:
         """Whether tensor-parallel ranks divide tokens where blocks do not need all of them, if the model can
-        (`carpool.train.run.model.divides_tokens`)."""
+        (`carpool.train.model.source.divides_tokens`)."""
         return self.degrees.tp > 1 and not self.compiled and self.gradients == "kept"
 
     @property
@@ -158,7 +158,7 @@ class Candidate:
 
     @property
     def captured(self) -> bool:
-        """Whether forward and backward are CUDA graphs (`carpool.train.run.graphs`, `stage_graphs`)."""
+        """Whether forward and backward are CUDA graphs (`carpool.train.steps.graphs`, `stage_graphs`)."""
         return self.why_eager is None
 
     @property

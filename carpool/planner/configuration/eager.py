@@ -2,7 +2,7 @@
 
     a plan                    `Candidate.why_eager`: by its transport, by FSDP, and by all else that plans vary
     an estimate, a dry run    the same of the run's own candidate, whose `eager` is what its settings and its model say
-    a run                     by what was built, and otherwise by the same rules (`carpool.train.run.graphs`)
+    a run                     by what was built, and otherwise by the same rules (`carpool.train.steps.graphs`)
 
 Time and memory that are predicted follow from it: a graph needs the host no more, and keeps its memory between steps
 (`carpool.planner.step.lengths`, `carpool.planner.memory.peak`).

@@ -35,10 +35,10 @@ from carpool.train.checkpoints.files import (
     stored_parts,
 )
 from carpool.train.checkpoints.manager import CheckpointManager, step_of
-from carpool.train.checkpoints.ranks import gather, rank, together, world
 from carpool.train.checkpoints.source import Source, copy_source, read_source
-from carpool.train.run.files import ADAPTER
-from carpool.train.run.model import meta_model
+from carpool.train.launch.ranks import gather, rank, together, world
+from carpool.train.model.source import meta_model
+from carpool.train.records.files import ADAPTER
 
 Parts = dict[str, tuple[TensorStorageMetadata, list[Path]]]
 

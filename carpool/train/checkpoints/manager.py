@@ -52,7 +52,6 @@ from carpool.train.checkpoints.files import (
     read_state,
     write_state,
 )
-from carpool.train.checkpoints.ranks import gather, one_process_is_fine, rank, together
 from carpool.train.checkpoints.rng import rng_state
 from carpool.train.checkpoints.shards import (
     Hook,
@@ -61,6 +60,7 @@ from carpool.train.checkpoints.shards import (
     model_tensors,
     optimizer_tensors,
 )
+from carpool.train.launch.ranks import gather, one_process_is_fine, rank, together
 
 logger = logging.getLogger(__name__)
 # `list` is a method below.

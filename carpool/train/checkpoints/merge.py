@@ -23,8 +23,8 @@ from carpool.hf.original_layout import OriginalLayout, OriginalWeights
 from carpool.hf.weight_files import stored_weights
 from carpool.train.checkpoints.export import Exported, check_target, write_model
 from carpool.train.checkpoints.source import read_source
-from carpool.train.run.files import ADAPTER
-from carpool.train.run.model import meta_model
+from carpool.train.model.source import meta_model
+from carpool.train.records.files import ADAPTER
 
 _NAME = "default"
 

@@ -30,7 +30,6 @@ from carpool.train.checkpoints.files import (
     read_state,
     stored_tensors,
 )
-from carpool.train.checkpoints.ranks import gather, one_process_is_fine, rank, together, world
 from carpool.train.checkpoints.rng import check_rng_state, set_rng_state
 from carpool.train.checkpoints.shards import (
     Hook,
@@ -41,6 +40,7 @@ from carpool.train.checkpoints.shards import (
     model_tensors,
     optimizer_tensors,
 )
+from carpool.train.launch.ranks import gather, one_process_is_fine, rank, together, world
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
 from carpool.train.config.schema import Config, TrainingSection
 from carpool.train.data.loader import check_same_order
-from carpool.train.run.files import check_no_run
+from carpool.train.records.files import check_no_run
 
 
 class _Strict(BaseModel):

@@ -24,9 +24,9 @@ from transformers import Trainer
 from carpool.hf.layouts import is_logical, logical_like, logical_order, physical_order
 from carpool.train.checkpoints.files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.ranks import rank, together
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.source import SOURCE, keep_source
+from carpool.train.launch.ranks import rank, together
 
 
 class ShardedCheckpoints:

@@ -43,9 +43,9 @@ from carpool.placement.forecast import predict
 from carpool.placement.policies import POLICIES, make_pool
 from carpool.placement.trace import Trace, concatenate
 from carpool.report.units import bytes_text
-from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_placement import PlacementSection
+from carpool.train.launch.ranks import from_rank_0
 from carpool.train.moving.cost import Array, Facts
 from carpool.train.moving.layouts import load_ratio, padded
 from carpool.train.moving.solve import Question, Solving

@@ -1,2 +1,1 @@
-"""A run: what is decided of it (`prepare.py`), its model (`assemble.py`), all that it is made of (`setup.py`), a step
-(`step.py`), the loop (`loop.py`), and what it records."""
+"""How does a run go, from its first line to its last? `setup.py` makes it, `loop.py` takes its steps."""

@@ -15,17 +15,17 @@ import carpool
 from carpool.hf.compiled import decoder_layers, shards_inside
 from carpool.layout.layouts import Layouts
 from carpool.layout.uniform import uniform_copies
-from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
-from carpool.train.run.environment import environment
-from carpool.train.run.few_tokens import FEW_KIND
-from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
-from carpool.train.run.graphs import describe_graphs, note_graphs
-from carpool.train.run.plan import Planned
-from carpool.train.run.plan_check import describe, measured_beside
-from carpool.train.run.stages import describe_ways
+from carpool.train.decisions.few_tokens import FEW_KIND
+from carpool.train.decisions.plan import Planned
+from carpool.train.decisions.plan_check import describe, measured_beside
+from carpool.train.decisions.stages import describe_ways
+from carpool.train.launch.ranks import from_rank_0
+from carpool.train.records.environment import environment
+from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.state import RunState
-from carpool.train.run.step import describe_optimizer
+from carpool.train.steps.graphs import describe_graphs, note_graphs
+from carpool.train.steps.step import describe_optimizer
 
 
 def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from carpool.hf.compiled import eagerly
 from carpool.hf.expert_parallel import rooms_of_rides
 from carpool.train.data.loader import count_targets
-from carpool.train.run.room import room_for_all
 from carpool.train.run.sample import sample
 from carpool.train.run.state import RunState
+from carpool.train.steps.room import room_for_all
 
 
 def evaluate(run: RunState) -> None:

@@ -20,14 +20,14 @@ from carpool.report.steps import summarise_steps
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.manager import checkpoint_name
-from carpool.train.checkpoints.ranks import gather
+from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
-from carpool.train.run.adapter import save_adapter
+from carpool.train.model.adapter import save_adapter
+from carpool.train.records.files import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.evaluate import evaluate
-from carpool.train.run.files import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.probe import compare, summarise
-from carpool.train.run.room import transport_options
 from carpool.train.run.state import RunState
+from carpool.train.steps.room import transport_options
 
 
 class UnwrittenError(OSError):

@@ -30,13 +30,13 @@ from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated
 from carpool.train.config.schema import Config
 from carpool.train.launch.stopping import STOP_SIGNALS, Stopped
-from carpool.train.run.determinism import determinism
-from carpool.train.run.diagnose import NonFiniteError, explain
 from carpool.train.run.evaluate import evaluate
 from carpool.train.run.finish import finish, leave, save
 from carpool.train.run.numbers import StepNumbers, record_step, start_numbers, step_numbers
 from carpool.train.run.setup import Setup
-from carpool.train.run.step import Batch, Losses, learning_rate
+from carpool.train.steps.determinism import determinism
+from carpool.train.steps.diagnose import NonFiniteError, explain
+from carpool.train.steps.step import Batch, Losses, learning_rate
 
 T = TypeVar("T")
 

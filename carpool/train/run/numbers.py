@@ -13,11 +13,11 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from carpool.hf.metrics import LaterRecord
+from carpool.train.decisions.plan_check import MEASURED, SKIPPED
+from carpool.train.records.environment import peak_memory
 from carpool.train.run.about import record_plan
-from carpool.train.run.environment import peak_memory
-from carpool.train.run.plan_check import MEASURED, SKIPPED
 from carpool.train.run.state import RunState
-from carpool.train.run.step import Losses, learning_rate
+from carpool.train.steps.step import Losses, learning_rate
 
 
 class StepNumbers(NamedTuple):

@@ -30,16 +30,16 @@ from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config import Config
-from carpool.train.run.check import check_start
-from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
+from carpool.train.prepare.check import check_start
+from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
 
 PROFILE = "profile"
 
 
 def check_profile(config: Config, fixed: Collection[str]) -> None:
-    """Refuse what the ranks of this machine would refuse before their first step (`carpool.train.run.check`). The run
-    in the folder stays as it is, whatever it is.
+    """Refuse what the ranks of this machine would refuse before their first step (`carpool.train.prepare.check`). The
+    run in the folder stays as it is, whatever it is.
 
     Args:
         fixed: settings that the user has said, by SECTION.KEY.

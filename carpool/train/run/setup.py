@@ -1,6 +1,6 @@
 """A run before its first step: all that it is made of; or an error that says what cannot be, with nothing written.
 
-prepare.py -> data.py -> assemble.py -> the checkpoint that is resumed -> records
+prepare/prepare.py -> prepare/data.py -> assembly/assemble.py -> the checkpoint that is resumed -> records
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import torch.distributed as dist
 from carpool.hf.compiled import decoder_layers
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.layouts import is_logical, logical_like, physical_order
+from carpool.train.assembly.assemble import Assembled
+from carpool.train.assembly.kept_times import Times, groups_before, measure_policies, small_config, small_model
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import check_steps_left
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.decisions.kept import open_items
+from carpool.train.estimate.fit import check_fits
+from carpool.train.launch.machine import Machine, find_machine, rank_device, ranks_of
+from carpool.train.launch.ranks import from_rank_0, gather
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
+from carpool.train.model.blueprint import Blueprint
+from carpool.train.model.flops import flops_per_token, peak_flops
 from carpool.train.moving.cost import Facts
 from carpool.train.moving.runtime import Placement
+from carpool.train.prepare.check import check_choices, decisions_from, find_checkpoint
+from carpool.train.prepare.data import MakeCorpus, read_data
+from carpool.train.prepare.prepare import Prepared, prepare
+from carpool.train.records.display import Display
+from carpool.train.records.environment import peak_memory
+from carpool.train.records.files import decisions_of, why_not_writable
+from carpool.train.records.record import Recorder
 from carpool.train.run.about import record_graphs, say_hello, write_files, write_run
-from carpool.train.run.assemble import Assembled
-from carpool.train.run.blueprint import Blueprint
-from carpool.train.run.check import check_choices, decisions_from, find_checkpoint
-from carpool.train.run.data import MakeCorpus, read_data
-from carpool.train.run.display import Display
-from carpool.train.run.environment import peak_memory
-from carpool.train.run.files import decisions_of, why_not_writable
-from carpool.train.run.fit import check_fits
-from carpool.train.run.flops import flops_per_token, peak_flops
-from carpool.train.run.kept_times import Times, groups_before, measure_policies, small_config, small_model
-from carpool.train.run.machine import Machine, find_machine, rank_device, ranks_of
-from carpool.train.run.memory import open_items
-from carpool.train.run.prepare import Prepared, prepare
-from carpool.train.run.record import Recorder
 from carpool.train.run.state import RunState
 from carpool.transport import check_codecs, check_transport
 

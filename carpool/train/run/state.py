@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 from carpool.hf.expert_parallel import buffers_of_rides, rooms_of_rides
 from carpool.hf.layouts import current_layouts, slots_of_rides_kept
 from carpool.layout.layouts import Layouts
+from carpool.train.assembly.assemble import Assembled
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.runtime import Placement
-from carpool.train.run.assemble import Assembled
-from carpool.train.run.data import RunData
-from carpool.train.run.display import Display
-from carpool.train.run.record import Recorder
-from carpool.train.run.room import fewer_node_rows, make_room, random_state, restore_random_state
-from carpool.train.run.step import Batch
+from carpool.train.prepare.data import RunData
+from carpool.train.records.display import Display
+from carpool.train.records.record import Recorder
+from carpool.train.steps.room import fewer_node_rows, make_room, random_state, restore_random_state
+from carpool.train.steps.step import Batch
 
 T = TypeVar("T")
 

@@ -1,0 +1,201 @@
+"""What each policy of each kept item costs, measured: steps of a model of a few layers, under one policy after another.
+
+    all kept              forward and backward of 3 layers            21.0 ms
+    rows = resend                                                     22.8 ms     0.6 ms a layer
+    hidden = recompute                                                23.1 ms     0.7 ms a layer
+    dense = recompute                                                 26.4 ms     1.8 ms a layer
+
+The layers are the run's own, with its widths, its micro-batch, its ranks and its transport, and random weights and
+tokens. A difference to the time in which all is kept, by the number of layers, is what a policy costs. Costs are added:
+copies of two items that are offloaded share a link, which is not measured.
+
+Where steps of the run are CUDA graphs, these are, too: to ask for copies one by one may cost the host more than copies
+cost such a run. What else a run adds is left out: the optimizer, compiled layers. It changes both times alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+from transformers import PreTrainedConfig
+
+from carpool.hf import set_kept
+from carpool.hf.expert_parallel import rooms_of_rides
+from carpool.hf.narrow import row_size
+from carpool.hf.offload import offload_layers
+from carpool.hf.recompute import recompute_layers
+from carpool.memory.policies import KeptPolicies
+from carpool.observe.clock import timed
+from carpool.parallel.replicated import replicated
+from carpool.planner.configuration.candidate import POLICIES
+from carpool.train.config.schema import Config
+from carpool.train.steps.graphs import EAGER_STEPS
+from carpool.train.steps.room import make_room
+
+if TYPE_CHECKING:
+    from carpool.train.assembly.assemble import Assembled
+
+# By item and policy, of a micro-batch of all layers of the run.
+Times = dict[str, dict[str, float]]
+WARM_UP, ROUNDS = 2, 3
+LAYERS = 3
+WORDS = 256
+
+
+def small_config(config: Config) -> Config:
+    """What is measured of a run: one micro-batch, with nothing around it."""
+    alone = {
+        "gradients": "kept", "clip_by": "norm", "optimizer_state": "device", "gradient_accumulation_steps": 1,
+        "torch_compile": False, "resume_from_checkpoint": None,
+        "cuda_graphs": "off" if config.training.cuda_graphs == "off" else "auto",
+    }  # fmt: skip
+    # Layouts and traces are of all layers.
+    moe: dict[str, Any] = {"expert_stages": "default", "layout": "contiguous"}
+    if config.moe.schedule == "auto":
+        moe["schedule"] = "none"
+    memory = {"budget": None, "experts": "device", **dict.fromkeys(POLICIES)}
+    return config.model_copy(
+        update={
+            "training": config.training.model_copy(update=alone),
+            "moe": config.moe.model_copy(update=moe),
+            "memory": config.memory.model_copy(update=memory),
+            "placement": type(config.placement)(),
+        }
+    )
+
+
+def small_model(config: PreTrainedConfig, first: int) -> PreTrainedConfig:
+    """A model of `LAYERS` layers with experts, and few words. `first`: of its layers, the first one with experts."""
+    small: Any = copy.deepcopy(config)
+    text = small.get_text_config()
+    before, text.num_hidden_layers = text.num_hidden_layers, min(text.num_hidden_layers, first + LAYERS)
+    for name, value in list(vars(text).items()):
+        # Kinds of layers, one for each.
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[: text.num_hidden_layers])
+    text.vocab_size = min(text.vocab_size, WORDS)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(text, name, None)
+    return small
+
+
+def measure_policies(run: Assembled, given: Mapping[str, str | None], layers: int, moe_layers: int) -> Times:
+    """Milliseconds that each open policy adds to a micro-batch of the whole model: those of the slowest rank. All ranks
+    together.
+
+    Args:
+        run: of the small model, without a step so far. It cannot be used any more.
+        given: policies that are no question, by item.
+        layers, moe_layers: of the whole model."""
+    device, model = run.device, run.model
+    training, length = run.config.training, run.config.data.sequence_length
+    generator = torch.Generator().manual_seed(run.rank)
+    ids_BL = torch.randint(
+        0, run.blueprint.vocab_size, (training.per_device_train_batch_size, length), generator=generator
+    )
+    batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
+    tokens = batch["labels"][:, 1:].numel() * run.degrees.dp_cp
+    whole = replicated(model)
+    rooms, graphs = rooms_of_rides(run.rides), run.objective.graphs
+
+    def forget() -> None:
+        if graphs is not None:
+            graphs.forget()
+
+    def take(policies: Mapping[str, str]) -> None:
+        if graphs is not None:
+            # Policies that cannot be captured cost what they cost eagerly, also in the run.
+            graphs.try_again()
+        _take(run, policies)
+
+    def micro_batch() -> None:
+        while True:
+            run.objective.accumulate([batch], tokens)
+            if whole is not None:
+                whole.finish()
+            model.zero_grad(set_to_none=True)
+            if not rooms or make_room(rooms, device, forget) is None:
+                return
+
+    def least(count: int, warm_up: int = WARM_UP) -> float:
+        """Milliseconds of the fastest micro-batch, on the slowest rank."""
+        if graphs is not None:
+            # The first replay comes with the capture.
+            warm_up = EAGER_STEPS + 1
+        return min([timed(micro_batch, device).ms for _ in range(warm_up + count)][warm_up:])
+
+    base = {item: given.get(item) or "keep" for item in POLICIES}
+    if base["dense"] == "offload":
+        base["dense"] = "keep"
+    ways = [base] + [base | one for one in _questions(given)]
+    spent: dict[tuple[str, ...], float] = {}
+    for number in range(ROUNDS):
+        for way in ways:
+            if way["dense"] != "offload":
+                take(way)
+                key = tuple(way.values())
+                spent[key] = min(spent.get(key, math.inf), least(1, 1 if number else WARM_UP))
+    for way in ways:
+        # Last: layers stay so.
+        if way["dense"] == "offload":
+            take(way | {"dense": "keep"})
+            offload_layers(model)
+            spent[tuple(way.values())] = least(ROUNDS)
+    # Graphs go before the process groups that they use (`groups_before`).
+    forget()
+    share = {"dense": layers, "sums": moe_layers, "rows": moe_layers, "hidden": moe_layers}
+    here = {"dense": model.config.get_text_config().num_hidden_layers} | dict.fromkeys(
+        ("sums", "rows", "hidden"), len(run.rides)
+    )
+    found: Times = {item: {} for item in POLICIES}
+    for way in ways[1:]:
+        item = next(one for one in reversed(list(POLICIES)) if way[one] != base[one])
+        without = base | ({"dense": "recompute"} if item == "sums" else {})
+        more = spent[tuple(way.values())] - spent[tuple(without.values())]
+        found[item][way[item]] = max(0.0, more) * share[item] / here[item]
+    return found
+
+
+def _questions(given: Mapping[str, str | None]) -> list[dict[str, str]]:
+    """What is to be compared with all else kept."""
+    asked = [
+        {item: policy}
+        for item in ("rows", "hidden", "dense")
+        for policy in POLICIES[item][1:]
+        if given.get(item) is None
+    ]
+    repeats = given.get("sums") is None and given.get("dense") in (None, "recompute")
+    if repeats and "offload" not in (given.get("rows"), given.get("hidden")):
+        asked.append({"dense": "recompute", "sums": "recompute"})
+    return asked
+
+
+def _take(run: Assembled, policies: Mapping[str, str]) -> None:
+    """Let the next forward keep what these say. All ranks together."""
+    kept: Any = {item: policies[item] for item in ("rows", "hidden")}
+    set_kept(run.model, KeptPolicies(**kept))
+    if policies["dense"] == "recompute":
+        recompute_layers(run.model, policies["sums"] == "recompute")
+    else:
+        run.model.gradient_checkpointing_disable()
+    hidden = row_size(run.model.config)
+    for own in run.rides:
+        own.prepare(run.blueprint.top_k, hidden)
+
+
+def groups_before(device: torch.device) -> Callable[[], None]:
+    """What leaves all process groups that are made from now on: those of NCCL hold memory. All ranks together."""
+    before = set(_world.pg_map)
+
+    def leave() -> None:
+        if device.type == "cuda":
+            for group in [one for one in _world.pg_map if one not in before]:
+                dist.destroy_process_group(group)
+
+    return leave

@@ -1,0 +1,106 @@
+"""`carpool trace`: the routing of any checkpoint on any text, in this one process.
+
+    text  ->  tokens (cached, as for training)  ->  whole sequences, evenly spread over them  ->  forwards  ->  Trace
+
+The model is a checkpoint folder of transformers, or the folder of a run of `carpool train`, of which the newest
+checkpoint is taken and, unless others are named, the run's own text and sequence length. Every token of the chosen
+sequences is recorded, so that neighbours stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from carpool.hf.build import build_model
+from carpool.hf.trace import TraceRecorder
+from carpool.placement.trace import Trace
+from carpool.train.checkpoints.load_run import load_run
+from carpool.train.config.schema import DataSection
+from carpool.train.data.corpus import prepare
+from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+
+
+def record(
+    model: str | Path,
+    data: Sequence[str] = (),
+    *,
+    tokens: int = 8192,
+    sequence_length: int | None = None,
+    tokenizer: str | None = None,
+    eos_token: str | None = None,
+    text_field: str = "text",
+    max_bytes: int | None = 64 << 20,
+    dtype: torch.dtype | None = None,
+    weights: bool = False,
+    layers: Sequence[str] | None = None,
+    cache_dir: str | None = None,
+    **about: Any,
+) -> Trace:
+    """Record which experts a model's tokens choose.
+
+    Args:
+        model: a checkpoint folder (config.json and safetensors), or the folder of a run.
+        data: files, folders, globs or "stdlib", as `data.train`. Empty: those of the run, or "stdlib".
+        tokens: how many tokens, in whole sequences.
+        sequence_length: of the forwards. None: that of the run, or 512.
+        tokenizer, eos_token, text_field: as in `[data]`. None: those of the run or of the checkpoint folder.
+        max_bytes: stop reading text after this many bytes.
+        dtype: of the parameters. None: bfloat16 on a GPU, float32 on a CPU; of a run, as it was trained.
+        weights: also record routing weights.
+        layers: names of the experts modules. None: all.
+        about: further entries of the trace's `meta`.
+
+    Raises:
+        ValueError: a model, text or tokenizer that cannot be used, or less text than one sequence.
+    """
+    path = Path(model)
+    settings: dict[str, Any] = {"eval": None, "eval_fraction": 0.0, "max_bytes": max_bytes, "cache_dir": cache_dir}
+    own: Tokenizer
+    folder: str | None = str(path)
+    if (path / "config.toml").is_file():
+        loaded, own, config = load_run(path)
+        settings = config.data.model_dump() | settings | ({"train": tuple(data)} if data else {})
+        folder = config.model.path
+        sequence_length = sequence_length or config.data.sequence_length
+        if tokenizer is not None:
+            raise ValueError(f"{path} is a run, which has its own tokenizer; leave the tokenizer out")
+    else:
+        own = load_tokenizer(tokenizer, str(path), eos_token)
+        settings |= {"train": tuple(data) or ("stdlib",), "text_field": text_field}
+        dtype = dtype or (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+        loaded = build_model(path, distributed_config=None, dtype=dtype, seed=0)
+    length = sequence_length or 512
+    if (vocabulary := loaded.config.get_text_config().vocab_size) < own.vocab_size:
+        raise ValueError(
+            f"the tokenizer ({own.name}) has {own.vocab_size} tokens, but {path} was trained with {vocabulary}; name "
+            "its own tokenizer"
+        )
+    corpus = prepare(DataSection(**settings), own, folder)
+    rows_NL = sequences(corpus.train, length, -(-tokens // length))
+    device = next(loaded.parameters()).device
+    recorder = TraceRecorder(
+        loaded.eval(), len(rows_NL) * length, stretch=length, weights=weights, evaluation=True, layers=layers
+    )
+    with recorder, torch.no_grad():
+        # A forward records one sequence, so it has one.
+        for row_L in rows_NL:
+            loaded(input_ids=torch.from_numpy(row_L[None]).to(device), use_cache=False)
+        origin = {"checkpoint": str(path), "model_type": loaded.config.model_type, "data": corpus.source}
+        return recorder.trace(**origin, sequence_length=length, **about)
+
+
+def sequences(tokens: Any, length: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """At most `count` whole sequences, evenly spread over an array of tokens.
+
+    Raises ValueError if there is not one."""
+    available = len(tokens) // length
+    if not available:
+        raise ValueError(f"the text has {len(tokens)} tokens, fewer than one sequence of {length}; name more text")
+    count = min(count, available)
+    starts = [i * available // count * length for i in range(count)]
+    return np.stack([np.asarray(tokens[start : start + length]).astype(np.int64) for start in starts])

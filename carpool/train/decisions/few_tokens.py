@@ -1,0 +1,131 @@
+"""How many tokens an expert in host memory may have for the CPU to compute it (see
+`carpool.planner.decisions.chosen` for when that is chosen).
+
+    memory.few_tokens   a run that starts                        a run that is resumed
+    auto                measured, before the first step          as recorded in run.json
+    a number            that one                                 that one
+
+By APTMoE (SC 2024) the CPU computes an expert if t_cpu(tokens) < t_load + t_gpu(tokens), of which all three are
+measured here on all ranks at the same time, because they share the CPU and its memory. Both grow with the tokens, the
+CPU's time faster, so that one number says it all. A number, and not the time of a step, also makes a step that is
+repeated the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.experts import ExpertWeights
+from carpool.experts.reference import expert_rows
+from carpool.hf.expert_function import weight_names
+from carpool.hf.expert_parallel import ExpertRides
+from carpool.memory.host import host_zeros
+from carpool.observe.clock import synchronize
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
+from carpool.train.launch.machine import device_name
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Different experts, so that none is in the CPU's caches.
+_EXPERTS, _REPEATS = 8, 3
+
+
+def _read(record: Record) -> int:
+    return int(record["tokens"])
+
+
+FEW_KIND: Kind[int] = Kind("few_tokens", lambda tokens: {"tokens": tokens}, _read, "microseconds")
+
+
+def choose_few_tokens(
+    wanted: int | str, own: ExpertRides, dtype: torch.dtype, device: torch.device, decisions: Decisions
+) -> Chosen[int]:
+    """Choose for all layers, by the experts of one. All ranks together.
+
+    Args:
+        wanted: `memory.few_tokens`.
+        dtype: in which experts compute.
+        decisions: of the run."""
+    shapes = [tuple(own.experts.get_parameter(one).shape[1:]) for one in weight_names(own.experts) if one is not None]
+    shape = {
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "experts": [list(one) for one in shapes],
+    }
+
+    def decide(kept: Chosen[int] | None, note: str) -> tuple[Chosen[int], bool]:
+        if wanted != "auto":
+            return Chosen(int(wanted), shape, "given", "asked for"), False
+        if kept is not None:
+            return kept, False
+        if device.type != "cuda":
+            return Chosen(0, shape, "default", f"there is no GPU to which experts would come{note}"), False
+        return Chosen(0, shape, "default", f"to be measured{note}"), True
+
+    def measure(fallback: Chosen[int]) -> Chosen[int]:
+        times = measured_times(own, dtype, device)
+        few = most_tokens(times)
+        cpu, loaded = (", ".join(f"{one[n]:,.0f}" for n in COUNTS) for one in (times["cpu"], times["loaded"]))
+        why = f"measured, in microseconds for {', '.join(map(str, COUNTS))} tokens: CPU {cpu}; loaded {loaded}"
+        return Chosen(few, fallback.shape, "measured", why, times)
+
+    return decisions.choose(FEW_KIND, shape, decide, measure)
+
+
+def most_tokens(times: Mapping[str, Mapping[int, float]]) -> int:
+    """The most tokens up to which the CPU is the faster one; 0: it never is."""
+    few = 0
+    for count in COUNTS:
+        if times["cpu"][count] >= times["loaded"][count]:
+            break
+        few = count
+    return few
+
+
+def measured_times(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> dict[str, dict[int, float]]:
+    """Microseconds of an expert by its tokens, on the mean over ranks: "cpu", with rows that go there and come back,
+    and "loaded", which is copied to the device first."""
+    assert own.function is not None
+    names, function = weight_names(own.experts), own.function
+    hidden = own.experts.get_parameter(names[1]).shape[1 if not function.transposed else 2]
+    shapes = [None if name is None else own.experts.get_parameter(name).shape[1:] for name in names]
+    hosts = [[None if one is None else host_zeros(one, dtype, device) for one in shapes] for _ in range(_EXPERTS)]
+    heres = [None if one is None else torch.empty(one, dtype=dtype, device=device) for one in shapes]
+    seconds = torch.zeros(2, len(COUNTS), dtype=torch.float64, device=device)
+    for place, count in enumerate(COUNTS):
+        rows = torch.zeros(count, hidden, dtype=dtype, device=device)
+
+        def on_cpu(number: int, rows: torch.Tensor = rows) -> None:
+            expert_rows(rows.cpu(), ExpertWeights.of(hosts[number]), function).to(device)
+
+        def loaded(number: int, rows: torch.Tensor = rows) -> None:
+            for host, here in zip(hosts[number], heres, strict=True):
+                if host is not None and here is not None:
+                    here.copy_(host, non_blocking=True)
+            expert_rows(rows, ExpertWeights.of(heres), function)
+
+        for which, compute in enumerate((on_cpu, loaded)):
+            seconds[which, place] = _seconds(compute, device)
+    if dist.is_initialized():
+        dist.all_reduce(seconds)
+        seconds /= dist.get_world_size()
+    cpu, load = (1e6 * seconds).tolist()
+    return {"cpu": dict(zip(COUNTS, cpu, strict=True)), "loaded": dict(zip(COUNTS, load, strict=True))}
+
+
+@torch.no_grad()
+def _seconds(compute: Callable[[int], Any], device: torch.device) -> float:
+    """Of one expert; the best of some rounds over all of them."""
+    best = float("inf")
+    for _ in range(_REPEATS):
+        synchronize(device)
+        began = time.perf_counter()
+        for number in range(_EXPERTS):
+            compute(number)
+        synchronize(device)
+        best = min(best, (time.perf_counter() - began) / _EXPERTS)
+    return best

@@ -1,0 +1,1 @@
+"""How much memory will a rank need, and does the run fit?"""

@@ -1,0 +1,161 @@
+"""Whether a run fits into the memory of its devices, and what to change if it does not, cheapest first.
+
+    free              the loss in pieces
+    lossy, no time    parameters in bfloat16 (with float32 masters); moments of the optimizer in fewer bits; gradients
+                      that are consumed in the backward, which costs nothing where none are clipped
+    lossy, some time  experts under adapters in 8 or 4 bits
+    little time       pre-activations of experts are computed again; then attention and norms
+    smaller products  smaller micro-batches, more of them
+    copies            the optimizer's state in host memory
+    much time         rides and experts again
+    other results     shorter sequences
+
+Each line of advice counts all those before it. What saves less than 1 % is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from carpool.train.config.schema import Config
+from carpool.train.estimate.memory import MemoryEstimate
+
+GiB = 2**30
+# A run is refused if it would need this much more than there is: estimates are wrong by less.
+CLEARLY = 1.15
+LEAST_SAVING = 0.01
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that need less memory: as the user writes them, the bytes at the peak with them, and their price."""
+
+    settings: str
+    total: int
+    price: str
+
+
+def describe_fit(estimate: MemoryEstimate, transport: str, dense: str, memory: int, name: str) -> list[str]:
+    """A verdict, and advice if it is a bad one: lines of text.
+
+    Args:
+        transport, dense: as `MemoryEstimate.__call__` takes them.
+        memory: bytes of a rank.
+        name: of that memory, such as "79 GiB".
+    """
+    needed = estimate(transport, dense)["total"]
+    if needed <= memory:
+        return [f"fits in {name} ({needed / GiB:,.1f} GiB at the peak)"]
+    lines = [f"does not fit in {name}: {needed / GiB:,.1f} GiB at the peak. In the order of what it costs:"]
+    for change in advise(estimate, transport, dense, memory):
+        verdict = "fits" if change.total <= memory else "not enough"
+        lines.append(f"  {change.settings:<58} {change.total / GiB:8,.1f} GiB, {verdict}: {change.price}")
+    if len(lines) == 1:
+        lines.append("  a smaller model, or more ranks")
+    return lines
+
+
+def check_fits(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> None:
+    """Refuse a run that clearly does not fit. Before anything is loaded.
+
+    Raises:
+        ValueError: unless `training.check_memory` is false."""
+    if not estimate.config.training.check_memory or estimate(transport, dense)["total"] <= CLEARLY * memory:
+        return
+    lines = describe_fit(estimate, transport, dense, memory, f"the {memory / GiB:,.1f} GiB of a rank")
+    raise ValueError(
+        "\n".join(["this run " + lines[0], *lines[1:], "to try it all the same: training.check_memory=false"])
+    )
+
+
+def advise(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:
+    """Changes, each on top of those before it, until it fits."""
+    total = estimate(transport, dense)["total"]
+    for settings, changed, price in _changes(estimate.config):
+        smaller = estimate.changed(changed(estimate.config))
+        now = smaller(transport, dense)["total"]
+        if now > (1 - LEAST_SAVING) * total:
+            continue
+        estimate, total = smaller, now
+        yield Change(settings, total, price)
+        if total <= memory:
+            return
+    if total > memory:
+        # Of several sequences in a micro-batch, each takes too little for shorter ones to help.
+        several = estimate.config.training.per_device_train_batch_size > 1
+        yield from [_more_ranks(total)] if several else _shorter(estimate, transport, dense, memory)
+
+
+def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """(as the user writes it, what makes it, its price)."""
+    training, memory = config.training, config.memory
+    if training.loss_chunk is not None:
+        yield _one("training", "loss_chunk", None, "nothing")
+    if (config.model.dtype or "float32") == "float32":
+        masters = "gradients, parameters and moments are rounded, without masters"
+        if training.optimizer != "torch":
+            masters = "gradients are rounded; masters stay float32"
+        yield _one("model", "dtype", "bfloat16", masters)
+    if training.optimizer != "torch" and training.optimizer_state == "device":
+        for moments in ("bfloat16", "int8"):
+            if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
+                yield _one("training", "optimizer_moments", moments, "lossy, no time")
+    adapter, moe, stays = config.adapter, config.moe, config.placement.every is None
+    # Where micro-batches can be smaller, gradients of several are added.
+    numbers = training.per_device_train_batch_size, training.gradient_accumulation_steps, config.parallelism.pp_size
+    homes = stays and moe.layout == "contiguous" and adapter.kind is None
+    if training.gradients == "kept" and training.optimizer != "torch" and numbers == (1, 1, 1) and homes:
+        consumed = {"gradients": "consumed"} | ({"clip_by": "previous"} if training.max_grad_norm else {})
+        price = "clipped by the norm of the step before" if training.max_grad_norm else "nothing"
+        written = " ".join(f"training.{key}={value}" for key, value in consumed.items())
+        yield written, _setter("training", **consumed), price
+    if adapter.kind is not None and moe.layout == "contiguous" and moe.experts != "fp8" and memory.experts == "device":
+        for base in ("int8", "nf4"):
+            if adapter.base_dtype is None or (adapter.base_dtype, base) == ("int8", "nf4"):
+                yield _one("adapter", "base_dtype", base, "lossy; experts are dequantised for each product")
+    if memory.policies["hidden"] == "keep" and config.moe.experts in ("auto", "grouped"):
+        yield _one("memory", "hidden", "recompute", "one of the experts' products again")
+    if memory.dense != "recompute":
+        yield _one("memory", "dense", "recompute", "attention and norms again")
+    size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    while size > 1 and training.gradients == "kept":
+        size, steps = -(-size // 2), steps * 2
+        yield (
+            f"training.per_device_train_batch_size={size} training.gradient_accumulation_steps={steps}",
+            _setter("training", per_device_train_batch_size=size, gradient_accumulation_steps=steps),
+            "smaller products",
+        )
+    if stays and training.optimizer != "torch" and training.optimizer_state == "device":
+        yield _one("training", "optimizer_state", "host", "copies, hidden in steps of many tokens; host memory")
+    if memory.sums != "recompute" and "offload" not in (memory.rows, memory.hidden):
+        yield _one("memory", "sums", "recompute", "rides and experts again")
+
+
+def _shorter(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:
+    length = estimate.config.data.sequence_length
+    while length > 1024:
+        length //= 2
+        smaller = estimate.changed(_setter("data", sequence_length=length)(estimate.config))
+        total = smaller(transport, dense)["total"]
+        if total <= memory:
+            yield Change(f"data.sequence_length={length}", total, "longer texts are cut")
+            return
+    yield _more_ranks(estimate(transport, dense)["total"])
+
+
+def _more_ranks(total: int) -> Change:
+    return Change("parallelism.num_ranks=...", total, "more GPUs, or a smaller model")
+
+
+def _one(section: str, key: str, value: Any, price: str) -> tuple[str, Any, str]:
+    shown = "none" if value is None else str(value).lower()
+    return f"{section}.{key}={shown}", _setter(section, **{key: value}), price
+
+
+def _setter(section: str, **values: Any) -> Any:
+    def changed(config: Config) -> Config:
+        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+    return changed

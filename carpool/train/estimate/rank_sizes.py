@@ -1,0 +1,228 @@
+"""What a rank of a run takes and keeps, of its model and its settings, before anything is built: for the memory of a
+step (`carpool.planner.memory.peak`), which is predicted for plans in the same way.
+
+Parameters are exact sums of what each rank holds, and what decoder layers keep is measured by the model's own forward
+without memory (`carpool.hf.activations`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from carpool.experts.quantised import quantised_bytes
+from carpool.hf.activations import Activations, measure_activations
+from carpool.hf.attention import FLEX
+from carpool.hf.build import experts_modules
+from carpool.hf.documents import DOCUMENTS
+from carpool.hf.freeze import freeze_all_but_experts, freeze_experts
+from carpool.hf.head import output_layer, why_whole
+from carpool.hf.narrow import row_size
+from carpool.hf.recompute import draws_random_numbers
+from carpool.kernels.cross_entropy import piece_size
+from carpool.parallel.degrees import Degrees
+from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.configuration.eager import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, by_settings
+from carpool.planner.memory.held import scores_bytes
+from carpool.planner.memory.sizes import Parameters, RankSizes, stage_part
+from carpool.planner.model.shape import kept_if_compiled
+from carpool.train.config.schema import Config
+from carpool.train.data.formats import are_packed
+from carpool.train.estimate.copies import copies_of, most_copies
+from carpool.train.model.adapter import outline_adapter
+from carpool.train.model.source import attention_of, context_cut, divides_tokens, top_k_of
+from carpool.train.steps.room import transport_options
+from carpool.transport import find_transport
+
+STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def state_bytes(config: Config) -> float:
+    """What the optimizer keeps of a parameter; see `carpool.memory.optimizer.adamw`."""
+    dtype, training = config.model.dtype or "float32", config.training
+    if not training.one_pass(dtype):
+        return 2 * STORED[dtype]
+    moments = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}[training.optimizer_moments]
+    return 2 * moments + (2 if dtype == "bfloat16" else 0)
+
+
+class ModelSizes:
+    """Sizes of the model of a run, whatever transport and dense parameters will be.
+
+    Args:
+        config: the micro-batch, dtypes, optimizer and policies count.
+        degrees: of parallelism.
+        model: on the meta device.
+        cuda: on GPUs.
+        nodes: on which the ranks of an expert-parallel group are.
+        like: those of the same model; what its layers keep is not measured again if it is the same.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        degrees: Degrees,
+        model: PreTrainedModel,
+        cuda: bool,
+        nodes: int = 1,
+        like: ModelSizes | None = None,
+    ) -> None:
+        self.config, self.degrees, self.model, self.cuda, self.nodes = config, degrees, model, cuda, nodes
+        training = config.training
+        self.bf16 = bf16 = training.computes_in_bf16(cuda)
+        counts = experts_modules(model)
+        self.num_experts, self.moe_layers = max(counts.values()), len(counts)
+        self.expert_adapters = 0
+        if training.freeze is not None or config.adapter.kind is not None:
+            model = copy.deepcopy(model)
+        if training.freeze == "dense":
+            freeze_all_but_experts(model, list(counts))
+        elif training.freeze == "experts":
+            freeze_experts(model, counts)
+        if config.adapter.kind is not None:
+            one = outline_adapter(model, config.adapter)
+            self.expert_adapters = one * math.ceil(self.num_experts / degrees.ep) * self.moe_layers
+        attention = attention_of(config, degrees, model, cuda)
+        if attention == FLEX:
+            # On the meta device another fused attention stands for it, which keeps as much.
+            model = copy.deepcopy(model)
+            model.config.get_text_config()._attn_implementation = "sdpa"
+        self.stored = STORED[config.model.dtype or "float32"]
+        self.computed = 2 if bf16 else self.stored
+        dtype = torch.bfloat16 if bf16 and degrees.dp_cp > 1 else getattr(torch, config.model.dtype or "float32")
+        autocast = torch.bfloat16 if bf16 and degrees.dp_cp == 1 and dtype != torch.bfloat16 else None
+        # Of the rank with most, where their speeds differ.
+        batch = max(config.parallelism.batch_sizes(training.per_device_train_batch_size, degrees))
+        length = config.data.sequence_length
+        self.tokens = batch * length
+        cut = context_cut(config, degrees, model)
+        # These take the ends of documents in place of a mask.
+        documents = "flash" not in (attention or "") and attention != DOCUMENTS and are_packed(config.data)
+        self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents, cut, attention)
+        # What each layer keeps, before layers are compiled.
+        self.eager: Activations
+        if like is not None and like.measured == self.measured:
+            self.eager = like.eager
+        else:
+            adapters = self.expert_adapters > 0
+            self.eager = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut)
+        self.kept, text = self.eager, model.config.get_text_config()
+        if training.torch_compile:
+            share = kept_if_compiled(text.to_dict(), length)
+            self.kept = replace(self.kept, layers=tuple(int(share * size) for size in self.kept.layers))
+        heads = text.num_attention_heads if attention == "eager" else 0
+        # Divided among ranks of tp and cp, by heads.
+        self.scores = scores_bytes(self.tokens, heads, length, self.computed) / (degrees.tp * degrees.cp)
+        self.hidden, self.top_k = text.hidden_size, top_k_of(model)
+        self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        self.words = text.vocab_size
+        theirs = {id(p) for name in counts for p in model.get_submodule(name).parameters()}
+        of_experts = [p for p in model.parameters() if id(p) in theirs]
+        self.experts = _count(of_experts)
+        self.expert_bytes = sum(_stored_bytes(p, config, self.stored) for p in of_experts)
+        self.largest_expert = max(p.numel() for p in of_experts)
+        added = {id(p) for name, p in model.named_parameters() if "lora_" in name}
+        self.dense = _count([p for p in model.parameters() if id(p) not in theirs | added])
+        self.adapters = sum(p.numel() for p in model.parameters() if id(p) in added)
+        self.head: Any = output_layer(model)
+        self.tied = bool(getattr(model.config, "tie_word_embeddings", False))
+        # Of all tokens of a tensor-parallel group, what this rank has between two blocks, and in the loss.
+        self.divided, _ = divides_tokens(config, degrees, model)
+        over_words = degrees.tp > 1 and not self.divided
+        self.whole_logits = training.loss_chunk == 0 or over_words or why_whole(model) is not None
+        self.trained = math.ceil(self.dense.trained / degrees.dense_shards / degrees.pp)
+        self.trained += math.ceil(self.experts.trained / degrees.expert_shards / degrees.pp)
+
+    def candidate(self, transport: str, dense: str) -> Candidate:
+        """What the planner calls such a configuration."""
+        config, training = self.config, self.config.training
+        return Candidate(
+            degrees=self.degrees, sequence_length=config.data.sequence_length,
+            micro_batch=self.tokens // config.data.sequence_length, accumulation=training.gradient_accumulation_steps,
+            transport=transport, schedule=config.moe.schedule, dense=dense, policies=config.memory.policies,
+            optimizer_state=training.optimizer_state,
+            gradients=training.gradients, compiled=training.torch_compile, pipeline=config.parallelism.pp_schedule,
+            stored=self.stored, computed=self.computed, eager=self._why_eager,
+        )  # fmt: skip
+
+    @cached_property
+    def _why_eager(self) -> str | None:
+        """Why steps are not CUDA graphs, by settings and model."""
+        config = self.config
+        if found := by_settings(config.model_dump(), self.cuda):
+            return found
+        if most_copies(config):
+            return COPIES
+        if "flash" in (self.measured[-1] or ""):
+            return LENGTHS
+        again, halves = config.memory.dense == "recompute", config.moe.schedule == "two-batch"
+        if (again or halves) and (config.moe.drops.random_second or draws_random_numbers(self.model)):
+            return RANDOM if again else RANDOM_HALVES
+        return None
+
+    def of_stage(self, candidate: Candidate, stage: int) -> RankSizes:
+        """Of a rank of the pipeline. Layers are taken to be alike, and those with experts to be the last ones."""
+        config, degrees, training = self.config, self.degrees, self.config.training
+        part = stage_part(candidate.pipeline, degrees.pp, stage, len(self.kept.layers))
+        own = [i for one in part.layers for i in one]
+        moe_layers = sum(i >= len(self.kept.layers) - self.moe_layers for i in own)
+        ends, head = min(part.first + part.last, 1 if self.tied else 2), self.words * self.hidden
+        all_ends = (1 if self.tied else 2) * head
+        body = max(0.0, self.dense.total - all_ends) * len(own) / len(self.kept.layers)
+        share = (body + ends * head) / self.dense.total if degrees.pp > 1 else 1.0
+        of_experts = moe_layers / self.moe_layers
+        way = find_transport(candidate.transport)
+        options = transport_options(config, degrees, candidate.transport)
+        row, rows = row_size(self.model.config), self.num_experts * degrees.etp
+        # A token chooses every slice of its experts, which are on neighbouring ranks.
+        copies = degrees.etp * way.copies_per_token(self.num_experts, self.top_k, degrees.ep)
+        of_copies = copies_of(
+            config, degrees, self.experts.total * self.computed / (rows * self.moe_layers), rows, moe_layers, self.nodes
+        )
+        here = None
+        if config.memory.experts != "device":
+            # Three layers' at most.
+            one = math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers)
+            here = config.memory.experts_bytes[0] + 3 * one
+        # A matrix of a quantised base is made again for each product.
+        dequantised = 0 if config.adapter.base_dtype is None else self.largest_expert * self.computed
+        own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk
+        eval_tokens = training.eval_batch_size * config.data.sequence_length // degrees.cp
+        loss_tokens = -(-own_tokens // degrees.tp) if self.divided else own_tokens
+        return RankSizes(
+            dense=Parameters(*(one * share for one in self.dense)),
+            experts=Parameters(*(one * of_experts for one in self.experts)),
+            expert_bytes=self.expert_bytes * of_experts,
+            largest=max(self.largest_expert / degrees.expert_shards, head / degrees.dense_shards),
+            ends=ends, has_head=part.last, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
+            row=row, width=self.width, words=self.words,
+            layers=tuple(self.kept.layers[i] for i in own), moe_layers=moe_layers,
+            layer_input=self.kept.layer_input, rest=self.kept.rest, tokens=self.tokens, scores=self.scores,
+            copies=copies,
+            buffers=way.buffer_bytes(options, degrees.expert_ranks, row, self.computed, self.top_k * degrees.etp),
+            loss_tokens=chunk or piece_size(loss_tokens, self.words),
+            eval_tokens=eval_tokens, eval_loss_tokens=min(eval_tokens, chunk or piece_size(eval_tokens, self.words)),
+            whole_logits=self.whole_logits, divided=self.divided,
+            state=state_bytes(config), reduced=4 if self.bf16 else self.stored,
+            head_trains=self.head is not None and self.head.weight.requires_grad,
+            dequantised=dequantised / degrees.expert_ranks, adapters=self.adapters + self.expert_adapters, here=here,
+            slots=of_copies.slots, arrived=of_copies.arrived, late=of_copies.late, cuda=self.cuda,
+        )  # fmt: skip
+
+
+def _count(parameters: list[torch.nn.Parameter]) -> Parameters:
+    return Parameters(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+
+
+def _stored_bytes(parameter: torch.nn.Parameter, config: Config, stored: int) -> int:
+    """Of a stack of experts' matrices or biases, of which matrices may be quantised."""
+    kind = config.adapter.base_dtype
+    if kind is None or parameter.dim() != 3:
+        return parameter.numel() * stored
+    return quantised_bytes(kind, parameter.shape)

@@ -1,0 +1,126 @@
+"""What a run runs on: found by its ranks together, or imagined for a dry run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from carpool.layout.topology import Topology
+from carpool.planner.machine.hardware import HARDWARE, Hardware, find_hardware, hardware_of
+from carpool.plugins.nearest import nearest
+from carpool.train.config.schema import Config, ParallelismSection
+from carpool.train.launch.ranks import from_rank_0
+from carpool.train.launch.start import local_ranks, use_cuda
+from carpool.train.launch.world import find_world
+from carpool.transport.places import find_topology
+
+# GPUs of a node, where nobody says how many there are.
+NODE = 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """As far as the decisions about a run depend on it.
+
+    Attributes:
+        topology: of all ranks.
+        hardware: rates for the cost model.
+        memory: bytes that a rank may use.
+        cuda: on GPUs.
+        here: it is this machine, which can be asked; not another one, of which only the datasheet is known.
+        device: this rank's; None: no rank runs, and nothing can be measured.
+        rank: this one.
+    """
+
+    topology: Topology
+    hardware: Hardware
+    memory: int
+    cuda: bool
+    here: bool = True
+    device: torch.device | None = None
+    rank: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.topology.num_ranks
+
+
+def find_machine(section: ParallelismSection, device: torch.device) -> Machine:
+    """Every rank says where it is, and all agree on the topology and on the rates of the hardware: what
+    `parallelism.hardware` names, or those of rank 0's device. Collective over all ranks.
+
+    Raises:
+        ValueError: ranks that contradict each other (on all ranks alike), or hardware that is not known.
+    """
+    own, cuda, rank = hardware_of(device_name(device)), device.type == "cuda", dist.get_rank()
+    topology = find_topology(None, section.ranks_per_node, own.nvlink is not None)
+    named = section.hardware
+    hardware = from_rank_0(lambda: own if named is None else find_hardware(named))
+    return Machine(topology, hardware, rank_memory(cuda, topology.ranks_beside(rank)), cuda, device=device, rank=rank)
+
+
+def imagine_machine(config: Config, gpu: str | None) -> Machine:
+    """What a run would find, without its ranks.
+
+    Args:
+        gpu: the name of a GPU for which the run is meant; None: it is meant for this machine.
+
+    Raises:
+        ValueError: a GPU or hardware that is not known, or more ranks than this machine has GPUs."""
+    section = config.parallelism
+    if gpu is not None:
+        cuda, own, ranks = True, find_gpu(gpu), section.num_ranks or NODE
+        memory, per_node = int(own.capacity or 0), min(NODE, ranks)
+    else:
+        cuda, world = use_cuda(config), find_world(os.environ)
+        ranks = world.world_size if world is not None else local_ranks(config)
+        own = hardware_of(torch.cuda.get_device_name() if cuda else "cpu")
+        memory, per_node = rank_memory(cuda, ranks), ranks
+    per_node = section.ranks_per_node or per_node
+    # The last node may have fewer.
+    node_of = tuple(rank // per_node for rank in range(ranks))
+    topology = Topology(node_of, node_of if own.nvlink is not None else tuple(range(ranks)), "the settings")
+    hardware = own if section.hardware is None else find_hardware(section.hardware)
+    return Machine(topology, hardware, memory, cuda, here=gpu is None)
+
+
+def find_gpu(name: str) -> Hardware:
+    """The profile of a GPU by its name, such as "h100" or "A100 PCIe".
+
+    Raises:
+        ValueError: none has this name, or its memory is not known."""
+    known = {one.lower(): profile for one, profile in HARDWARE.items() if profile.capacity is not None}
+    if name.lower() not in known:
+        close = nearest(name.lower(), list(known))
+        raise ValueError(
+            f"--gpu {name} is not known{f'; did you mean {close}?' if close else ''}; known are {', '.join(known)}"
+        )
+    return known[name.lower()]
+
+
+def rank_device() -> torch.device:
+    """The device of this rank, whose process group is there."""
+    cuda = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's own name, such as "NVIDIA H100 80GB HBM3"; of others their kind, such as "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def rank_memory(cuda: bool, ranks: int) -> int:
+    """Bytes that a rank may use: of its GPU, or its share of this machine's memory.
+
+    `ranks`: how many are on this machine."""
+    if cuda:
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """The run's ranks in an expert-parallel group, in the group's order. None: this rank alone."""
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)

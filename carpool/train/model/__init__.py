@@ -1,0 +1,1 @@
+"""Which model is it? Its source, shapes, operations and adapters, before it is built."""

@@ -1,0 +1,250 @@
+"""The adapter of a run: from `[adapter]` to peft's configuration, into the model, and to the run's folder.
+
+frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.expert_adapters`)
+-> float32 -> with whole dense parameters (parallelism.dense = replicate), they are reduced with the other buckets
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from carpool.hf.adapters import adapter_tensors, names_of_former_experts, share_adapters
+from carpool.hf.build import experts_modules
+from carpool.hf.expert_function import weight_names
+from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.hf.limit import find_router
+from carpool.parallel.degrees import Degrees
+from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder, put_in_place
+from carpool.train.config.schema import Config
+from carpool.train.config.schema_adapter import GROUPS, AdapterSection
+from carpool.train.launch.ranks import gather, rank, together
+
+
+def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, replicate: bool) -> int:
+    """Freeze a model and put the adapters in. All ranks together, before dense parameters are made whole.
+
+    Args:
+        seed: of their first values, which are the same for any number of ranks.
+        replicate: dense parameters will be whole (`carpool.hf.dense.replicate_dense`), and so will adapters be.
+
+    Returns:
+        How many parameters (elements, over all ranks) are trained.
+
+    Raises:
+        ValueError: targets that the model does not have, or that cannot be adapted.
+    """
+    from peft import LoraConfig
+
+    modules, parameters = resolve_targets(model, section.targets)
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        use_rslora=section.kind == "rslora",
+        use_dora=section.kind == "dora",
+        target_modules=modules,
+        target_parameters=parameters or None,
+        modules_to_save=list(section.modules_to_save) or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(config)
+    config.base_model_name_or_path = str(Path(model.name_or_path).absolute())
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                module._parameters[name] = nn.Parameter(parameter.detach().float())
+    if replicate:
+        share_adapters(model)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> None:
+    """Raise ValueError if modules that are trained themselves (`adapter.modules_to_save`), in float32, are sharded or
+    would get rows in another dtype, or if the ranks of a run cannot hold experts that are quantised
+    (`adapter.base_dtype`).
+
+    FSDP shards and casts parameters, of which quantised experts have none.
+
+    Args:
+        dense: "fsdp" or "replicate"."""
+    if config.adapter.modules_to_save and dense != "replicate" and degrees.world_size > 1:
+        raise ValueError(
+            "adapter.modules_to_save are copied, and FSDP has given each rank a part of them: set "
+            "parallelism.dense=replicate"
+        )
+    if config.adapter.modules_to_save and config.model.dtype in ("bfloat16", "float16") and not bf16:
+        raise ValueError(
+            f"adapter.modules_to_save are trained in float32, and without training.bf16 a model of model.dtype = "
+            f"{config.model.dtype!r} computes in that alone: set training.bf16=true, or model.dtype=float32"
+        )
+    if config.adapter.base_dtype is None or degrees.world_size == 1:
+        return
+    why = None
+    if degrees.efsdp > 1 or degrees.dp_replicate > 1:
+        why = (
+            f"each expert is on one rank then; set parallelism.ep_size={degrees.world_size}, and no copies of the model"
+        )
+    elif dense != "replicate":
+        why = 'they are beside whole dense parameters; set parallelism.dense="replicate"'
+    elif bf16 and config.model.dtype != "bfloat16":
+        why = 'FSDP casts experts that are stored in another dtype; set model.dtype="bfloat16"'
+    if why is not None:
+        raise ValueError(f"adapter.base_dtype = {config.adapter.base_dtype!r} cannot be used here: {why}")
+
+
+def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
+    """Freeze a model on the meta device and give it the adapters of its dense layers, for estimates.
+
+    Returns:
+        Parameters of one expert's adapters, which the model does not get; 0 if experts have none.
+
+    Raises:
+        ValueError: as `add_adapter`."""
+    from peft import LoraConfig
+
+    model.requires_grad_(False)
+    dense = tuple(target for target in section.targets if target not in ("experts", "router"))
+    if dense:
+        modules, _ = resolve_targets(model, dense)
+        saved = list(section.modules_to_save) or None
+        model.add_adapter(LoraConfig(r=section.rank, target_modules=modules, modules_to_save=saved))
+    if not {"experts", "all-linear"} & set(section.targets):
+        return 0
+    experts = model.get_submodule(next(iter(experts_modules(model))))
+    weights = [weight for weight in experts.parameters() if weight.dim() == 3]
+    return sum(section.rank * sum(weight.shape[1:]) for weight in weights)
+
+
+def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """(names of modules, names of parameters) that peft adapts.
+
+    Raises:
+        ValueError: a target that the model does not have."""
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    head = model.get_output_embeddings()
+    layers = rides(model)
+    routers = {name: router for name in layers if (router := find_router(model, name)) is not None}
+    # peft takes these names for experts' of former releases of Transformers, also where it loads the adapter again.
+    renamed = names_of_former_experts(model)
+    linear = {name for name in linear if name.rpartition(".")[2] not in renamed}
+    names = {id(module): name for name, module in model.named_modules()}
+    modules: set[str] = set()
+    parameters: set[str] = set()
+    inside = {names[id(router)] for router in routers.values()}
+    for target in targets:
+        wanted = GROUPS[:-1] if target == "all-linear" else (target,)
+        found: set[str] = set()
+        for group in wanted:
+            if group in ("attention", "shared"):
+                found |= {
+                    name
+                    for name in linear
+                    if model.get_submodule(name) is not head
+                    and not any(f"{name}.".startswith(f"{router}.") for router in inside)
+                    and _in_attention(model, name) == (group == "attention")
+                }
+            elif group == "experts":
+                parameters |= {f"{name}.{weight}" for name, own in layers.items() for weight in _expert_weights(own)}
+            elif group == "router":
+                for router in routers.values():
+                    name = names[id(router)]
+                    if isinstance(router, nn.Linear):
+                        found.add(name)
+                    elif isinstance(getattr(router, "weight", None), nn.Parameter):
+                        parameters.add(f"{name}.weight")
+                    else:
+                        found |= {one for one in linear if one.startswith(f"{name}.")}
+            else:
+                found |= {name for name in linear if name == group or name.endswith(f".{group}")}
+        if not found and target.rpartition(".")[2] in renamed:
+            raise ValueError(
+                f"adapter.targets: of this model, peft takes {target!r} for a part of the routed experts; adapt these "
+                "by 'experts'"
+            )
+        if not found and target not in GROUPS:
+            raise ValueError(
+                f"adapter.targets: this model has no linear layer {target!r}; give the end of a name, such as "
+                f"{sorted(linear)[0].rpartition('.')[2]}, or one of {', '.join(GROUPS)}"
+            )
+        modules |= found
+    if not modules and not parameters:
+        raise ValueError(
+            f"adapter.targets = {', '.join(targets)}: this model has nothing of that to adapt"
+            + (f" (peft takes {', '.join(sorted(renamed))} for parts of the routed experts)" if renamed else "")
+        )
+    everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return _short(modules, linear, 1), _short(parameters, everything, 3)
+
+
+def _short(names: set[str], everything: Iterable[str], parts: int) -> list[str]:
+    """The last parts of names, where these mean no others: what other programs look for in an adapter's files."""
+    short: set[str] = set()
+    for name in names:
+        end = ".".join(name.split(".")[-parts:])
+        same = {other for other in everything if other == end or other.endswith(f".{end}")}
+        short |= {end} if same <= names else {name}
+    return sorted(short)
+
+
+def _in_attention(model: nn.Module, name: str) -> bool:
+    """Whether a module is part of something that mixes tokens: by the classes of what is around it."""
+    parts = name.split(".")
+    around = (type(model.get_submodule(".".join(parts[:size]))).__name__ for size in range(1, len(parts)))
+    return any(word in one for one in around for word in ("Attention", "DeltaNet", "Mamba", "Mixer"))
+
+
+def _expert_weights(own: ExpertRides) -> tuple[str, ...]:
+    if own.function is None:
+        raise ValueError(
+            f"adapter.targets: {own.name} runs the model's own forward, whose experts cannot be adapted; choose other "
+            "targets"
+        )
+    return weight_names(own.experts)[:2]
+
+
+def save_adapter(model: Any, folder: Path) -> Path:
+    """Write the adapter as peft does: `PeftModel.from_pretrained(base, folder)` reads it. Every rank calls it; rank 0
+    writes, and the folder appears when it is complete, in place of an earlier one.
+
+    Raises:
+        CheckpointWriteError: on all ranks, if rank 0 could not write.
+    """
+    tensors = adapter_tensors(model)
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    with together(CheckpointWriteError, f"{folder} was not written: "):
+        if rank() == 0:
+            try:
+                _write(model, tensors, temporary)
+                put_in_place(temporary, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    gather(None)
+    return folder
+
+
+def _write(model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    name = model.active_adapters()[0]
+    named = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=name)
+    whole = {f"base_model.model.{key}": tensor.detach().cpu().contiguous() for key, tensor in named.items()}
+    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = model.peft_config[name]
+    config.inference_mode = True  # peft's own, for those who load it
+    config.save_pretrained(folder)
+    config.inference_mode = False
+    for file in folder.iterdir():
+        flush_file(file)
+    flush_folder(folder)

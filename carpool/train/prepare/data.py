@@ -1,0 +1,98 @@
+"""What a run reads: its text as tokens, and this rank's share of the batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from carpool.hf.packed import why_not_packed
+from carpool.train.data import corpus as corpora
+from carpool.train.data.corpus import Corpus
+from carpool.train.data.loader import EvalLoader, TrainLoader
+from carpool.train.data.prefetch import Prefetch
+from carpool.train.data.sequences import Sequences, eval_sequences, train_sequences
+from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.prepare.prepare import Prepared
+
+MakeCorpus = Callable[[Prepared, Tokenizer], Corpus]
+
+
+@dataclass
+class RunData:
+    """The tokens, the sequences that are trained on, and what makes batches of them; steps that read all once."""
+
+    corpus: Corpus
+    sequences: Sequences
+    train: Prefetch
+    held_out: EvalLoader
+    steps_per_epoch: float
+
+
+def read_data(
+    prepared: Prepared, tokenizer: Tokenizer, device: torch.device, make_corpus: MakeCorpus | None = None
+) -> RunData:
+    """Read text, or the tokens that an earlier run has made of it. All ranks together.
+
+    Args:
+        make_corpus: instead of reading what `[data]` names.
+
+    Raises:
+        ValueError: text that cannot be used, or not by this model."""
+    config, training = prepared.config, prepared.config.training
+    corpus = (make_corpus or read_corpus)(prepared, tokenizer)
+    check_vocabulary(corpus, prepared.blueprint.vocab_size)
+    sequences, held_out = train_sequences(corpus, config.data), eval_sequences(corpus, config.data)
+    check_sequences(prepared, sequences.packed)
+    dp_rank = prepared.degrees.dp_rank(prepared.machine.rank)
+    share = {"dp_size": prepared.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
+    train = TrainLoader(
+        sequences,
+        batch_size=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        seed=training.seed,
+        shares=prepared.batch_sizes,
+        **share,
+    )
+    evaluation = EvalLoader(
+        held_out,
+        batch_size=training.eval_batch_size,
+        max_sequences=config.data.eval_max_sequences,
+        **share,
+    )
+    steps_per_epoch = train.num_sequences / train.global_batch_size
+    return RunData(corpus, sequences, Prefetch(train, device), evaluation, steps_per_epoch)
+
+
+def read_corpus(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
+    """The text that `[data]` names, as tokens. All ranks together."""
+    config, build = prepared.config, int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return corpora.prepare(config.data, tokenizer, config.model.path, build=build, barrier=dist.barrier)
+
+
+def check_sequences(prepared: Prepared, packed: bool) -> None:
+    """Raise ValueError for a model that cannot be given examples so, or sequences of them that are to move."""
+    config = prepared.config
+    if packed and (why := why_not_packed(prepared.blueprint.model)) is not None:
+        raise ValueError(f'{why}, so examples cannot be packed: set data.packing="off" (one in a sequence)')
+    if config.moe.move_sequences is not None and (packed or config.data.packing == "off"):
+        raise ValueError(
+            "moe.move_sequences moves sequences of running text (data.packing = 'stream'), not of examples, whose "
+            "masks and padding would have to move, too: leave one of them out"
+        )
+
+
+def check_vocabulary(corpus: Corpus, vocabulary: int) -> None:
+    """Raise ValueError for tokens that the model does not have: chat templates may write some that were added to a
+    tokenizer, and not to the model."""
+    if corpus.train_marks is None:
+        return
+    largest = max(int(tokens.max()) for tokens in (corpus.train, corpus.eval) if len(tokens))
+    if largest >= vocabulary:
+        raise ValueError(
+            f"the tokenizer makes token {largest} of data.train, but the model has {vocabulary} tokens; take the "
+            "model's own tokenizer and chat template"
+        )

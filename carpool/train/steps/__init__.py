@@ -1,0 +1,1 @@
+"""How is a step computed? Eagerly, as CUDA graphs, through the stages of a pipeline; and with room for all rows."""

@@ -1,0 +1,281 @@
+"""A training step through the stages of a pipeline (`carpool.parallel.pipeline`), with the interface of `Objective`.
+
+Every rank of a pipeline reads the same batches, so labels, positions and padding need not travel. What does is
+
+    hidden_BLH          what the layers so far have made
+    statistics_LS       of the routers so far (`carpool.hf.balance.router_statistics`), a row for each MoE layer
+
+and their gradients travel back. The last stage has the loss, the balance loss of all layers included: it is not the sum
+of the stages' balance losses, because all layers are balanced together, and a stage cannot know how often the others'
+experts are chosen. Here the last stage knows, and what each router's probabilities are to be changed by comes back as
+the gradient of the statistics. No collective of a pipeline's ranks is needed for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from carpool.hf.balance import loss_of_statistics, router_statistics
+from carpool.hf.build import experts_modules
+from carpool.hf.expert_parallel import rides
+from carpool.hf.router_logits import RouterLogits, find_routers
+from carpool.hf.stages import Part, Stages, check_tied, cut_model, layer_number
+from carpool.memory import Arena
+from carpool.parallel.degrees import Degrees
+from carpool.parallel.meshes import Meshes
+from carpool.parallel.pipeline import Pipeline, Tensors, Work
+from carpool.parallel.schedules import SCHEDULES, stages_of
+from carpool.parallel.sequence import gather_rows, num_rows
+from carpool.schedule.forward_backward import ForwardBesideBackward
+from carpool.schedule.split import SplitBackward
+from carpool.train.config.schema import Config
+from carpool.train.steps.graphs import Batch, BeforeBackward
+from carpool.train.steps.step import Objective
+
+
+class PipelineObjective(Objective):
+    """As `Objective`, of a model that is cut into stages.
+
+    Args:
+        model: of which this rank keeps its stages' layers.
+        parts: of all stages.
+        schedule: one of `carpool.parallel.schedules.SCHEDULES`.
+        group: the ranks of this pipeline, in order.
+        stage_group: the ranks that have the same stages as this one.
+        routers: the layers that have a router with a balance loss, and the number of its experts.
+        dtype: in which hidden states travel.
+        settings: of `Objective`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        parts: Sequence[Part],
+        *,
+        schedule: str,
+        group: dist.ProcessGroup,
+        stage_group: dist.ProcessGroup,
+        routers: Mapping[int, int],
+        dtype: torch.dtype,
+        **settings: Any,
+    ) -> None:
+        # The two batches of a pipeline are the forward and the backward of a pair, in a schedule that has pairs.
+        paired = settings.pop("two_batch", False)
+        super().__init__(model, **settings)
+        self.beside = ForwardBesideBackward(model, self._processors) if paired else None
+        self.stage_group, self.dtype = stage_group, dtype
+        self.hidden = model.config.get_text_config().hidden_size
+        device = next(model.parameters()).device
+        self.riding = list(rides(model).values())
+        self.split = SplitBackward(model, self.riding) if SCHEDULES[schedule].splits else None
+        work = Work(self.compute, self.around_backward, lane=self.use_lane)
+        if self.split is not None:
+            work = work._replace(weights=self.split.weights)
+        pairs = None if self.beside is None else self.beside.run
+        self.pipeline = Pipeline(schedule, group, len(parts), work, device, pairs)
+        self.stages = Stages(model, {number: parts[number] for number in self.pipeline.stages})
+        # Losses are on the ranks of the last stage alone. (`ranks_per_sequence` counts labels, which all have.)
+        self.ranks_per_copy //= dist.get_world_size(group)
+        # Tensor-parallel ranks may all have the same. Others have no head, and cannot know.
+        self.copies, self.cross_entropy.copies = self.cross_entropy.copies, 1
+        self.experts, layers = max(routers.values(), default=0), sorted(routers)
+        self.layers = len(layers)
+        self.rows = {
+            number: range(
+                sum(layer < part.layers.start for layer in layers), sum(layer < part.layers.stop for layer in layers)
+            )
+            for number, part in enumerate(parts)
+        }
+
+    def _collector(self) -> RouterLogits:
+        return RouterLogits(self.model, none=True)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Without gradients: cross-entropy summed over this rank's tokens on the last stage, 0 on others."""
+        self.begin([batch], 0.0, torch.zeros(2, dtype=torch.float64, device=batch["input_ids"].device))
+        self.pipeline.forward_only(1, self.travels(batch))
+        return self._sums[0].clone(), None
+
+    def _accumulate(
+        self,
+        batches: Sequence[Batch],
+        factor: float,
+        sums: torch.Tensor,
+        before_backward: BeforeBackward | None,
+    ) -> None:
+        assert before_backward is None, "gradients are consumed in one backward, and a pipeline has several"
+        self.begin(batches, factor, sums)
+        for arena in self._arenas():
+            arena.make_lanes(self.pipeline.lanes(len(batches)))
+        with self.rides_first or nullcontext(), self.split or nullcontext():
+            try:
+                self.pipeline.step(len(batches), self.travels(batches[0]))
+            finally:
+                self.use_lane(0)
+        self.end()
+
+    def begin(self, batches: Sequence[Batch], factor: float | torch.Tensor, sums: torch.Tensor) -> None:
+        """A step begins.
+
+        Args:
+            batches: its micro-batches.
+            factor: of the loss of each.
+            sums: where losses are added."""
+        self._batches, self._factor, self._sums, self._first = batches, factor, sums, True
+
+    def end(self) -> None:
+        """After the last backward of a step: what has come is reduced."""
+        if self.kept is not None:
+            self.kept.begin(first=False)
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Around each backward of a stage."""
+        if self.kept is not None:
+            # A bucket may have parameters of two stages, which are complete only after all backwards.
+            self.kept.begin(self._first, last=False)
+            self._first = False
+        yield
+
+    def _arenas(self) -> list[Arena]:
+        """In which rides keep rows, each once."""
+        arenas = (own.transport.arena for own in self.riding if own.transport is not None)
+        return list({id(arena): arena for arena in arenas if arena is not None}.values())
+
+    def use_lane(self, number: int) -> None:
+        """Rides keep rows in this lane of their arenas from now on."""
+        for arena in self._arenas():
+            arena.use_lane(number)
+
+    def travels(self, batch: Batch) -> Tensors:
+        """On the device "meta": what goes from a stage to the next one."""
+        with self.inputs(batch) as (part, _):
+            shape = part["input_ids"].shape
+        if self.shard is not None:
+            shape = torch.Size((1, num_rows(shape.numel(), self.shard.group)))
+        hidden = torch.empty(*shape, self.hidden, dtype=self.dtype, device="meta")
+        if not self.aux_coef:
+            return (hidden,)
+        return hidden, torch.empty(self.layers, 2 * self.experts + 1, dtype=torch.float32, device="meta")
+
+    def compute(self, stage: int, number: int, received: Tensors) -> Tensors:
+        """A stage's forward on a micro-batch: what travels; on the last one, the loss."""
+        part, aux = self.stages.parts[stage], bool(self.aux_coef)
+        collected: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if self.router_logits is not None:
+            collected = self.router_logits.collect(len(self.rows[stage]))
+        with self.inputs(self._batches[number]) as (batch, settings), collected as logits:
+            if not part.first:
+                settings = {**settings, "inputs_embeds": self._whole(received[0], batch["input_ids"].shape)}
+            ids_BL = batch["input_ids"] if part.first else None
+            if part.last:
+                with self.stages.only(stage):
+                    ce, _ = self.cross_entropy(ids_BL, batch["target"], **settings)
+            else:
+                hidden_BLH = self.stages.hidden(stage, input_ids=ids_BL, **settings).to(self.dtype)
+                if self.shard is not None:
+                    # Equally many on all ranks, also where the last ones have fewer tokens.
+                    most = num_rows(batch["input_ids"].numel(), self.shard.group)
+                    hidden_BLH = F.pad(hidden_BLH, (0, 0, 0, most - hidden_BLH.shape[1]))
+        found: Tensors = ()
+        if aux:
+            found = (self._add_statistics(stage, received, logits, self.padding(batch)),)
+        if not part.last:
+            return (hidden_BLH, *found)
+        self._sums[0] += ce.detach() / self.copies
+        loss = ce * (self._factor.to(ce.dtype) if isinstance(self._factor, torch.Tensor) else self._factor)
+        if aux and torch.is_grad_enabled():
+            balance = loss_of_statistics(found[0], self.stage_group, per_layer=self.balance_layers)
+            loss = self._with_balance(loss, balance, len(self._batches), self._sums)
+        return (loss,)
+
+    def _whole(self, hidden: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """(B, L, H) of what has travelled: tensor-parallel ranks that divide tokens have each sent their own."""
+        if self.shard is None:
+            return hidden
+        rows = hidden.shape[1] * self.shard.ranks
+        whole_TH = gather_rows(hidden.flatten(0, 1), rows, self.shard.group, partial=False)
+        return whole_TH[: shape.numel()].view(*shape, -1)
+
+    def _add_statistics(
+        self, stage: int, received: Tensors, logits: Sequence[torch.Tensor], padding_T: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The routers' statistics of all layers up to this stage's; zeros for those to come."""
+        rows = self.rows[stage]
+        if received:
+            before_LS = received[1]
+        else:
+            shape = (self.layers, 2 * self.experts + 1)
+            before_LS = torch.zeros(shape, device=self._sums.device, requires_grad=torch.is_grad_enabled())
+        if not rows:
+            return before_LS.clone()
+        own_LS = router_statistics(logits, self.top_k, padding_T)
+        return torch.cat([before_LS[: rows.start], own_LS, before_LS[rows.stop :]])
+
+
+class CutModel(NamedTuple):
+    """How a run cuts its model into stages.
+
+    Attributes:
+        schedule: one of `carpool.parallel.schedules.SCHEDULES`.
+        parts: all stages.
+        own: those of this rank.
+        routers: the layers that have a router with a balance loss, with the number of its experts.
+        moe_layers: the names of all experts modules, in order.
+    """
+
+    schedule: str
+    parts: list[Part]
+    own: list[Part]
+    routers: dict[int, int]
+    moe_layers: list[str]
+
+    def objective(
+        self, model: Any, meshes: Meshes, dtype: torch.dtype, settings: Mapping[str, Any]
+    ) -> PipelineObjective:
+        """Of a model that has this rank's stages. Collective over all ranks. `settings`: of `Objective`."""
+        group, stage_group = meshes.group("pp"), meshes.stage_group()
+        assert group is not None
+        return PipelineObjective(
+            model,
+            self.parts,
+            schedule=self.schedule,
+            group=group,
+            stage_group=stage_group,
+            routers=self.routers,
+            dtype=dtype,
+            **settings,
+        )
+
+
+def cut_into_stages(config: Config, degrees: Degrees, blueprint: PreTrainedModel, rank: int) -> CutModel | None:
+    """The stages of a run's model; None: it has one.
+
+    Raises:
+        ValueError: the model cannot be cut so, or a rank would have no layer with experts."""
+    if degrees.pp == 1:
+        return None
+    schedule = config.parallelism.pp_schedule
+    placed = stages_of(schedule, degrees.pp)
+    parts = cut_model(blueprint, sum(map(len, placed)))
+    experts = experts_modules(blueprint)
+    numbers = {layer_number(name) for name in experts}
+    for stages in placed:
+        check_tied(blueprint, [parts[stage] for stage in stages])
+        if not any(numbers & set(parts[stage].layers) for stage in stages):
+            layers = " and ".join(f"{parts[stage].layers.start}..{parts[stage].layers.stop - 1}" for stage in stages)
+            raise ValueError(
+                f"a rank of the pipeline would have the layers {layers} alone, none of which has experts: lower "
+                'parallelism.pp_size, or set parallelism.pp_schedule="ZBVZeroBubble" or "DualPipeV", where ranks have '
+                "layers from both ends"
+            )
+    own = [parts[stage] for stage in placed[degrees.coordinate(rank, "pp")]]
+    routers = dict.fromkeys(map(layer_number, find_routers(blueprint)), max(experts.values()))
+    return CutModel(schedule, parts, own, routers, list(experts))

@@ -1,0 +1,367 @@
+"""One optimizer step: the loss of the global batch, its gradient, clipping, AdamW.
+
+The loss is the sum of the cross-entropies of all predicted tokens of the global batch over their number, wherever
+they lie: a mean of per-rank means would weigh tokens by how full their rank happens to be. FSDP averages gradients over
+the data-parallel ranks, so each rank differentiates `its sum * ranks / tokens of all`. Where dense parameters are whole
+(`carpool.parallel.replicated`), gradients are summed, and it is `its sum / tokens of all`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from carpool.hf.attention import fastest_attention
+from carpool.hf.balance import balance_loss
+from carpool.hf.context import ContextParallel
+from carpool.hf.expert_parallel import rides
+from carpool.hf.head import HeadLoss, next_tokens
+from carpool.hf.packed import one_row_only, packed, packed_settings, unpacked
+from carpool.hf.router_logits import RouterLogits
+from carpool.hf.sequence_moves import MovingSequences
+from carpool.hf.sequence_parallel import sequence_shard
+from carpool.memory.optimizer import AdamW
+from carpool.parallel.replicated import replicated
+from carpool.schedule.priority import RidesFirst
+from carpool.schedule.two_batch import TwoBatch
+from carpool.train.config.schema import TrainingSection
+from carpool.train.steps.graphs import Batch, BeforeBackward, StepGraphs
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one step, over all ranks: mean cross-entropy per token, mean balance loss (None if off), tokens."""
+
+    loss: float
+    aux_loss: float | None
+    tokens: int
+
+
+class Objective:
+    """The loss that is minimised: cross-entropy plus `aux_coef` times the balance loss of the whole batch.
+
+    Args:
+        model: a causal language model of transformers.
+        top_k: K, for the balance loss.
+        aux_coef: 0 turns the balance loss off.
+        balance_layers: balance each layer by itself, not all of them together.
+        two_batch: two micro-batches run half a layer apart (`carpool.schedule.two_batch`), and an odd last one by
+            itself. If there is only one, its halves do; the balance loss is then of each half.
+        rides_first: what reductions wait for (`carpool.schedule.priority`).
+        dp_size: ranks with distinct tokens.
+        context: ranks share sequences, and it makes parts of them. None: each rank has whole ones.
+        moving: what lets sequences move between ranks while the model trains; None: they stay.
+        autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
+        loss_chunk: as `training.loss_chunk`.
+
+    Raises:
+        ValueError: a balance loss for a model that does not return router logits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        top_k: int,
+        aux_coef: float,
+        dp_size: int,
+        autocast: torch.dtype | None,
+        balance_layers: bool = False,
+        two_batch: bool = False,
+        rides_first: RidesFirst | None = None,
+        loss_chunk: int | None = None,
+        context: ContextParallel | None = None,
+        moving: MovingSequences | None = None,
+    ) -> None:
+        returns_logits = "output_router_logits" in inspect.signature(model.forward).parameters
+        if aux_coef and not returns_logits:
+            raise ValueError(
+                f"moe.router_aux_loss_coef = {aux_coef:g}, but {type(model).__name__} does not return router logits, "
+                "so there is no balance loss to weigh; set moe.router_aux_loss_coef=0"
+            )
+        self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
+        self.cross_entropy = HeadLoss(model, loss_chunk)
+        self.router_logits = self._collector() if aux_coef else None
+        # A configuration may ask for them, and for a balance loss of this rank's tokens.
+        self.settings = {"use_cache": False, **({"output_router_logits": False} if returns_logits else {})}
+        self.balance_layers = balance_layers
+        self.two_batch = TwoBatch(model) if two_batch else None
+        self.at_once = 2 if two_batch else 1
+        self.rides_first, self.context, self.moving = rides_first, context, moving
+        # With it, gradients are summed over ranks; without it, FSDP averages them.
+        self.kept = replicated(model)
+        self.share = 1.0 if self.kept is None else 1 / dp_size
+        # Computes steps without the host, once there is something to capture.
+        self.graphs: StepGraphs | None = None
+        # Ranks with the same tokens, and with the same sequences.
+        self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
+        self.ranks_per_sequence = self.ranks_per_copy * (1 if context is None else context.cut.ranks)
+        # Of tensor-parallel ranks each has tokens of its own, and gradients are summed over them.
+        self.shard = sequence_shard(model)
+
+    def _collector(self) -> RouterLogits:
+        """Of what the balance loss is made of."""
+        return RouterLogits(self.model)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
+        collected: AbstractContextManager[Any] = nullcontext()
+        if self.router_logits is not None:
+            collected = self.router_logits.collect()
+        moves: AbstractContextManager[None] = nullcontext()
+        with self.inputs(batch) as (batch, settings), collected as logits:
+            if self.moving is not None and self.model.training:
+                moves = self.moving.targets(batch["target"])
+            with moves:
+                ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
+        if self.router_logits is None:
+            return ce, None
+        return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=self.padding(batch))
+
+    def padding(self, batch: Batch) -> torch.Tensor | None:
+        """(T,) of what `inputs` has given: true where a router of this rank sees no token but padding."""
+        padding_T = batch["padding"].flatten() if "padding" in batch else None
+        return padding_T if padding_T is None or self.shard is None else self.shard.own(padding_T)
+
+    @contextmanager
+    def inputs(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Inside, the model computes as it is trained: this rank's part of a batch, with each position's target, and
+        what the model's forward is told besides tokens."""
+        batch = {**batch, "target": next_tokens(batch["labels"])}
+        ends_BD = batch.pop("document_ends", None)
+        if "position_ids" in batch and one_row_only(self.model):
+            batch = {name: value.view(1, -1) for name, value in batch.items()}
+        ids_BL, position_BL = batch["input_ids"], batch.get("position_ids")
+        device, settings = ids_BL.device, self.settings
+        if position_BL is not None:
+            settings = settings | packed_settings(self.model, position_BL, ends_BD)
+        whole: AbstractContextManager[None] = nullcontext()
+        if self.context is not None:
+            settings = settings | self.context.settings(ids_BL, position_BL)
+            whole = self.context.whole(ids_BL.shape[1], position_BL)
+            batch = {name: self.context.cut.part(value) for name, value in batch.items()}
+        with (
+            self.cast(device),
+            fastest_attention(device),
+            unpacked() if position_BL is None else packed(),
+            whole,
+        ):
+            yield batch, settings
+
+    def cast(self, device: torch.device) -> AbstractContextManager[None]:
+        """Inside, the model computes as it is trained."""
+        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+
+    def targets(self, batches: Iterable[Batch]) -> int:
+        """Predicted tokens of these batches over all ranks."""
+        count = sum((b["labels"][:, 1:] != -100).sum() for b in batches)
+        assert isinstance(count, torch.Tensor)
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return int(count.item()) // self.ranks_per_sequence
+
+    def backward(self, batches: Sequence[Batch], tokens: int | None = None) -> Losses:
+        """Accumulate the gradients of one global batch, given in micro-batches. All ranks call it together. Waits for
+        the device.
+
+        Args:
+            tokens: that it predicts, over all ranks with distinct sequences. None: they are counted.
+        """
+        if tokens is None:
+            tokens = self.targets(batches)
+        return self.losses(self.accumulate(batches, tokens).tolist(), tokens)
+
+    def losses(self, means: Sequence[float], tokens: int) -> Losses:
+        """What `accumulate` has returned, on the host."""
+        return Losses(loss=means[0], aux_loss=means[1] if self.aux_coef else None, tokens=tokens)
+
+    def accumulate(
+        self,
+        batches: Sequence[Batch],
+        tokens: int,
+        beside: Sequence[float] = (),
+        before_backward: BeforeBackward | None = None,
+    ) -> torch.Tensor:
+        """As `backward`, without waiting for the device.
+
+        Args:
+            beside: numbers of this rank, to be summed over ranks.
+            before_backward: of a single batch, is called with its loss between forward and backward.
+
+        Returns:
+            (2 + n,) float64 on the device, over all ranks: mean cross-entropy per token, mean balance loss, and sums of
+            what is beside.
+        """
+        if tokens == 0:
+            raise ValueError("a step's batch has no token to predict: all labels are -100")
+        if self.two_batch is not None and len(batches) == 1:
+            batches = in_two(batches[0])
+        sums = torch.zeros(2 + len(beside), dtype=torch.float64, device=batches[0]["input_ids"].device)
+        for place, number in enumerate(beside, 2):
+            if number:
+                sums[place] = number
+
+        factor = self.share * self.dp_size / tokens
+        # In the backward too: layers that are computed again there must save what they saved before.
+        with fastest_attention(sums.device):
+            if self.graphs is not None and (captured := self.graphs.run(batches, factor, before_backward)) is not None:
+                sums[:2] += captured
+            else:
+                self._accumulate(batches, factor, sums, before_backward)
+        if self.shard is not None:
+            self.shard.sum_gradients()
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        sums[0] /= self.cross_entropy.copies
+        sums[0] /= tokens
+        sums[1] /= self.dp_size * self.ranks_per_copy
+        return sums
+
+    def _accumulate(
+        self,
+        batches: Sequence[Batch],
+        factor: float,
+        sums: torch.Tensor,
+        before_backward: BeforeBackward | None,
+    ) -> None:
+        """Eagerly: the gradients of micro-batches, and the sums of their losses in `sums`."""
+        with self.rides_first or nullcontext():
+            for first in range(0, len(batches), self.at_once):
+                together, last = batches[first : first + self.at_once], first + self.at_once >= len(batches)
+                self.run_together(together, factor, len(batches), sums, first == 0, last, before_backward)
+
+    def run_together(
+        self,
+        batches: Sequence[Batch],
+        factor: float | torch.Tensor,
+        number: int,
+        sums: torch.Tensor,
+        first: bool,
+        last: bool,
+        before_backward: BeforeBackward | None = None,
+    ) -> None:
+        """The gradients of one of a step's `number` micro-batches, or of two at the same time, and their losses added
+        to `sums`, without a word from the host: so it can be captured.
+
+        Args:
+            first, last: they are the first of the step, or the last.
+            before_backward: as of `accumulate`; not of two."""
+        if self.kept is not None:
+            self.kept.begin(first, last, len(batches))
+        losses = [partial(self._loss, batch, factor, number, sums) for batch in batches]
+        if self.two_batch is not None and len(losses) == 2:
+            self.two_batch.backward(losses, self._processors())
+            return
+        (loss_of,) = losses
+        loss = loss_of()
+        if before_backward is not None:
+            before_backward(loss.detach())
+        loss.backward()
+
+    def _loss(self, batch: Batch, factor: float | torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
+        """What a micro-batch differentiates. `factor`: of its cross-entropy."""
+        ce, aux = self.forward(batch)
+        loss = ce * (factor.to(ce.dtype) if isinstance(factor, torch.Tensor) else factor)
+        sums[0] += ce.detach()
+        return loss if aux is None else self._with_balance(loss, aux, number, sums)
+
+    def _with_balance(self, loss: torch.Tensor, aux: torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
+        """A loss and the balance loss of one of a step's `number` micro-batches, which is added to `sums`."""
+        ranks = 1 if self.shard is None else self.shard.ranks
+        sums[1] += aux.detach() / number
+        return loss + aux * (self.share * self.aux_coef / (number * ranks))
+
+    def _processors(self) -> int:
+        """Multiprocessors that the model's rides take."""
+        transports = (own.transport for own in rides(self.model).values())
+        return max((transport.processors for transport in transports if transport is not None), default=0)
+
+
+def in_two(batch: Batch) -> tuple[Batch, Batch]:
+    """The first and the second half of a micro-batch's sequences; of an odd number, the first has one more.
+
+    Raises:
+        ValueError: there is only one."""
+    sequences = batch["input_ids"].shape[0]
+    if sequences < 2:
+        raise ValueError(
+            "two batches at a time cut each rank's only micro-batch in two, but it has only one sequence; set "
+            "training.gradient_accumulation_steps to 2 or more, whose micro-batches then run in pairs, or "
+            "training.per_device_train_batch_size to 2 or more, or choose another schedule"
+        )
+    middle = -(-sequences // 2)
+    return {k: v[:middle] for k, v in batch.items()}, {k: v[middle:] for k, v in batch.items()}
+
+
+def make_optimizer(
+    model: nn.Module, training: TrainingSection, folder: Path | None = None
+) -> AdamW | torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, not on norms, biases and other vectors. Whose: `training.optimizer`.
+    `folder`: of its state, if that is on disk.
+
+    Parameters on different meshes (dense on fsdp, experts on efsdp x ep) go into different groups, because one fused
+    update of PyTorch's over DTensors of two meshes is refused.
+    """
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # The shared bias of all experts has two dimensions but is still a bias.
+            decays = parameter.dim() >= 2 and not name.endswith("bias")
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((decays, mesh), []).append(parameter)
+    settings: dict[str, Any] = {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+    }
+    of_groups = [
+        {"params": p, "weight_decay": training.weight_decay if decays else 0.0} for (decays, _), p in groups.items()
+    ]
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for found in groups.values() for parameter in found}
+    if any(training.one_pass(dtype) for dtype in dtypes):
+        offload = training.optimizer_state != "device"
+        return AdamW(of_groups, **settings, moments=training.optimizer_moments, offload=offload, folder=folder)
+    return torch.optim.AdamW(of_groups, **settings, fused=True)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """What run.json says of it, and how it is lossy."""
+    bf16 = any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
+    if not isinstance(optimizer, AdamW):
+        lossy = ["bfloat16 parameters and their moments are updated in bfloat16, without masters"] if bf16 else []
+        return {
+            "name": "torch",
+            "masters": False,
+            "moments": "bfloat16" if bf16 else "float32",
+            "state": "device",
+        }, lossy
+    moments = optimizer.moments
+    lossy = [f"the optimizer's moments are kept in {moments}"] if moments != "float32" else []
+    state = "device" if not optimizer.offload else "host" if optimizer.folder is None else "disk"
+    return {"name": "one-pass", "masters": bf16, "moments": moments, "state": state}, lossy
+
+
+def learning_rate(step: int, training: TrainingSection) -> float:
+    """The learning rate of step 1, 2, ...: linear warm-up, then cosine, linear or constant to `min_lr_ratio`.
+
+    A pure function of the step, so that there is no scheduler state to save.
+    """
+    warmup = training.warmup()
+    if step <= warmup:
+        return training.learning_rate * step / warmup
+    if training.lr_scheduler_type == "constant":
+        return training.learning_rate
+    done = (step - warmup) / max(1, training.steps - warmup)
+    left = 1 - done if training.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return training.learning_rate * (training.min_lr_ratio + (1 - training.min_lr_ratio) * left)
