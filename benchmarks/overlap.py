@@ -43,7 +43,8 @@ from transformers.distributed import DistributedConfig
 from carpool.bench.script import check_arenas, join_group, make_parser, show, write_results
 from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides
-from carpool.hf.build import build_model, make_config
+from carpool.hf.building.model import build_model
+from carpool.hf.config.source import make_config
 from carpool.observe.clock import Took, timed
 from carpool.observe.traffic import Traffic
 from carpool.schedule import Schedule

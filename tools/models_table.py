@@ -16,7 +16,7 @@ from pathlib import Path
 
 import transformers
 
-from carpool.hf.build import experts_modules
+from carpool.hf.seam.layers import experts_modules
 from carpool.train.config.published import published_models
 from carpool.train.model.flops import model_size
 from carpool.train.model.source import meta_model, model_config, top_k_of

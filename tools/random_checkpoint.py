@@ -5,7 +5,8 @@
 
 For measuring how fast a model of that size loads, trains and comes out again. Values are those of a model from scratch:
 normal with the configuration's `initializer_range`, ones for norms, zeros for biases. They depend on the seed alone.
-Tensors are made one group at a time (`carpool.hf.original_layout`), so a machine with a tenth of the memory will do.
+Tensors are made one group at a time (`carpool.hf.weights.original_layout`), so a machine with a tenth of the memory
+will do.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from transformers import PreTrainedConfig
 
-from carpool.hf.original_layout import OriginalLayout
-from carpool.hf.tensor_file import Entry
+from carpool.hf.weights.original_layout import OriginalLayout
+from carpool.hf.weights.tensor_file import Entry
 from carpool.train.checkpoints.export import check_space
 from carpool.train.config.published import FROM
 from carpool.train.model.source import meta_model, model_config

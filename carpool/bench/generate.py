@@ -36,9 +36,9 @@ from carpool.bench.options import DTYPES, RankOptions, check_contenders, one_of
 from carpool.bench.ranks import RankBenchmark
 from carpool.bench.results import Result, print_table, terminal
 from carpool.bench.timing import rounds
-from carpool.hf.build import build_model
-from carpool.hf.decode_graph import ROUND, DecodeGraphs
-from carpool.hf.generation import Generated, Sampling, generate
+from carpool.hf.building.model import build_model
+from carpool.hf.generation.decode_graph import ROUND, DecodeGraphs
+from carpool.hf.generation.generate import Generated, Sampling, generate
 from carpool.observe.clock import slowest
 from carpool.planner.search.plan import USABLE
 from carpool.serve.room import needed_bytes

@@ -158,7 +158,7 @@ def generate(
 def _options(
     max_new_tokens: int | None, temperature: float | None, top_k: int | None, top_p: float | None, seed: int
 ) -> dict[str, float | None]:
-    """Of `carpool.hf.generation.Sampling`; None: as the checkpoint says."""
+    """Of `carpool.hf.generation.generate.Sampling`; None: as the checkpoint says."""
     return {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,

@@ -22,34 +22,25 @@ from typing import TYPE_CHECKING, Any
 if find_spec("transformers") is None:
     raise ImportError("carpool.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'")
 
-from carpool.hf.adapters import synchronize_adapters, watch_adapters
-from carpool.hf.balance import balance_loss
-from carpool.hf.bias import BiasBalance
-from carpool.hf.compiled import compile_layers
-from carpool.hf.drops import drop_choices, route_in_float32
-from carpool.hf.expert_parallel import (
-    CarpoolEP,
-    ExpertRides,
-    install,
-    register,
-    rides,
-    set_experts,
-    set_kept,
-    set_transport,
-    transport,
-)
-from carpool.hf.freeze import freeze_dense
-from carpool.hf.layouts import set_layout
-from carpool.hf.limit import limit_routing
-from carpool.hf.offload import offload_layers
-from carpool.hf.quantised_base import quantise_experts, quantised_while_loading
-from carpool.hf.replay import replay
-from carpool.hf.rollout import record_rollout
-from carpool.hf.shared import set_schedule
-from carpool.hf.trace import TraceRecorder
+from carpool.hf.compute.compiled import compile_layers
+from carpool.hf.finetune.adapters import synchronize_adapters, watch_adapters
+from carpool.hf.finetune.freeze import freeze_dense
+from carpool.hf.finetune.quantised_base import quantise_experts, quantised_while_loading
+from carpool.hf.memory.offload import offload_layers
+from carpool.hf.observe.trace import TraceRecorder
+from carpool.hf.routing.balance import balance_loss
+from carpool.hf.routing.bias import BiasBalance
+from carpool.hf.routing.drops import drop_choices, route_in_float32
+from carpool.hf.routing.limit import limit_routing
+from carpool.hf.routing.replay import replay
+from carpool.hf.routing.rollout import record_rollout
+from carpool.hf.seam.implementation import CarpoolEP, install, register
+from carpool.hf.seam.layouts import set_layout
+from carpool.hf.seam.rides import ExpertRides, rides
+from carpool.hf.seam.settings import set_experts, set_kept, set_schedule, set_transport, transport
 
 if TYPE_CHECKING:
-    from carpool.hf.callback import CarpoolCallback
+    from carpool.hf.observe.callback import CarpoolCallback
 
 __all__ = [
     "BiasBalance",
@@ -83,7 +74,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Importing transformers' Trainer takes as long as all the rest.
     if name == "CarpoolCallback":
-        from carpool.hf.callback import CarpoolCallback
+        from carpool.hf.observe.callback import CarpoolCallback
 
         return CarpoolCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -139,17 +139,17 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "folded:experts": Mechanism("parallelism.ep_size", 4, _several, "carpool.parallel.meshes:Meshes"),
     "tokens:whole-between-blocks": Mechanism("parallelism.sequence_parallel", "off"),
     "tokens:divided-between-blocks": Mechanism(
-        "parallelism.sequence_parallel", "on", code="carpool.hf.sequence_parallel:shard_sequences"
+        "parallelism.sequence_parallel", "on", code="carpool.hf.axes.sequence_parallel:shard_sequences"
     ),
     "speeds:measured": Mechanism("parallelism.rank_speeds", "measured", code="carpool.parallel.speeds:shares"),
     "attention:ulysses": Mechanism("parallelism.cp_attention", "ulysses", code="carpool.parallel.context:to_heads"),
-    "dropped:duplicates": Mechanism("", code="carpool.hf.expert_parallel:CarpoolEP"),
+    "dropped:duplicates": Mechanism("", code="carpool.hf.seam.implementation:CarpoolEP"),
     "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16", code="carpool.memory.optimizer:AdamW"),
     "spread:node": Mechanism("parallelism.ep_size", 8, _positive, "carpool.parallel.degrees:Degrees"),
-    "sliced:experts": Mechanism("parallelism.etp_size", 2, _several, "carpool.hf.slices:SlicedExperts"),
+    "sliced:experts": Mechanism("parallelism.etp_size", 2, _several, "carpool.hf.axes.slices:SlicedExperts"),
     "dense:sharded": Mechanism("parallelism.dense", "fsdp"),
-    "rows:projected": Mechanism("model.travel_size", 64, _positive, "carpool.hf.narrow:narrow_experts"),
-    "sequences:move": Mechanism("moe.move_sequences", 1, _positive, "carpool.hf.sequence_moves:MovingSequences"),
+    "rows:projected": Mechanism("model.travel_size", 64, _positive, "carpool.hf.building.narrow:narrow_experts"),
+    "sequences:move": Mechanism("moe.move_sequences", 1, _positive, "carpool.hf.axes.sequence_moves:MovingSequences"),
     "combine:bf16": Mechanism("codec.combine", "bf16", code="carpool.transport.codecs.bf16:BF16"),
     "dispatch:fp8": Mechanism("codec.dispatch", "fp8", code="carpool.transport.codecs.fp8:FP8"),
     "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),

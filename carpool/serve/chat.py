@@ -22,8 +22,8 @@ import torch.distributed as dist
 from transformers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.decode_graph import DecodeGraphs
-from carpool.hf.generation import Generated, generate
+from carpool.hf.generation.decode_graph import DecodeGraphs
+from carpool.hf.generation.generate import Generated, generate
 from carpool.serve.generate import Speed, context_of, sampling_of
 from carpool.serve.prompts import check_length
 from carpool.serve.source import find_source, open_model

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 
-from carpool.hf.sizes import EXPERTS, TOP_K, first_key
+from carpool.hf.config.sizes import EXPERTS, TOP_K, first_key
 from carpool.planner.machine.hardware import Hardware
 from carpool.serve.experts import ExpertTier
 from carpool.serve.generate import ready

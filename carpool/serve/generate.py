@@ -13,9 +13,9 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.decode_graph import DecodeGraphs
-from carpool.hf.generation import Generated, Sampling
-from carpool.hf.generation import generate as continue_prompts
+from carpool.hf.generation.decode_graph import DecodeGraphs
+from carpool.hf.generation.generate import Generated, Sampling
+from carpool.hf.generation.generate import generate as continue_prompts
 from carpool.memory.host_experts import host_experts
 from carpool.serve.experts import ExpertTier, what_came
 from carpool.serve.prompts import Prompt, check_length, deal, encode

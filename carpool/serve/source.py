@@ -19,11 +19,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides, set_transport
-from carpool.hf.build import build_model, read_config
-from carpool.hf.dense import replicate_dense
-from carpool.hf.host_experts import keep_experts_in_host_memory
-from carpool.hf.narrow import row_size
-from carpool.hf.stored_experts import StoredExperts
+from carpool.hf.axes.dense import replicate_dense
+from carpool.hf.building.model import build_model
+from carpool.hf.building.narrow import row_size
+from carpool.hf.config.source import read_config
+from carpool.hf.memory.host_experts import keep_experts_in_host_memory
+from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.serve.experts import ON_DEVICE, PREDICTORS, ExpertTier
 from carpool.serve.folder import check_folder
 from carpool.serve.room import check_room
@@ -145,7 +146,7 @@ def spread_model(
     """A model for inference: dense parameters whole on each rank, experts spread over all. All ranks together.
 
     Args:
-        build: as `carpool.hf.build.build_model`; a configuration gets random weights.
+        build: as `carpool.hf.building.model.build_model`; a configuration gets random weights.
         max_tokens: the most tokens that a rank has in a forward.
         experts: as `open_model`. If they are in host memory, the model is read into it, and all but the experts moves
             from there. If they are on disk, `build` is a folder.

@@ -26,8 +26,8 @@ from carpool.bench.model.settings import Settings
 from carpool.bench.model.work import Sizes, Work, roofline_ms, work_of
 from carpool.bench.results import Result
 from carpool.bench.timing import host_waits
-from carpool.hf.context import _interface
-from carpool.hf.forced import balanced_choices, force_choices
+from carpool.hf.axes.context import _interface
+from carpool.hf.routing.forced import balanced_choices, force_choices
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
@@ -102,7 +102,8 @@ def test_forced_choices_have_the_routers_own_weights():
 
 
 def test_compiled_layers_with_forced_choices_share_one_graph(monkeypatch: pytest.MonkeyPatch):
-    """Also where another model of the process has parts of sequences (`carpool.hf.context`), and changed attention."""
+    """Also where another model of the process has parts of sequences (`carpool.hf.axes.context`), and changed
+    attention."""
     monkeypatch.setattr(AttentionInterface, "get_interface", _interface)
     model, ids, graphs = build(num_hidden_layers=12), torch.arange(40).reshape(2, 20), []
     choices = {f"model.layers.{i}.mlp.experts": balanced_choices(40, 8, 3, seed=i) for i in range(12)}

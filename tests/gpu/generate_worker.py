@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from carpool.hf.decode_graph import DecodeGraphs
-from carpool.hf.generation import Sampling, generate
+from carpool.hf.generation.decode_graph import DecodeGraphs
+from carpool.hf.generation.generate import Sampling, generate
 from carpool.serve.generate import answer
 from carpool.serve.source import find_source, open_model
 from tests.gpu.ranks import run_mode

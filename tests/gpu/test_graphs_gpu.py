@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from carpool.hf.offload import _ATTRIBUTE
+from carpool.hf.memory.offload import _ATTRIBUTE
 from carpool.memory.activations import ActivationOffload
 from carpool.train.steps.graphs import StepGraphs
 from tests.gpu.ranks import needs, torchrun

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from carpool.hf import install
-from carpool.hf.build import build_model, make_config
-from carpool.hf.expert_parallel import rides
-from carpool.hf.forced import force_choices
-from carpool.hf.generation import Sampling, generate
-from carpool.hf.host_experts import keep_experts_in_host_memory
+from carpool.hf.building.model import build_model
+from carpool.hf.config.source import make_config
+from carpool.hf.generation.generate import Sampling, generate
+from carpool.hf.memory.host_experts import keep_experts_in_host_memory
+from carpool.hf.routing.forced import force_choices
+from carpool.hf.seam.rides import rides
 from carpool.memory.host_experts import host_experts
 from carpool.memory.optimizer import AdamW, streamed
 from carpool.memory.popularity import Popularity

@@ -30,7 +30,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 import carpool.hf
-from carpool.hf.expert_function import expert_function
+from carpool.hf.seam.experts_module import expert_function
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import MoEArchitecture, discover, tiny_batch, tiny_model
 

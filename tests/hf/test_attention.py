@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GptOssForCausalLM, Qwen3MoeForCausalLM
 
-from carpool.hf.attention import FLEX, attention_of_any_length, fused_attention
+from carpool.hf.compute.attention import FLEX, attention_of_any_length, fused_attention
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import load_config
 from carpool.train.model.source import attention_of

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool.hf
 from carpool.hf import BiasBalance, rides
-from carpool.hf.bias import NAMES, find_biases
+from carpool.hf.routing.bias import NAMES, find_biases
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks

@@ -18,7 +18,11 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
-from carpool.hf.build import _check_shardable, _check_tied, build_model, check_weights, experts_modules, make_config
+from carpool.hf.building.checks import check_shardable, check_tied
+from carpool.hf.building.model import build_model
+from carpool.hf.config.source import make_config
+from carpool.hf.seam.layers import experts_modules
+from carpool.hf.weights.fit import check_weights
 from carpool.train.model.source import meta_model
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_model
@@ -478,7 +482,7 @@ def test_tensor_parallelism_that_gives_wrong_gradients_is_refused(ranks: Ranks) 
 def test_a_tied_weight_is_divided_in_both_places(family: str, tp: int, refused: bool) -> None:
     model = tiny_model(discover()[family], tie_word_embeddings=True)
     with pytest.raises(ValueError, match="in one of these places only") if refused else nullcontext():
-        _check_tied(model, DistributedConfig(fsdp_size=2, tp_size=tp, ep_size=tp))
+        check_tied(model, DistributedConfig(fsdp_size=2, tp_size=tp, ep_size=tp))
 
 
 @pytest.mark.parametrize(("experts", "ep", "refused"), [(6, 1, True), (6, 2, False), (5, 1, True), (7, 1, False)])
@@ -488,7 +492,7 @@ def test_a_rank_without_experts_cannot_read_a_checkpoint(tmp_path: Path, experts
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=r"raise parallelism\.ep_size") if refused else nullcontext():
-        _check_shardable(tmp_path, model, DistributedConfig(fsdp_size=4, ep_size=ep))
+        check_shardable(tmp_path, model, DistributedConfig(fsdp_size=4, ep_size=ep))
 
 
 def test_sizes_of_one_are_one_process() -> None:

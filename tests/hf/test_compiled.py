@@ -8,12 +8,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import carpool.hf
-from carpool.hf.balance import balance_loss
-from carpool.hf.build import build_model, make_config
-from carpool.hf.compiled import compile_layers, decoder_layers, eagerly, shards_inside
-from carpool.hf.dense import keep_experts
-from carpool.hf.recompute import recompute_layers
-from carpool.hf.router_logits import RouterLogits, traced_logits
+from carpool.hf.axes.dense import keep_experts
+from carpool.hf.building.model import build_model
+from carpool.hf.compute.compiled import compile_layers, eagerly, shards_inside
+from carpool.hf.config.source import make_config
+from carpool.hf.memory.recompute import recompute_layers
+from carpool.hf.routing.balance import balance_loss
+from carpool.hf.routing.router_logits import RouterLogits, traced_logits
+from carpool.hf.seam.layers import decoder_layers
 from carpool.parallel.clip import grad_norm
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters

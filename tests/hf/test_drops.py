@@ -12,9 +12,8 @@ from torch import nn
 
 import carpool.hf
 from carpool.hf import drop_choices, limit_routing, rides, route_in_float32
-from carpool.hf.build import experts_modules
-from carpool.hf.limit import find_router
-from carpool.hf.metrics import RideMetrics
+from carpool.hf.observe.metrics import RideMetrics
+from carpool.hf.seam.layers import experts_modules, find_router
 from carpool.routing import DropOptions, Routing
 from carpool.routing.limit import LimitOptions
 from tests.hf.parity import BOUND, full_gradients, relative_error

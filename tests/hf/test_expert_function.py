@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
 from carpool.experts import Activation
-from carpool.hf.expert_function import expert_function
+from carpool.hf.seam.experts_module import expert_function
 
 SMALL: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 6}
 KNOWN = {

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import carpool.hf
-from carpool.hf.build import experts_modules
-from carpool.hf.expert_parallel import ExpertRides
-from carpool.hf.limit import LayerLimit, find_router, limit_routing
+from carpool.hf.routing.limit import LayerLimit, limit_routing
+from carpool.hf.seam.layers import experts_modules, find_router
+from carpool.hf.seam.rides import ExpertRides
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside

@@ -9,8 +9,8 @@ import torch
 
 from carpool import KeptPolicies
 from carpool.hf import install, offload_layers, rides, set_kept
-from carpool.hf.compiled import decoder_layers
-from carpool.hf.offload import offloaders
+from carpool.hf.memory.offload import offloaders
+from carpool.hf.seam.layers import decoder_layers
 from carpool.memory.host import HostPool
 from carpool.memory.offload import Away, Offloader
 from tests.hf.parity import quiet

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from carpool.hf.documents import DOCUMENTS, attend, bounds, takes_bounds, why_no_bounds
-from carpool.hf.packed import packed, packed_settings, unpacked, why_not_packed
+from carpool.hf.compute.documents import DOCUMENTS, attend, bounds, takes_bounds, why_no_bounds
+from carpool.hf.compute.packed import packed, packed_settings, unpacked, why_not_packed
 from tests.hf.test_compiled import make
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import carpool
 import carpool.hf
-from carpool.hf.build import experts_modules
-from carpool.hf.shared import BLOCKS, NAMES, compute_shared_beside, shared_experts
+from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.shared import BLOCKS, NAMES, compute_shared_beside, shared_experts
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
 from carpool.transport.dedup import Dedup

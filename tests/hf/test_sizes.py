@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from carpool.hf.build import make_config
-from carpool.hf.sizes import check_sizes
+from carpool.hf.config.sizes import check_sizes
+from carpool.hf.config.source import make_config
 from carpool.train.config import load_config
 from carpool.train.prepare.dry_run import dry_run
 

@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from carpool.experts import slices
-from carpool.hf.build import build_model, experts_modules, make_config
-from carpool.hf.expert_parallel import rides
-from carpool.hf.layouts import is_logical, logical_like, logical_order, physical_order, set_layout
-from carpool.hf.slices import SlicedExperts
+from carpool.hf.axes.slices import SlicedExperts
+from carpool.hf.building.model import build_model
+from carpool.hf.config.source import make_config
+from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.layouts import is_logical, logical_like, logical_order, physical_order, set_layout
+from carpool.hf.seam.rides import rides
 from carpool.layout import ExpertLayout
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.hf import install, rides
-from carpool.hf.build import build_model, experts_modules
-from carpool.hf.trace import TraceRecorder
+from carpool.hf.building.model import build_model
+from carpool.hf.observe.trace import TraceRecorder
+from carpool.hf.seam.layers import experts_modules
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.train.checkpoints.trace import record, sequences

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import carpool
-from carpool.hf.build import build_model
-from carpool.hf.dense import keep_experts, replicate_dense
+from carpool.hf.axes.dense import keep_experts, replicate_dense
+from carpool.hf.building.model import build_model
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.model.source import distributed_config

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-from carpool.hf.build import build_model, make_config
-from carpool.hf.layouts import is_logical, logical_order
+from carpool.hf.building.model import build_model
+from carpool.hf.config.source import make_config
+from carpool.hf.seam.layouts import is_logical, logical_order
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.replicated import sharded_parameters

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from carpool.hf.activations import measure_activations
-from carpool.hf.build import experts_modules
+from carpool.hf.memory.activations import measure_activations
+from carpool.hf.seam.layers import experts_modules
 from carpool.planner.model.shape import ModelShape
 from carpool.train.config.published import published_models, read_keys
 from carpool.train.model.flops import flops_per_token, model_size

@@ -10,8 +10,8 @@ import pytest
 import tomli_w
 import torch
 
-from carpool.hf.expert_parallel import rides
-from carpool.hf.host_experts import keep_experts_in_host_memory
+from carpool.hf.memory.host_experts import keep_experts_in_host_memory
+from carpool.hf.seam.rides import rides
 from carpool.memory.activation_matrix import ActivationMatrices
 from carpool.memory.host_experts import HostExperts
 from carpool.memory.next_experts import NextExperts

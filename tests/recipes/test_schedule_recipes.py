@@ -255,7 +255,8 @@ def test_each_mechanism_is_shown_somewhere() -> None:
 
 def test_initial_weights_are_small() -> None:
     pytest.importorskip("transformers")
-    from carpool.hf.build import build_model, make_config
+    from carpool.hf.building.model import build_model
+    from carpool.hf.config.source import make_config
 
     model = resolve(load("switch")).model
     assert model.model_type is not None

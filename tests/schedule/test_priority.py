@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from carpool.hf import rides, set_schedule, set_transport
-from carpool.hf.layouts import slots_kept
+from carpool.hf.seam.layouts import slots_kept
 from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.train.config.schema_moe import MoeSection

@@ -23,9 +23,9 @@ from transformers.distributed import DistributedConfig
 
 import carpool
 from carpool.hf import rides, set_layout, set_transport
-from carpool.hf.build import build_model
-from carpool.hf.dense import replicate_dense
-from carpool.hf.layouts import slots_kept
+from carpool.hf.axes.dense import replicate_dense
+from carpool.hf.building.model import build_model
+from carpool.hf.seam.layouts import slots_kept
 from carpool.layout import ExpertLayout
 from carpool.memory import Arena
 from carpool.parallel import fsdp

@@ -15,9 +15,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from typer.testing import CliRunner, Result
 
 from carpool.cli import app
-from carpool.hf import decode_graph
-from carpool.hf.decode_graph import DecodeGraphs
-from carpool.hf.generation import Sampling, generate
+from carpool.hf.generation import decode_graph
+from carpool.hf.generation.decode_graph import DecodeGraphs
+from carpool.hf.generation.generate import Sampling, generate
 from carpool.serve import dry_run, room, source
 from carpool.serve.generate import answer
 from carpool.serve.prompts import deal

@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from carpool.cli import app
-from carpool.hf import decode_graph
-from carpool.hf.expert_parallel import rides
+from carpool.hf.generation import decode_graph
+from carpool.hf.seam.rides import rides
 from carpool.memory import host
 from carpool.memory.host_experts import host_experts
 from carpool.parallel.replicated import sharded_parameters

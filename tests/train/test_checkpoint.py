@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.build import build_model, make_config
+from carpool.hf.building.model import build_model
+from carpool.hf.config.source import make_config
 from carpool.memory.optimizer import AdamW
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.files import (

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from carpool.hf.build import experts_modules
-from carpool.hf.sizes import head_sizes
+from carpool.hf.config.sizes import head_sizes
+from carpool.hf.seam.layers import experts_modules
 from carpool.train.model.flops import ModelSize, flops_per_token, model_size
 from carpool.train.model.source import model_config, top_k_of
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.hf.expert_parallel import rides
+from carpool.hf.seam.rides import rides
 from carpool.memory import host
 from carpool.memory.optimizer import streamed
 from carpool.parallel import consumed

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.build import build_model, make_config
+from carpool.hf.building.model import build_model
+from carpool.hf.config.source import make_config
 from carpool.memory.optimizer import AdamW
 from carpool.train.checkpoints.files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager

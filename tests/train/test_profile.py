@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.hf.names import short_names
+from carpool.hf.seam.layers import short_names
 from carpool.observe import meter as meter_module
 from carpool.observe.meter import Meter
 from carpool.profile.numbers import load_profile

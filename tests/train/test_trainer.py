@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.layouts import set_layout
+from carpool.hf.seam.layouts import set_layout
 from carpool.layout import ExpertLayout
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
 from carpool.train.checkpoints.files import CheckpointError

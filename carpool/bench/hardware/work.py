@@ -2,7 +2,7 @@
 (`carpool.planner.machine.work`).
 
 Products, attention and experts are those that training runs: PyTorch's library, the attention that
-`carpool.hf.attention` prefers, and a ride of grouped experts that goes nowhere. The device is kept busy
+`carpool.hf.compute.attention` prefers, and a ride of grouped experts that goes nowhere. The device is kept busy
 until the host has asked for all of a round, so that launching costs nothing, as in a step that is captured. All ranks
 at once, as for other rates.
 """
@@ -22,7 +22,7 @@ from torch import nn
 from carpool.bench.hardware.links import seconds_of
 from carpool.bench.timing import begin_together
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
-from carpool.hf.attention import fastest_attention
+from carpool.hf.compute.attention import fastest_attention
 from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import slowest
 from carpool.observe.stats import LayerStats

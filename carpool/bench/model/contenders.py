@@ -33,9 +33,9 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from carpool.bench.model.routing import route
-from carpool.hf.build import build_model, experts_modules
-from carpool.hf.compiled import decoder_layers
-from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.hf.building.model import build_model
+from carpool.hf.seam.layers import decoder_layers, experts_modules
+from carpool.hf.seam.rides import buffers_of_rides
 from carpool.planner.decisions.chosen import Decisions
 from carpool.profile.kinds import LOSS, OPTIMIZER
 from carpool.train.config import Config

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from carpool.hf.forced import balanced_choices, force_choices
+from carpool.hf.routing.forced import balanced_choices, force_choices
 from carpool.placement.trace import Trace
 
 

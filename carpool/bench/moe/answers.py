@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from carpool.hf.expert_function import weight_names
+from carpool.hf.seam.experts_module import weight_names
 from carpool.routing import Routing
 
 ROW, ROW_FP8, FP8 = 8.0, 5.0, 0.15

@@ -37,7 +37,7 @@ from carpool.bench.options import find_device
 from carpool.bench.results import Result, now, publish
 from carpool.bench.timing import Clock
 from carpool.experts import ExpertWeights, FP8Experts, make_experts
-from carpool.hf.expert_function import expert_function, weight_names
+from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing

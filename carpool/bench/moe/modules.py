@@ -15,7 +15,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from carpool.bench.moe.shapes import Shape
-from carpool.hf.sizes import EXPERTS, first_key
+from carpool.hf.config.sizes import EXPERTS, first_key
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 

@@ -122,7 +122,7 @@ class Candidate:
     @property
     def layers_compiled(self) -> bool:
         """Whether layers run compiled. Hooks on the inside of those that are computed again make these eager
-        (`carpool.hf.compiled`)."""
+        (`carpool.hf.compute.compiled`)."""
         return self.compiled and not (self.experts_apart and self.policies["dense"] == "recompute")
 
     @property

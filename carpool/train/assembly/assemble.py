@@ -20,22 +20,22 @@ from transformers import PreTrainedModel
 
 from carpool.experts import Choices
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
-from carpool.hf.bias import BiasBalance, find_biases
-from carpool.hf.build import build_model
-from carpool.hf.compiled import compile_layers
-from carpool.hf.context import ContextParallel
-from carpool.hf.dense import keep_experts, replicate_dense
-from carpool.hf.drops import drop_choices, route_in_float32
-from carpool.hf.expert_parallel import ExpertRides
-from carpool.hf.freeze import freeze_dense, freeze_experts
-from carpool.hf.layouts import set_layout
-from carpool.hf.limit import limit_routing
-from carpool.hf.metrics import RideMetrics
-from carpool.hf.names import name_layers
-from carpool.hf.offload import offload_layers
-from carpool.hf.recompute import recompute_layers
-from carpool.hf.sequence_moves import MovingSequences
-from carpool.hf.shared import compute_shared_beside
+from carpool.hf.axes.context import ContextParallel
+from carpool.hf.axes.dense import keep_experts, replicate_dense
+from carpool.hf.axes.sequence_moves import MovingSequences
+from carpool.hf.building.model import build_model
+from carpool.hf.compute.compiled import compile_layers
+from carpool.hf.finetune.freeze import freeze_dense, freeze_experts
+from carpool.hf.memory.offload import offload_layers
+from carpool.hf.memory.recompute import recompute_layers
+from carpool.hf.observe.metrics import RideMetrics
+from carpool.hf.routing.bias import BiasBalance, find_biases
+from carpool.hf.routing.drops import drop_choices, route_in_float32
+from carpool.hf.routing.limit import limit_routing
+from carpool.hf.seam.layers import name_layers
+from carpool.hf.seam.layouts import set_layout
+from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.seam.shared import compute_shared_beside
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.memory.host_experts import HostExperts
@@ -175,7 +175,8 @@ class Assembled(Prepared):
         if self.dense.answer == "replicate":
             replicate_dense(self.model, self.bf16)
         elif not self.adapted:
-            # With adapters all else is frozen, and their gradients are averaged (`carpool.hf.adapters`), not summed.
+            # With adapters all else is frozen, and their gradients are averaged (`carpool.hf.finetune.adapters`), not
+            # summed.
             keep_experts(self.model)
 
     def _set_routing(self, saved: dict[str, Any]) -> None:

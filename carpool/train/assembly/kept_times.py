@@ -26,10 +26,10 @@ from torch.distributed.distributed_c10d import _world
 from transformers import PreTrainedConfig
 
 from carpool.hf import set_kept
-from carpool.hf.expert_parallel import rooms_of_rides
-from carpool.hf.narrow import row_size
-from carpool.hf.offload import offload_layers
-from carpool.hf.recompute import recompute_layers
+from carpool.hf.building.narrow import row_size
+from carpool.hf.memory.offload import offload_layers
+from carpool.hf.memory.recompute import recompute_layers
+from carpool.hf.seam.rides import rooms_of_rides
 from carpool.memory.policies import KeptPolicies
 from carpool.observe.clock import timed
 from carpool.parallel.replicated import replicated

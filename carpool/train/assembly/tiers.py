@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from carpool.hf.build import experts_modules
-from carpool.hf.host_experts import keep_experts_in_host_memory
-from carpool.hf.layouts import lies_logically
-from carpool.hf.stored_experts import StoredExperts
+from carpool.hf.memory.host_experts import keep_experts_in_host_memory
+from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.layouts import lies_logically
+from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.layout import ExpertLayout
 from carpool.memory.disk import check_disk
 from carpool.memory.host import check_host_memory

@@ -1,7 +1,8 @@
 """A checkpoint of a run for everybody else: a folder that plain Transformers loads, as published checkpoints are.
 
 Every file of weights is written by one rank, from the files of the checkpoint, whatever ranks wrote those. So one
-process can export what eight GPUs trained, and holds no more than one layer's experts (`carpool.hf.original_layout`).
+process can export what eight GPUs trained, and holds no more than one layer's experts
+(`carpool.hf.weights.original_layout`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from rich.filesize import decimal
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from carpool.hf.build import read_config
-from carpool.hf.narrow import is_narrow
-from carpool.hf.original_layout import OriginalLayout
-from carpool.hf.tensor_file import Entry
+from carpool.hf.building.narrow import is_narrow
+from carpool.hf.config.source import read_config
+from carpool.hf.weights.original_layout import OriginalLayout
+from carpool.hf.weights.tensor_file import Entry
 from carpool.train.checkpoints.files import (
     MODEL,
     CheckpointError,

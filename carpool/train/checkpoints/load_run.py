@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from carpool.hf import install
-from carpool.hf.build import build_model
+from carpool.hf.building.model import build_model
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.config import load_config

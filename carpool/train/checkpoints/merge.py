@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from carpool.hf.build import read_config
-from carpool.hf.original_layout import OriginalLayout, OriginalWeights
-from carpool.hf.weight_files import stored_weights
+from carpool.hf.config.source import read_config
+from carpool.hf.weights.files import stored_weights
+from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
 from carpool.train.checkpoints.export import Exported, check_target, write_model
 from carpool.train.checkpoints.source import read_source
 from carpool.train.model.source import meta_model

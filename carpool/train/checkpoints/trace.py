@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from carpool.hf.build import build_model
-from carpool.hf.trace import TraceRecorder
+from carpool.hf.building.model import build_model
+from carpool.hf.observe.trace import TraceRecorder
 from carpool.placement.trace import Trace
 from carpool.train.checkpoints.load_run import load_run
 from carpool.train.config.schema import DataSection

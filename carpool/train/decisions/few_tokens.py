@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from carpool.experts import ExpertWeights
 from carpool.experts.reference import expert_rows
-from carpool.hf.expert_function import weight_names
-from carpool.hf.expert_parallel import ExpertRides
+from carpool.hf.seam.experts_module import weight_names
+from carpool.hf.seam.rides import ExpertRides
 from carpool.memory.host import host_zeros
 from carpool.observe.clock import synchronize
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record

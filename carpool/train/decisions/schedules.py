@@ -23,8 +23,8 @@ from torch import nn
 
 from carpool.experts import ExpertWeights
 from carpool.experts.parts import why_no_parts
-from carpool.hf.expert_function import weight_names
-from carpool.hf.expert_parallel import ExpertRides, rides, rooms_of_rides
+from carpool.hf.seam.experts_module import weight_names
+from carpool.hf.seam.rides import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign
 from carpool.observe.clock import timed
 from carpool.observe.stats import LayerStats

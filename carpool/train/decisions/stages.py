@@ -24,8 +24,8 @@ import torch.distributed as dist
 from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
 from carpool.experts.choices import LIBRARY, STAGES, WAYS, default_choices
 from carpool.experts.measure import Measured, pick
-from carpool.hf.expert_function import weight_names
-from carpool.hf.expert_parallel import ExpertRides
+from carpool.hf.seam.experts_module import weight_names
+from carpool.hf.seam.rides import ExpertRides
 from carpool.layout.uniform import uniform_copies
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.train.launch.machine import device_name

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from carpool.hf.expert_parallel import ExpertRides
+from carpool.hf.seam.rides import ExpertRides
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.planner.decisions.transport import automatic_transport

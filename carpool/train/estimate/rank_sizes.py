@@ -2,7 +2,7 @@
 step (`carpool.planner.memory.peak`), which is predicted for plans in the same way.
 
 Parameters are exact sums of what each rank holds, and what decoder layers keep is measured by the model's own forward
-without memory (`carpool.hf.activations`).
+without memory (`carpool.hf.memory.activations`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from transformers import PreTrainedModel
 
 from carpool.experts.quantised import quantised_bytes
-from carpool.hf.activations import Activations, measure_activations
-from carpool.hf.attention import FLEX
-from carpool.hf.build import experts_modules
-from carpool.hf.documents import DOCUMENTS
-from carpool.hf.freeze import freeze_all_but_experts, freeze_experts
-from carpool.hf.head import output_layer, why_whole
-from carpool.hf.narrow import row_size
-from carpool.hf.recompute import draws_random_numbers
+from carpool.hf.building.narrow import row_size
+from carpool.hf.compute.attention import FLEX
+from carpool.hf.compute.documents import DOCUMENTS
+from carpool.hf.finetune.freeze import freeze_all_but_experts, freeze_experts
+from carpool.hf.memory.activations import Activations, measure_activations
+from carpool.hf.memory.head import output_layer, why_whole
+from carpool.hf.memory.recompute import draws_random_numbers
+from carpool.hf.seam.layers import experts_modules
 from carpool.kernels.cross_entropy import piece_size
 from carpool.parallel.degrees import Degrees
 from carpool.planner.configuration.candidate import Candidate

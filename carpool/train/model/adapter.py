@@ -1,6 +1,6 @@
 """The adapter of a run: from `[adapter]` to peft's configuration, into the model, and to the run's folder.
 
-frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.expert_adapters`)
+frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.finetune.expert_adapters`)
 -> float32 -> with whole dense parameters (parallelism.dense = replicate), they are reduced with the other buckets
 """
 
@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from carpool.hf.adapters import adapter_tensors, names_of_former_experts, share_adapters
-from carpool.hf.build import experts_modules
-from carpool.hf.expert_function import weight_names
-from carpool.hf.expert_parallel import ExpertRides, rides
-from carpool.hf.limit import find_router
+from carpool.hf.finetune.adapters import adapter_tensors, names_of_former_experts, share_adapters
+from carpool.hf.seam.experts_module import weight_names
+from carpool.hf.seam.layers import experts_modules, find_router
+from carpool.hf.seam.rides import ExpertRides, rides
 from carpool.parallel.degrees import Degrees
 from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder, put_in_place
 from carpool.train.config.schema import Config
@@ -32,7 +31,7 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, repl
 
     Args:
         seed: of their first values, which are the same for any number of ranks.
-        replicate: dense parameters will be whole (`carpool.hf.dense.replicate_dense`), and so will adapters be.
+        replicate: dense parameters will be whole (`carpool.hf.axes.dense.replicate_dense`), and so will adapters be.
 
     Returns:
         How many parameters (elements, over all ranks) are trained.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from carpool.hf.narrow import row_size
+from carpool.hf.building.narrow import row_size
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.model.flops import ModelSize, model_size

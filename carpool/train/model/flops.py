@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from carpool.hf.sizes import head_sizes
+from carpool.hf.config.sizes import head_sizes
 from carpool.planner.machine.hardware import hardware_of
 
 

@@ -17,13 +17,14 @@ from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-from carpool.hf.attention import fused_attention
-from carpool.hf.build import experts_modules, make_config, read_config
-from carpool.hf.context import choose_way
-from carpool.hf.documents import DOCUMENTS, why_no_bounds
-from carpool.hf.narrow import narrow_experts
-from carpool.hf.sequence_parallel import why_not_sequence_parallel
-from carpool.hf.sizes import TOP_K, check_sizes, first_key
+from carpool.hf.axes.context import choose_way
+from carpool.hf.axes.sequence_parallel import why_not_sequence_parallel
+from carpool.hf.building.narrow import narrow_experts
+from carpool.hf.compute.attention import fused_attention
+from carpool.hf.compute.documents import DOCUMENTS, why_no_bounds
+from carpool.hf.config.sizes import TOP_K, check_sizes, first_key
+from carpool.hf.config.source import make_config, read_config
+from carpool.hf.seam.layers import experts_modules
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Kind
@@ -228,7 +229,8 @@ SEQUENCE_KIND: Kind[bool] = Kind("sequence_parallel", lambda on: {"on": on}, lam
 
 
 def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> tuple[bool, str]:
-    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.sequence_parallel`), and why.
+    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.axes.sequence_parallel`), and
+    why.
 
     Raises:
         ValueError: that was asked for, and cannot be."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from carpool.hf.expert_parallel import ExpertRides
-from carpool.hf.layouts import check_layouts
+from carpool.hf.seam.layouts import check_layouts
+from carpool.hf.seam.rides import ExpertRides
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.degrees import Degrees

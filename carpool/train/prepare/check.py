@@ -12,8 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from carpool.hf.build import check_weights
-from carpool.hf.compiled import check_backend
+from carpool.hf.compute.compiled import check_backend
+from carpool.hf.weights.fit import check_weights
 from carpool.planner.decisions.chosen import Decisions
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model

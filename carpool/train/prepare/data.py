@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from carpool.hf.packed import why_not_packed
+from carpool.hf.compute.packed import why_not_packed
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.loader import EvalLoader, TrainLoader

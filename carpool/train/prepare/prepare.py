@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from carpool.hf.bias import check_biases, find_biases
-from carpool.hf.sequence_moves import check_moves
-from carpool.hf.slices import SlicedExperts
+from carpool.hf.axes.sequence_moves import check_moves
+from carpool.hf.axes.slices import SlicedExperts
+from carpool.hf.routing.bias import check_biases, find_biases
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Decisions

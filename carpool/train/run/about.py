@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 import carpool
-from carpool.hf.compiled import decoder_layers, shards_inside
+from carpool.hf.compute.compiled import shards_inside
+from carpool.hf.seam.layers import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.layout.uniform import uniform_copies
 from carpool.train.checkpoints.source import keep_source

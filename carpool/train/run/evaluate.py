@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from carpool.hf.compiled import eagerly
-from carpool.hf.expert_parallel import rooms_of_rides
+from carpool.hf.compute.compiled import eagerly
+from carpool.hf.seam.rides import rooms_of_rides
 from carpool.train.data.loader import count_targets
 from carpool.train.run.sample import sample
 from carpool.train.run.state import RunState

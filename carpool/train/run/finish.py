@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.hf.layouts import is_logical, logical_order
+from carpool.hf.seam.layouts import is_logical, logical_order
+from carpool.hf.seam.rides import buffers_of_rides
 from carpool.report import text_block
 from carpool.report.schema import Train
 from carpool.report.steps import summarise_steps

@@ -22,9 +22,9 @@ from typing import TypeVar
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.compiled import eagerly
-from carpool.hf.expert_parallel import rooms_of_rides
-from carpool.hf.metrics import LaterRecord
+from carpool.hf.compute.compiled import eagerly
+from carpool.hf.observe.metrics import LaterRecord
+from carpool.hf.seam.rides import rooms_of_rides
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from typing import NamedTuple
 
-from carpool.hf.metrics import LaterRecord
+from carpool.hf.observe.metrics import LaterRecord
 from carpool.train.decisions.plan_check import MEASURED, SKIPPED
 from carpool.train.records.environment import peak_memory
 from carpool.train.run.about import record_plan

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from carpool.hf import transport
-from carpool.hf.metrics import RideMetrics
+from carpool.hf.observe.metrics import RideMetrics
 from carpool.observe.clock import timed
 from carpool.transport import TransportOptions
 

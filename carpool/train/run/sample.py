@@ -1,11 +1,12 @@
-"""A sample of what a model in training writes: all ranks continue the same text together (`carpool.hf.generation`)."""
+"""A sample of what a model in training writes: all ranks continue the same text together
+(`carpool.hf.generation.generate`)."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from carpool.hf.attention import attention_of_any_length
-from carpool.hf.generation import Sampling, generate
+from carpool.hf.compute.attention import attention_of_any_length
+from carpool.hf.generation.generate import Sampling, generate
 from carpool.train.data.tokenizer import Tokenizer
 
 

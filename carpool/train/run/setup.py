@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.hf.compiled import decoder_layers
-from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.hf.layouts import is_logical, logical_like, physical_order
+from carpool.hf.seam.layers import decoder_layers
+from carpool.hf.seam.layouts import is_logical, logical_like, physical_order
+from carpool.hf.seam.rides import buffers_of_rides
 from carpool.train.assembly.assemble import Assembled
 from carpool.train.assembly.kept_times import Times, groups_before, measure_policies, small_config, small_model
 from carpool.train.checkpoints.manager import CheckpointManager

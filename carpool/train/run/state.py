@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from carpool.hf.expert_parallel import buffers_of_rides, rooms_of_rides
-from carpool.hf.layouts import current_layouts, slots_of_rides_kept
+from carpool.hf.seam.layouts import current_layouts, slots_of_rides_kept
+from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
 from carpool.layout.layouts import Layouts
 from carpool.train.assembly.assemble import Assembled
 from carpool.train.checkpoints.manager import CheckpointManager

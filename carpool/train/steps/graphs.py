@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, why_experts_wait
-from carpool.hf.offload import offloaders
-from carpool.hf.packed import one_row_only
-from carpool.hf.recompute import draws_random_numbers
+from carpool.hf.compute.packed import one_row_only
+from carpool.hf.memory.offload import offloaders
+from carpool.hf.memory.recompute import draws_random_numbers
+from carpool.hf.seam.rides import ExpertRides, buffers_of_rides, why_experts_wait
 from carpool.kernels.capture import Recorder
 from carpool.memory.offload import Offloader
 from carpool.observe.meter import watched

@@ -3,7 +3,7 @@
 Every rank of a pipeline reads the same batches, so labels, positions and padding need not travel. What does is
 
     hidden_BLH          what the layers so far have made
-    statistics_LS       of the routers so far (`carpool.hf.balance.router_statistics`), a row for each MoE layer
+    statistics_LS       of the routers so far (`carpool.hf.routing.balance.router_statistics`), a row for each MoE layer
 
 and their gradients travel back. The last stage has the loss, the balance loss of all layers included: it is not the sum
 of the stages' balance losses, because all layers are balanced together, and a stage cannot know how often the others'
@@ -22,11 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from carpool.hf.balance import loss_of_statistics, router_statistics
-from carpool.hf.build import experts_modules
-from carpool.hf.expert_parallel import rides
-from carpool.hf.router_logits import RouterLogits, find_routers
-from carpool.hf.stages import Part, Stages, check_tied, cut_model, layer_number
+from carpool.hf.axes.stages import Part, Stages, check_tied, cut_model, layer_number
+from carpool.hf.routing.balance import loss_of_statistics, router_statistics
+from carpool.hf.routing.router_logits import RouterLogits, find_routers
+from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.rides import rides
 from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes

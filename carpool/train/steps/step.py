@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.hf.attention import fastest_attention
-from carpool.hf.balance import balance_loss
-from carpool.hf.context import ContextParallel
-from carpool.hf.expert_parallel import rides
-from carpool.hf.head import HeadLoss, next_tokens
-from carpool.hf.packed import one_row_only, packed, packed_settings, unpacked
-from carpool.hf.router_logits import RouterLogits
-from carpool.hf.sequence_moves import MovingSequences
-from carpool.hf.sequence_parallel import sequence_shard
+from carpool.hf.axes.context import ContextParallel
+from carpool.hf.axes.sequence_moves import MovingSequences
+from carpool.hf.axes.sequence_parallel import sequence_shard
+from carpool.hf.compute.attention import fastest_attention
+from carpool.hf.compute.packed import one_row_only, packed, packed_settings, unpacked
+from carpool.hf.memory.head import HeadLoss, next_tokens
+from carpool.hf.routing.balance import balance_loss
+from carpool.hf.routing.router_logits import RouterLogits
+from carpool.hf.seam.rides import rides
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst

@@ -1,0 +1,1 @@
+"""How does a model come into being, sharded over all ranks?"""

@@ -1,0 +1,180 @@
+"""Attention of packed documents without a mask: it is told where documents end, and goes no further.
+
+    a row of 8, documents of 3, 2 and 3 tokens      ends 3 5 8, of all rows one after the other: bounds 0 3 5 8 ...
+    a mask                                           8 x 8 entries, of which 15 say yes
+
+A mask has an entry for each two tokens of a sequence, and attention that is given one computes all of them. PyTorch
+also rounds it to the dtype of the queries anew for each layer, which keeps it for the backward: 8 GB for 48 layers and
+4 sequences of 4,096 tokens. Bounds are some numbers that all layers share, and what is computed is the triangle of
+each document.
+
+On GPUs PyTorch's flash attention takes bounds (`cu_seqlens`). How many documents there are is read from the bounds on
+the device; their number is fixed, and those that are left over are empty, so a CUDA graph holds it. Elsewhere each
+document is computed by itself, by PyTorch's own attention, which defines the result.
+
+Bounds go to the layers in the place of a mask: transformers hands on what has four dimensions as it is. Under
+`DOCUMENTS` its registry has an attention that tells bounds, which are whole numbers, from masks, and is `sdpa` for all
+else.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from carpool.hf.config.sizes import head_sizes
+
+DOCUMENTS = "carpool_documents"
+# Of PyTorch's flash attention.
+WIDEST_HEAD = 256
+# Models whose layers add to the mask, or whose mask alone has their sliding window.
+OWN_MASKS = {"doge", "phimoe"}
+# The same of those that have layers with a window, which not all of these models have.
+WINDOW_IN_MASK = {"qwen2_moe"}
+
+
+def why_no_bounds(model: Any, cuda: bool, half: bool) -> str | None:
+    """Why a model cannot take bounds in place of masks; None: it can.
+
+    Args:
+        model: of Transformers; may be on the meta device.
+        half: whether attention is computed in 16 bits."""
+    if not (model._supports_sdpa and model._supports_attention_backend):
+        return f"{type(model).__name__} does not let others compute its attention"
+    text = model.config.get_text_config()
+    if text.model_type in OWN_MASKS:
+        return f"{type(model).__name__} has more in its mask than documents"
+    if text.model_type in WINDOW_IN_MASK and "sliding_attention" in (text.layer_types or ()):
+        return f"{type(model).__name__} has its sliding window in its mask alone"
+    if not cuda:
+        return None
+    try:
+        widest = max(head_sizes(text))
+    except AttributeError:
+        return "widths of heads differ between layers"
+    if not half or widest > WIDEST_HEAD or widest % 8:
+        return f"flash attention takes 16 bits and heads of a multiple of 8, at most {WIDEST_HEAD}"
+    return None
+
+
+def takes_bounds(model: Any) -> bool:
+    """Whether the model's attention is `DOCUMENTS`."""
+    return bool(model.config.get_text_config()._attn_implementation == DOCUMENTS)
+
+
+def bounds(position_BL: torch.Tensor, ends_BD: torch.Tensor | None = None) -> torch.Tensor:
+    """(1, 1, 1, N + 1) int32: 0, then where each document ends among the tokens of all rows.
+
+    Args:
+        position_BL: the position of each token in its document.
+        ends_BD: where the documents of each row end, filled up with L. None: the host looks, and waits for the device.
+
+    Example: positions 0 1 2 0 1 in one row  ->  0 3 5
+    """
+    rows, length = position_BL.shape
+    if ends_BD is None:
+        firsts = (position_BL.reshape(-1) == 0).nonzero().flatten()
+        found = torch.cat([firsts, firsts.new_tensor([rows * length])])
+    else:
+        begins_B1 = torch.arange(0, rows * length, length, device=ends_BD.device).unsqueeze(1)
+        found = F.pad((ends_BD + begins_B1).flatten(), (1, 0))
+    return found.int().view(1, 1, 1, -1)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' attention functions.
+
+    Args:
+        query: (B, heads, L, width); key and value may have fewer heads, and value another width.
+        attention_mask: bounds. Anything else goes to `sdpa`.
+        sliding_window: a token sees so many, itself included.
+
+    Returns:
+        (B, L, heads, width of a value).
+    """
+    if attention_mask is None or attention_mask.dtype != torch.int32:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **others
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} computes attention with {name}, which {DOCUMENTS} has not")
+    bounds_N = attention_mask.flatten()
+    if query.is_cuda:
+        return _flash(query, key, value, bounds_N, dropout, scaling, sliding_window), None
+    return _each_alone(query, key, value, bounds_N, dropout, scaling, sliding_window), None
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds_N: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    rows, heads, length, width = query.shape
+    if query.dtype == torch.float32 or value.dtype == torch.float32:
+        half = torch.get_autocast_dtype("cuda")  # which PyTorch's attention is cast to by itself
+        query, key, value = query.to(half), key.to(half), value.to(half)
+    scaling = 1 / math.sqrt(width) if scaling is None else scaling
+    width_of_value = value.shape[-1]
+    if width_of_value < width:
+        value = F.pad(value, (0, width - width_of_value))
+    q, k, v = (x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value))
+    out = torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds_N, bounds_N, length, length, dropout, True, False, scale=scaling,
+        window_size_left=None if window is None else window - 1, window_size_right=None if window is None else 0,
+    )[0]  # fmt: skip
+    return out.view(rows, length, heads, -1)[..., :width_of_value].contiguous()
+
+
+def _each_alone(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds_N: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    length, groups = query.shape[2], query.shape[1] != key.shape[1]
+    found, ends = [], [int(end) for end in bounds_N]
+    for first, end in pairwise(ends):
+        if first == end:
+            continue
+        row, place = divmod(first, length)
+        q, k, v = (x[row : row + 1, :, place : place + end - first] for x in (query, key, value))
+        mask = None
+        if window is not None and end - first > window:
+            mask = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        found.append(
+            F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=groups
+            )
+        )
+    # Documents follow each other, also from row to row.
+    heads_first = torch.cat([one[0] for one in found], 1)
+    return heads_first.transpose(0, 1).contiguous().view(query.shape[0], length, query.shape[1], -1)
+
+
+AttentionInterface.register(DOCUMENTS, attend)
+AttentionMaskInterface.register(DOCUMENTS, sdpa_mask)

@@ -1,0 +1,1 @@
+"""What does the configuration of a model say?"""

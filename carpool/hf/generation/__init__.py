@@ -1,0 +1,1 @@
+"""How does a model whose experts are spread over ranks write text?"""

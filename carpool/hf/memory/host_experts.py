@@ -1,0 +1,97 @@
+"""The experts of a transformers model in host memory: which parameters these are, and which models can do so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from carpool.experts import Experts, ExpertWeights
+from carpool.experts.on_host import FewOnHost
+from carpool.hf.seam.experts_module import base_of, weight_names
+from carpool.hf.seam.rides import ExpertRides, required_rides
+from carpool.memory.host_experts import HostExperts
+from carpool.memory.host_layers import storage_key
+from carpool.memory.next_experts import Predictor
+from carpool.parallel import fsdp
+from carpool.parallel.replicated import replicated
+
+
+def keep_experts_in_host_memory(
+    model: nn.Module,
+    device: torch.device | None = None,
+    predictor: Callable[[int, int], Predictor] | None = None,
+    few: int = 0,
+    **options: Any,
+) -> HostExperts:
+    """Move the experts of a model to host memory; its layers bring them in when it is their turn. Called once whatever
+    holds these parameters exists: optimizers, `Replicated`.
+
+    Args:
+        device: which computes; None: where the experts are.
+        predictor, few, options: of `HostExperts`.
+
+    Raises:
+        ValueError: FSDP shards or casts them, which moves them by itself; or with `few` experts that are not grouped,
+            or rows that come in parts.
+    """
+    layers, kept, by_fsdp = required_rides(model), replicated(model), fsdp.modules_of(model)
+    for name, own in layers.items():
+        if base_of(own.experts):
+            raise ValueError(f"{name}: experts that are quantised (adapter.base_dtype) stay on their device")
+        if few and getattr(own.compute, "name", None) not in FewOnHost.beside:
+            raise ValueError(
+                f"{name}: the CPU computes experts beside {' or '.join(FewOnHost.beside)} ones (moe.experts), so "
+                "memory.few_tokens cannot be used"
+            )
+        in_parts = own.transport is not None and own.transport.rides_in_parts
+        if few and own.schedule.name == "tiles" and in_parts:
+            raise ValueError(
+                f"{name}: the CPU computes experts once all rows have come, and the rows of moe.schedule = 'tiles' "
+                "come in parts: choose another schedule, or memory.few_tokens=0"
+            )
+        sharded = kept is None and any(isinstance(parameter, DTensor) for parameter in own.experts.parameters())
+        if sharded or id(own.experts) in by_fsdp:
+            raise ValueError(
+                f"{name}: FSDP shards or casts these experts, so they cannot come from host memory "
+                'or disk (memory.experts): keep the parameters in the dtype that computes (model.dtype = "bfloat16"), '
+                'use as many expert-parallel ranks as there are, and parallelism.dense = "replicate"'
+            )
+    shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
+    modules = [own.experts for own in layers.values()]
+    away = HostExperts(model, modules, shards, device, predictor, few=few, **options)
+    for number, own in enumerate(layers.values()):
+        if predictor is not None:
+            own.on_choice = partial(_tell, away, own, number)
+        if few:
+            own.set_experts_beside(partial(_with_few, away, own, number))
+    return away
+
+
+def _tell(away: HostExperts, own: ExpertRides, number: int, expert_TK: torch.Tensor) -> None:
+    """Tell how many tokens of all ranks have chosen each expert of this one. The host waits for the router."""
+    chosen = expert_TK[expert_TK >= 0].long()
+    tokens_E = torch.bincount(chosen, minlength=own.num_experts)
+    if own.group is not None:
+        dist.all_reduce(tokens_E, group=own.group)
+    tokens = tokens_E.tolist()
+    mine = [tokens[expert] for expert in own.layout.homes[own.rank]]
+    counts = {row: count for row, count in enumerate(mine) if count}
+    away.choose(number, counts, single=own.group is None and len(expert_TK) == 1)
+
+
+def _with_few(away: HostExperts, own: ExpertRides, number: int, experts: Experts) -> FewOnHost:
+    assert own.function is not None
+    names = [name for name, _ in own.experts.named_parameters()]
+    places = [None if name is None else names.index(name) for name in weight_names(own.experts)]
+
+    def host(expert: int) -> ExpertWeights:
+        values = away.host_values(number, expert)
+        return ExpertWeights.of(None if place is None else values[place] for place in places)
+
+    return FewOnHost(experts, own.function, partial(away.few_of, number), host)

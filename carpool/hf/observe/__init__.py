@@ -1,0 +1,1 @@
+"""What happened? Numbers of rides, the Trainer's logs, recorded choices."""

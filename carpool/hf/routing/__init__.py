@@ -1,0 +1,1 @@
+"""What balances, changes, fixes or shows what routers choose?"""

@@ -1,0 +1,106 @@
+"""What an experts module of transformers computes, as far as Carpool knows.
+
+Classes that carry transformers' experts decorator say it by flags: has_gate, has_bias, is_transposed. Their activation
+is found by the type of `act_fn`, or by the gate function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from carpool.experts import Activation, ExpertFunction, ExpertWeights
+from carpool.experts.quantised import Quantised
+
+# Where gpt-oss's own gate is defined, which is recognised without importing that model.
+GPT_OSS_GATE = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate")
+# By exact type: a subclass may compute something else.
+ACTIVATION_MODULES: dict[type, str] = {
+    SiLUActivation: "silu", nn.SiLU: "silu", GELUActivation: "gelu", nn.GELU: "gelu", GELUTanh: "gelu_tanh",
+    nn.ReLU: "relu", ReLUSquaredActivation: "relu2",
+}  # fmt: skip
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def weight_names(experts: Any) -> tuple[str, str, str | None, str | None]:
+    """Parameter names of a decorated experts module, in the order of `ExpertWeights`."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj", None, None)
+
+
+def expert_function(experts: Any) -> ExpertFunction | None:
+    """What a decorated experts module computes, or None if only its own forward knows.
+
+    The module must hold just the parameters that the decorator's flags announce: one more (a norm, a learned
+    activation) would be left out of the computation and of its gradient."""
+    flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+    if not all(hasattr(experts, flag) for flag in flags) or experts.has_post_expert_norm:
+        return None
+    if {name for name, _ in experts.named_parameters()} != {name for name in weight_names(experts) if name}:
+        return None
+    own = experts._apply_gate if experts.has_gate else experts.act_fn
+    return ExpertFunction(_described(experts) or own, experts.is_transposed)
+
+
+def _described(experts: Any) -> Activation | None:
+    """The experts' activation in terms that our kernels know, or None if it is not known to be one of those."""
+    if "_apply_gate" in vars(experts):
+        return None  # somebody replaced the class's
+    gate = type(experts)._apply_gate
+    if experts.has_gate and (gate.__module__, gate.__qualname__) == GPT_OSS_GATE:
+        limit, alpha = float(experts.limit), float(experts.alpha)
+        return Activation("silu", gated=True, interleaved=True, limit=limit, alpha=alpha, up_shift=1.0)
+    if experts.has_gate and gate is not _default_apply_gate:
+        return None
+    act = getattr(experts, "act_fn", None)
+    name = "silu" if act is nn.functional.silu else ACTIVATION_MODULES.get(type(act))
+    if name == "gelu" and getattr(act, "approximate", "none") == "tanh":  # of torch.nn.GELU
+        name = "gelu_tanh"
+    return Activation(name, experts.has_gate) if name is not None else None
+
+
+def check_not_quantised(experts: Any) -> None:
+    """Raise ValueError for experts whose weights are, or are to be loaded, quantised.
+
+    transformers reads one shard of a weight on each rank, but its scales belong to whole blocks: loading fails on some
+    ranks only, and the others wait for them for ever. So all ranks refuse before anything is read."""
+    quantised = {str(p.dtype) for p in experts.parameters() if p.dtype not in TRAINABLE_DTYPES}
+    config = getattr(getattr(experts, "config", None), "quantization_config", None)
+    if quantised or config is not None:
+        what = ", ".join(sorted(quantised)) or type(config).__name__
+        raise ValueError(
+            f"the experts are quantised ({type(experts).__name__}: {what}), which expert parallelism with Carpool does "
+            "not support; load the checkpoint on one process, call model.dequantize(), and save it again"
+        )
+
+
+QUANTISED = "_carpool_base"
+
+
+def base_of(experts: nn.Module) -> dict[str, Quantised]:
+    """What an experts module has in the place of its parameters, by their names; empty: it is not quantised."""
+    found: dict[str, Quantised] = vars(experts).get(QUANTISED, {})
+    return found
+
+
+PROJECTIONS = "_carpool_projections"
+
+
+def projections_of(experts: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """What projects the rows of an experts module, there and back; None: they travel as they are."""
+    return getattr(experts, PROJECTIONS, None)
+
+
+def slices_of(experts: nn.Module) -> int:
+    """Into how many slices each expert of a module is cut."""
+    return int(getattr(experts, "_carpool_slices", 1))
+
+
+def fields_of(experts: Any) -> dict[str, str]:
+    """The fields of `ExpertWeights` that the parameters of a decorated experts module are."""
+    parameters = zip(weight_names(experts), ExpertWeights._fields, strict=False)
+    return {parameter: field for parameter, field in parameters if parameter is not None}

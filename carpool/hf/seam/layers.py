@@ -1,0 +1,69 @@
+"""What profilers call the layers of a model: "layers.3" for "model.layers.3.mlp.experts"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from carpool.hf.seam.rides import rides
+
+
+def name_layers(model: nn.Module) -> None:
+    """Let profilers show the model's Carpool layers by their names (`carpool.observe.meter.Meter`)."""
+    layers = rides(model)
+    for name, own in zip(short_names(list(layers)), layers.values(), strict=True):
+        own.stats.meter.layer = name
+
+
+def list_number(name: str) -> int | None:
+    """The part of a module's dotted name that is its number in the first list of modules; None: it is in no list."""
+    return next((i for i, part in enumerate(name.split(".")) if part.isdigit()), None)
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Of modules: their list and number in it, if that tells them apart."""
+    short = []
+    for name in names:
+        parts, number = name.split("."), list_number(name)
+        short.append(name if number is None else ".".join(parts[max(0, number - 1) : number + 1]))
+    return short if len(set(short)) == len(names) else list(names)
+
+
+def experts_modules(model: PreTrainedModel, distributed_config: DistributedConfig | None = None) -> dict[str, int]:
+    """The modules that expert parallelism dispatches to, by name, with the number of experts in each (of this rank,
+    once the model is sharded). Empty if the model has no such module."""
+    override = distributed_config.ep_plan if distributed_config is not None else None
+    plan = model._expand_parallel_plan((model.ep_plan or {}) | (override or {}))
+    modules = (name for name, style in plan.items() if style == "ep_dispatch_experts")
+    return {name: int(cast(Any, model.get_submodule(name)).num_experts) for name in modules}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The members of every `ModuleList` that has layers with experts, with Carpool's rides or without.
+
+    Raises:
+        ValueError: experts that are in no list."""
+    lists: dict[str, nn.Module] = {}
+    for name in rides(model) or experts_modules(cast(PreTrainedModel, model)):
+        number = list_number(name)
+        if number is None:
+            raise ValueError(f"the experts {name!r} are in no list of layers, so there is no layer to compile")
+        path = ".".join(name.split(".")[:number])
+        lists[path] = model.get_submodule(path)
+    return [layer for one in lists.values() for layer in one.children()]
+
+
+_ROUTER = re.compile(r"Router$|Gate$")
+
+
+def find_router(model: nn.Module, experts: str) -> nn.Module | None:
+    """The router of an experts module: its sibling whose class says that it is one, or None."""
+    parent = model.get_submodule(experts.rpartition(".")[0])
+    children = [getattr(child, "get_base_layer", lambda child=child: child)() for child in parent.children()]
+    found = [child for child in children if _ROUTER.search(type(child).__name__.removeprefix("FSDP"))]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,146 @@
+"""Experts that serve every token, computed while the routed rows travel.
+
+Many blocks of transformers call their routed experts, then the shared ones on the same rows:
+
+    routed = self.experts(x, ids, weights)          the ride
+    return routed + self.shared_experts(x)
+
+Called in that order, the shared experts would wait for the ride's end. So when the ride's first rows are under way it
+calls them itself (`SharedExperts.compute`), and the block is given, when it asks, what they made. In the backward
+autograd comes to them while the ride's last combine is under way. Sums of gradients may have another order: equal to
+rounding.
+
+Blocks that call the shared experts first (Qwen2-MoE, AFMoE, ...) are left alone: `BLOCKS` names those that do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from carpool.hf.seam.rides import rides
+from carpool.ride.turns import HALF
+
+NAMES = ("shared_experts", "shared_expert")
+# Blocks of transformers that call their shared experts after the routed ones, on the rows that they were given. A test
+# watches the blocks of all models, and says which are missing here.
+BLOCKS = {
+    "AriaTextMoELayer", "AXK1MoE", "AXK2MoE", "BailingHybridMoE", "Cohere2MoeSparseMoeBlock", "DeepseekOcr2TextMoe",
+    "DeepseekV2Moe", "DeepseekV32MoE", "DeepseekV3MoE", "DeepseekV4SparseMoeBlock", "Dots1MoE", "Dots3NoteTextMoE",
+    "ExaoneMoeSparseMoEBlock", "FlintSparseMoeBlock", "Glm4MoeLiteMoE", "Glm4MoeMoE", "Glm4vMoeTextMoE",
+    "Glm5NextTextMoE", "GlmMoeDsaMoE", "HYV3MoE", "HYV4MoE", "KimiLinearMoE", "Kolibri1SparseMoeBlock", "Mistral4MoE",
+    "MistralLarge4TextMoE", "NemotronHMoE", "SolarOpenMoE", "UnlimitedOcrTextMoe",
+}  # fmt: skip
+
+
+class _Early(NamedTuple):
+    """What was computed ahead, and of what."""
+
+    output: torch.Tensor
+    rows: torch.Tensor
+    version: int
+    graph: bool
+
+    def is_of(self, x: Any) -> bool:
+        """Whether it is what the module would make of x now."""
+        return _same(self.rows, x) and (x._version, torch.is_grad_enabled()) == (self.version, self.graph)
+
+
+class SharedExperts:
+    """Stands for the forward of a block's shared experts, from when it is made until `remove`.
+
+    Args:
+        block: calls its routed experts, then these, on the rows that it was given.
+        module: the shared experts.
+    """
+
+    def __init__(self, block: nn.Module, module: nn.Module) -> None:
+        self.module, self.own = module, module.forward
+        # Of each of two halves (`carpool.schedule.two_batch`), which are in the block at the same time.
+        self._given: list[torch.Tensor | None] = [None, None]
+        self._early: list[_Early | None] = [None, None]
+        # An attribute of the instance, which nn.Module's call finds before the class's.
+        module.forward = self
+        self._hook = block.register_forward_pre_hook(self._remember)
+
+    def _remember(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self._given[_half()] = args[0] if args else None
+
+    def compute(self, x_TH: torch.Tensor) -> _Early | None:
+        """The output for the block's call that follows. None if x_TH, what the routed experts get, is not what the
+        block was given (some get a projection of it): then there is nothing to compute yet."""
+        if torch.compiler.is_compiling():
+            return None
+        half = _half()
+        given, self._given[half] = self._given[half], None
+        if given is None or not _same(given, x_TH):
+            return None
+        return _Early(self.own(x_TH), x_TH, x_TH._version, torch.is_grad_enabled())
+
+    def offer(self, computed: _Early | None) -> None:
+        """Keep what `compute` returned until the block asks. (A ride that fails never comes here, and neither does a
+        checkpoint that computes again and has all that it wanted.)"""
+        if not torch.compiler.is_compiling():
+            self._early[_half()] = computed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.own(*args, **kwargs)
+        half = _half()
+        early, self._early[half] = self._early[half], None
+        if early is None or len(args) != 1 or kwargs or not early.is_of(args[0]):
+            return self.own(*args, **kwargs)
+        return early.output.view(*args[0].shape[:-1], early.output.shape[-1])
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        self._hook.remove()
+        del self.module.forward
+
+
+def _half() -> int:
+    half = HALF.get()
+    return 0 if half is None else half.number
+
+
+def _same(one: torch.Tensor, other: Any) -> bool:
+    """Whether two tensors are the same rows, whatever their shape."""
+    return isinstance(other, torch.Tensor) and (one.data_ptr(), one.numel(), one.dtype, one.requires_grad) == (
+        other.data_ptr(), other.numel(), other.dtype, other.requires_grad,
+    )  # fmt: skip
+
+
+def shared_experts(block: nn.Module) -> nn.Module | None:
+    """The shared experts of a block that calls them after its routed ones, on the same rows; None if it does not, or if
+    nobody has looked."""
+    # FSDP and users derive classes from a block's; what counts is whose forward it runs.
+    owner = next(cls for cls in type(block).__mro__ if "forward" in vars(cls))
+    if owner.__name__ not in BLOCKS or not owner.__module__.startswith("transformers.models."):
+        return None
+    module: nn.Module = next(
+        getattr(block, name) for name in NAMES if isinstance(getattr(block, name, None), nn.Module)
+    )
+    # One that FSDP shards by itself has its parameters only while it is called; another's forward may do anything.
+    return None if isinstance(module, FSDPModule) or "forward" in vars(module) else module
+
+
+def compute_shared_beside(model: nn.Module, on: bool) -> list[str]:
+    """Let shared experts compute beside the rides of the model's layers, or no longer.
+
+    Returns:
+        The names of the layers (as of `carpool.hf.rides`) in which they do."""
+    found = []
+    for name, own in rides(model).items():
+        if own.shared is not None:
+            own.shared.remove()
+            own.shared = None
+        block = model.get_submodule(name.rpartition(".")[0])
+        # Where tensor parallelism copies tokens, a ride has only a slice of them.
+        if on and own.compute is not None and own.token_slice[1] == 1 and (module := shared_experts(block)) is not None:
+            own.shared = SharedExperts(block, module)
+            found.append(name)
+    return found

@@ -1,0 +1,227 @@
+"""A model's weights as its published checkpoint has them: names, shapes, dtypes, files; one group of tensors at a time.
+
+Transformers changes weights while it loads them, for most mixtures of experts: 128 matrices `experts.5.up_proj` of
+Qwen3 become one tensor of a layer. `save_pretrained` changes them back, all at once, hence with the whole model in
+memory. But each change is of few tensors, and they can be found beforehand, without any values:
+
+    in the model                               in the files
+    model.norm.weight                          model.norm.weight
+    model.layers.0.mlp.experts.gate_up_proj    model.layers.0.mlp.experts.0.gate_proj.weight, ... (256 of them)
+
+So an export needs memory for the largest group. A group whose tensors lie in two files is read twice. `OriginalWeights`
+goes the other way: tensors as the model has them, of the files, one group at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from carpool.hf.weights.files import Stored
+from carpool.hf.weights.tensor_file import Entry, split_by_size, write_index, write_tensor_file
+
+
+class Group(NamedTuple):
+    """Tensors that are converted together: names in the model, and what comes out."""
+
+    inputs: tuple[str, ...]
+    outputs: dict[str, Entry]
+
+
+class OriginalLayout:
+    """What the files of a model's weights will hold.
+
+    Args:
+        model: on the meta device.
+        tensors: names in the model, dtypes and shapes of what is to be written. A tied weight comes once. None: all of
+            the model's.
+        source: the weights of the checkpoint that the model was loaded from, by their names there: names, files and
+            dtypes will be the same. Empty: names as Transformers publishes them, dtypes as in `tensors`.
+        shard_bytes: the most that a file holds, if not all names are in `source`.
+
+    Attributes:
+        files: names, dtypes and shapes of what each file holds.
+        tensors: names in the model, dtypes and shapes.
+        left_out: names in `source` that the model does not have.
+        groups: which tensors are converted together.
+        architecture, dtype: the model's class, and what most bytes are of, as a config.json has them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tensors: Mapping[str, Entry] | None,
+        source: Mapping[str, Stored],
+        shard_bytes: int = 5 * 10**9,
+    ) -> None:
+        if tensors is None:
+            # Of a tied weight the first name, as in `named_parameters`.
+            tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            tied -= {name for name, _ in model.named_parameters()}
+            state = {name: value for name, value in model.state_dict().items() if name not in tied}
+            tensors = {name: Entry(value.dtype, tuple(value.shape)) for name, value in state.items()}
+        self._model, self.tensors = model, dict(tensors)
+        if source:
+            # As `from_pretrained` does it: the conversions that the names in the files call for.
+            model._weight_conversions = _conversions(model, source)
+        ignored = model._keys_to_ignore_on_save or ()
+        self.groups = [
+            _group(model, inputs, tensors) for inputs in _inputs(model, [n for n in tensors if n not in ignored])
+        ]
+        entries = {
+            name: Entry(source[name].dtype, entry.shape) if name in source else entry
+            for group in self.groups
+            for name, entry in group.outputs.items()
+        }
+        self.architecture = type(model).__name__
+        sizes: dict[torch.dtype, int] = {}
+        for entry in entries.values():
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.bytes
+        self.dtype = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+        self.left_out = sorted(source.keys() - entries.keys())
+        self.files: dict[str, dict[str, Entry]] = {}
+        if entries.keys() <= source.keys():
+            for name, entry in entries.items():
+                self.files.setdefault(source[name].file, {})[name] = entry
+            self.files = dict(sorted(self.files.items()))
+        else:
+            self.files = split_by_size(entries, shard_bytes)
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entries in self.files.values() for entry in entries.values())
+
+    def write(
+        self,
+        folder: Path,
+        read: Callable[[str], torch.Tensor],
+        files: list[str] | None = None,
+        written: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Writes the files, or some of them.
+
+        Args:
+            folder: where to.
+            read: the values of a tensor, whole, by its name in the model.
+            files: names of those to write; None: all.
+            written: told the bytes of each tensor once it is written.
+        """
+        for file in self.files if files is None else files:
+            entries = self.files[file]
+            write_tensor_file(folder / file, entries, self._values(entries, read), written)
+
+    def write_index(self, folder: Path) -> None:
+        """The index of all files; see `carpool.hf.weights.tensor_file`."""
+        write_index(folder, self.files)
+
+    def _values(
+        self, entries: Mapping[str, Entry], read: Callable[[str], torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in self.groups:
+            if wanted := [name for name in group.outputs if name in entries]:
+                values = revert_weight_conversion(self._model, {name: read(name) for name in group.inputs})
+                yield from ((name, values.pop(name)) for name in wanted)
+
+
+class OriginalWeights:
+    """The tensors of a model, read from files that have their original layout. Those of the latest group are held.
+
+    Args:
+        model: on the meta device.
+        folder: with the files.
+        stored: what is in them.
+        layout: of the same model and files.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, folder: Path, stored: Mapping[str, Stored], layout: OriginalLayout
+    ) -> None:
+        self._model, self._folder, self._stored = model, folder, stored
+        self._groups = {name: group for group in layout.groups for name in group.inputs}
+        self._expected = model.state_dict()
+        self._latest: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by its name in the model. Whoever reads it may change it, and reads it once.
+
+        Raises:
+            ValueError: the files lack what it is made of."""
+        if name not in self._latest:
+            self._latest = {}
+            self._latest = self._convert(self._groups[name])
+        return self._latest.pop(name)
+
+    def _convert(self, group: Group) -> dict[str, torch.Tensor]:
+        """What `from_pretrained` makes of a group's tensors in the files."""
+        if missing := sorted(group.outputs.keys() - self._stored.keys()):
+            raise ValueError(f"{self._folder} lacks {missing[0]}, of which {group.inputs[0]} is made")
+        renamings, converters = _split(get_model_conversion_mapping(self._model))
+        patterns = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        made: dict[str, Any] = {}
+        # Opened once: each opening maps the whole file.
+        files = {self._stored[name].file: None for name in group.outputs}
+        opened = {file: safe_open(self._folder / file, framework="pt") for file in files}
+        for name in sorted(group.outputs, key=dot_natural_key):
+            tensor = opened[self._stored[name].file].get_tensor(name)
+            target, pattern = rename_source_key(
+                name, renamings, converters, self._model.base_model_prefix, self._expected
+            )
+            if pattern is None:
+                made[target], pattern = WeightRenaming(name, target), name
+            else:
+                made.setdefault(target, copy.deepcopy(patterns[pattern]))
+            made[target].add_tensor(target, name, pattern, tensor)
+        found: dict[str, torch.Tensor] = {}
+        for target, conversion in made.items():
+            for key, value in conversion.convert(target, model=self._model, config=self._model.config).items():
+                found[key] = value[0] if isinstance(value, list) else value
+        return found
+
+
+def _split(mapping: list[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    return renamings, [one for one in mapping if isinstance(one, WeightConverter)]
+
+
+def _conversions(model: PreTrainedModel, names: Mapping[str, Any]) -> list[Any]:
+    mapping = get_model_conversion_mapping(model)
+    renamings, converters = _split(mapping)
+    expected = model.state_dict()
+    for name in names:
+        rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+    return [one for one in mapping if one.was_used()]
+
+
+def _inputs(model: PreTrainedModel, names: list[str]) -> list[tuple[str, ...]]:
+    """Names of tensors that must be converted together."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    back = [one.reverse_transform() for one in reversed(conversions)]
+    converters = [one for one in back if isinstance(one, WeightConverter)]
+    together: dict[str, list[str]] = {}
+    for name in names:
+        target, pattern = apply_converters(name, converters)
+        together.setdefault(name if pattern is None else target, []).append(name)
+    return [tuple(inputs) for inputs in together.values()]
+
+
+def _group(model: PreTrainedModel, inputs: tuple[str, ...], tensors: Mapping[str, Entry]) -> Group:
+    shapes = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in inputs}
+    values = revert_weight_conversion(model, shapes)
+    return Group(inputs, {name: Entry(value.dtype, tuple(value.shape)) for name, value in values.items()})
