@@ -1,14 +1,15 @@
-"""What transformers' tensor-parallel plans cannot do, partly without an error: refused before anything is trained.
+"""Styles in the place of those of transformers' tensor-parallel plans that add up wrongly, or send too often.
 
-With tp_size > 1 each rank of a tensor-parallel group has some of the attention heads. Three things go wrong there:
+With tp_size > 1 each rank of a tensor-parallel group has some of the attention heads. Norms of queries and keys over
+one head (`q_norm`, `k_norm`) have one weight for all heads, and each rank gets the gradient of its own heads.
 
-  - Norms of queries and keys over one head (`q_norm`, `k_norm`) have one weight for all heads. Each rank gets the
-    gradient of its own heads; the plan has to add them up. Some plans forget that, for example that of GLM-4.5
-    (`use_qk_norm`): the loss is right, the gradient of the norm is that of a part of the heads.
-  - Where the plan does add them up (`replicated_with_grad_allreduce`), it does so with what the parameter has gathered
-    so far. Without FSDP, which empties it after each backward, the sum of a second micro-batch counts the first one
-    again. `own_styles` puts a style in its place that adds up before it accumulates.
-  - `clip_qkv` of OLMoE clamps the gathered queries in place, and PyTorch refuses the backward of that.
+  - A plan that adds these up (`replicated_with_grad_allreduce`) does so with what the parameter has gathered so far.
+    Without FSDP, which empties it after each backward, the sum of a second micro-batch counts the first one again.
+    Here it is added up before it accumulates.
+  - The sum that ends a row-parallel layer (`rowwise`) is sent again by a layer that is computed again. Here that takes
+    the first one.
+
+What no style mends is refused (`carpool.hf.seam.refusals`).
 """
 
 from __future__ import annotations

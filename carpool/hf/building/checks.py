@@ -18,6 +18,7 @@ from carpool.parallel.meshes import Meshes
 
 
 def check_ranks(distributed_config: DistributedConfig | None, meshes: Meshes | None) -> None:
+    """Refuse a parallelism for another number of ranks than there are."""
     if distributed_config is None:
         return
     sizes = {name: size_of(distributed_config, name) for name in ("pp", "dp_replicate", "fsdp", "tp")}
@@ -33,10 +34,12 @@ def check_ranks(distributed_config: DistributedConfig | None, meshes: Meshes | N
 
 
 def size_of(distributed_config: DistributedConfig | None, axis: str) -> int:
+    """Ranks along an axis ("fsdp", "tp", "ep", ...); 1 if it is not set."""
     return 1 if distributed_config is None else int(getattr(distributed_config, f"{axis}size_of") or 1)
 
 
 def check_experts(blueprint: PreTrainedModel, distributed_config: DistributedConfig | None, slices: int = 1) -> None:
+    """Refuse a model without experts, and experts that the ranks do not divide."""
     name = type(blueprint).__name__
     experts = experts_modules(blueprint, distributed_config)
     if not experts:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from carpool.hf.seam.experts_module import base_of, weight_names
+from carpool.hf.seam.rides import ExpertRides
 from carpool.hf.seam.states import states_lie
-
-if TYPE_CHECKING:
-    from carpool.hf.seam.rides import ExpertRides
 
 # Of `ExpertWeights`: a and b of up, a and b of down.
 Factors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -150,6 +148,7 @@ def take_over(model: nn.Module, adapter: str) -> None:
             continue
         if own.adapters is None:
             own.adapters = ExpertAdapters(own)
+        assert isinstance(own.adapters, ExpertAdapters)
         own.adapters.add(wrapper, adapter, model)
 
 

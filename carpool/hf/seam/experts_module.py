@@ -1,7 +1,10 @@
-"""What an experts module of transformers computes, as far as Carpool knows.
+"""What an experts module of transformers computes, as far as Carpool knows, and what has been done to it.
 
 Classes that carry transformers' experts decorator say it by flags: has_gate, has_bias, is_transposed. Their activation
 is found by the type of `act_fn`, or by the gate function.
+
+Before a model is sharded, or while it is loaded, its experts may be cut into slices (`carpool.hf.axes.slices`), made
+narrow (`carpool.hf.building.narrow`) or quantised (`carpool.hf.finetune.quantised_base`). The module then says so.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ ACTIVATION_MODULES: dict[type, str] = {
     nn.ReLU: "relu", ReLUSquaredActivation: "relu2",
 }  # fmt: skip
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Attributes of modules, past nn.Module: what stands for quantised parameters, what makes rows narrow and wide again.
+QUANTISED, PROJECTIONS = "_carpool_base", "_carpool_projections"
 
 
 def weight_names(experts: Any) -> tuple[str, str, str | None, str | None]:
@@ -78,16 +83,10 @@ def check_not_quantised(experts: Any) -> None:
         )
 
 
-QUANTISED = "_carpool_base"
-
-
 def base_of(experts: nn.Module) -> dict[str, Quantised]:
     """What an experts module has in the place of its parameters, by their names; empty: it is not quantised."""
     found: dict[str, Quantised] = vars(experts).get(QUANTISED, {})
     return found
-
-
-PROJECTIONS = "_carpool_projections"
 
 
 def projections_of(experts: nn.Module) -> tuple[nn.Module, nn.Module] | None:

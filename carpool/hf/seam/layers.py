@@ -1,4 +1,4 @@
-"""What profilers call the layers of a model: "layers.3" for "model.layers.3.mlp.experts"."""
+"""Which modules of a model are its experts, routers and decoder layers, and what its layers are called."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from carpool.hf.seam.rides import rides
+
+_ROUTER = re.compile(r"Router$|Gate$")
 
 
 def name_layers(model: nn.Module) -> None:
@@ -26,7 +28,7 @@ def list_number(name: str) -> int | None:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Of modules: their list and number in it, if that tells them apart."""
+    """Of modules: their list and number in it, if that tells them apart: "layers.3" of "model.layers.3.mlp.experts"."""
     short = []
     for name in names:
         parts, number = name.split("."), list_number(name)
@@ -56,9 +58,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         path = ".".join(name.split(".")[:number])
         lists[path] = model.get_submodule(path)
     return [layer for one in lists.values() for layer in one.children()]
-
-
-_ROUTER = re.compile(r"Router$|Gate$")
 
 
 def find_router(model: nn.Module, experts: str) -> nn.Module | None:

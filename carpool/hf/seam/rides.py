@@ -1,8 +1,8 @@
-"""The seam: how an experts module of transformers gets its tokens.
+"""One MoE layer of a transformers model: how its experts module gets its tokens.
 
-transformers builds one `EPImplementation` for each experts module when it applies a model's expert-parallel plan,
-and then calls it in place of the module's forward, with this rank's tokens and the router's choices. FSDP2 has by
-then gathered the rank's experts, and shards and divides their gradients afterwards.
+In place of the module's forward `ExpertRides.forward` is called (`carpool.hf.seam.implementation`), with this rank's
+tokens and the router's choices. FSDP2 has by then gathered the rank's experts, and shards and divides their gradients
+afterwards.
 
     hidden_states (T, H), top_k_index (T, K), top_k_weights (T, K)   ->   (T, H)
 
@@ -16,7 +16,7 @@ Two ways through the layer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from carpool.experts import ExpertWeights
 from carpool.experts.stages import why_host_waits
-from carpool.hf.finetune.expert_adapters import ExpertAdapters
 from carpool.hf.seam.experts_module import (
     base_of,
     check_not_quantised,
@@ -61,6 +60,16 @@ class RouterLimit(BeforeRide, Protocol):
 
     def remove(self) -> None:
         """Leave the router and the layer as they were."""
+
+
+class Adapters(Protocol):
+    """Adapters of a layer's experts: `carpool.hf.finetune.expert_adapters.ExpertAdapters`."""
+
+    def factors(self) -> Sequence[torch.Tensor | None]:
+        """Of `ExpertWeights`: a and b of up, a and b of down."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All of them; each has a row for each expert."""
 
 
 class EarlyWork(Protocol):
@@ -114,7 +123,7 @@ class ExpertRides(LayerCore):
         super().__init__(layout, group, expert_function(experts), name=type(experts).__name__)
         self.experts, self.experts_forward = experts, experts_forward
         self.num_local_experts: int = experts.num_experts
-        self.adapters: ExpertAdapters | None = None
+        self.adapters: Adapters | None = None
         self.projections = projections_of(experts)
         self.shared: EarlyWork | None = None
         self.replay: BeforeRide | None = None
