@@ -29,13 +29,13 @@ def check_ranks(distributed_config: DistributedConfig | None, meshes: Meshes | N
     if (ep_size := size_of(distributed_config, "ep")) > world:
         raise ValueError(f"ep_size is {ep_size}, but only {world} ranks run; start more of them or lower it")
     if needed != world:
-        product = " x ".join(f"{name}size_of {size}" for name, size in sizes.items())
+        product = " x ".join(f"{name}_size {size}" for name, size in sizes.items())
         raise ValueError(f"the parallelism is for {needed} ranks ({product}), but {world} run; make the numbers equal")
 
 
 def size_of(distributed_config: DistributedConfig | None, axis: str) -> int:
     """Ranks along an axis ("fsdp", "tp", "ep", ...); 1 if it is not set."""
-    return 1 if distributed_config is None else int(getattr(distributed_config, f"{axis}size_of") or 1)
+    return 1 if distributed_config is None else int(getattr(distributed_config, f"{axis}_size") or 1)
 
 
 def check_experts(blueprint: PreTrainedModel, distributed_config: DistributedConfig | None, slices: int = 1) -> None:
