@@ -257,11 +257,14 @@ def test_copies_of_offloaded_layers_fall_behind_little_by_little() -> None:
 
 
 def test_points_of_one_gpu_are_predicted() -> None:
-    """docs/planner.md, "Is it right?": all but the one whose machine had a faster link to its host."""
+    """docs/planner.md, "Is it right?": steps of all but the one whose machine had a faster link to its host, and one that
+    is eager; memory of all."""
     points = json.loads((DOCS / "measurements" / "points_one.json").read_text())["points"]
-    found = [one for one in compare(points, H200, 8) if "state in host" not in one.name]
-    assert len(found) == 11 and max(abs(one.error) for one in found) < 0.09
-    assert median(abs(one.error) for one in found) < 0.02
+    found = compare(points, H200, 8)
+    known = [abs(one.error) for one in found if not one.name.endswith(("state in host memory", "ernie 6 layers, eager"))]
+    assert len(found) == 17 and len(known) == 15 and max(known) < 0.12 and median(known) < 0.03
+    memory = [abs(one.memory_error) for one in found if one.memory_error is not None]
+    assert len(memory) == 17 and max(memory) < 0.05 and median(memory) < 0.02
 
 
 @pytest.mark.parametrize(("layers", "back"), [(2, 0), (6, 4)])

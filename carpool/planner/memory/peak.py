@@ -20,7 +20,7 @@ What it assumes, which is where a prediction goes wrong:
                   takes memory of its own: the evaluation, of which one layer and a piece of the logits are there
     loading       experts that are to be in host memory are on the device first, before there is any step
     process       on CPUs: 60 MiB of code, threads and buffers that every rank takes once it trains
-    allocator     on CPUs: 0.35 of what a step takes and frees, which the C library keeps in pieces of the wrong sizes
+    allocator     on CPUs: half of what a step takes and frees, which the C library keeps in pieces of the wrong sizes
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from carpool.planner.model.shape import ModelShape
 # that wait for their updates, in elements of the largest parameter.
 BUCKET, TILES, HELD = 100 * MiB, 8 * 64 * MiB, 2
 # On CPUs, beside PyTorch's tensors; see above.
-PROCESS_BYTES, FREED_SHARE = 60 * MiB, 0.35
+PROCESS_BYTES, FREED_SHARE = 60 * MiB, 0.5
 Moment = tuple[str, float, float, float]  # its name; bytes of gradients, activations and logits
 
 
@@ -127,8 +127,9 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     own = 0.0 if replicated else dense_trained * stored
     own += 0.0 if together else experts_trained * stored
     if candidate.gradients == "consumed":
-        # Those whose update waits for copies.
-        own = 0.0 if candidate.optimizer_state == "device" else HELD * sizes.largest * stored
+        # Those whose update runs beside the backward, or waits for copies.
+        beside = candidate.optimizer_state != "device" or (sizes.cuda and sizes.here is None)
+        own = HELD * sizes.largest * stored if beside else 0.0
     own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
     own += 4 * sizes.adapters
     host = 0.0
@@ -145,9 +146,12 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     # Gradients of copies on their way home: of the micro-batch before, and of the layers before.
     late = sizes.late if candidate.accumulation > 1 else 0.0
 
-    # Attention's backward comes after that of the experts.
-    work = max(kept.products + sizes.dequantised, sizes.scores) + layer_trained * computed + copied + reducing
-    work += kept.again
+    # Attention's backward comes after that of the experts. Gradients of one layer's experts are among those that stay,
+    # unless they are added to others, reduced, sent or used.
+    used = candidate.gradients == "consumed" or candidate.accumulation > 1
+    used |= together or degrees.efsdp > 1 or candidate.copies_experts or sizes.slots > 0
+    work = max(kept.products + sizes.dequantised, sizes.scores) + copied + reducing
+    work += layer_trained * computed * used + kept.again
     here = experts_own if sizes.here is None else min(experts_own, sizes.here)
     always = {
         "parameters": 4 * sizes.adapters + dense_own * stored + here + whole * computed + gathered,
@@ -157,19 +161,21 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     }
     logits, after_loss = _loss(sizes, candidate) if sizes.has_head else (0.0, 0.0)
     # Those of earlier micro-batches are there, and those that a graph leaves in tensors of its own.
-    stay = candidate.accumulation > 1 or (candidate.captured and candidate.gradients == "kept")
-    before = own if stay else 0.0
+    before = 0.0
+    if candidate.accumulation > 1:
+        before = own
+    elif candidate.captured and candidate.gradients == "kept":
+        before = own = own - kept.room(layer_trained * stored, logits - work)
     moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
         moments += [(f"forward of layer {i}", before, others + kept.by(i + 1) + kept.again, 0.0) for i in range(number)]
     if sizes.has_head:
         moments.append(("loss", before, others + kept.by(number) + late, logits))
-    moments.append(("backward begins", before, others + kept.by(number) + late + work, after_loss))
+    moments.append(("backward begins", before, others + kept.by(number) + late, after_loss))
     for i in reversed(range(number)) if every_layer else sorted({0, number - 1}, reverse=True):
-        there = others + kept.by(i + 1) + sizes.late * (number - 1 - i) / number
-        if i == 0 or i < number - 1:
-            gradients = before + (own - before) * (number - i) / number
-            moments.append((f"backward of layer {i}", gradients, there + work + waiting, 0.0))
+        there = others + kept.by(i + 1) + max(late, sizes.late * (number - 1 - i) / number)
+        gradients = own if candidate.gradients == "consumed" else before + (own - before) * (number - i) / number
+        moments.append((f"backward of layer {i}", gradients, there + work + waiting, 0.0))
         if candidate.copies_experts and i >= number - moe_layers:
             gradients = before + (own - before) * (number - 1 - i) / max(1, number - 1)
             of_loss = after_loss if i == number - 1 else 0.0
@@ -187,7 +193,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
         if candidate.captured:
             parts["graphs"] = _evaluation(sizes, candidate, kept.products)
     else:
-        freed = gradients + activations + of_loss + (0 if sizes.buffers else kept.exchanged)
+        freed = own + activations + of_loss + (0 if sizes.buffers else kept.exchanged)
         parts |= {"process": PROCESS_BYTES, "allocator": FREED_SHARE * freed}
     return Peak(parts, at, stage, tuple((name, constant + sum(of)) for name, *of in moments), host)
 
@@ -229,7 +235,7 @@ class _Kept:
         # What goes to host memory of dense layers is counted here, by what each of them keeps.
         dense = self.policies["dense"]
         self.of_rides = {**self.policies, "dense": "keep" if dense == "offload" else dense}
-        of_all = self._rides(sizes.moe_layers)
+        of_all, self.of_one_layer = self._rides(sizes.moe_layers), self._rides(min(1, sizes.moe_layers))
         self.host = of_all["host"] + (self.kept_by[-1] if dense == "offload" else 0.0)
         # The arena is there all the time.
         self.arena = ARENA_ROOM * (of_all["rows"] + of_all["hidden"]) if in_buffers else None
@@ -253,6 +259,24 @@ class _Kept:
     def _rides(self, layers: int) -> Mapping[str, int]:
         sizes = LayerSizes(**{**vars(self.of_one), "layers": layers, "moe_layers": layers})
         return kept_bytes(sizes, self.tokens, self.of_rides)
+
+    def room(self, layer: float, loss: float) -> float:
+        """Of gradients of experts that a graph leaves: bytes that lie where other tensors were. PyTorch's allocator
+        gives a tensor the place of a larger one alone: what the loss had, and each layer's pre-activations for those of
+        the layer before.
+
+        Args:
+            layer: of one layer's experts; a third is of down projections.
+            loss: bytes that the loss needs, and no layer's backward."""
+        sizes, hidden = self.sizes, 0.0
+        if self.arena is None and self.policies["hidden"] == "keep":
+            hidden = self.of_one_layer["hidden"]
+        loss = min(loss, 4 * sizes.words * sizes.hidden)
+
+        def fits(place: float) -> float:
+            return max((size for size in (layer, layer * 2 / 3, layer / 3) if size <= place), default=0.0)
+
+        return max(0, sizes.moe_layers - 1) * fits(hidden) + fits(loss)
 
     def by(self, number: int) -> float:
         """Bytes that the first layers keep."""
