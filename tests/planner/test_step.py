@@ -257,12 +257,12 @@ def test_copies_of_offloaded_layers_fall_behind_little_by_little() -> None:
 
 
 def test_points_of_one_gpu_are_predicted() -> None:
-    """docs/planner.md, "Is it right?": steps of all but the one whose machine had a faster link to its host, and one that
-    is eager; memory of all."""
+    """docs/planner.md, "Is it right?": steps of all but the one whose machine had a faster link to its host, and an eager
+    one; memory of all."""
     points = json.loads((DOCS / "measurements" / "points_one.json").read_text())["points"]
     found = compare(points, H200, 8)
-    known = [abs(one.error) for one in found if not one.name.endswith(("state in host memory", "ernie 6 layers, eager"))]
-    assert len(found) == 17 and len(known) == 15 and max(known) < 0.12 and median(known) < 0.03
+    known = [abs(one.error) for one in found if not one.name.endswith(("state in host memory", "6 layers, eager"))]
+    assert len(found) == 17 and len(known) == 15 and max(known) < 0.12 and median(known) < 0.04
     memory = [abs(one.memory_error) for one in found if one.memory_error is not None]
     assert len(memory) == 17 and max(memory) < 0.05 and median(memory) < 0.02
 

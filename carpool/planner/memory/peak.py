@@ -16,8 +16,10 @@ What it assumes, which is where a prediction goes wrong:
     transport     nvlink: one lease (schedules that overlap rides take more). Others: rows packed, arrived, summed, sent
     context       on GPUs: 0.5 GiB of CUDA context and kernels; NCCL: 0.3 GiB, and 0.2 for each further kind of group
     fragments     on GPUs: 3 % of what PyTorch's tensors take, which its allocator cannot use
-    graphs        CUDA graphs of a step keep all that it takes, also between steps. What is computed eagerly beside them
-                  takes memory of its own: the evaluation, of which one layer and a piece of the logits are there
+    graphs        CUDA graphs of a step keep all that it takes, also between steps. Their gradients take places that
+                  other tensors have left, as far as these are large enough (`_Kept.room`). What is computed eagerly
+                  beside them takes memory of its own: the evaluation, of which one layer and a piece of the logits are
+                  there
     loading       experts that are to be in host memory are on the device first, before there is any step
     process       on CPUs: 60 MiB of code, threads and buffers that every rank takes once it trains
     allocator     on CPUs: half of what a step takes and frees, which the C library keeps in pieces of the wrong sizes
@@ -106,17 +108,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     experts_trained = sizes.experts.trained / degrees.expert_shards
     layer_total, layer_trained = (one / max(1, moe_layers) / degrees.expert_ranks for one in sizes.experts)
 
-    # Gathered parameters, and gradients on their way to shards.
-    gathered = reducing = 0.0
-    if degrees.efsdp > 1 and degrees.dp_cp > 1 and not together:
-        gathered += 2 * layer_total * computed
-        reducing += layer_trained * sizes.reduced
-    if degrees.dp_cp > 1 and not replicated:
-        head = sizes.words * sizes.hidden if sizes.ends else 0
-        one = max(0.0, sizes.dense.total - head) / degrees.tp / max(1, number)
-        # The output layer is not given back between forward and backward.
-        gathered += (2 * one + head / degrees.tp) * computed
-        reducing += one * (computed + sizes.reduced) if sizes.dense.trained else 0.0
+    gathered, reducing = _on_their_way(sizes, candidate, 0 if together else layer_total, layer_trained)
     reducing += min(BUCKET, whole_trained * sizes.reduced)
     copied = waiting = at_once = 0.0
     if candidate.copies_experts:
@@ -305,6 +297,27 @@ def _groups(candidate: Candidate) -> int:
     degrees = candidate.degrees
     apart = (degrees.efsdp not in (1, degrees.dp_cp)) + (degrees.cp not in (1, degrees.dp_cp))
     return (degrees.dp_cp > 1) + (degrees.expert_ranks > 1) + (degrees.tp > 1) + (degrees.pp > 1) + apart
+
+
+def _on_their_way(
+    sizes: RankSizes, candidate: Candidate, layer_total: float, layer_trained: float
+) -> tuple[float, float]:
+    """Bytes of parameters that FSDP has gathered, and of gradients on their way to shards.
+
+    Args:
+        layer_total, layer_trained: parameters of one layer's experts, gathered; total 0: they lie as dense ones do."""
+    degrees, computed = candidate.degrees, candidate.computed
+    gathered = reducing = 0.0
+    if degrees.efsdp > 1 and degrees.dp_cp > 1 and layer_total:
+        gathered += 2 * layer_total * computed
+        reducing += layer_trained * sizes.reduced
+    if degrees.dp_cp > 1 and candidate.dense != "replicate":
+        head = sizes.words * sizes.hidden if sizes.ends else 0
+        one = max(0.0, sizes.dense.total - head) / degrees.tp / max(1, len(sizes.layers))
+        # The output layer is not given back between forward and backward.
+        gathered += (2 * one + head / degrees.tp) * computed
+        reducing += one * (computed + sizes.reduced) if sizes.dense.trained else 0.0
+    return gathered, reducing
 
 
 def _evaluation(sizes: RankSizes, candidate: Candidate, products: float) -> float:
