@@ -257,8 +257,8 @@ def test_copies_of_offloaded_layers_fall_behind_little_by_little() -> None:
 
 
 def test_points_of_one_gpu_are_predicted() -> None:
-    """docs/planner.md, "Is it right?": steps, but for one whose machine had a faster link to its host, and an eager one;
-    memory of all."""
+    """docs/planner.md, "Is it right?": steps, but for an eager one and one whose machine had a faster link to its
+    host; memory of all."""
     points = json.loads((DOCS / "measurements" / "points_one.json").read_text())["points"]
     found = compare(points, H200, 8)
     known = [abs(one.error) for one in found if not one.name.endswith(("state in host memory", "6 layers, eager"))]
