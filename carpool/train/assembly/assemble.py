@@ -45,7 +45,7 @@ from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
 from carpool.schedule import Schedule
-from carpool.train.assembly.tiers import disk_folder, make_tiers
+from carpool.train.assembly.tiers import make_tiers
 from carpool.train.decisions.schedules import choose_schedule, rides_first
 from carpool.train.decisions.stages import choose_stages
 from carpool.train.decisions.transports import TRANSPORT_KIND, choose_way
@@ -55,6 +55,7 @@ from carpool.train.model.adapter import add_adapter
 from carpool.train.model.source import distributed_config, loading_shown, top_k_of
 from carpool.train.moving.layouts import first_layouts
 from carpool.train.prepare.prepare import Prepared
+from carpool.train.prepare.tiers import disk_folder
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.pipeline import PipelineObjective
 from carpool.train.steps.room import most_tokens, transport_options
@@ -301,7 +302,16 @@ class Assembled(Prepared):
             self.parameters = list(self.model.parameters())
             on_disk = training.optimizer_state == "disk"
             self.optimizer = make_optimizer(self.model, training, disk_folder(self.config) if on_disk else None)
-        self.consumed, self.away = make_tiers(self)
+        self.consumed, self.away = make_tiers(
+            self.config,
+            self.model,
+            self.rides,
+            self.optimizer,
+            torch.bfloat16 if self.bf16 else self.model.dtype,
+            self.schedule.answer.name == "two-batch",
+            self.device,
+            self.decisions,
+        )
         self.metrics = RideMetrics(self.model, None if self.pipeline is None else self.pipeline.moe_layers)
 
     def _moving_sequences(self) -> MovingSequences | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,12 @@ from carpool.memory.policies import KeptPolicies
 from carpool.observe.clock import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.configuration.candidate import POLICIES
+from carpool.train.assembly.assemble import Assembled
 from carpool.train.config.schema import Config
+from carpool.train.decisions.kept import Times
 from carpool.train.steps.graphs import EAGER_STEPS
 from carpool.train.steps.room import make_room
 
-if TYPE_CHECKING:
-    from carpool.train.assembly.assemble import Assembled
-
-# By item and policy, of a micro-batch of all layers of the run.
-Times = dict[str, dict[str, float]]
 WARM_UP, ROUNDS = 2, 3
 LAYERS = 3
 WORDS = 256

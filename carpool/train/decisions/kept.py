@@ -21,10 +21,12 @@ from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.decisions.policies import Policies, choose_policies, measured_milliseconds, modelled_milliseconds
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
-from carpool.train.assembly.kept_times import Times
 from carpool.train.config.schema import Config
 from carpool.train.estimate.memory import MemoryEstimate
 from carpool.train.model.source import planned_attention
+
+# Milliseconds by item and policy, of a micro-batch of all layers of the run.
+Times = dict[str, dict[str, float]]
 
 
 def _read(record: Record) -> Policies:

@@ -1,4 +1,4 @@
-"""The adapter of a run: from `[adapter]` to peft's configuration, into the model, and to the run's folder.
+"""The adapter of a run: from `[adapter]` to peft's configuration, and into the model.
 
 frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.finetune.expert_adapters`)
 -> float32 -> with whole dense parameters (parallelism.dense = replicate), they are reduced with the other buckets
@@ -6,24 +6,20 @@ frozen model -> peft injects the adapters -> Carpool takes over those of experts
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from carpool.hf.finetune.adapters import adapter_tensors, names_of_former_experts, share_adapters
+from carpool.hf.finetune.adapters import names_of_former_experts, share_adapters
 from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.layers import experts_modules, find_router
 from carpool.hf.seam.rides import ExpertRides, rides
 from carpool.parallel.degrees import Degrees
-from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder, put_in_place
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_adapter import GROUPS, AdapterSection
-from carpool.train.launch.ranks import gather, rank, together
 
 
 def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, replicate: bool) -> int:
@@ -208,42 +204,3 @@ def _expert_weights(own: ExpertRides) -> tuple[str, ...]:
             "targets"
         )
     return weight_names(own.experts)[:2]
-
-
-def save_adapter(model: Any, folder: Path) -> Path:
-    """Write the adapter as peft does: `PeftModel.from_pretrained(base, folder)` reads it. Every rank calls it; rank 0
-    writes, and the folder appears when it is complete, in place of an earlier one.
-
-    Raises:
-        CheckpointWriteError: on all ranks, if rank 0 could not write.
-    """
-    tensors = adapter_tensors(model)
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    with together(CheckpointWriteError, f"{folder} was not written: "):
-        if rank() == 0:
-            try:
-                _write(model, tensors, temporary)
-                put_in_place(temporary, folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    gather(None)
-    return folder
-
-
-def _write(model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    name = model.active_adapters()[0]
-    named = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=name)
-    whole = {f"base_model.model.{key}": tensor.detach().cpu().contiguous() for key, tensor in named.items()}
-    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.peft_config[name]
-    config.inference_mode = True  # peft's own, for those who load it
-    config.save_pretrained(folder)
-    config.inference_mode = False
-    for file in folder.iterdir():
-        flush_file(file)
-    flush_folder(folder)

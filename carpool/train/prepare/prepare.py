@@ -19,11 +19,9 @@ from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Decisions
 from carpool.planner.decisions.policies import Policies
-from carpool.train.assembly.kept_times import Times
-from carpool.train.assembly.tiers import check_experts_away, check_layouts_of_tiers, check_tiers
 from carpool.train.config.schema import Config
 from carpool.train.decisions.dense import choose_dense
-from carpool.train.decisions.kept import choose_memory, with_policies
+from carpool.train.decisions.kept import Times, choose_memory, with_policies
 from carpool.train.decisions.plan import Planned, choose_plan, with_settings
 from carpool.train.decisions.speeds import with_speeds
 from carpool.train.decisions.transports import likely_transport
@@ -34,6 +32,7 @@ from carpool.train.model.adapter import check_adapter
 from carpool.train.model.blueprint import Blueprint
 from carpool.train.model.source import SEQUENCE_KIND, attention_of, check_implementations, context_cut, divides_tokens
 from carpool.train.moving.layouts import check_layout_file
+from carpool.train.prepare.tiers import check_experts_away, check_layouts_of_tiers, check_tiers
 from carpool.train.steps.pipeline import CutModel, cut_into_stages
 
 

@@ -17,12 +17,12 @@ from carpool.hf.seam.rides import buffers_of_rides
 from carpool.report import text_block
 from carpool.report.schema import Train
 from carpool.report.steps import summarise_steps
+from carpool.train.checkpoints.adapter import save_adapter
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.manager import checkpoint_name
 from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
-from carpool.train.model.adapter import save_adapter
 from carpool.train.records.files import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.evaluate import evaluate
 from carpool.train.run.probe import compare, summarise

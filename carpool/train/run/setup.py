@@ -19,13 +19,13 @@ from carpool.hf.seam.layers import decoder_layers
 from carpool.hf.seam.layouts import is_logical, logical_like, physical_order
 from carpool.hf.seam.rides import buffers_of_rides
 from carpool.train.assembly.assemble import Assembled
-from carpool.train.assembly.kept_times import Times, groups_before, measure_policies, small_config, small_model
+from carpool.train.assembly.kept_times import groups_before, measure_policies, small_config, small_model
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import check_steps_left
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.decisions.kept import open_items
+from carpool.train.decisions.kept import Times, open_items
 from carpool.train.estimate.fit import check_fits
 from carpool.train.launch.machine import Machine, find_machine, rank_device, ranks_of
 from carpool.train.launch.ranks import from_rank_0, gather

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +31,7 @@ from carpool.hf.seam.rides import ExpertRides
 from carpool.kernels.capture import Recorder
 from carpool.parallel.pipeline import Action, Tensors
 from carpool.train.steps.graphs import Batch, BeforeBackward, StepGraphs
-
-if TYPE_CHECKING:
-    from carpool.train.steps.pipeline import PipelineObjective
+from carpool.train.steps.pipeline import PipelineObjective
 
 
 class _Edge(NamedTuple):
