@@ -10,7 +10,7 @@ import torch
 from carpool.hf.compute.documents import DOCUMENTS
 from carpool.hf.compute.packed import one_row_only, packed, packed_settings
 from carpool.train.data.sequences import IGNORED
-from carpool.train.steps.step import Objective
+from carpool.train.steps.objective import Objective
 from examples.tiny_chat_model import CONVERSATIONS, write
 from tests.gpu.ranks import needs
 from tests.gpu.test_graphs_gpu import lines

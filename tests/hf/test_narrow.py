@@ -15,9 +15,10 @@ from carpool.hf.building.narrow import is_narrow, row_size
 from carpool.hf.seam.layers import experts_modules
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import load_config
-from carpool.train.model.source import distributed_config, meta_model
+from carpool.train.model.division import distributed_config
+from carpool.train.model.source import meta_model
 from carpool.train.prepare.dry_run import dry_run
-from carpool.train.steps.step import Objective
+from carpool.train.steps.objective import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet
 from tests.hf.tiny_models import discover, tiny_config

@@ -15,8 +15,8 @@ from carpool.layout.topology import Topology
 from carpool.observe.traffic import MOVES, VERBS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import hardware_of
-from carpool.train.model.source import distributed_config
-from carpool.train.steps.step import Objective
+from carpool.train.model.division import distributed_config
+from carpool.train.steps.objective import Objective
 from carpool.transport import set_topology
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet

@@ -19,8 +19,8 @@ from carpool.parallel import sequence
 from carpool.parallel.degrees import Degrees
 from carpool.recipes import load
 from carpool.recipes.resolve import resolve
-from carpool.train.model.source import distributed_config
-from carpool.train.steps.step import Objective
+from carpool.train.model.division import distributed_config
+from carpool.train.steps.objective import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet
 from tests.hf.tiny_models import discover, tiny_config

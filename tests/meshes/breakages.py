@@ -22,7 +22,7 @@ from carpool.hf.routing import balance
 from carpool.layout import assigning
 from carpool.parallel import clip, flat, fsdp, sequence, slots
 from carpool.parallel.degrees import Degrees
-from carpool.train.steps.step import Objective
+from carpool.train.steps.objective import Objective
 from tests.meshes.cases import Case
 
 

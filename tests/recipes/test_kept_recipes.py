@@ -14,7 +14,7 @@ from carpool.memory import Offloader
 from carpool.recipes import read
 from carpool.recipes.mechanisms import check
 from carpool.recipes.resolve import resolve
-from carpool.train.steps.step import make_optimizer
+from carpool.train.steps.optimizer import make_optimizer
 
 SYSTEMS = ("mpipemoe", "megascale-memory", "deepseek-v3-memory")
 H, F, E, K, TOKENS = 32, 24, 8, 2, 40

@@ -21,7 +21,7 @@ from carpool.recipes import load, names
 from carpool.recipes.mechanisms import find
 from carpool.train.assembly.tiers import loading_of
 from carpool.train.config import Config, load_config
-from carpool.train.steps.step import make_optimizer
+from carpool.train.steps.optimizer import make_optimizer
 from tests.memory.test_host_experts import LAYERS, batch, loss_of, model_of
 
 # What makes a system that system; a recipe may not lose any of it.

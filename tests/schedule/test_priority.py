@@ -17,7 +17,7 @@ from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.decisions import schedules
-from carpool.train.steps.step import Objective
+from carpool.train.steps.objective import Objective
 from tests.hf.parity import full_gradients
 from tests.ranks import Ranks
 from tests.schedule.test_two_batch import error, groups, halves, make_model, same

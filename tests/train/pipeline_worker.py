@@ -30,9 +30,9 @@ from carpool.parallel.slot_steps import local
 from carpool.ride.turns import HALF
 from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
+from carpool.train.steps.objective import Objective
 from carpool.train.steps.pipeline import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
-from carpool.train.steps.step import Objective
 from tests.full_tensor import full_tensor
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
 from tests.replayed import Again

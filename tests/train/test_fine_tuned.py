@@ -18,7 +18,7 @@ from carpool.train.data.corpus import prepare
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import train_sequences
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.steps.step import learning_rate
+from carpool.train.steps.optimizer import learning_rate
 from examples.tiny_chat_model import CONVERSATIONS, write
 from tests.ranks import Ranks
 from tests.train.test_loop import records, run

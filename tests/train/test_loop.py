@@ -23,15 +23,15 @@ from carpool import cli
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.report import write_report
-from carpool.train.checkpoints.load_run import load_run
 from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.trace import load_run
 from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
 from carpool.train.records.files import why_not_writable
 from carpool.train.run.about import _earlier_starts
+from carpool.train.run.evaluate import sample
 from carpool.train.run.loop import train
-from carpool.train.run.sample import sample
-from carpool.train.steps.step import learning_rate
+from carpool.train.steps.optimizer import learning_rate
 from tests.ranks import Ranks
 
 MODEL = [

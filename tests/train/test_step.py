@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.train.steps import step
-from carpool.train.steps.step import Objective
+from carpool.train.steps import objective
+from carpool.train.steps.objective import Objective
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 
 
@@ -25,7 +25,7 @@ def test_a_backward_has_the_attention_of_its_forward(monkeypatch: pytest.MonkeyP
         yield
         inside.pop()
 
-    monkeypatch.setattr(step, "fastest_attention", fastest)
+    monkeypatch.setattr(objective, "fastest_attention", fastest)
     model: Any = tiny_model(discover()["olmoe"]).train()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(inside)))

@@ -44,7 +44,7 @@ from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
 from carpool.train.launch.machine import find_machine, rank_device
 from carpool.train.launch.ranks import from_rank_0
 from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.source import distributed_config
+from carpool.train.model.division import distributed_config
 from carpool.train.prepare.data import MakeCorpus, read_data
 from carpool.train.prepare.prepare import Prepared, prepare
 from carpool.train.records.files import CONFIG, INFO, LAYOUT, METRICS

@@ -9,7 +9,10 @@ Setup goes on from here (`carpool.train.run.setup`). Measurements of a few layer
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.experts import Choices
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
@@ -52,15 +56,17 @@ from carpool.train.decisions.transports import TRANSPORT_KIND, choose_way
 from carpool.train.launch.machine import ranks_of
 from carpool.train.launch.ranks import gather
 from carpool.train.model.adapter import add_adapter
-from carpool.train.model.source import distributed_config, loading_shown, top_k_of
+from carpool.train.model.division import distributed_config
+from carpool.train.model.source import top_k_of
 from carpool.train.moving.layouts import first_layouts
 from carpool.train.prepare.prepare import Prepared
 from carpool.train.prepare.tiers import disk_folder
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
+from carpool.train.steps.objective import Objective
+from carpool.train.steps.optimizer import make_optimizer
 from carpool.train.steps.pipeline import PipelineObjective
 from carpool.train.steps.room import most_tokens, transport_options
 from carpool.train.steps.stage_graphs import StageGraphs
-from carpool.train.steps.step import Objective, make_optimizer
 from carpool.transport import TransportOptions, set_topology
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
@@ -352,3 +358,16 @@ class Assembled(Prepared):
         """Note whether steps are CUDA graphs, once the first one has been captured. `why_not`: None if they are."""
         self.no_graphs = why_not
         note_graphs(self.decisions, why_not is None, why_not)
+
+
+@contextmanager
+def loading_shown(main: bool) -> Iterator[None]:
+    """Inside, rank 0 of a terminal shows Transformers' progress bar of loading weights."""
+    if not (main and sys.stderr.isatty()):
+        yield
+        return
+    enable_progress_bar()
+    try:
+        yield
+    finally:
+        disable_progress_bar()

@@ -15,14 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from carpool.hf import install
 from carpool.hf.building.model import build_model
 from carpool.hf.observe.trace import TraceRecorder
 from carpool.placement.trace import Trace
-from carpool.train.checkpoints.load_run import load_run
-from carpool.train.config.schema import DataSection
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.reading import load
+from carpool.train.config import load_config
+from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import prepare
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+from carpool.train.model.source import model_source
 
 
 def record(
@@ -92,6 +97,36 @@ def record(
             loaded(input_ids=torch.from_numpy(row_L[None]).to(device), use_cache=False)
         origin = {"checkpoint": str(path), "model_type": loaded.config.model_type, "data": corpus.source}
         return recorder.trace(**origin, sequence_length=length, **about)
+
+
+def load_run(run: Path) -> tuple[PreTrainedModel, Tokenizer, Config]:
+    """The model of a run's newest checkpoint, in this one process on whatever device it has, and what it was trained
+    with.
+
+    Raises:
+        ValueError: `run` is no run directory, has trained an adapter, or has no checkpoint yet.
+    """
+    if not (run / "config.toml").exists():
+        raise ValueError(f"{run} is not a run directory: it has no config.toml; name the training.output_dir of a run")
+    config = load_config(run / "config.toml")
+    if config.adapter.kind is not None:
+        raise ValueError(f"{run} has trained an adapter, not a model: name what `carpool merge {run} --out DIR` writes")
+    # Not training.output_dir: the run may have been moved since.
+    latest = CheckpointManager(run).latest()
+    if latest is None:
+        raise ValueError(f"{run} has no checkpoint yet: let it train on, or lower training.save_steps")
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    model = build_model(
+        model_source(config, tokenizer),
+        distributed_config=None,
+        dtype=getattr(torch, config.model.dtype or "float32"),
+        seed=config.training.seed,
+        attn_implementation=config.model.attn_implementation,
+        experts_implementation=config.model.experts_implementation,
+    )
+    install(model)
+    load(latest, model, restore_rng=False)
+    return model, tokenizer, config
 
 
 def sequences(tokens: Any, length: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -23,7 +23,7 @@ from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
 from carpool.train.config.schema import Config
 from carpool.train.estimate.memory import MemoryEstimate
-from carpool.train.model.source import planned_attention
+from carpool.train.model.implementations import planned_attention
 
 # Milliseconds by item and policy, of a micro-batch of all layers of the run.
 Times = dict[str, dict[str, float]]

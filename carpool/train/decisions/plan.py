@@ -32,7 +32,8 @@ from carpool.planner.search.space import Space
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine
 from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.source import context_cut, planned_attention
+from carpool.train.model.division import context_cut
+from carpool.train.model.implementations import planned_attention
 from carpool.train.steps.pipeline import cut_into_stages
 
 AXES = ("dp_replicate", "fsdp", "cp", "tp", "pp", "ep", "etp")

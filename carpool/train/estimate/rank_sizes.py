@@ -36,7 +36,9 @@ from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.estimate.copies import copies_of, most_copies
 from carpool.train.model.adapter import outline_adapter
-from carpool.train.model.source import attention_of, context_cut, divides_tokens, top_k_of
+from carpool.train.model.division import context_cut, divides_tokens
+from carpool.train.model.implementations import attention_of
+from carpool.train.model.source import top_k_of
 from carpool.train.steps.room import transport_options
 from carpool.transport import find_transport
 

@@ -1,11 +1,9 @@
-"""From the `[model]` and `[parallelism]` sections to what transformers takes."""
+"""From the `[model]` section to what transformers builds, and what is known of it without values."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,16 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-from carpool.hf.axes.context import choose_way
-from carpool.hf.axes.sequence_parallel import why_not_sequence_parallel
 from carpool.hf.building.narrow import narrow_experts
-from carpool.hf.compute.attention import fused_attention
-from carpool.hf.compute.documents import DOCUMENTS, why_no_bounds
 from carpool.hf.config.sizes import TOP_K, check_sizes, first_key
 from carpool.hf.config.source import make_config, read_config
 from carpool.hf.seam.layers import experts_modules
-from carpool.parallel.context import Cut
-from carpool.parallel.degrees import Degrees
-from carpool.planner.decisions.chosen import Kind
 from carpool.plugins.nearest import nearest
 from carpool.train.config.published import FROM, read_keys
-from carpool.train.config.schema import Config, ModelSection
-from carpool.train.data.formats import are_packed
+from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.model.implementations import check_attention
 
 
 def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
@@ -139,128 +127,6 @@ def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
         narrow_experts(model, experts_modules(model))
     return model
-
-
-def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: int = 0) -> Cut | None:
-    """Which part of every sequence a rank has; None: whole ones.
-
-    Args:
-        model: may be on the meta device.
-
-    Raises:
-        ValueError: a model, sequences or heads that cannot be divided so."""
-    if degrees.cp == 1:
-        return None
-    way = choose_way(
-        model,
-        degrees.cp,
-        config.data.sequence_length,
-        config.parallelism.cp_attention,
-        heads_divided=degrees.tp,
-        packed=are_packed(config.data),
-        implementation=config.model.attn_implementation,
-    )
-    return Cut(degrees.cp, degrees.coordinate(rank, "cp"), way)
-
-
-def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda: bool) -> str | None:
-    """What computes attention, as Transformers names it; None: its default."""
-    if config.model.attn_implementation is not None:
-        return config.model.attn_implementation
-    packed, training = are_packed(config.data), config.training
-    # Not shown to be right, or bitwise repeatable, with these.
-    unsure = degrees.cp > 1 or training.full_determinism
-    if packed and not unsure:
-        half = config.model.dtype == "bfloat16" or training.computes_in_bf16(cuda)
-        # Without a GPU the host reads where documents end, which no compiled layer can.
-        compiled = training.torch_compile and not cuda
-        return None if compiled or why_no_bounds(model, cuda, half) else DOCUMENTS
-    return fused_attention(model) if cuda and not packed and not unsure else None
-
-
-def planned_attention(config: Config, degrees: Degrees, model: PreTrainedModel, cuda: bool) -> str | None:
-    """The same as the planner reads it (`carpool.planner.model.shape`), to which what is not "eager" is fused."""
-    return attention_of(config, degrees, model, cuda) or ("eager" if fused_attention(model) else None)
-
-
-def check_attention(model: ModelSection) -> None:
-    """Raise ValueError for an attention that transformers does not know. Those with a slash are its kernels."""
-    name, known = model.attn_implementation, ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
-    if name is not None and name not in known and "/" not in name:
-        close = nearest(name, known)
-        hint = f" (did you mean {close}?)" if close else ""
-        raise ValueError(f"model.attn_implementation = {name!r}: expected one of {', '.join(sorted(known))}{hint}")
-
-
-def check_implementations(section: ModelSection, model: PreTrainedModel) -> None:
-    """Raise ValueError for attention or experts that this model, or this machine, does not have. What names a kernel of
-    a repository (with a slash) is known when it is loaded."""
-    if (name := section.attn_implementation) is not None and "/" not in name:
-        with _refused(f"model.attn_implementation = {name!r}"):
-            model.get_correct_attn_implementation(name, is_init_check=True)
-    if (name := section.experts_implementation) is not None and "/" not in name:
-        with _refused(f"model.experts_implementation = {name!r}"):
-            model.get_correct_experts_implementation(name)
-
-
-@contextmanager
-def _refused(setting: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"{setting}: {error}") from None
-
-
-def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
-    """The mesh for transformers: FSDP2 x TP for dense parameters, FSDP2 x EP for experts."""
-    return DistributedConfig(
-        tp_size=degrees.tp,
-        # Ranks that share sequences shard dense parameters, too.
-        fsdp_size=degrees.fsdp * degrees.cp,
-        dp_replicate_size=degrees.dp_replicate,
-        # For transformers a slice of an expert is an expert.
-        ep_size=degrees.expert_ranks,
-        ep_implementation="carpool",
-        fsdp_mixed_precision=bf16,
-    )
-
-
-SEQUENCE_KIND: Kind[bool] = Kind("sequence_parallel", lambda on: {"on": on}, lambda record: bool(record["on"]))
-
-
-def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> tuple[bool, str]:
-    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.axes.sequence_parallel`), and
-    why.
-
-    Raises:
-        ValueError: that was asked for, and cannot be."""
-    asked, reason = config.parallelism.sequence_parallel, None
-    if degrees.tp == 1:
-        reason = "there is one tensor-parallel rank"
-    elif config.training.torch_compile:
-        reason = "training.torch_compile compiles whole layers"
-    elif config.training.gradients == "consumed":
-        reason = "training.gradients = 'consumed' uses gradients before they are summed over ranks"
-    else:
-        reason = why_not_sequence_parallel(blueprint, degrees.ep)
-    if asked == "on" and reason is not None:
-        raise ValueError(f"parallelism.sequence_parallel = 'on' cannot be: {reason}; use 'auto' or 'off'")
-    if asked == "off" or reason is not None:
-        return False, reason or "asked for"
-    return True, "fewer bytes between ranks, and norms and routers are computed once"
-
-
-@contextmanager
-def loading_shown(main: bool) -> Iterator[None]:
-    """Inside, rank 0 of a terminal shows Transformers' progress bar of loading weights."""
-    if not (main and sys.stderr.isatty()):
-        yield
-        return
-    enable_progress_bar()
-    try:
-        yield
-    finally:
-        disable_progress_bar()
 
 
 def top_k_of(model: nn.Module) -> int:

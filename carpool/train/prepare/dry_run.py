@@ -19,7 +19,7 @@ from carpool.train.estimate.fit import describe_fit
 from carpool.train.estimate.memory import state_bytes
 from carpool.train.launch.machine import imagine_machine
 from carpool.train.model.flops import flops_per_token
-from carpool.train.model.source import planned_attention
+from carpool.train.model.implementations import planned_attention
 from carpool.train.prepare.check import check_choices, find_checkpoint, foresee
 from carpool.train.prepare.prepare import Prepared
 from carpool.train.steps.graphs import describe_graphs

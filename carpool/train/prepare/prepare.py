@@ -30,7 +30,8 @@ from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
 from carpool.train.model.adapter import check_adapter
 from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.source import SEQUENCE_KIND, attention_of, check_implementations, context_cut, divides_tokens
+from carpool.train.model.division import SEQUENCE_KIND, context_cut, divides_tokens
+from carpool.train.model.implementations import attention_of, check_implementations
 from carpool.train.moving.layouts import check_layout_file
 from carpool.train.prepare.tiers import check_experts_away, check_layouts_of_tiers, check_tiers
 from carpool.train.steps.pipeline import CutModel, cut_into_stages

@@ -26,7 +26,7 @@ from carpool.train.records.environment import environment
 from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.state import RunState
 from carpool.train.steps.graphs import describe_graphs, note_graphs
-from carpool.train.steps.step import describe_optimizer
+from carpool.train.steps.optimizer import describe_optimizer
 
 
 def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any]:

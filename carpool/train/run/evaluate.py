@@ -7,11 +7,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
+from carpool.hf.compute.attention import attention_of_any_length
 from carpool.hf.compute.compiled import eagerly
+from carpool.hf.generation.generate import Sampling, generate
 from carpool.hf.seam.rides import rooms_of_rides
 from carpool.train.data.loader import count_targets
-from carpool.train.run.sample import sample
+from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.run.state import RunState
 from carpool.train.steps.room import room_for_all
 
@@ -63,3 +66,39 @@ def _held_out(run: RunState) -> tuple[float, int]:
     # Ranks that share sequences have each counted all of their tokens, and compute the loss of all or of some.
     tokens /= run.objective.ranks_per_sequence
     return total / run.objective.cross_entropy.copies / tokens, int(tokens)
+
+
+def sample(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    context: int | None = None,
+) -> str:
+    """What the model writes after `prompt`: all ranks continue the same text together. Greedy at temperature 0; leaves
+    the global random state alone.
+
+    Args:
+        context: tokens of the prompt that the model sees at most, the last ones; None: all.
+
+    Returns:
+        The prompt with its continuation, up to the first end-of-text token.
+
+    Raises:
+        ValueError: a negative temperature or no new tokens.
+    """
+    tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eos_id]
+    with attention_of_any_length(model):
+        made = generate(
+            model,
+            [tokens if context is None else tokens[-context:]],
+            Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed),
+            end=[tokenizer.eos_id],
+            pad=tokenizer.eos_id,
+            # A vocabulary padded to a round size has places that mean nothing.
+            vocabulary=tokenizer.vocab_size,
+        )
+    return prompt + tokenizer.decode(made.tokens[0])

@@ -36,7 +36,8 @@ from carpool.train.run.numbers import StepNumbers, record_step, start_numbers, s
 from carpool.train.run.setup import Setup
 from carpool.train.steps.determinism import determinism
 from carpool.train.steps.diagnose import NonFiniteError, explain
-from carpool.train.steps.step import Batch, Losses, learning_rate
+from carpool.train.steps.objective import Batch, Losses
+from carpool.train.steps.optimizer import learning_rate
 
 T = TypeVar("T")
 

@@ -17,7 +17,8 @@ from carpool.train.decisions.plan_check import MEASURED, SKIPPED
 from carpool.train.records.environment import peak_memory
 from carpool.train.run.about import record_plan
 from carpool.train.run.state import RunState
-from carpool.train.steps.step import Losses, learning_rate
+from carpool.train.steps.objective import Losses
+from carpool.train.steps.optimizer import learning_rate
 
 
 class StepNumbers(NamedTuple):

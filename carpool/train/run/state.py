@@ -23,8 +23,8 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.prepare.data import RunData
 from carpool.train.records.display import Display
 from carpool.train.records.record import Recorder
+from carpool.train.steps.objective import Batch
 from carpool.train.steps.room import fewer_node_rows, make_room, random_state, restore_random_state
-from carpool.train.steps.step import Batch
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ from carpool.schedule.forward_backward import ForwardBesideBackward
 from carpool.schedule.split import SplitBackward
 from carpool.train.config.schema import Config
 from carpool.train.steps.graphs import Batch, BeforeBackward
-from carpool.train.steps.step import Objective
+from carpool.train.steps.objective import Objective
 
 
 class PipelineObjective(Objective):
