@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from carpool.train.config import Config, load_config
 from carpool.train.launch import start, stopping
-from carpool.train.launch.failure import first_cause, rank_failure, resume_hint
+from carpool.train.launch.failure import first_cause, is_consequence, rank_failure, resume_hint
 from carpool.train.launch.start import RankFailure, find_world, local_ranks, run
 from carpool.train.launch.stopping import STOP_SIGNALS, Relay, StopRequest
 from carpool.train.launch.worker import _meeting, entry_name, record_error
@@ -328,11 +328,29 @@ def test_ranks_that_do_not_meet_say_where_they_waited(monkeypatch, capsys):
     monkeypatch.setattr("carpool.train.launch.worker._MEETING_SECONDS", 0.0)
     with (
         pytest.raises(ValueError, match=r"the 2 ranks did not meet at h:5 \(.*\): timed out\. Was each rank"),
-        _meeting(),
+        _meeting(60.0),
     ):
         time.sleep(0.2)
         raise torch.distributed.DistNetworkError("timed out.")
     assert capsys.readouterr().err == "rank 1 waits for all 2 ranks at h:5 (MASTER_ADDR, MASTER_PORT)\n"
+
+
+def test_a_rank_ends_where_another_program_has_the_port_and_says_nothing(monkeypatch):
+    """PyTorch's store waits for its answer without end."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr("carpool.train.launch.worker._MEETING_SECONDS", 0.0)
+    monkeypatch.setattr("carpool.train.launch.worker._NCCL_EXTRA_SECONDS", 0.0)
+    ended: list[BaseException] = []
+    monkeypatch.setattr("carpool.train.launch.worker.end_process", ended.append)
+    with _meeting(0.1):
+        wait_for(lambda: ended, 10)
+    assert "rank 1 got no answer there in 0 s; another program may have the port. Was each rank" in str(ended[0])
+    with _meeting(0.1):
+        pass
+    time.sleep(0.2)
+    assert len(ended) == 1, "ranks that have met go on"
 
 
 def failed(folder: Path, rank: int, exit_code: int, error: Exception | None = None) -> ProcessFailure:
@@ -390,6 +408,10 @@ def test_a_rank_that_merely_hangs_is_named_by_who_waited(tmp_path):
     assert first_cause(failures | {2: killed}) == 1
 
 
+def test_a_second_collective_after_one_that_took_too_long_is_no_cause():
+    assert is_consequence("RuntimeError", "Application timeout caused pair closure")
+
+
 def test_an_error_of_the_input_is_told_as_it_was_raised(tmp_path):
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42390")
     wrong = ValueError("data.train: something to put right")
@@ -400,7 +422,7 @@ def test_an_error_of_the_input_is_told_as_it_was_raised(tmp_path):
     assert "ValueError" in failure.traceback
 
 
-def test_recorded_errors_keep_the_first_and_are_readable_by_pytorch(tmp_path, monkeypatch):
+def test_recorded_errors_keep_the_first_and_are_readable_by_pytorch(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     record_error(OSError(28, "No space left on device"))
     record_error(RuntimeError("what followed"))
@@ -411,10 +433,15 @@ def test_recorded_errors_keep_the_first_and_are_readable_by_pytorch(tmp_path, mo
     (tmp_path / "error.json").unlink()
     record_error(ConnectionResetError("a peer"))
     assert json.loads((tmp_path / "error.json").read_text())["carpool"]["user_error"] is False
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    record_error(RuntimeError("what cannot be written"))
+    assert "what cannot be written" in caplog.text and "No such file" in caplog.text
 
 
 def test_resume_hint_names_the_newest_whole_checkpoint(tmp_path):
     assert "no checkpoint was written" in resume_hint(config(tmp_path))
+    (tmp_path / "metrics.jsonl").touch()
+    assert "delete that folder, or name another one, and start again" in resume_hint(config(tmp_path))
     for name in ("step-00000100", "step-00000200", "step-00000300.tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert f"{tmp_path / 'checkpoints' / 'step-00000200'} with" in resume_hint(config(tmp_path))

@@ -307,6 +307,35 @@ def test_trains_on_from_a_checkpoint_folder(two_ranks: Ranks, reference: Path, t
     assert records(output, "eval")[3]["loss"] < before
 
 
+def test_a_run_that_was_killed_at_its_end_is_finished(
+    two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path
+) -> None:
+    """After its last checkpoint, while it wrote the model."""
+    output = tmp_path / "run"
+    shutil.copytree(reference, output)
+    before = json.loads((output / "summary.json").read_text())
+    (output / "summary.json").unlink()
+    (output / "model").rename(output / ".tmp-model-0123abcd")
+    settings = [*text, "training.save_pretrained=true", "training.resume_from_checkpoint=last"]
+    assert start_two(two_ranks, output, settings) == [""] * 2
+    assert json.loads((output / "summary.json").read_text()) == before | {"compare": None}
+    weights = "model.safetensors"
+    assert (output / "model" / weights).read_bytes() == (reference / "model" / weights).read_bytes()
+    assert not list(output.glob(".tmp-*"))
+    assert all("at step 6 already" in one and "nothing to do" in one for one in start_two(two_ranks, output, settings))
+
+
+def _unlike(output: str, overrides: Sequence[str]) -> str:
+    return run(output, [*overrides, "training.seed=7", "model.config.num_experts=4"] if dist.get_rank() else overrides)
+
+
+def test_ranks_with_other_settings_are_refused(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    for said in two_ranks(_unlike, str(tmp_path / "run"), [*TWO, *text]):
+        assert said.startswith("ValueError: rank 1 was started with other settings than rank 0: "), said
+        assert "training.seed = 7, not 0" in said and "model.config.num_experts = 4, not 8" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_model_without_experts_is_refused(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     dense = [setting for setting in TWO if "expert" not in setting and "router" not in setting]
     errors = two_ranks(run, str(tmp_path / "run"), [*dense, *text, "model.model_type=llama"])

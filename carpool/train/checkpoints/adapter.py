@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from carpool.hf.finetune.adapters import adapter_tensors
-from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder, put_in_place
+from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder, put_in_place, remove_left
 from carpool.train.launch.ranks import gather, rank, together
 
 
@@ -27,6 +27,7 @@ def save_adapter(model: Any, folder: Path) -> Path:
             try:
                 _write(model, tensors, temporary)
                 put_in_place(temporary, folder)
+                remove_left(folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     gather(None)

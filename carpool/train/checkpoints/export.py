@@ -33,6 +33,7 @@ from carpool.train.checkpoints.files import (
     flush_folder,
     put_in_place,
     read_state,
+    remove_left,
     stored_parts,
 )
 from carpool.train.checkpoints.manager import CheckpointManager, step_of
@@ -139,6 +140,7 @@ def write_model(
     try:
         with together(CheckpointWriteError, f"{target} was not written: "):
             if rank() == 0:
+                remove_left(target)
                 temporary.mkdir(parents=True)
         with together(CheckpointWriteError, f"{target} was not written: "):
             begin("writing", sum(entry.bytes for file in mine for entry in layout.files[file].values()))
@@ -154,6 +156,7 @@ def write_model(
                         flush_file(path)
                 flush_folder(temporary)
                 put_in_place(temporary, target)
+                remove_left(target)
     finally:
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -16,6 +16,7 @@ as far as the writer could tell. The reader still checks sizes and sums, because
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -135,6 +136,14 @@ def put_in_place(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     flush_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_left(final: Path) -> None:
+    """Removes what writers left beside a folder that they were killed over: under `.tmp-`, and, once a new one has been
+    put in place, under `.old-`."""
+    for kind in ("tmp", "old") if final.exists() else ("tmp",):
+        for path in final.parent.glob(f".{kind}-{glob.escape(final.name)}-{'[0-9a-f]' * 8}"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

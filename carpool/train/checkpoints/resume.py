@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
 from carpool.train.config.schema import Config, TrainingSection
 from carpool.train.data.loader import check_same_order
-from carpool.train.records.files import check_no_run
+from carpool.train.records.files import SUMMARY, check_no_run
 
 
 class _Strict(BaseModel):
@@ -113,13 +114,24 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
 
 
 def check_steps_left(checkpoint: Path, step: int, training: TrainingSection) -> None:
-    """Raise ValueError if a run has no step left after that of its checkpoint."""
+    """Raise ValueError if a run has no step left after that of its checkpoint, and came to its end."""
     last = min(training.steps, training.stop_at_step or training.steps)
-    if step >= last:
+    if step > last or (step == last and not _was_cut_short(checkpoint, Path(training.output_dir), step)):
         raise ValueError(
             f"{checkpoint} is at step {step} already, and this run ends at step {last}: nothing to do; raise "
             "training.max_steps (or training.stop_at_step) to go on"
         )
+
+
+def _was_cut_short(checkpoint: Path, folder: Path, step: int) -> bool:
+    """Whether a run in this folder ended between its last checkpoint and its summary, which is written last: what is in
+    between, such as the model for transformers, is then still to be done."""
+    if checkpoint.absolute().parent.parent != folder.absolute():
+        return False
+    try:
+        return bool(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["steps"] < step)
+    except (OSError, ValueError, LookupError, TypeError):
+        return True
 
 
 def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: CheckpointManager) -> Path | None:

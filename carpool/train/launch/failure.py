@@ -24,10 +24,24 @@ _LOG_TAIL_LINES = 40
 # The agent waits longer than that before it kills a rank that does not stop.
 _PATIENCE_SECONDS = 5
 # What peers of a failed rank raise: consequences, never the cause that a person looks for.
-_CONSEQUENCES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
+_CONSEQUENCES = (
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionError",
+    "ConnectionResetError",
+    "BrokenPipeError",
+)
 # What says itself which rank is missing.
 _MISSING = ("RankMissingError", "RanksLostError")
-_CONSEQUENCE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
+_CONSEQUENCE_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "gloo/transport",
+    # What a second collective says after the first one took too long.
+    "Application timeout caused pair closure",
+)
 
 
 class RankFailure(RuntimeError):
@@ -154,7 +168,12 @@ def resume_hint(config: Config) -> str:
     saved = _checkpoints(config)
     if saved:
         return f"continue from {saved[-1]} with the same command and training.resume_from_checkpoint=last"
-    return f"no checkpoint was written to {config.training.output_dir} yet, so start again"
+    from carpool.train.records.files import METRICS
+
+    folder = Path(config.training.output_dir)
+    if (folder / METRICS).exists():
+        return f"no checkpoint was written to {folder} yet: delete that folder, or name another one, and start again"
+    return f"no checkpoint was written to {folder} yet, so start again"
 
 
 def _checkpoints(config: Config) -> list[Path]:

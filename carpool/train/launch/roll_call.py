@@ -171,7 +171,7 @@ class RollCall:
         first = self._where.get(0, "its node")
         return (
             f"{self._name([self.rank])} has not reached rank 0 on {first} for {seconds:.0f} s: "
-            "that node is gone, or the link to it is down or too slow"
+            "rank 0 has ended, that node is gone, or the link to it is down or too slow"
         )
 
     def _name(self, ranks: Sequence[int]) -> str:

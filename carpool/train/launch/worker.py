@@ -134,7 +134,8 @@ def process_group(config: Config) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    timeout = datetime.timedelta(seconds=config.parallelism.timeout_seconds)
+    seconds = config.parallelism.timeout_seconds
+    timeout = datetime.timedelta(seconds=seconds)
     if config.parallelism.device != "cpu" and torch.cuda.is_available():
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         # A launcher may show each rank its own GPU only: then that one is number 0.
@@ -144,10 +145,10 @@ def process_group(config: Config) -> Iterator[None]:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         later = timeout + datetime.timedelta(seconds=_NCCL_EXTRA_SECONDS)
-        with _meeting():
+        with _meeting(seconds):
             dist.init_process_group("nccl", timeout=later, device_id=device)
     else:
-        with _meeting():
+        with _meeting(seconds):
             dist.init_process_group("gloo", timeout=timeout)
     try:
         yield
@@ -161,8 +162,11 @@ def process_group(config: Config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _meeting() -> Iterator[None]:
+def _meeting(timeout: float) -> Iterator[None]:
     """Ranks meet inside. Those that no agent has started wait for each other, which a person sees and may help with.
+
+    Args:
+        timeout: seconds that PyTorch waits.
 
     Raises:
         ValueError: they do not meet."""
@@ -172,19 +176,28 @@ def _meeting() -> Iterator[None]:
     where, ranks = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ["WORLD_SIZE"]
     text = f"rank {os.environ['RANK']} waits for all {ranks} ranks at {where} (MASTER_ADDR, MASTER_PORT)\n"
     note = threading.Timer(_MEETING_SECONDS, sys.stderr.write, (text,))
-    note.daemon = True
-    note.start()
-    try:
-        yield
-    except RuntimeError as error:
-        why = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(
+
+    def unmet(why: str) -> ValueError:
+        return ValueError(
             f"the {ranks} ranks did not meet at {where} (MASTER_ADDR, MASTER_PORT): {why}. Was each rank started, with "
             "its own RANK and the same WORLD_SIZE; is the address that of rank 0, and the port free there and open to "
             "all nodes?"
-        ) from error
+        )
+
+    # Where another program has the port and says nothing, PyTorch waits without end.
+    late = timeout + _MEETING_SECONDS + _NCCL_EXTRA_SECONDS
+    silent = f"rank {os.environ['RANK']} got no answer there in {late:.0f} s; another program may have the port"
+    end = threading.Timer(late, lambda: end_process(unmet(silent)))
+    for timer in (note, end):
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        raise unmet(str(error).strip().splitlines()[0].rstrip(".")) from error
     finally:
         note.cancel()
+        end.cancel()
 
 
 def die_with(agent: int) -> None:
@@ -236,8 +249,11 @@ def record_error(error: BaseException) -> None:
     message = {"message": f"{type(error).__name__}: {text}", "extraInfo": extra}
     # Written beside and renamed: the agent may look, or kill, at any time.
     part = Path(f"{path}.part")
-    part.write_text(json.dumps({"message": message, "carpool": ours}))
-    part.replace(path)
+    try:
+        part.write_text(json.dumps({"message": message, "carpool": ours}))
+        part.replace(path)
+    except OSError as full:  # nobody would see the cause behind this one
+        log.error("%s\n%s cannot be written (%s)", lines, path, full.strerror)
 
 
 def entry_name(entry: Callable[..., None]) -> str:

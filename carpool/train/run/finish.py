@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from carpool.hf.seam.layouts import is_logical, logical_order
 from carpool.hf.seam.rides import buffers_of_rides
 from carpool.report import text_block
+from carpool.report.read import read_run
 from carpool.report.schema import Train
 from carpool.report.steps import summarise_steps
 from carpool.train.checkpoints.adapter import save_adapter
@@ -99,6 +101,8 @@ def finish(run: RunState) -> None:
     evaluate(run)
     if run.saved_at != run.step:
         save(run)
+    elif run.adapted and run.start == run.step:
+        _save_adapter(run)  # whoever took the last step may have ended between the two
     if training.save_pretrained and not run.adapted and not narrow and run.step == training.steps:
         _export(run)
     comparison = _compare(run)
@@ -174,14 +178,27 @@ def _compare(run: RunState) -> dict[str, Any] | None:
 
 
 def _summary(run: RunState, comparison: dict[str, Any] | None) -> dict[str, Any]:
+    start = run.start
+    if start == run.step:
+        start = max((one["from_step"] for one in run.info["history"] if one["from_step"] < run.step), default=0)
+        run.step_records = _recorded_after(run, start)
     return {
         "steps": run.step,
         **run.totals,
         **run.losses,
-        **summarise_steps([Train.model_validate(r) for r in run.step_records], {run.start + 1}),
+        **summarise_steps([Train.model_validate(r) for r in run.step_records], {start + 1}),
         "num_experts_per_tok": run.blueprint.top_k,
         "compare": comparison,
         "exact": run.info["exact"],
         "lossy_reasons": run.info["lossy_reasons"],
         "buffer_bytes": sum(buffers.size for buffers in buffers_of_rides(run.rides)),
     }
+
+
+def _recorded_after(run: RunState, step: int) -> list[dict[str, Any]]:
+    """Records of later steps, on rank 0: of a run that was cut short at its end, whose steps another process took."""
+    if not run.main:
+        return []
+    with suppress(ValueError):
+        return [one.model_dump() for one in read_run(run.folder).train if one.step > step]
+    return []

@@ -35,6 +35,7 @@ from carpool.train.model.blueprint import Blueprint
 from carpool.train.model.flops import flops_per_token, peak_flops
 from carpool.train.moving.cost import Facts
 from carpool.train.moving.runtime import Placement
+from carpool.train.prepare.alike import check_same_data, check_same_settings
 from carpool.train.prepare.check import check_choices, decisions_from, find_checkpoint
 from carpool.train.prepare.data import MakeCorpus, read_data
 from carpool.train.prepare.prepare import Prepared, prepare
@@ -98,6 +99,7 @@ class Setup(RunState):
             resumes: it may go on from a checkpoint."""
         device, training = rank_device(), config.training
         self.memory_before, self.compare_with = peak_memory(device), compare_with
+        check_same_settings(config, compare_with)
         self.folder = Path(training.output_dir)
         if why := gather(why_not_writable(self.folder) if dist.get_rank() == 0 else None)[0]:
             raise ValueError(f"training.output_dir = {self.folder}: {why}; choose another folder")
@@ -117,6 +119,7 @@ class Setup(RunState):
     def _read(self, prepared: Prepared, make_corpus: MakeCorpus | None) -> None:
         """The data, which says how many steps an epoch has."""
         self.data = read_data(prepared, self.tokenizer, rank_device(), make_corpus)
+        check_same_data(self.data.corpus)
         training = prepared.config.training.in_steps(self.data.steps_per_epoch)
         prepared.config = prepared.config.model_copy(update={"training": training})
 
