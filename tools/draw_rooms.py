@@ -4,7 +4,8 @@
     python -m tools.draw_rooms --check     # checks alone
 
 A room is a folder of `carpool/`, or a file at its root. The rooms stand in layers (`ORDER`), and a file may import from
-its own room, from a layer below, and from a room of the same layer as long as that makes no circle.
+its own room, from a layer below, and from a room of the same layer as long as that makes no circle. Neither do folders
+inside a room import each other in a circle.
 
 What counts: every import statement of every file, wherever it stands, also inside functions, because it runs one day.
 What does not: `if TYPE_CHECKING:` blocks, which never run. Imports against the order
@@ -20,7 +21,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "carpool"
 PICTURE = PACKAGE.parent / "docs" / "rooms.svg"
@@ -98,12 +98,30 @@ def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
 def file_circles(package: Path = PACKAGE) -> list[str]:
     """Circles of files, one sentence each. `from carpool.a import b` leads to a/b.py if there is one, else to a's file;
     what the packages around a file import does not count."""
-    graph: dict[str, set[Any]] = {}
+    return [f"a circle: {' -> '.join(circle)}" for circle in circles(_file_graph(package))]
+
+
+def folder_circles(package: Path = PACKAGE) -> list[str]:
+    """Circles of the folders inside a room, one sentence each. Files that lie in the room itself do not count: they are
+    what several of its folders share, or what holds them together."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for file, others in _file_graph(package).items():
+        own = file.split("/")[:-1][:2]
+        for other in others:
+            theirs = other.split("/")[:-1][:2]
+            if len(own) == len(theirs) == 2 and own[0] == theirs[0] and own != theirs:
+                graph["/".join(own)].add("/".join(theirs))
+    return [f"a circle of folders: {' -> '.join(circle)}" for circle in circles(graph)]
+
+
+def _file_graph(package: Path) -> dict[str, set[str]]:
+    """file -> the files that it imports."""
+    graph: dict[str, set[str]] = {}
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
         found = {_file_of(module, package) for module in imports(path.read_text(), file, names=True)}
-        graph[file] = {other for other in found if other not in (None, file)}
-    return [f"a circle: {' -> '.join(circle)}" for circle in circles(graph)]
+        graph[file] = {other for other in found if other is not None and other != file}
+    return graph
 
 
 def _file_of(module: str, package: Path) -> str | None:
@@ -232,7 +250,7 @@ def draw(found: Mapping[tuple[str, str], list[str]], exceptions: frozenset[tuple
 
 def main() -> int:
     found = arrows()
-    wrong = problems(found) + file_circles() + strangers()
+    wrong = problems(found) + file_circles() + folder_circles() + strangers()
     for sentence in wrong:
         print(sentence, file=sys.stderr)
     if "--check" not in sys.argv:

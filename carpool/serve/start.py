@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from carpool.parallel.world import find_world
 from carpool.train.config import load_config
 from carpool.train.launch.start import run
 from carpool.train.launch.worker import find_entry
-from carpool.train.launch.world import find_world
 
 
 def start(entry: str, ranks: int | None, *, debug: bool, **settings: Any) -> None:

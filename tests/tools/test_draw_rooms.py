@@ -5,7 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tools.draw_rooms import EXCEPTIONS, PICTURE, arrows, draw, file_circles, imports, problems, strangers
+from tools.draw_rooms import (
+    EXCEPTIONS,
+    PICTURE,
+    arrows,
+    draw,
+    file_circles,
+    folder_circles,
+    imports,
+    problems,
+    strangers,
+)
 
 SOURCE = """
 from typing import TYPE_CHECKING
@@ -65,8 +75,23 @@ def test_circles_of_files_are_refused(tmp_path: Path) -> None:
     assert file_circles(tmp_path) == ["a circle: ride/a.py -> ride/b.py -> ride/a.py"]
 
 
+def test_circles_of_folders_in_a_room_are_refused(tmp_path: Path) -> None:
+    files = {
+        "train/run/loop.py": "from carpool.train.steps.graphs import capture\nfrom carpool.train.shared import name",
+        "train/steps/graphs.py": "",
+        "train/steps/room/rows.py": "def later():\n    from carpool.train.run import state",
+        "train/run/state.py": "",
+        "train/shared.py": "from carpool.train.run import state",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert file_circles(tmp_path) == []
+    assert folder_circles(tmp_path) == ["a circle of folders: train/run -> train/steps -> train/run"]
+
+
 def test_the_rooms_are_in_order() -> None:
-    assert problems(arrows()) + file_circles() + strangers() == []
+    assert problems(arrows()) + file_circles() + folder_circles() + strangers() == []
     assert not EXCEPTIONS
 
 

@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 
 from carpool.parallel.degrees import DENSE_AXES, Degrees, chunks
 from carpool.parallel.speeds import data_speeds, shares
+from carpool.parallel.world import find_world
 from carpool.train.config.schema_base import Numbers, Section
-from carpool.train.launch.world import find_world
 
 # All ranks are gone through one by one, in predictions too.
 MAX_RANKS = 2**17

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout.topology import Topology
+from carpool.parallel.world import find_world
 from carpool.planner.machine.hardware import HARDWARE, Hardware, find_hardware, hardware_of
 from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config, ParallelismSection
 from carpool.train.launch.ranks import from_rank_0
 from carpool.train.launch.start import local_ranks, use_cuda
-from carpool.train.launch.world import find_world
 from carpool.transport.places import find_topology
 
 # GPUs of a node, where nobody says how many there are.

@@ -32,11 +32,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from carpool.parallel.world import World, find_world
 from carpool.train.config import Config
 from carpool.train.launch.failure import Interrupted, RankFailure, rank_failure, resume_hint, stopped_text
 from carpool.train.launch.stopping import LISTENERS, Relay, Stopped
 from carpool.train.launch.worker import entry_name, find_entry, record_error, run_rank
-from carpool.train.launch.world import World, find_world
 
 __all__ = ["Interrupted", "RankFailure", "Stopped", "World", "find_world", "local_ranks", "run", "use_cuda"]
 
