@@ -27,6 +27,7 @@ top:
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 
@@ -171,3 +172,21 @@ class Arena:
         while self._stack and not self._stack[-1][1].alive:
             lowest, _ = self._stack.pop()
         return lowest
+
+
+def copy_rows(rows: Rows, arena: Arena) -> Rows:
+    """The rows of one arena in another one: those that there are, and nothing else. On the current stream."""
+    assert rows.start is not None and rows.count is not None
+    kept = arena.reserve(rows.width, rows.data.dtype, rows.count, rows.slab)
+    assert kept.start is not None
+    if arena.device.type == "cuda":
+        from carpool.memory.copy_kernel import copy_slabs
+
+        copy_slabs(rows, kept)
+    else:
+        for source, target, count in zip(rows.start.tolist(), kept.start.tolist(), rows.count.tolist(), strict=True):
+            if min(source, target) >= 0:
+                # `.data`: what other layers keep in the arena must not look modified to autograd.
+                size = count * rows.width
+                kept.data.data[target : target + size] = rows.data[source : source + size]
+    return replace(rows, data=kept.data, start=kept.start, arena=arena)

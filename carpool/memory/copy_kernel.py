@@ -9,16 +9,12 @@ The copy engine would take no multiprocessor, but the host would have to know wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
-
-if TYPE_CHECKING:
-    from carpool.memory.rows import Rows
+from carpool.memory.rows import Rows
 
 PROGRAMS = 8  # thread blocks; not tuned
 

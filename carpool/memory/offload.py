@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 
-from carpool.memory.arena import Arena
+from carpool.memory.arena import Arena, copy_rows
 from carpool.memory.host import HostPool
-from carpool.memory.rows import Rows, copy_rows
+from carpool.memory.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)

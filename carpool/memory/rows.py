@@ -8,14 +8,21 @@ that others get next, or travel as FP8, has a subclass that says how they are wi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from carpool.kernels.packing import pack
 
-if TYPE_CHECKING:
-    from carpool.memory.arena import Arena
+
+class Memory(Protocol):
+    """Where rows may be kept whose number only the device knows: `carpool.memory.arena.Arena`."""
+
+    def reserve(self, width: int, dtype: torch.dtype, count: torch.Tensor, slab: int = 0) -> Rows:
+        """Room for rows; written by whoever asked."""
+
+    def holds(self, start: torch.Tensor) -> bool:
+        """Whether it is the start of a reservation that is still held."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Rows:
     home_row: int = 0
     gaps: bool = False
     count: torch.Tensor | None = None
-    arena: Arena | None = None
+    arena: Memory | None = None
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> Rows:
@@ -65,7 +72,7 @@ class Rows:
         data, home = pack(self.data), None if self.home is None else pack(self.home)
         return replace(self, data=data, width=data.shape[1], home=home)
 
-    def kept(self, arena: Arena | None) -> Rows:
+    def kept(self, arena: Memory | None) -> Rows:
         """The same, to be read until the backward: copied, if they lie in a buffer that others get next."""
         return self
 
@@ -88,21 +95,3 @@ class Rows:
         if self.home is not None:
             rows[self.home_row : self.home_row + self.home.shape[0]] = self.home
         return rows
-
-
-def copy_rows(rows: Rows, arena: Arena) -> Rows:
-    """The rows of one arena in another one: those that there are, and nothing else. On the current stream."""
-    assert rows.start is not None and rows.count is not None
-    kept = arena.reserve(rows.width, rows.data.dtype, rows.count, rows.slab)
-    assert kept.start is not None
-    if arena.device.type == "cuda":
-        from carpool.memory.copy_kernel import copy_slabs
-
-        copy_slabs(rows, kept)
-    else:
-        for source, target, count in zip(rows.start.tolist(), kept.start.tolist(), rows.count.tolist(), strict=True):
-            if min(source, target) >= 0:
-                # `.data`: what other layers keep in the arena must not look modified to autograd.
-                size = count * rows.width
-                kept.data.data[target : target + size] = rows.data[source : source + size]
-    return replace(rows, data=kept.data, start=kept.start, arena=arena)

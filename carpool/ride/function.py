@@ -29,13 +29,15 @@ import torch
 
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
-from carpool.memory import Arena, Away, Rows
+from carpool.memory import Away, Rows
 from carpool.memory.activations import stay_on_device
 from carpool.memory.recompute import kept_rides, taken_before
+from carpool.memory.rows import Memory
 from carpool.observe.recompute import in_recompute
-from carpool.ride.kept import Kept, bring_back, put_away
+from carpool.ride.kept import bring_back, put_away
 from carpool.ride.operator import ride_operator
-from carpool.ride.setup import RideSetup
+from carpool.ride.plain import ride_order
+from carpool.ride.setup import Kept, RideSetup
 from carpool.routing import Routing
 from carpool.transport import Pending
 
@@ -174,7 +176,7 @@ class _Start(torch.autograd.Function):
         # The second node's gradients are no tensors yet when it is done.
         ctx.set_materialize_grads(False)
         ctx.trip = trip
-        trip.started = setup.order.start(x_TH, weight_TK, slot_TK, weights, setup)
+        trip.started = ride_order(setup).start(x_TH, weight_TK, slot_TK, weights, setup)
         return x_TH.detach(), weight_TK.detach()
 
     @staticmethod
@@ -201,10 +203,10 @@ class _Ride(torch.autograd.Function):
 
         def take() -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
             if trip is None:
-                started = setup.order.start(x_TH, weight_TK, slot_TK, weights, setup)
+                started = ride_order(setup).start(x_TH, weight_TK, slot_TK, weights, setup)
             else:
                 started, trip.started = trip.started, None
-            y_TH, kept = setup.order.forward(started, weights, setup, backward)
+            y_TH, kept = ride_order(setup).forward(started, weights, setup, backward)
             return y_TH, None if kept is None else put_away(kept, setup)
 
         # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
@@ -233,7 +235,7 @@ class _Ride(torch.autograd.Function):
         needs_dweights = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + NUM_BASE])
         if owed is not None:
             needs_dweights = any(w is not None and w.requires_grad for w in owed[:NUM_BASE])
-        coming, dweights = setup.order.backward(dy_TH, weights, kept, setup, needs_dweights)
+        coming, dweights = ride_order(setup).backward(dy_TH, weights, kept, setup, needs_dweights)
         if owed is not None and dweights is not None:
             assert setup.owed is not None
             setup.owed.put(owed, dweights if callable(dweights) else partial(_same, dweights))
@@ -288,7 +290,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     tensors = iter(ctx.saved_tensors)
 
     def rows(
-        data: Any, width: int, slab: int, home_row: int, gaps: bool, arena: Arena | None, index: int | None
+        data: Any, width: int, slab: int, home_row: int, gaps: bool, arena: Memory | None, index: int | None
     ) -> Rows:
         tensor, start, home, count = (next(tensors) for _ in range(4))
         if index is not None:

@@ -9,28 +9,12 @@ are none either: experts do not keep them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from carpool.memory import Arena, Away, Rows
 from carpool.memory.activations import stay_on_device
+from carpool.ride.setup import Kept, RideSetup
 from carpool.ride.turns import half_number
-
-if TYPE_CHECKING:
-    from carpool.ride.setup import RideSetup
-
-
-class Kept(NamedTuple):
-    """What the forward of a ride, or of one chunk of it, keeps for its backward besides the parameters.
-
-    Attributes:
-        route: as planned.
-        x: the rows that arrived; the rows that were sent, if they will be sent again.
-        saved: what the experts keep: tensors, `Rows` and Nones. The `Rows` are pre-activations.
-    """
-
-    route: Any
-    x: Rows
-    saved: tuple[Any, ...]
 
 
 def arena_for(item: Literal["rows", "hidden"], setup: RideSetup, backward: bool = True) -> Arena | None:

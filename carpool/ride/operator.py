@@ -32,6 +32,7 @@ from carpool.kernels.numbered import by_number
 from carpool.memory import Rows
 from carpool.memory.recompute import kept_rides
 from carpool.ride.kept import bring_back, put_away
+from carpool.ride.plain import ride_order
 from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
 
@@ -73,8 +74,8 @@ def ride_operator(
 
     def take() -> tuple[torch.Tensor, Any]:
         inputs = x_TH, weight_TK, slot_TK
-        started = found.order.start(*inputs, weights, found)
-        y_TH, kept = found.order.forward(started, weights, found, backward)
+        started = ride_order(found).start(*inputs, weights, found)
+        y_TH, kept = ride_order(found).forward(started, weights, found, backward)
         return y_TH, None if kept is None else _swap(put_away(kept, found), lambda tensor: _lend(tensor, inputs))
 
     region = kept_rides() if backward else None
@@ -135,7 +136,7 @@ def ride_backward_operator(
     of_base, codes = (up, down, up_bias, down_bias), (up_code, up_scale, down_code, down_scale)
     weights = ExpertWeights(*of_base, up_a, up_b, down_a, down_b, *codes)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        coming, dweights = setup.order.backward(dy_TH, weights, bring_back(kept, setup), setup, needs_dweights)
+        coming, dweights = ride_order(setup).backward(dy_TH, weights, bring_back(kept, setup), setup, needs_dweights)
         dx_TH, dweight_TK = coming.wait()
     # A compiled ride owes nothing.
     assert not callable(dweights)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,12 +20,10 @@ from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.processors import reserved
 from carpool.memory import Arrivals, Rows
 from carpool.observe.meter import RideSpans
-from carpool.ride.kept import Kept, arena_for
+from carpool.ride.kept import arena_for
+from carpool.ride.setup import Kept, Order, RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending
-
-if TYPE_CHECKING:
-    from carpool.ride.setup import RideSetup
 
 
 class Started(NamedTuple):
@@ -127,6 +125,11 @@ class PlainOrder:
 
 
 PLAIN = PlainOrder()
+
+
+def ride_order(setup: RideSetup) -> Order:
+    """In which order a ride asks for its verbs."""
+    return PLAIN if setup.order is None else setup.order
 
 
 def _last_gradients(last: Callable[[], ExpertWeights], span: RideSpans, processors: int) -> ExpertWeights:

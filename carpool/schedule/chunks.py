@@ -37,9 +37,9 @@ import torch
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.processors import reserved
 from carpool.observe.meter import RideSpans
-from carpool.ride.kept import Kept, arena_for
+from carpool.ride.kept import arena_for
 from carpool.ride.plain import BackwardStarted, kept_rows, readable, readable_gradients, start_backward
-from carpool.ride.setup import RideSetup
+from carpool.ride.setup import Kept, RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending, Transport
 
@@ -62,7 +62,7 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkedOrder:
-    """A `carpool.ride.order.Order`; see the module's docstring.
+    """A `carpool.ride.setup.Order`; see the module's docstring.
 
     Attributes:
         chunks, backward_chunks: of the forward and of the backward.

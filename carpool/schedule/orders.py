@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from carpool.ride.order import Order
 from carpool.ride.plain import PLAIN
+from carpool.ride.setup import Order
 from carpool.schedule import Schedule
 from carpool.schedule.chunks import ChunkedOrder
 from carpool.schedule.tiles import TiledOrder

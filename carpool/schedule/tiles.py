@@ -44,9 +44,9 @@ from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.experts.parts import Backward, Forward, why_no_parts
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
-from carpool.ride.kept import Kept, arena_for
+from carpool.ride.kept import arena_for
 from carpool.ride.plain import Started, kept_rows
-from carpool.ride.setup import RideSetup
+from carpool.ride.setup import Kept, RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending
 
@@ -60,7 +60,7 @@ def require(experts: Experts | None, weights: ExpertWeights) -> None:
 
 @dataclass(frozen=True)
 class TiledOrder:
-    """A `carpool.ride.order.Order`, over a transport that rides in parts; see the module's docstring.
+    """A `carpool.ride.setup.Order`, over a transport that rides in parts; see the module's docstring.
 
     Attributes:
         parts: n.

@@ -14,9 +14,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from carpool.experts.pair_kernels import gather_rows
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Arena, Rows
+from carpool.memory.arena import copy_rows
 from carpool.memory.arena_kernel import reserve
 from carpool.memory.copy_kernel import copy_slabs as copy_arenas
-from carpool.memory.rows import copy_rows
 from carpool.transport.nvlink.keep_kernel import copy_slabs
 from carpool.transport.nvlink.rows import LeasedRows
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from carpool.kernels.packing import pack
-from carpool.memory import Arena, Rows
+from carpool.memory import Rows
+from carpool.memory.rows import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class LeasedRows(Rows):
         data = pack(self.data, self.came_W, self.capacity)
         return replace(self, data=data, width=data.shape[1], home=home)
 
-    def kept(self, arena: Arena | None) -> Rows:
+    def kept(self, arena: Memory | None) -> Rows:
         data, came_W, width = self.data, self.came_W, self.width
         if arena is None:
             kept = Rows(torch.empty_like(data), width)
