@@ -17,10 +17,10 @@ from carpool.train.config import load_config
 from carpool.train.config.sizes import size_of
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.decisions.kept import MEMORY_KIND, choose_memory
+from carpool.train.decisions.recorded import decisions_of
 from carpool.train.estimate.memory import MemoryEstimate
 from carpool.train.model.source import expert_counts, meta_model, model_source
 from carpool.train.prepare.dry_run import dry_run
-from carpool.train.records.files import decisions_of
 from carpool.train.run.loop import Run
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start, text

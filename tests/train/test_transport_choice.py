@@ -16,9 +16,9 @@ from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import find_hardware
 from carpool.train.config.schema import Config
+from carpool.train.decisions.recorded import decisions_of
 from carpool.train.decisions.transports import TRANSPORT_KIND, choose_way, likely_transport
 from carpool.train.launch.machine import Machine
-from carpool.train.records.files import decisions_of
 from carpool.transport import NVLinkOptions
 
 

@@ -16,6 +16,7 @@ cost such a run. What else a run adds is left out: the optimizer, compiled layer
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ from carpool.hf import set_kept
 from carpool.hf.building.narrow import row_size
 from carpool.hf.memory.offload import offload_layers
 from carpool.hf.memory.recompute import recompute_layers
+from carpool.hf.seam.layers import decoder_layers
 from carpool.hf.seam.rides import rooms_of_rides
 from carpool.memory.policies import KeptPolicies
 from carpool.observe.clock import timed
@@ -36,13 +38,36 @@ from carpool.parallel.replicated import replicated
 from carpool.planner.configuration.candidate import POLICIES
 from carpool.train.assembly.assemble import Assembled
 from carpool.train.config.schema import Config
-from carpool.train.decisions.kept import Times
+from carpool.train.decisions.kept import Times, open_items
+from carpool.train.decisions.recorded import decisions_of
+from carpool.train.launch.machine import Machine, rank_device
+from carpool.train.model.blueprint import Blueprint
+from carpool.train.prepare.prepare import prepare
 from carpool.train.steps.graphs import EAGER_STEPS
 from carpool.train.steps.room import make_room
 
 WARM_UP, ROUNDS = 2, 3
 LAYERS = 3
 WORDS = 256
+
+
+def measure_on_small_model(config: Config, machine: Machine, blueprint: Blueprint) -> Times:
+    """What each policy of what is kept costs a run, by steps of a few of its layers. All ranks together."""
+    device = rank_device()
+    leave_groups = groups_before(device)
+    layers = decoder_layers(blueprint.model)
+    experts = blueprint.model.get_submodule(next(iter(blueprint.expert_counts)))
+    first = next(n for n, layer in enumerate(layers) if any(one is experts for one in layer.modules()))
+    model = Blueprint.of(small_model(blueprint.model.config, first))
+    small = Assembled(prepare(small_config(config), machine, model, decisions_of([])), {})
+    times = measure_policies(small, open_items(config), len(layers), len(blueprint.expert_counts))
+    del small
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    leave_groups()
+    return times
 
 
 def small_config(config: Config) -> Config:

@@ -1,1 +1,2 @@
-"""One process per device: who starts them, what they are told, and what is said when one fails."""
+"""One process per device, and on which machine: who starts them, what they are told and tell each other, what is said
+when one fails."""

@@ -22,12 +22,13 @@ from carpool.train.config.schema import Config
 from carpool.train.data.corpus import check_encoder
 from carpool.train.data.formats import are_packed
 from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.decisions.recorded import decisions_of
 from carpool.train.estimate.fit import check_fits
 from carpool.train.launch.machine import Machine, imagine_machine
 from carpool.train.model.blueprint import Blueprint
 from carpool.train.prepare.data import check_sequences
 from carpool.train.prepare.prepare import Prepared, prepare
-from carpool.train.records.files import check_idle, decisions_of
+from carpool.train.records.files import check_idle
 from carpool.train.records.record import check_trackers
 from carpool.train.steps.graphs import check_graphs
 from carpool.transport import check_transport

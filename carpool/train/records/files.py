@@ -18,8 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from carpool.planner.decisions.chosen import Decisions
-
 METRICS, INFO, CONFIG, LAYOUT, SUMMARY = "metrics.jsonl", "run.json", "config.toml", "layout.json", "summary.json"
 DECISIONS = "decisions"  # the section of run.json
 # A folder as peft has them, of a run that trains an adapter.
@@ -112,13 +110,6 @@ def read_info(folder: Path) -> dict[str, Any] | None:
     if not isinstance(info, dict):
         raise ValueError(f"{path} is damaged (a {type(info).__name__}, not an object); {_WITHOUT}")
     return info
-
-
-def decisions_of(folders: Sequence[Path]) -> Decisions:
-    """What a run chooses that goes on from these run directories, of which the first with a run.json counts."""
-    from carpool.train.launch.ranks import from_rank_0  # with PyTorch, which `check_no_run` does without
-
-    return Decisions(lambda: read_record(folders, DECISIONS), from_rank_0)
 
 
 def read_record(folders: Sequence[Path], about: str) -> dict[str, Any] | None:

@@ -5,29 +5,24 @@ prepare/prepare.py -> prepare/data.py -> assembly/assemble.py -> the checkpoint 
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from carpool.hf.seam.layers import decoder_layers
 from carpool.hf.seam.layouts import is_logical, logical_like, physical_order
 from carpool.hf.seam.rides import buffers_of_rides
-from carpool.train.assembly.assemble import Assembled
-from carpool.train.assembly.kept_times import groups_before, measure_policies, small_config, small_model
+from carpool.train.assembly.kept_times import measure_on_small_model
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import check_steps_left
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.decisions.kept import Times, open_items
 from carpool.train.estimate.fit import check_fits
-from carpool.train.launch.machine import Machine, find_machine, rank_device, ranks_of
+from carpool.train.launch.machine import find_machine, rank_device, ranks_of
 from carpool.train.launch.ranks import from_rank_0, gather
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
@@ -41,7 +36,7 @@ from carpool.train.prepare.data import MakeCorpus, read_data
 from carpool.train.prepare.prepare import Prepared, prepare
 from carpool.train.records.display import Display
 from carpool.train.records.environment import peak_memory
-from carpool.train.records.files import decisions_of, why_not_writable
+from carpool.train.records.files import why_not_writable
 from carpool.train.records.record import Recorder
 from carpool.train.run.about import record_graphs, say_hello, write_files, write_run
 from carpool.train.run.state import RunState
@@ -200,22 +195,3 @@ class Setup(RunState):
 
     def note_graphs(self, why_not: str | None) -> None:
         record_graphs(self, why_not)
-
-
-def measure_on_small_model(config: Config, machine: Machine, blueprint: Blueprint) -> Times:
-    """What each policy of what is kept costs a run, by steps of a few of its layers. All ranks together."""
-    device = rank_device()
-    leave_groups = groups_before(device)
-    layers = decoder_layers(blueprint.model)
-    experts = blueprint.model.get_submodule(next(iter(blueprint.expert_counts)))
-    first = next(n for n, layer in enumerate(layers) if any(one is experts for one in layer.modules()))
-    model = Blueprint.of(small_model(blueprint.model.config, first))
-    small = Assembled(prepare(small_config(config), machine, model, decisions_of([])), {})
-    times = measure_policies(small, open_items(config), len(layers), len(blueprint.expert_counts))
-    del small
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    leave_groups()
-    return times
