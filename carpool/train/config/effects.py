@@ -21,7 +21,6 @@ from carpool.train.config.schema_base import toml_value
 
 if TYPE_CHECKING:
     from carpool.train.config.load import Resolved
-    from carpool.train.data.formats import Format
 
 
 class Effect(NamedTuple):
@@ -213,12 +212,12 @@ def has_effect(config: Config, name: str) -> bool:
     return effect is None or effect.when(config)
 
 
-def check_effects(resolved: Resolved, form: Format | None = None, compare: str | None = None) -> None:
+def check_effects(resolved: Resolved, form: str | None = None, compare: str | None = None) -> None:
     """Refuse what a user has set to something else than its default, and what changes nothing where it is set: in the
     file by itself, or on the command line over it.
 
     Args:
-        form: what the rows of the data are; None: not known.
+        form: what the rows of the data are, as `data.format` names it; None: not known.
         compare: a transport beside that of the run.
 
     Raises:
