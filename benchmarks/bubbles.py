@@ -31,8 +31,9 @@ from carpool.bench.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import in_turns
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES, check_micro_batches
-from carpool.planner.step.events import Clock, Graph
-from carpool.planner.step.pipelines import Action, add_pipeline, orders
+from carpool.planner.step.clock import Clock
+from carpool.planner.step.pipelines import Action, add_pipeline, pipeline
+from carpool.planner.step.pipelines import in_turns as actions_in_turns
 from carpool.schedule.split import SplitBackward
 
 ALL = tuple(SCHEDULES)
@@ -54,13 +55,13 @@ def played(schedule: str, ranks: int, micro_batches: int, seconds: Sequence[floa
     """The bubble of an order on paper. `seconds`: of F, I and W of a micro-batch on a rank."""
     chunks, took = SCHEDULES[schedule].stages, dict(zip("FIW", seconds, strict=True))
 
-    def work(graph: Graph | Clock, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
+    def work(clock: Clock, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
         for kind in "IW" if action.kind == "B" else action.kind:
-            after = (graph.add("", "dense", took[kind] / chunks, after, stage=stage),)
+            after = (clock.add("", "dense", took[kind] / chunks, after, stage=stage),)
             yield after[0]
 
     clock = Clock()
-    add_pipeline(clock, schedule, ranks, orders(schedule, ranks, micro_batches, chunks), work, 0.0)
+    add_pipeline(clock, pipeline(schedule, ranks, micro_batches, chunks), actions_in_turns(work), 0.0)
     return 1 - micro_batches * sum(seconds) / clock.step
 
 

@@ -7,7 +7,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from carpool.planner.step.events import IDLE, KINDS, Clock, Event, Execution, Graph, Group, execute
+from carpool.planner.step.clock import Clock, Tape
+from carpool.planner.step.events import IDLE, KINDS, Event, Execution, Graph, Group, execute
 
 
 def test_streams_run_beside_each_other_and_in_order() -> None:
@@ -169,3 +170,28 @@ def test_a_clock_runs_a_graph_as_it_is_built() -> None:
     assert clock.step == execute(graph).step == 9.0
     clock.add("g", "combine", 4.0, (3,))
     assert clock.step == 10.5
+
+
+def test_a_program_is_what_was_recorded_again_and_again() -> None:
+    """Random events of which three copies follow each other, with ends that others and the outside wait for."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        kinds, number = ("dense", "dispatch", "gather", "offload"), int(rng.integers(1, 40))
+        events = [
+            (str(rng.choice(kinds)), float(rng.random() * (rng.random() < 0.8)), rng.integers(0, 2 + i, 3).tolist())
+            for i in range(number)
+        ]
+        wanted = [2 + int(one) for one in rng.integers(0, number, 2)]
+        tape = Tape(2)
+        for i, (kind, took, after) in enumerate(events):
+            assert tape.add("", kind, took, after, stage=1) == 2 + i
+        program = tape.program(wanted)
+        graph, clock = Graph(), Clock()
+        first = [[one.add("first", "dense", 0.3), one.add("second", "send", 0.2, stage=1)] for one in (graph, clock)]
+        for _ in range(3):
+            numbers = list(first[0])
+            for kind, took, after in events:
+                numbers.append(graph.add("", kind, took, [numbers[one] for one in after], stage=1))
+            first = [[numbers[one] for one in wanted], [*clock.run(program, 1, [(one,) for one in first[1]])]]
+            ends = execute(graph).end_EK[first[0], 0]
+            assert clock.step == execute(graph).step and [clock._end[one] for one in first[1]] == ends.tolist()

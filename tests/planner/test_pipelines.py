@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from carpool.parallel.schedules import SCHEDULES, in_flight, in_pairs
 from carpool.planner.step.events import Execution, Graph, execute
-from carpool.planner.step.pipelines import Action, add_pipeline, alternate, orders
+from carpool.planner.step.pipelines import Action, add_pipeline, alternate, in_turns, orders, pipeline, turns
 
 F, I, W = 3.0, 4.0, 2.0  # noqa: E741
 
@@ -111,7 +111,7 @@ def _run(
             yield after[0]
 
     graph = Graph()
-    add_pipeline(graph, schedule, stages, orders(schedule, stages, micro_batches, chunks), work, send)
+    add_pipeline(graph, pipeline(schedule, stages, micro_batches, chunks), in_turns(work), send)
     return execute(graph)
 
 
@@ -176,7 +176,7 @@ def test_a_pair_by_hand(paired: bool, seconds: float) -> None:
     (order,) = orders("1F1B", 1, 2)
     if paired:
         order = in_pairs([one for (one,) in order], lambda one: one.kind)
-    add_pipeline(graph, "1F1B", 1, [order], work, 0.0)
+    add_pipeline(graph, turns("1F1B", 1, [order]), in_turns(work), 0.0)
     assert execute(graph).step == seconds
 
 

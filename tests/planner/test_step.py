@@ -18,7 +18,8 @@ from carpool.planner.configuration.candidate import KEEP, Candidate
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.routes import Choice, Routes
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.step.graph import step_graph
+from carpool.planner.step.events import execute
+from carpool.planner.step.graph import StepClock, step_graph
 from carpool.planner.step.lengths import HOST_ACTION, Lengths
 from carpool.planner.step.prediction import Prediction, predict, step_seconds
 from carpool.train.config.published import read_keys
@@ -254,6 +255,29 @@ def test_copies_of_offloaded_layers_fall_behind_little_by_little() -> None:
     model = shape("qwen3-30b-a3b", 48)
     whole = predict(model, HARDWARE["H100"], candidate, 8).seconds.middle
     assert step_seconds(model, HARDWARE["H100"], candidate, 8) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"degrees": Degrees(1, 8, 1, 8), "accumulation": 4, "transport": "dedup", "schedule": "two-batch"},
+        {"degrees": Degrees(1, 8, 1, 8), "micro_batch": 2, "schedule": "two-batch", "dense": "fsdp"},
+        {"degrees": Degrees(2, 4, 1, 4), "accumulation": 3, "dense": "fsdp", "optimizer_state": "host"},
+        {"degrees": Degrees(1, 8, 1, 8), "schedule": "chunks", "chunks": 3, "policies": {**KEEP, "rows": "resend"}},
+        {"degrees": Degrees(1, 4, 1, 4, pp=2), "accumulation": 5, "transport": "dedup", "dense": "fsdp"},
+        {"degrees": Degrees(1, 2, 1, 2, pp=4), "accumulation": 8, "pipeline": "InterleavedZeroBubble"},
+        {"degrees": Degrees(1, 4, 1, 4, pp=2), "accumulation": 6, "pipeline": "DualPipeV", "schedule": "two-batch"},
+    ],
+)
+def test_a_clock_gives_the_sums_of_the_graph_to_the_last_digit(more: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"sequence_length": 4096, "micro_batch": 1, "compiled": False, **more}
+    shapes = shape("deepseek-v3-cut", 9), shape("qwen3-30b-a3b", 9)
+    for model in shapes:
+        lengths = Lengths(model, HARDWARE["H100"], Candidate(**given), 4)
+        clock, number = StepClock(lengths), lengths.candidate.accumulation
+        assert clock.seconds(number, 9) == execute(step_graph(lengths)).step
+        # Of fewer, from what is made already.
+        assert clock.seconds(2 * (number // 2) or 1, 4) == StepClock(lengths).seconds(2 * (number // 2) or 1, 4)
 
 
 def test_points_of_one_gpu_are_predicted() -> None:

@@ -17,63 +17,66 @@ The order on each stream is the order in which events are added:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.configuration.stages import stage_layers
 from carpool.planner.model.shape import LayerShape
-from carpool.planner.step.events import Clock, Graph
+from carpool.planner.step.clock import Clock, Program, Tape
+from carpool.planner.step.events import Graph
 from carpool.planner.step.lengths import HOST_ACTION, STEP_HOST, TAKEN, Lengths
-from carpool.planner.step.pipelines import Action, add_pipeline, alternate, orders
+from carpool.planner.step.pipelines import Action, add_pipeline, alternate, in_turns, pipeline
 from carpool.planner.step.travel import Piece
 
 _RIDE = ("dispatch", "experts", "combine")
 # Layers whose offloaded tensors need no way back (`carpool.memory.offload`).
 AT_HOME = 2
+# Reductions for which an update waits.
+LAST = 4
 
 
 def step_graph(lengths: Lengths) -> Graph:
     """All events of a step."""
     graph = Graph()
-    add_step(graph, lengths)
+    _Builder(_Made(lengths), graph, lengths.candidate.accumulation, len(lengths.shape.layers)).build()
     return graph
 
 
-def add_step(graph: Graph | Clock, lengths: Lengths) -> None:
-    """Add all events of a step to a graph, or to a clock, which runs them at once."""
-    _Builder(lengths, graph).build()
+class StepClock:
+    """How long a configuration's step takes with some of its micro-batches and of its layers; what these have in common
+    is made once."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._made = _Made(lengths)
+
+    def seconds(self, accumulation: int, layers: int) -> float:
+        """Of the first micro-batches and of the first layers."""
+        clock = Clock()
+        _Builder(self._made, clock, accumulation, layers).build()
+        return clock.step
 
 
-class _Builder:
-    def __init__(self, lengths: Lengths, graph: Graph | Clock) -> None:
-        self.candidate = candidate = lengths.candidate
-        self.degrees = candidate.degrees
+class _Made:
+    """What is the same for all micro-batches, and for layers that are alike: pieces, and programs of them."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        candidate = lengths.candidate
         # Two micro-batches at once, or the halves of the only one.
         self.parts = candidate.at_once
         if self.parts > candidate.accumulation:
             half = replace(candidate, micro_batch=candidate.micro_batch / 2)  # type: ignore[arg-type]
             lengths = Lengths(lengths.shape, lengths.hardware, half, lengths.per_node, lengths.routes)
-        self.lengths, self.number = lengths, max(1, candidate.accumulation // self.parts)
-        self.graph = graph
-        self.last_of: dict[int, int] = {}  # the last event of each rank
-        in_chunks = candidate.schedule == "chunks"
-        self.chunks = candidate.chunks if in_chunks else 1
-        self.backward_chunks = self.chunks if candidate.backward_chunks is None else candidate.backward_chunks
-        pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
-        self.pipeline, self.each = pipeline, SCHEDULES[pipeline].stages
-        # Whether something computes while rides are under way.
-        self.beside = self.parts == 2 or candidate.paired
-        # A rank of some schedules has two stages of the pipeline, one in each half of the model.
-        self.stages = stage_layers(lengths.shape, self.degrees, self.each)
-        self.rank_of = [rank_of(pipeline, self.degrees.pp, stage) for stage in range(len(self.stages))]
-        self.first = [sum(len(one) for one in self.stages[:stage]) for stage in range(len(self.stages))]
-        self.reduced: dict[int, list[int]] = {}
+        self.lengths = lengths
         self.forward, self.backward = cache(self._forward_pieces), cache(self._backward_pieces)
         self.gathers = cache(lambda layer: tuple(lengths.gathers(layer)))
         self.reductions = cache(lambda dense, experts: tuple(lengths.reductions(dense, experts)))
         self.offloaded, self.host = cache(lengths.offloaded), cache(lengths.host)
+        self.programs: dict[Any, Program] = {}
+        self.chunks: dict[Any, int] = {}  # of what a chunk of the pipeline has, a number
 
     def _forward_pieces(self, layer: LayerShape) -> tuple[Piece, ...]:
         return tuple(self.lengths.forward(layer))
@@ -90,15 +93,48 @@ class _Builder:
             for piece in kept
         )
 
+
+class _Builder:
+    """Adds the events of a step with so many micro-batches and of the first layers, so many."""
+
+    def __init__(self, made: _Made, graph: Graph | Clock, accumulation: int, num_layers: int) -> None:
+        self.made, self.lengths, self.parts = made, made.lengths, made.parts
+        self.candidate = candidate = made.lengths.candidate
+        self.degrees = candidate.degrees
+        self.number = max(1, accumulation // self.parts)
+        self.graph: Any = graph  # a Graph, a Clock or a Tape
+        self.last_of: dict[int, int] = {}  # the last event of each rank
+        in_chunks = candidate.schedule == "chunks"
+        self.chunks = candidate.chunks if in_chunks else 1
+        self.backward_chunks = self.chunks if candidate.backward_chunks is None else candidate.backward_chunks
+        pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
+        self.pipeline, self.each = pipeline, SCHEDULES[pipeline].stages
+        # Whether something computes while rides are under way.
+        self.beside = self.parts == 2 or candidate.paired
+        # A rank of some schedules has two stages of the pipeline, one in each half of the model.
+        shape = made.lengths.shape
+        self.stages = stage_layers(replace(shape, layers=shape.layers[:num_layers]), self.degrees, self.each)
+        self.rank_of = [rank_of(pipeline, self.degrees.pp, stage) for stage in range(len(self.stages))]
+        self.first = [sum(len(one) for one in self.stages[:stage]) for stage in range(len(self.stages))]
+        # The same number for chunks that are alike.
+        kinds = [(layers, stage == len(self.stages) - 1) for stage, layers in enumerate(self.stages)]
+        self.alike = [made.chunks.setdefault(kind, len(made.chunks)) for kind in kinds]
+        self.reduced: dict[int, list[int]] = {}
+        self.forward, self.backward, self.gathers = made.forward, made.backward, made.gathers
+        self.reductions, self.offloaded, self.host = made.reductions, made.offloaded, made.host
+
     def build(self) -> None:
         """Add all events."""
         for stage in range(self.degrees.pp):
             self.last_of[stage] = self.graph.add(
                 "step::host", "host", STEP_HOST, stage=stage, fixed=STEP_HOST, stream="computation"
             )
-        found = orders(self.pipeline, self.degrees.pp, self.number, self.each, self.candidate.paired)
+        found = pipeline(self.pipeline, self.degrees.pp, self.number, self.each, self.candidate.paired)
         send = self._send_seconds()
-        add_pipeline(self.graph, self.pipeline, self.degrees.pp, found, self._work, send)
+        if isinstance(self.graph, Clock):
+            add_pipeline(self.graph, found, self._replayed, send)
+        else:
+            add_pipeline(self.graph, found, in_turns(self._work), send)
         for rank in range(self.degrees.pp):
             self._update(rank)
 
@@ -121,7 +157,27 @@ class _Builder:
         )  # fmt: skip
         return event
 
-    def _work(self, graph: Graph | Clock, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
+    def _replayed(
+        self, clock: Clock, actions: tuple[Action, ...], stage: int, after: list[tuple[int, ...]]
+    ) -> Sequence[int]:
+        """Of what a stage does at once: micro-batches differ in whether they are the last."""
+        key = tuple((kind, self.alike[chunk], number == self.number - 1) for kind, chunk, number in actions)
+        if key not in self.made.programs:
+            self.made.programs[key] = self._recorded(actions, stage)
+        *ends, last = clock.run(self.made.programs[key], stage, after)
+        own = len(actions)
+        self.last_of[stage] = last
+        self.reduced.setdefault(stage, []).extend(ends[own:])
+        return ends[:own]
+
+    def _recorded(self, actions: tuple[Action, ...], stage: int) -> Program:
+        """Ends: of each action, of the last reductions, and of what came last."""
+        own, tape = copy(self), Tape(len(actions))
+        own.graph, own.last_of, own.reduced = tape, {}, {}
+        ends = in_turns(own._work)(tape, actions, stage, [(place,) for place in range(len(actions))])
+        return tape.program([*ends, *own.reduced.get(stage, ())[-LAST:], own.last_of[stage]])
+
+    def _work(self, graph: Any, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
         """Of one micro-batch of the pipeline, or of both halves."""
         if self.degrees.pp > 1:
             piece = Piece("host", "host", HOST_ACTION, 0.5, 2.0)
@@ -317,7 +373,7 @@ class _Builder:
         ends = (0 in own_stages) + (len(self.stages) - 1 in own_stages)
         dense, experts = lengths.parameters(layers, ends)
         last = (self.last_of[stage],)
-        before = (*self.reduced.get(stage, ())[-4:], *last)
+        before = (*self.reduced.get(stage, ())[-LAST:], *last)
         if stage == 0:
             # The embedding's gradient comes last.
             size = lengths.embeddings / 2 if not lengths.shape.tied else 0.0

@@ -22,11 +22,13 @@ F is a forward, I the backward for the gradients of inputs, W that for weights, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from carpool.parallel.schedules import SCHEDULES, in_pairs, rank_of
-from carpool.planner.step.events import Clock, Graph
+from carpool.planner.step.clock import Clock
+from carpool.planner.step.events import Graph
 
 Kind = Literal["F", "I", "W", "B"]
 
@@ -39,8 +41,37 @@ class Action(NamedTuple):
     micro_batch: int
 
 
+class Send(NamedTuple):
+    """Of one turn, what the next chunk needs from another stage.
+
+    Attributes:
+        place: of the action among those of its turn."""
+
+    place: int
+    name: str
+    phase: str
+    micro_batch: int
+
+
+class Turn(NamedTuple):
+    """What a stage does at once, when all that it needs is there.
+
+    Attributes:
+        awaits: of each action, the result that it needs; None: none.
+        sends: results for other stages.
+
+    Results are numbered as they come: one for each action of a turn, then one for each of its sends."""
+
+    stage: int
+    actions: tuple[Action, ...]
+    awaits: tuple[int | None, ...]
+    sends: tuple[Send, ...]
+
+
 Order = list[tuple[Action, ...]]  # Actions of one tuple may run at once.
-Work = Callable[[Graph | Clock, Action, int, tuple[int, ...]], Iterator[int]]
+AnyGraph = TypeVar("AnyGraph", Graph, Clock)
+After = tuple[int, ...]
+Work = Callable[[AnyGraph, tuple[Action, ...], int, list[After]], Sequence[int]]
 
 
 def orders(schedule: str, stages: int, micro_batches: int, chunks: int = 1, paired: bool = False) -> list[Order]:
@@ -198,19 +229,39 @@ def alternate(*pieces: Iterator[int]) -> Iterator[int]:
                 yield number
 
 
-def add_pipeline(
-    graph: Graph | Clock, schedule: str, stages: int, found: Sequence[Order], work: Work, send: float
-) -> None:
-    """Add the events of a step's forwards and backwards to a graph.
+def in_turns(work: Callable[[AnyGraph, Action, int, After], Iterator[int]]) -> Work[AnyGraph]:
+    """Of what adds the events of one action, in order, and yields the number of each: the same of actions at once."""
+
+    def of_all(graph: AnyGraph, actions: tuple[Action, ...], stage: int, after: list[After]) -> Sequence[int]:
+        ends = [0] * len(actions)
+
+        def of_one(place: int) -> Iterator[int]:
+            for number in work(graph, actions[place], stage, after[place]):
+                ends[place] = number
+                yield number
+
+        # Of a pair the backward begins (`carpool.schedule.forward_backward`).
+        for _ in alternate(*map(of_one, reversed(range(len(actions))))):
+            pass
+        return ends
+
+    return of_all
+
+
+@lru_cache(maxsize=128)
+def pipeline(schedule: str, stages: int, micro_batches: int, chunks: int = 1, paired: bool = False) -> tuple[Turn, ...]:
+    """The turns of `orders`, which raises the same errors."""
+    return turns(schedule, stages, orders(schedule, stages, micro_batches, chunks, paired))
+
+
+def turns(schedule: str, stages: int, found: Sequence[Order]) -> tuple[Turn, ...]:
+    """The orders of all stages as one, in which each action comes after those that it needs.
 
     Args:
-        found: what `orders` gives for this schedule and number of stages.
-        work: (graph, action, stage, after) adds the events of one action, in order, and yields the number of each. The
-            first of them waits for `after`; the last of a forward, I or B is what the next chunk waits for.
-        send: seconds in which activations of a micro-batch, or their gradients, reach the next stage.
-    """
+        found: what `orders` gives for this schedule and number of stages."""
     last_chunk = max(action.chunk for order in found for actions in order for action in actions)
-    ready: dict[tuple[str, int, int], int] = {}  # events whose result is on the stage of a chunk that needs it
+    ready: dict[tuple[str, int, int], int] = {}  # results that are on the stage of a chunk that needs them
+    results = count()
     at = [0] * stages
 
     def needs(action: Action) -> tuple[str, int, int] | None:
@@ -219,24 +270,24 @@ def add_pipeline(
             return ("F", chunk, number) if chunk else None
         return ("W" if kind == "W" else "I", chunk, number)
 
-    def passed_on(action: Action, stage: int, end: int) -> None:
+    def passed_on(action: Action, stage: int, result: int, place: int) -> Iterator[Send]:
         kind, chunk, number = action
         if kind == "I":
-            ready["W", chunk, number] = end
+            ready["W", chunk, number] = result
         forward = kind == "F"
         target = chunk + 1 if forward else chunk - 1
         if kind == "W" or target < 0:
             return
         if target > last_chunk:
-            ready["I", chunk, number] = end
+            ready["I", chunk, number] = result
             return
         if rank_of(schedule, stages, target) != stage:
-            name = f"chunks.{chunk}::{'forward' if forward else 'backward'}::send"
             phase = "forward" if forward else "backward"
-            stream = f"sends {phase}"
-            end = graph.add(name, "send", send, (end,), stream=stream, phase=phase, stage=stage, micro_batch=number)
-        ready["F" if forward else "I", target, number] = end
+            result = next(results)
+            yield Send(place, f"chunks.{chunk}::{phase}::send", phase, number)
+        ready["F" if forward else "I", target, number] = result
 
+    done: list[Turn] = []
     left = sum(map(len, found))
     while left:
         before = left
@@ -246,20 +297,35 @@ def add_pipeline(
                 awaited = [needs(action) for action in actions]
                 if any(one is not None and one not in ready for one in awaited):
                     break
-                ends = [0] * len(actions)
-
-                def told(place: int, action: Action, after: tuple[int, ...]) -> Iterator[int]:
-                    for number in work(graph, action, stage, after):  # noqa: B023
-                        ends[place] = number  # noqa: B023
-                        yield number
-
-                afters = [() if one is None else (ready[one],) for one in awaited]
-                # Of a pair the backward begins (`carpool.schedule.forward_backward`).
-                pieces = [told(i, a, b) for i, (a, b) in enumerate(zip(actions, afters, strict=True))]
-                for _ in alternate(*reversed(pieces)):
-                    pass
-                for action, end in zip(actions, ends, strict=True):
-                    passed_on(action, stage, end)
+                awaits = tuple(None if one is None else ready[one] for one in awaited)
+                own = [next(results) for _ in actions]
+                sends = [
+                    send
+                    for place, (action, result) in enumerate(zip(actions, own, strict=True))
+                    for send in passed_on(action, stage, result, place)
+                ]
+                done.append(Turn(stage, actions, awaits, tuple(sends)))
                 at[stage] += 1
                 left -= 1
         assert left < before, f"{schedule}: no stage can go on"
+    return tuple(done)
+
+
+def add_pipeline(graph: AnyGraph, found: Sequence[Turn], work: Work[AnyGraph], send: float) -> None:
+    """Add the events of a step's forwards and backwards to a graph.
+
+    Args:
+        found: what `pipeline` gives.
+        work: (graph, actions, stage, after) adds the events of what runs at once, and returns the number of the last of
+            each action; of a forward, I or B that is what the next chunk waits for. `after`: what each waits for.
+        send: seconds in which activations of a micro-batch, or their gradients, reach the next stage.
+    """
+    results: list[int] = []
+    for stage, actions, awaits, sends in found:
+        ends = work(graph, actions, stage, [() if one is None else (results[one],) for one in awaits])
+        results += ends
+        for place, name, phase, number in sends:
+            after, stream = (ends[place],), f"sends {phase}"
+            results.append(
+                graph.add(name, "send", send, after, stream=stream, phase=phase, stage=stage, micro_batch=number)
+            )

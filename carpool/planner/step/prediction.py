@@ -11,7 +11,7 @@ Bounds: all rates at once at their better, or worse, end. So an interval is wide
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ from carpool.planner.configuration.candidate import Candidate
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import LayerShape, ModelShape
-from carpool.planner.step.events import Clock, Execution, Graph, execute
-from carpool.planner.step.graph import add_step, step_graph
+from carpool.planner.step.events import Execution, Graph, execute
+from carpool.planner.step.graph import StepClock, step_graph
 from carpool.planner.step.lengths import Lengths
 
 _PERIOD = 8  # layers after which their kinds repeat
@@ -107,12 +107,10 @@ def step_seconds(
     more = candidate.degrees.pp if candidate.pipeline.startswith("Interleaved") else 1
     layers = len(shape.layers)
 
+    clock = StepClock(Lengths(shape, hardware, candidate, per_node, routes))
+
     def run(micro_batches: int, some: int) -> float:
-        fewer = replace(candidate, accumulation=max(1, micro_batches) * parts)
-        cut = replace(shape, layers=shape.layers[:some])
-        clock = Clock()
-        add_step(clock, Lengths(cut, hardware, fewer, per_node, routes))
-        return clock.step
+        return clock.seconds(max(1, micro_batches) * parts, some)
 
     def of_layers(micro_batches: int) -> float:
         pp = candidate.degrees.pp
