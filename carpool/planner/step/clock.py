@@ -67,8 +67,12 @@ class Tape:
         self, name: str, kind: str, seconds: float, after: Iterable[int] = (), *, stream: str | None = None, **more: Any
     ) -> int:
         """As `Graph.add`; all events are of one stage."""
-        assert seconds >= 0, f"{name} takes {seconds} s"
-        self._events.append((stream or STREAM_OF[kind], seconds, tuple(after)))
+        return self.record(stream or STREAM_OF[kind], seconds, tuple(after))
+
+    def record(self, stream: str, seconds: float, after: tuple[int, ...]) -> int:
+        """The same, sooner."""
+        assert seconds >= 0, f"an event on {stream} takes {seconds} s"
+        self._events.append((stream, seconds, after))
         return self._inputs + len(self._events) - 1
 
     def program(self, ends: Sequence[int]) -> Program:
@@ -82,8 +86,10 @@ class Tape:
         waits, needed = [], set(ends)
         for stream, _, after in self._events:
             before = on_stream[stream]
-            left = [one for one in dict.fromkeys(after) if not before >> one & 1]
-            left = [one for one in left if not any(earlier[other] >> one & 1 for other in left if other != one)]
+            left = [one for one in after if not before >> one & 1]
+            if len(left) > 1:
+                left = [*dict.fromkeys(left)]
+                left = [one for one in left if not any(earlier[other] >> one & 1 for other in left if other != one)]
             for one in left:
                 before |= earlier[one]
             on_stream[stream] = before = before | 1 << len(earlier)

@@ -27,7 +27,7 @@ from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.configuration.stages import stage_layers
 from carpool.planner.model.shape import LayerShape
 from carpool.planner.step.clock import Clock, Program, Tape
-from carpool.planner.step.events import Graph
+from carpool.planner.step.events import STREAM_OF, Graph
 from carpool.planner.step.lengths import HOST_ACTION, STEP_HOST, TAKEN, Lengths
 from carpool.planner.step.pipelines import Action, add_pipeline, alternate, in_turns, pipeline
 from carpool.planner.step.travel import Piece
@@ -120,6 +120,8 @@ class _Builder:
         kinds = [(layers, stage == len(self.stages) - 1) for stage, layers in enumerate(self.stages)]
         self.alike = [made.chunks.setdefault(kind, len(made.chunks)) for kind in kinds]
         self.reduced: dict[int, list[int]] = {}
+        # FSDP reduces the gradients of every micro-batch, but over copies of the model.
+        self.reduced_last = candidate.dense != "fsdp" or self.degrees.dp_replicate > 1
         self.forward, self.backward, self.gathers = made.forward, made.backward, made.gathers
         self.reductions, self.offloaded, self.host = made.reductions, made.offloaded, made.host
 
@@ -149,6 +151,9 @@ class _Builder:
         self, piece: Piece, where: str, phase: str, after: tuple[int, ...], stage: int, layer: int | None, number: int
     ) -> int:
         rank = self.rank_of[stage]
+        if isinstance(self.graph, Tape):
+            self.last_of[rank] = event = self.graph.record(piece.stream or STREAM_OF[piece.kind], piece.seconds, after)
+            return event
         name = f"{where}::{phase}::{piece.name}"
         self.last_of[rank] = event = self.graph.add(
             name, piece.kind, piece.seconds, after, stream=piece.stream, low=piece.seconds * piece.low,
@@ -160,13 +165,13 @@ class _Builder:
     def _replayed(
         self, clock: Clock, actions: tuple[Action, ...], stage: int, after: list[tuple[int, ...]]
     ) -> Sequence[int]:
-        """Of what a stage does at once: micro-batches differ in whether they are the last."""
-        key = tuple((kind, self.alike[chunk], number == self.number - 1) for kind, chunk, number in actions)
+        """Of what a stage does at once: micro-batches differ in whether gradients are reduced after their backward."""
+        last = self.number - 1 if self.reduced_last else None
+        key = tuple((kind, self.alike[chunk], kind != "F" and number == last) for kind, chunk, number in actions)
         if key not in self.made.programs:
             self.made.programs[key] = self._recorded(actions, stage)
-        *ends, last = clock.run(self.made.programs[key], stage, after)
+        *ends, self.last_of[stage] = clock.run(self.made.programs[key], stage, after)
         own = len(actions)
-        self.last_of[stage] = last
         self.reduced.setdefault(stage, []).extend(ends[own:])
         return ends[:own]
 
