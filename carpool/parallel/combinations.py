@@ -11,7 +11,7 @@ a setting is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,11 @@ class Rule:
 
     def refuses(self, sizes: Sizes, settings: Settings) -> bool:
         """Whether the combination is one of those that the rule is about."""
-        return all(sizes.get(axis, 1) > 1 for axis in self.axes) and self.applies(sizes, settings)
+        return self.is_about(sizes) and self.applies(sizes, settings)
+
+    def is_about(self, sizes: Sizes) -> bool:
+        """Whether its axes are more than 1."""
+        return all(sizes.get(axis, 1) > 1 for axis in self.axes)
 
 
 def _is_other(key: str, value: Any) -> Callable[[Sizes, Settings], bool]:
@@ -211,9 +215,17 @@ RULES = (
 )
 
 
-def refusal(sizes: Sizes, settings: Settings) -> Rule | None:
-    """The first rule that refuses a combination, or None if it works."""
-    return next((rule for rule in RULES if rule.refuses(sizes, settings)), None)
+def refusal(sizes: Sizes, settings: Settings, among: Sequence[Rule] = RULES) -> Rule | None:
+    """The first rule that refuses a combination, or None if it works.
+
+    Args:
+        among: rules; who asks often about the same sizes gives `rules_of` them."""
+    return next((rule for rule in among if rule.refuses(sizes, settings)), None)
+
+
+def rules_of(sizes: Sizes) -> list[Rule]:
+    """Those whose axes are more than 1."""
+    return [rule for rule in RULES if rule.is_about(sizes)]
 
 
 def check_supported(sizes: Sizes, settings: Settings) -> None:

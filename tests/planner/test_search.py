@@ -55,7 +55,9 @@ class _Everything(Enumeration):
                     continue
                 if refusal(one.degrees.sizes, one.flat_settings()) is not None:
                     continue
-                if memory_of(self.problem.model, one, self.problem.routes).total <= self.problem.memory:
+                total = memory_of(self.problem.model, one, self.problem.routes).total
+                assert self.memories.total(one) == total, "sizes that candidates share"
+                if total <= self.problem.memory:
                     yield one
 
 

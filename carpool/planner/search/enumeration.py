@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from carpool.parallel.combinations import refusal
+from carpool.parallel.combinations import refusal, rules_of
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches
 from carpool.planner.configuration.candidate import KEEP, Candidate
 from carpool.planner.machine.hardware import Hardware
-from carpool.planner.memory.peak import memory_of
+from carpool.planner.search.memories import Memories
 from carpool.planner.search.space import Problem, Space
 from carpool.planner.search.systems import System
 
@@ -84,6 +84,7 @@ class Enumeration:
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.least = float("inf")
+        self.memories = Memories(problem)
         self.tight: list[Candidate] = []
 
     def candidates(self) -> Iterator[Candidate]:
@@ -177,6 +178,8 @@ class Enumeration:
     def _that_fit(self, base: Candidate) -> Iterator[Candidate]:
         """The policies that need memory least, of those that fit."""
         fitting: list[Mapping[str, str]] = []
+        sizes = base.degrees.sizes
+        rules = rules_of(sizes)
         # The slowest last: of state in host memory, what travels beside the backward comes first.
         kept = [(state, "kept") for state in self.space.optimizer_state if "kept" in self.space.gradients]
         used = [(state, "consumed") for state in self.space.optimizer_state if "consumed" in self.space.gradients]
@@ -194,10 +197,10 @@ class Enumeration:
                 if base.schedule == "two-batch" and policies.get("sums") == "recompute":
                     continue
                 one = replace(base, policies={**KEEP, **policies}, optimizer_state=state, gradients=gradients)
-                if (rule := refusal(one.degrees.sizes, one.flat_settings())) is not None:
+                if (rule := refusal(sizes, one.flat_settings(), rules)) is not None:
                     self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1
                     continue
-                total = memory_of(self.problem.model, one, self.problem.routes).total
+                total = self.memories.total(one, max(self.least, self.problem.memory, self.problem.capacity))
                 self.least = min(self.least, total)
                 if total > self.problem.memory:
                     self.counts["memory"] += 1
