@@ -1,1 +1,1 @@
-"""How is computed what lies between two rides? Attention, documents in one row, compiled layers."""
+"""How is all that lies between two rides computed? Attention, documents in one row, compiled layers."""

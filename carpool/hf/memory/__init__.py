@@ -1,1 +1,1 @@
-"""What is kept between forward and backward, where do experts wait, and how much is that?"""
+"""What is kept for the backward, where do experts wait, and how much is that?"""
