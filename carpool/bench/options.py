@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -72,8 +73,10 @@ class ShapeOptions(Options):
             one_of("--routing", name, (*self.ROUTINGS, "all"))
         if self.repetitions < 1:
             raise ValueError(f"--repetitions {self.repetitions} must be at least 1")
-        if self.zipf_exponent < 0:
-            raise ValueError(f"--zipf-exponent {self.zipf_exponent:g} must be 0 (uniform) or more")
+        if not 0 <= self.zipf_exponent < math.inf:
+            raise ValueError(f"--zipf-exponent {self.zipf_exponent:g} must be 0 (uniform) or a positive number")
+        if self.zipf_exponent != 1 and "zipf" not in self.all_routings:
+            raise ValueError(f"--zipf-exponent {self.zipf_exponent:g} changes nothing without --routing zipf")
 
     @property
     def all_routings(self) -> tuple[str, ...]:

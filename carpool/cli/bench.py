@@ -21,6 +21,7 @@ from carpool.cli.common import (
     Seed,
     Transports,
     ZipfExponent,
+    check_output,
     command,
     errors,
     require,
@@ -33,6 +34,7 @@ def fill(settings: type[Any], given: dict[str, Any], **parsed: Any) -> Any:
     """Settings from a command's arguments of the same names; where a list is wanted, a text has it with commas."""
     from carpool.bench.options import split
 
+    check_output("--out", given["out"])
     values = {**given, **parsed}
     fields = [field for field in dataclasses.fields(settings) if field.name in values]
     for field in fields:

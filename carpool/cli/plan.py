@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from carpool.planner.search.plan import Found, Plan
 
 GiB = 2**30
+MAX_TOKENS = 2**40
 COLUMNS = ("", "configuration", "step, s", "interval", "MFU", "tokens/s per GPU", "GiB", "exposed")
 
 
@@ -67,6 +69,7 @@ def plan(
     with errors(debug):
         if out is not None:
             check_output("--out", out)
+        from carpool.bench.options import one_of
         from carpool.planner.machine.hardware import find_hardware
         from carpool.planner.model.routes import Routes
         from carpool.planner.model.shape import ModelShape
@@ -74,6 +77,7 @@ def plan(
         from carpool.planner.search.plan import plan as search
         from carpool.planner.search.space import Space
         from carpool.planner.search.systems import OTHERS, SYSTEMS
+        from carpool.plugins.nearest import nearest
         from carpool.train.config.published import read_keys
         from carpool.train.config.schema_parallelism import MAX_RANKS
         from carpool.train.config.sizes import size_of
@@ -87,9 +91,12 @@ def plan(
             from carpool.placement.trace import Trace
 
             routes = Routes.of(Trace.load(trace), str(trace), shape.num_experts, shape.top_k)
-        if moments not in ("float32", "bfloat16", "int8"):
-            raise ValueError(f"--moments {moments}: it is float32, bfloat16 or int8")
+        one_of("--moments", moments, ("float32", "bfloat16", "int8"))
         batch = number_of(tokens)
+        if batch > MAX_TOKENS:
+            raise ValueError(f"--tokens-per-batch {tokens} is more than any step has (at most {MAX_TOKENS:,})")
+        if not math.isfinite(max_grad_norm):
+            raise ValueError(f"--max-grad-norm {max_grad_norm:g} must be a finite number; 0 clips nothing")
         if batch < sequence_length:
             raise ValueError(
                 f"--tokens-per-batch {tokens} is {batch:,} tokens, less than one sequence of {sequence_length:,} "
@@ -97,8 +104,10 @@ def plan(
             )
         usable = None if memory is None else float(size_of(memory, "--memory"))
         if unknown := [name for name in policy or () if name not in SYSTEMS]:
+            guess = nearest(unknown[0], SYSTEMS)
             raise ValueError(
-                f"--policy {unknown[0]} {OTHERS.get(unknown[0], 'is not known')}; there are {', '.join(SYSTEMS)}"
+                f"--policy {unknown[0]} {OTHERS.get(unknown[0], 'is not known')}"
+                f"{f'; did you mean {guess}?' if guess else ''}; there are {', '.join(SYSTEMS)}"
             )
         space = read_constraints(
             Space(

@@ -200,7 +200,8 @@ def race_recipes(
     """
     with errors(debug):
         require(TRAIN_PACKAGES)
-        if not names.strip():
+        check_output("--out", out)
+        if not names.strip(", "):
             raise ValueError("--recipes is empty: name some; `carpool recipes list` has all")
         from carpool.bench.model.settings import CONTENDERS, Settings
         from carpool.bench.options import one_of, split

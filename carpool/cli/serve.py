@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -158,7 +159,14 @@ def generate(
 def _options(
     max_new_tokens: int | None, temperature: float | None, top_k: int | None, top_p: float | None, seed: int
 ) -> dict[str, float | None]:
-    """Of `carpool.hf.generation.generate.Sampling`; None: as the checkpoint says."""
+    """Of `carpool.hf.generation.generate.Sampling`; None: as the checkpoint says.
+
+    Raises:
+        ValueError: values that cannot be, or change nothing."""
+    if temperature is not None and not math.isfinite(temperature):
+        raise ValueError(f"--temperature {temperature:g} must be a finite number; 0 takes the likeliest token")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise ValueError("--top-k and --top-p change nothing with --temperature 0, which takes the likeliest token")
     return {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -238,6 +246,10 @@ def evaluate(
                 raise ValueError(f"--data: there is no file {file}")
         if not data and tasks is None:
             raise ValueError("give --data FILE for perplexity, or --tasks NAME,...")
+        if tasks is None and limit is not None:
+            raise ValueError("--limit is of the examples of --tasks, and changes nothing without it; leave it out")
+        if not data and (window is not None or stride is not None):
+            raise ValueError("--window and --stride are of --data, and change nothing without it; leave them out")
         from carpool.bench.options import split
         from carpool.serve.start import start
 

@@ -60,10 +60,12 @@ def simulate(
         for option, given in (("--mtbf-hours", mtbf_hours), ("--checkpoint-seconds", checkpoint_seconds)):
             if given is not None and not 0 < given < math.inf:
                 raise ValueError(f"{option} {given:g} must be a positive number")
+        if not 0 <= restart_seconds < math.inf:
+            raise ValueError(f"--restart-seconds {restart_seconds:g} must be 0 or a positive number")
         from rich.console import Console
 
         from carpool.placement.trace import Trace
-        from carpool.planner.decisions.configured import candidate_of, model_of
+        from carpool.planner.decisions.configured import SIMULATED, candidate_of, model_of
         from carpool.planner.machine.hardware import DEFAULT, find_hardware
         from carpool.planner.model.routes import Routes
         from carpool.planner.simulator.goodput import GPU_MTBF_HOURS, GPU_MTBF_SOURCE, Failures
@@ -71,11 +73,16 @@ def simulate(
         from carpool.planner.simulator.step import step_on
         from carpool.planner.step.prediction import inputs
         from carpool.report.simulation import print_simulation, write_simulation
-        from carpool.train.config import load_config
+        from carpool.train.config import resolve_config
+        from carpool.train.config.effects import check_effects
         from carpool.train.config.published import read_keys
         from carpool.train.config.schema_parallelism import MAX_RANKS
 
-        config = load_config(plan, overrides or [])
+        resolved = resolve_config(plan, overrides or [])
+        check_effects(resolved)
+        if idle := [key for key in resolved.asked_now if key not in SIMULATED]:
+            raise ValueError(f"{idle[0]} (on the command line) changes nothing that is simulated; leave it out")
+        config = resolved.config
         settings, parallelism = config.model_dump(), config.parallelism
         shape = model_of(settings, read_keys(config.model.path) if config.model.path else config.model.config)
         asked = parallelism.asked_ranks

@@ -74,6 +74,10 @@ def train(
         resolved = resolve_config(config, overrides or [])
         settings = resolved.config
         require(TRAIN_PACKAGES)
+        if compare is not None and (dry_run or show_examples):
+            raise ValueError("--compare times steps, and nothing is trained here; leave it out")
+        if dry_run and show_examples:
+            raise ValueError("--dry-run and --show-examples print different things: give one of them")
         if not dry_run and not show_examples:
             _check_output(settings)  # before reading data and starting ranks, which take a while
         check_paths(resolved, compare)
@@ -132,8 +136,12 @@ def doctor(
         ),
     ] = False,
     out: Annotated[
-        Path, typer.Option("--out", help="With --measure: the file, for parallelism.hardware and --hardware.")
-    ] = Path("hardware.json"),
+        Path | None,
+        typer.Option(
+            "--out",
+            help="With --measure: the file, for parallelism.hardware and --hardware. Default: hardware.json.",
+        ),
+    ] = None,
     ranks: Ranks = None,
     ranks_per_node: Annotated[
         int | None, typer.Option("--ranks-per-node", min=1, help="As parallelism.ranks_per_node.")
@@ -143,11 +151,16 @@ def doctor(
     """Check this machine: versions, devices, memory, data, and an exchange between two ranks."""
     if measure:
         with errors(debug):
+            out = out or Path("hardware.json")
             check_writable("--out", out)
             from carpool.bench.hardware.measure import measure_machine
 
             measure_machine(out, ranks=ranks, ranks_per_node=ranks_per_node, debug=debug)
         return
+    with errors(debug):
+        for option, given in (("--out", out), ("--ranks", ranks), ("--ranks-per-node", ranks_per_node)):
+            if given is not None:
+                raise ValueError(f"{option} changes nothing without --measure; give both, or neither")
     from carpool.cli.checks import RED, check_all
 
     console = Console()

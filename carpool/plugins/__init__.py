@@ -34,6 +34,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
+from carpool.plugins.nearest import nearest
+
 __all__ = ["PLUGINS", "Registry", "unknown"]
 
 PLUGINS = "CARPOOL_PLUGINS"
@@ -128,4 +130,7 @@ def _import_named() -> None:
 
 def unknown(registry: Registry[Any], name: str, *also: str) -> str:
     """The sentence for a name that nobody has registered. `also`: names with a meaning of their own, such as "auto"."""
-    return f"{registry.kind}={name!r} is not known; use one of {', '.join([*also, *registry])}"
+    known = [*also, *registry]
+    guess = nearest(name, known)
+    hint = f"; did you mean {guess}?" if guess else ""
+    return f"{registry.kind}={name!r} is not known; use one of {', '.join(known)}{hint}"

@@ -95,6 +95,7 @@ def race(
         contenders=tuple(dict.fromkeys([*found.own, *settings.contenders])),
         overrides=(*dtype, *settings.overrides),
     )
+    settings.check_set()
     start_ranks(settings, "carpool.recipes.race:BENCHMARK", debug=debug, command=command)
 
 

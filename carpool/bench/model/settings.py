@@ -13,6 +13,7 @@ from carpool.plugins.nearest import nearest
 from carpool.train.config import Config, load_config
 from carpool.train.config.effects import why_idle
 from carpool.train.config.published import read_keys
+from carpool.train.config.schema import DEMO_MODEL
 from carpool.train.config.schema_base import toml_value
 
 CONTENDERS = ("carpool", "carpool-compiled", "transformers", "transformers-compiled")
@@ -23,6 +24,8 @@ _OF_ALL = (
     "training.resume", "training.output",
 )  # fmt: skip
 _OF_ONE = ("parallelism.dense",)
+# What the command's own options say in any case.
+_OPTIONS = {"parallelism.num_ranks": "--ranks", "parallelism.device": "--device", "training.output_dir": "--out"}
 # What transformers' contenders never read.
 _OF_CARPOOL = ("moe.", "codec.", "nvlink.", "memory.", "placement.")
 # The model of `carpool train` without arguments.
@@ -89,8 +92,9 @@ class Settings(RankOptions):
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{option} {count} must be at least 1")
-        if self.model != DEMO:
-            read_keys(self.model)
+        there = (DEMO_MODEL["config"] if self.model == DEMO else read_keys(self.model)).get("num_hidden_layers")
+        if self.layers is not None and isinstance(there, int) and self.layers > there:
+            raise ValueError(f"--layers {self.layers}: {self.model} has {there}")
         if self.routing not in ROUTINGS and not Path(self.routing).is_file():
             guess = nearest(self.routing, ROUTINGS)
             hint = f"; did you mean {guess}?" if guess else ""
@@ -98,6 +102,8 @@ class Settings(RankOptions):
         for key in (override.partition("=")[0].strip() for override in self.overrides):
             if key.startswith("data.") and key != "data.sequence_length":
                 raise ValueError(f"--set {key}: tokens are drawn at random here, so leave it out")
+            if key in _OPTIONS:
+                raise ValueError(f"--set {key}: say so with {_OPTIONS[key]}")
             if key == "training.resume_from_checkpoint":
                 raise ValueError(f"--set {key}: weights are random here, so leave it out")
         for name in self.contenders:
@@ -110,14 +116,18 @@ class Settings(RankOptions):
             for key in (override.partition("=")[0].strip() for override in self._more(name)):
                 if (why := why_idle(config, key)) is not None:
                     raise ValueError(f"--contenders {name}: {key} {why}")
-        self._check_set()
+        if not self.own:
+            self.check_set()
 
-    def _check_set(self) -> None:
-        """Refuse what is set for all contenders and does something in none."""
+    def check_set(self) -> None:
+        """Refuse what is set for all contenders and does something in none. A race asks when all of its rows are known.
+
+        Raises:
+            ValueError: that."""
         configs = [self.config_of(name) for name in self.contenders if not self.is_theirs(name)]
         for key in (override.partition("=")[0].strip() for override in self.overrides):
             idle = [why_idle(config, key) for config in configs if key.startswith(_OF_CARPOOL)]
-            if idle and all(idle) and not self.own:
+            if idle and all(idle):
                 raise ValueError(f"--set {key} {idle[0]}")
 
     def resolve(self, *, cuda: bool, num_ranks: int) -> Self:

@@ -20,6 +20,27 @@ from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.lengths import Lengths
 
 DEFAULT_CHUNKS = 2  # as of `carpool train`
+# What is read of a configuration, here and for the mesh; nothing else changes what is predicted.
+SIMULATED = frozenset((
+    *(f"model.{key}" for key in (
+        "path", "config", "model_type", "num_experts_per_tok", "dtype", "attn_implementation",
+    )),
+    "data.sequence_length",
+    *(f"training.{key}" for key in (
+        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optimizer", "optimizer_moments",
+        "optimizer_state", "gradients", "max_grad_norm", "torch_compile", "cuda_graphs", "full_determinism",
+    )),
+    *(f"parallelism.{key}" for key in (
+        "num_ranks", "fsdp_size", "tp_size", "cp_size", "pp_size", "pp_schedule", "dp_replicate_size", "ep_size",
+        "etp_size", "dense", "ranks_per_node", "hardware",
+    )),
+    *(f"moe.{key}" for key in (
+        "transport", "schedule", "chunks", "backward_chunks", "experts", "priority", "move_sequences",
+    )),
+    *(f"codec.{key}" for key in ("dispatch", "combine", "dispatch_backward", "combine_backward", "hop")),
+    *(f"memory.{key}" for key in (*POLICIES, "budget", "experts")),
+    "placement.every",
+))  # fmt: skip
 _CODECS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "hop")
 Settings = Mapping[str, Mapping[str, Any]]
 

@@ -292,6 +292,8 @@ def find_hardware(name: str) -> Hardware:
         return Hardware.from_dict(json.loads(path.read_text())["hardware"])
     except OSError as error:
         raise ValueError(f"hardware {name}: {error.strerror}; 'carpool doctor --measure' writes such a file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"hardware {name} is not text: 'carpool doctor --measure' writes such a file") from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"hardware {name} is no whole JSON file (line {error.lineno}: {error.msg}): write it again with 'carpool "

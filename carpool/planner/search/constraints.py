@@ -13,6 +13,7 @@ from typing import Any
 from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.configuration.candidate import POLICIES
 from carpool.planner.search.space import Space
+from carpool.plugins.nearest import nearest
 
 # What `--only` calls it, and the field of `Space`.
 ONLY: Mapping[str, str] = MappingProxyType({
@@ -53,6 +54,12 @@ def constrained(space: Space, only: Mapping[str, Sequence[Any]]) -> Space:
     return replace(space, **changed)
 
 
+def _none_of(one: str, unknown: Sequence[str], known: Iterable[str]) -> str:
+    guess = nearest(unknown[0], known)
+    hint = f"; did you mean {guess}?" if guess else ""
+    return f"--only {one}: {', '.join(unknown)} is none of {', '.join(known)}{hint}"
+
+
 def read_constraints(space: Space, given: Iterable[str]) -> Space:
     """Of "ep=8,16" and "memory.dense=keep".
 
@@ -61,13 +68,17 @@ def read_constraints(space: Space, given: Iterable[str]) -> Space:
     for one in given:
         name, _, text = one.partition("=")
         if name not in ONLY or not text:
-            raise ValueError(f"--only {one}: expected NAME=VALUES such as ep=8,16; names are {', '.join(ONLY)}")
+            guess = nearest(name, ONLY) if name not in ONLY else None
+            raise ValueError(
+                f"--only {one}: expected NAME=VALUES such as ep=8,16; names are {', '.join(ONLY)}"
+                f"{f'; did you mean {guess}?' if guess else ''}"
+            )
         words = [word.strip() for word in text.split(",")]
         field = ONLY[name]
         if field == "policies":
             item = name.removeprefix("memory.")
             if unknown := [word for word in words if word not in POLICIES[item]]:
-                raise ValueError(f"--only {one}: {', '.join(unknown)} is none of {', '.join(POLICIES[item])}")
+                raise ValueError(_none_of(one, unknown, POLICIES[item]))
             space = replace(space, policies=tuple(p for p in space.policies if p.get(item, "keep") in words))
             if not space.policies:
                 raise ValueError(f"--only {one}: no policies of what is kept are left")
@@ -78,6 +89,6 @@ def read_constraints(space: Space, given: Iterable[str]) -> Space:
                 raise ValueError(f"--only {one}: {name} is a positive number, or several with commas between them")
             values = [int(word) for word in words]
         elif unknown := sorted(set(words) - set(KNOWN[field])):
-            raise ValueError(f"--only {one}: {', '.join(unknown)} is none of {', '.join(KNOWN[field])}")
+            raise ValueError(_none_of(one, unknown, KNOWN[field]))
         space = constrained(space, {field: values})
     return space

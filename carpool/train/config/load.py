@@ -99,6 +99,11 @@ class Resolved:
         """What the user has set, by SECTION.KEY."""
         return [f"{section}.{key}" for section, _, key in keys() if (section, key) not in self.sources]
 
+    @property
+    def asked_now(self) -> list[str]:
+        """What the command line sets, by SECTION.KEY."""
+        return [f"{section}.{key}" for section, _, key in keys() if self.is_asked_now((section, key))]
+
     def is_asked_now(self, key: tuple[str, str]) -> bool:
         """Whether the command line sets this key, and not the file."""
         return self.places.get(key) == _COMMAND_LINE
@@ -121,6 +126,8 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
     places: dict[tuple[str, ...], str] = {}
     if path is not None:
         _merge(settings, _read(path), (), f"in {path}", places)
+        # What is wrong in the file is wrong whatever the command line sets beside it.
+        _check_keys(settings, places)
     of_file = {
         (name, key): one for name, table in settings.items() if isinstance(table, dict) for key, one in table.items()
     }
@@ -172,7 +179,9 @@ def _read(path: Path) -> dict[str, Any]:
         # Some editors put a byte order mark first.
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ValueError(f"configuration file {path} does not exist") from None
+        # A path has one slash where an address has two.
+        hint = ": download it first" if str(path).startswith(("http:/", "https:/")) else ""
+        raise ValueError(f"configuration file {path} does not exist{hint}") from None
     except IsADirectoryError:
         raise ValueError(f"configuration file {path} is a folder; name a TOML file") from None
     except UnicodeDecodeError:
@@ -185,6 +194,8 @@ def _read(path: Path) -> dict[str, Any]:
         at = re.search(r"line (\d+)", str(error))
         line = text.splitlines()[int(at[1]) - 1].strip() if at and int(at[1]) <= len(text.splitlines()) else ""
         raise ValueError(f"{path} is not valid TOML: {error}{f': {line}' if line else ''}") from None
+    if not data:
+        raise ValueError(f"{path} sets nothing; write settings into it, or leave it out")
     # What a recipe says about itself (carpool/recipes) is for its reader, but for what it says is missing.
     recipe = data.pop("recipe", None)
     if isinstance(recipe, dict) and (missing := recipe.get("missing")):

@@ -53,13 +53,22 @@ def dry_run(config: Config, sources: Sources | None = None, gpu: str | None = No
                 checkpoint, _ = find_checkpoint(config)
         run = foresee(config, fixed, machine, checkpoint)
     except ValueError as error:
-        if machine.cuda or config.parallelism.device == "cpu":
+        if machine.cuda or config.parallelism.device == "cpu" or _on_gpus(config, fixed) == str(error):
             raise
         raise ValueError(
             f"{error} (if the run is meant for GPUs of another machine: --gpu h100, or what they are)"
         ) from None
     lines = [*_decided(run), *_time(run), *_needed(run)]
     return run.config.to_toml(sources={**sources, **_planned(run)}) + "\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def _on_gpus(config: Config, fixed: list[str]) -> str | None:
+    """What would be refused if the run were meant for GPUs."""
+    try:
+        foresee(config, fixed, imagine_machine(config, "h100"), None)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _planned(run: Prepared) -> Sources:
