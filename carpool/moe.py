@@ -177,6 +177,8 @@ class MoE(LayerModule):
         x_TH = x.reshape(-1, x.shape[-1])
         replayed = routing is not None
         if routing is not None:
+            if not isinstance(routing, Routing):
+                raise TypeError(f"routing is a {type(routing).__name__}, not a carpool.Routing such as `moe.routing`")
             check_replay(routing, x_TH.shape[0], self.core.num_experts, self.core.group)
         if routing is None or routing.weight_TK is None:
             choose = None if self.core.limit is None else self.core.choose

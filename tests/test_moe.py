@@ -611,6 +611,8 @@ def test_meshes_that_do_not_fit_are_refused(ranks: Ranks) -> None:
         (torch.randn(3, H + 1), rf"hidden size is {H}, but x has shape \(3, {H + 1}\)"),
         (torch.tensor(1.0), rf"hidden size is {H}, but x has shape \(\)"),
         (torch.randn(3, H).bfloat16(), "x is torch.bfloat16, the layer's parameters are torch.float32"),
+        (torch.randn(3, H, device="meta"), "x is on meta, the layer's parameters are on cpu"),
+        (torch.randn(3, H).to_sparse(), "x is torch.sparse_coo; the layer takes dense tensors"),
         (torch.randn(3, H).numpy(), rf"x is a ndarray, not a tensor of shape \(..., {H}\)"),
     ],
 )
@@ -622,6 +624,10 @@ def test_input_that_does_not_fit_is_refused(x: Any, message: str) -> None:
 def test_a_recording_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \(2, 3\), but the layer got 4 tokens"):
         carpool.MoE(H, F, EXPERTS, K)(torch.randn(4, H), routing=Routing(torch.zeros(2, 3, dtype=torch.int32), None))
+    with pytest.raises(TypeError, match=r"routing is a Tensor, not a carpool.Routing"):
+        carpool.MoE(H, F, EXPERTS, K)(torch.randn(4, H), routing=torch.zeros(4, K))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ep_mesh is 'ep', not a DeviceMesh"):
+        carpool.reduce_gradients(carpool.MoE(H, F, EXPERTS, K), "ep")  # type: ignore[arg-type]
 
 
 def test_torch_compile_compiles_around_the_ride() -> None:

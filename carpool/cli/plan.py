@@ -106,8 +106,8 @@ def plan(
         if unknown := [name for name in policy or () if name not in SYSTEMS]:
             guess = nearest(unknown[0], SYSTEMS)
             raise ValueError(
-                f"--policy {unknown[0]} {OTHERS.get(unknown[0], 'is not known')}"
-                f"{f'; did you mean {guess}?' if guess else ''}; there are {', '.join(SYSTEMS)}"
+                f"--policy {unknown[0]} {OTHERS.get(unknown[0], 'is not known')}; there are {', '.join(SYSTEMS)}"
+                f"{f'; did you mean {guess}?' if guess else ''}"
             )
         space = read_constraints(
             Space(

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from carpool.memory import Arena, Arrivals, Rows
+from carpool.plugins.nearest import nearest
 
 
 class ExpertWeights(NamedTuple):
@@ -129,7 +130,9 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.name not in ACTIVATIONS:
-            raise ValueError(f"activation={self.name!r} is not known; use one of {', '.join(ACTIVATIONS)}")
+            guess = nearest(str(self.name), ACTIVATIONS)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise ValueError(f"activation={self.name!r} is not known; use one of {', '.join(ACTIVATIONS)}{hint}")
         if not self.gated and (self.interleaved or self.limit is not None or self.up_shift):
             raise ValueError("interleaved, limit and up_shift are of gated activations; pass gated=True or leave them")
         if self.alpha != 1 and self.name != "silu":

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from carpool.layer.module import LayerModule
+from carpool.layer.module import LayerModule, check_mesh
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -29,16 +29,20 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 @torch.no_grad()
-def reduce_gradients(model: nn.Module, ep_mesh: DeviceMesh, edp_mesh: DeviceMesh | None = None) -> None:
+def reduce_gradients(model: nn.Module, ep_mesh: DeviceMesh | None, edp_mesh: DeviceMesh | None = None) -> None:
     """Turn each rank's gradients into those of the mean loss over all ranks. Call on every rank, after backward.
 
     Args:
         model: holds `carpool.MoE` layers built on `ep_mesh`; all other parameters are replicated on every rank.
-        ep_mesh: the one-dimensional expert-parallel mesh.
+        ep_mesh: the one-dimensional expert-parallel mesh. None: one rank has all experts.
         edp_mesh: the mesh of ranks that hold copies of the same experts, if there are copies.
+
+    Raises:
+        TypeError: what is no mesh.
+        ValueError: a mesh of several dimensions.
     """
+    num_ranks = check_mesh(ep_mesh, "ep_mesh") * check_mesh(edp_mesh, "edp_mesh")
     groups = [mesh.get_group() for mesh in (ep_mesh, edp_mesh) if mesh is not None]
-    num_ranks = ep_mesh.size() * (edp_mesh.size() if edp_mesh is not None else 1)
     experts = expert_parameters(model)
     for parameter in model.parameters():
         if parameter.grad is None:

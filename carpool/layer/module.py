@@ -279,6 +279,12 @@ class LayerModule(nn.Module):
             raise ValueError(f"the layer's hidden size is {self.hidden_size}, but x has shape {tuple(x.shape)}")
         if x.dtype != self.up_proj.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x is {x.dtype}, the layer's parameters are {self.up_proj.dtype}; convert one of them")
+        if x.device != self.up_proj.device:
+            raise ValueError(
+                f"x is on {x.device}, the layer's parameters are on {self.up_proj.device}; move one of them"
+            )
+        if x.layout != torch.strided:
+            raise ValueError(f"x is {x.layout}; the layer takes dense tensors: pass x.to_dense()")
 
     def _prepare(self) -> Transport:
         core = self.core

@@ -84,6 +84,8 @@ class Recording(Recorder):
         weights: bool,
         layers: Sequence[str] | None,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}, not a torch.nn.Module that holds MoE layers")
         found = {name or "moe": (one, core) for name, one in module.named_modules() if (core := _core(one)) is not None}
         if missing := sorted(set(layers or ()) - found.keys()):
             raise ValueError(f"the module has no MoE layer {missing[0]!r}; it has {', '.join(found) or 'none'}")

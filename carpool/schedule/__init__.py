@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from carpool.kernels.awaited import MAX_PARTS
+from carpool.plugins.nearest import nearest
 
 __all__ = ["MAX_CHUNKS", "NAMES", "Schedule"]
 
@@ -50,7 +51,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise ValueError(f"schedule={self.name!r} is not known; use one of {', '.join(NAMES)}")
+            guess = nearest(str(self.name), NAMES)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise ValueError(f"schedule={self.name!r} is not known; use one of {', '.join(NAMES)}{hint}")
         if self.name not in _CUT and self.chunks != 1:
             raise ValueError(f"schedule={self.name!r} has one chunk, not {self.chunks}; use schedule='chunks'")
         most = MAX_PARTS if self.name == "tiles" else MAX_CHUNKS

@@ -311,6 +311,8 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
         (("--model", "olmoe-1b-7b", "--contenders", "carpol"), "--contenders: 'carpol' is not known.*mean carpool"),
         (("--model", "olmoe-1b-7b", "--layers", "0"), "--layers 0 must be at least 1"),
         (("--model", "olmoe-1b-7b", "--set", "moe.transprt=dedup"), "unknown key moe.transprt.*mean moe.transport"),
+        (("--model", "olmoe-1b-7b", "--layers", "17"), "--layers 17: olmoe-1b-7b has 16"),
+        (("--model", "olmoe-1b-7b", "--set", "training.output_dir=x"), "say so with --out"),
         (("--model", "olmoe-1b-7b", "--set", "data.tokenizer=x.json"), "tokens are drawn at random"),
         (("--model", "olmoe-1b-7b", "--contenders", "carpool+moe.shedule=none"), "unknown key moe.shedule"),
         (("--model", "olmoe-1b-7b", "--contenders", "carpool+data.sequence_length=8"), "the same for all contenders"),

@@ -220,6 +220,9 @@ def test_under_torchrun_and_without_a_figure(tmp_path: Path):
         (("--routing", "skewed", "--ranks", "3"), "needs more than 3 ranks"),
         (("--ctas", "0"), r"--ctas 0 must be 1\.\.64"),
         (("--ctas", "8", "--transports", "dedup"), "--ctas is for transport nvlink"),
+        (("--routing", "zipf", "--zipf-exponent", "nan"), "--zipf-exponent nan must be 0"),
+        (("--zipf-exponent", "2"), "--zipf-exponent 2 changes nothing without --routing zipf"),
+        (("--out", "pyproject.toml"), "--out pyproject.toml is a file; name a folder"),
         (("--ranks", "0"), "--ranks 0 must be at least 1"),
     ],
 )

@@ -88,6 +88,8 @@ def test_what_is_recomputed_is_recorded_once() -> None:
 
 
 def test_what_cannot_be_recorded_is_said() -> None:
+    with pytest.raises(TypeError, match=r"module is a str, not a torch.nn.Module"):
+        carpool.record("moe")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Linear has no MoE layer of Carpool"):
         carpool.record(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"no MoE layer 'layers.2'; it has layers.0, layers.1"):

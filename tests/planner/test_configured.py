@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from carpool.cli import app
 from carpool.parallel.degrees import Degrees
-from carpool.planner.decisions.configured import candidate_of, model_of
+from carpool.planner.decisions.configured import SIMULATED, candidate_of, model_of
 from carpool.planner.machine.hardware import find_hardware
 from carpool.planner.memory.peak import memory_of
 from carpool.planner.simulator.simulate import drawn_seconds, sampled
@@ -162,6 +162,34 @@ def test_the_command(tmp_path: Path) -> None:
     assert "16 GPUs take" in shown.output and "moe.transport = auto: simulated as nvlink" in shown.output
 
 
+class _Read(dict[str, Any]):
+    """Settings that remember which of them were asked for."""
+
+    def __init__(self, section: str, values: dict[str, Any], asked: set[str]) -> None:
+        super().__init__(values)
+        self.section, self.asked = section, asked
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(f"{self.section}.{key}")
+        return super().__getitem__(key)
+
+
+def test_what_is_simulated_is_what_is_read() -> None:
+    # Some are read only beside others; the mesh is read from the section itself, and paths by the command.
+    variants: list[list[str]] = [
+        ["moe.schedule=chunks"], ["training.optimizer_moments=int8", "training.optimizer=auto"],
+    ]  # fmt: skip
+    asked: set[str] = set()
+    for variant in variants:
+        config = load_config(None, ["model.config=olmoe-1b-7b", "parallelism.num_ranks=8", *variant])
+        settings = {name: _Read(name, values, asked) for name, values in config.model_dump().items()}
+        shape = model_of(settings, config.model.config)
+        candidate_of(settings, config.parallelism.resolve(8, shape.num_experts), shape, H100, 8)
+    mesh = {f"parallelism.{axis}_size" for axis in ("fsdp", "tp", "cp", "pp", "dp_replicate", "ep", "etp")}
+    others = {"parallelism.num_ranks", "parallelism.ranks_per_node", "parallelism.hardware"}
+    assert asked | mesh | others | {"model.path", "model.config"} == SIMULATED
+
+
 @pytest.mark.parametrize(
     ("plan", "arguments", "says"),
     [
@@ -169,6 +197,10 @@ def test_the_command(tmp_path: Path) -> None:
         (PLAN, ["--trace", "docs/traces/e128-1390.npz"], "the trace has 8 of 128 experts"),
         (PLAN, ["--hardware", "H101"], "did you mean H100"),
         (PLAN, ["--checkpoint-seconds", "0"], "must be a positive number"),
+        (PLAN, ["--restart-seconds", "nan"], "--restart-seconds nan must be 0 or a positive number"),
+        (PLAN, ["moe.chunks=4"], "moe.chunks = 4 (on the command line) changes nothing without"),
+        (PLAN, ["training.seed=3"], "training.seed (on the command line) changes nothing that is simulated"),
+        (PLAN + "gradients = 'kept'\nclip_by = 'previous'", [], "changes nothing without training.gradients=consumed"),
         (PLAN.replace("num_ranks = 16", ""), [], "say so with --gpus"),
         ("[model]\nmodle_type = 'olmoe'", [], "modle_type"),
         ("this is no TOML", [], "plan.toml"),

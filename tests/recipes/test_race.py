@@ -42,6 +42,15 @@ def test_a_transport_that_is_a_recipes_point_runs_beside_the_races(tmp_path: Pat
     ]  # fmt: skip
 
 
+def test_what_changes_nothing_in_any_row_is_refused(tmp_path: Path) -> None:
+    own = field_of(tmp_path, "fastmoe", "tutel-2dh").own
+    of_one = settings(tmp_path, own=own, contenders=tuple(own), overrides=("moe.chunks=3",))
+    of_one.check_set()  # of tutel-2dh
+    of_none = settings(tmp_path, own=own, contenders=tuple(own), overrides=("codec.merge_width=3",))
+    with pytest.raises(ValueError, match=r"--set codec.merge_width changes nothing without codec.merge=lsh"):
+        of_none.check_set()
+
+
 def test_recipes_that_come_to_the_same_run_share_a_row(tmp_path: Path) -> None:
     found = field_of(tmp_path, "hetumoe", "fastmoe", "deepspeed-moe")
     assert list(found.own) == [

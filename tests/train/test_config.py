@@ -101,6 +101,11 @@ def test_unknown_keys_name_the_nearest(tmp_path):
         "unknown section paralelism on the command line; did you mean parallelism?"
     )
     assert "[data] knows train, eval," in error(None, "data.zzzzqq=1")
+    # A section that is no table is refused also where the command line sets one of its keys.
+    (tmp_path / "a.toml").write_text("training = 3")
+    assert "training is a section; set its keys" in error(tmp_path / "a.toml", "training.max_steps=3")
+    (tmp_path / "a.toml").write_text("# nothing yet")
+    assert "a.toml sets nothing" in error(tmp_path / "a.toml")
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,6 @@ class Settings(ShapeOptions, RankOptions):
                 )
             if "skewed" in self.all_routings:
                 check_skew(shape.top_k, ExpertLayout.contiguous(shape.experts, num_ranks))
-        if self.ctas and not cuda:
-            raise ValueError("--ctas changes nothing on a CPU: it is for the kernels of a GPU; leave it out")
         ctas = tuple(dict.fromkeys(self.ctas))
         if any(map(has_ctas, self.transports or between_ranks())):
             ctas = ctas or CTAS

@@ -38,7 +38,12 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 def experts_modules(model: PreTrainedModel, distributed_config: DistributedConfig | None = None) -> dict[str, int]:
     """The modules that expert parallelism dispatches to, by name, with the number of experts in each (of this rank,
-    once the model is sharded). Empty if the model has no such module."""
+    once the model is sharded). Empty if the model has no such module.
+
+    Raises:
+        TypeError: another model than one of Transformers."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{type(model).__name__} is no model of Transformers (PreTrainedModel)")
     override = distributed_config.ep_plan if distributed_config is not None else None
     plan = model._expand_parallel_plan((model.ep_plan or {}) | (override or {}))
     modules = (name for name, style in plan.items() if style == "ep_dispatch_experts")
