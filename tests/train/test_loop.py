@@ -8,7 +8,9 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +29,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.trace import load_run
 from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
+from carpool.train.data import corpus as corpora
 from carpool.train.records.files import why_not_writable
 from carpool.train.run.about import _earlier_starts
 from carpool.train.run.evaluate import sample
@@ -334,6 +337,34 @@ def test_ranks_with_other_settings_are_refused(two_ranks: Ranks, text: list[str]
         assert said.startswith("ValueError: rank 1 was started with other settings than rank 0: "), said
         assert "training.seed = 7, not 0" in said and "model.config.num_experts = 4, not 8" in said
     assert not (tmp_path / "run").exists()
+
+
+def _tokenize_slowly(output: str, overrides: Sequence[str]) -> str:
+    """A collective may take a second, and tokens two. `RuntimeError` leaves the group unusable."""
+    group = dist.distributed_c10d._get_default_group()
+    build = corpora._build
+
+    def slowly(*args: Any) -> None:
+        time.sleep(2)
+        build(*args)
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    try:
+        with mock.patch.object(corpora, "_build", slowly), mock.patch.dict(os.environ, LOCAL_RANK=str(dist.get_rank())):
+            return run(output, overrides)
+    finally:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=600), group)
+
+
+def test_tokenizing_may_take_longer_than_a_collective(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    settings = [
+        *TWO,
+        *text,
+        f"data.cache_dir={tmp_path}/cache",
+        "training.stop_at_step=1",
+        "training.eval_on_start=false",
+    ]
+    assert two_ranks(_tokenize_slowly, str(tmp_path / "run"), settings) == [""] * 2
 
 
 def test_a_model_without_experts_is_refused(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:

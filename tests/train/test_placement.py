@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.report import write_report
 from carpool.train.config import load_config
+from carpool.train.moving.solve import Solving
 from carpool.train.prepare.dry_run import dry_run
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, run, text, weights
@@ -175,22 +177,41 @@ def test_bad_input_is_refused(ranks: Ranks, text: list[str], tmp_path: Path, cha
     assert all(message in error for error in errors), errors
 
 
-def _without_a_solver(output: str, overrides: list[str]) -> str:
+def _without_a_solver(output: str, overrides: list[str], solver: str) -> str:
     with (
-        mock.patch.object(sys, "executable", "/bin/false"),
+        mock.patch.object(sys, "executable", solver),
         mock.patch("carpool.placement.solvers.solve_both", side_effect=ValueError("no way")),
     ):
         return run(output, overrides)
 
 
-@pytest.mark.parametrize(("background", "reason"), [("true", "the solver ended with exit code 1"), ("false", "no way")])
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        # It is asked once more in the main process, whose disk need not have room for questions and answers.
+        ("exit 1", "no way"),
+        ("kill -9 $$", "the solver was killed by SIGKILL"),
+        ("exec sleep 600", "the solver had no answer after 1 s: look at fewer tokens"),
+        (None, "no way"),
+    ],
+)
 def test_a_solver_that_fails_ends_the_run_on_all_ranks_alike(
-    ranks: Ranks, tmp_path: Path, background: str, reason: str
+    ranks: Ranks, tmp_path: Path, does: str | None, reason: str
 ) -> None:
-    settings = [*MODEL, *PLACED, f"placement.background={background}"]
-    errors = ranks(_without_a_solver, str(tmp_path / "run"), settings)
+    solver = tmp_path / "solver"
+    solver.write_text(f"#!/bin/sh\n{does}\n")
+    solver.chmod(0o755)
+    settings = [*MODEL, *PLACED, "parallelism.timeout_seconds=1"]
+    settings.append(f"placement.background={'false' if does is None else 'true'}")
+    errors = ranks(_without_a_solver, str(tmp_path / "run"), settings, str(solver))
     assert len(set(errors)) == 1
     assert f"placement could not be solved: {reason}" in errors[0]
+
+
+def test_a_question_for_which_there_is_no_room_is_answered_at_once(tmp_path: Path) -> None:
+    question = mock.Mock(save=mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with mock.patch("carpool.train.moving.solve.solve", side_effect=lambda asked: {"asked": asked}):
+        assert Solving(question, tmp_path / "placement").answer(1.0) == {"asked": question}
 
 
 LAYERS = tuple(f"model.layers.{number}.mlp.experts" for number in range(2))

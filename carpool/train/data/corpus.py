@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,19 +99,17 @@ def prepare(
     model_path: str | None = None,
     *,
     build: bool = True,
-    barrier: Callable[[], None] | None = None,
 ) -> Corpus:
     """The tokens of `[data]`: from the cache, or else built and put there.
 
-    In a distributed run every rank calls this: `build=(local_rank == 0), barrier=dist.barrier`. The builders of
-    several nodes may share a folder.
+    In a distributed run one rank of each node builds, and the others call this with `build=False` once it has. The
+    builders of several nodes may share a folder.
 
     Args:
         data: What to read.
         tokenizer: How to tokenize documents.
         model_path: `model.path`, whose folder has the tokenizer and the chat template of conversations.
         build: May this process build the entry? The others find what a builder made.
-        barrier: Called once by every process, after the builders have built.
 
     Raises:
         ValueError: no data, unreadable data (see `rows.py`, `chat.py`), nothing to hold out, or a cache folder
@@ -129,8 +127,6 @@ def prepare(
             raise ValueError(
                 f"cannot keep tokens in {root}: {error}; make room, or set data.cache_dir to another folder"
             ) from error
-    if barrier is not None:
-        barrier()
     meta = _load_meta(entry)
     if meta is None:
         raise ValueError(

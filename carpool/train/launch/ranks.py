@@ -7,6 +7,8 @@ about the timeout. So each rank does its work, then all tell all how it went, an
 from __future__ import annotations
 
 import errno
+import secrets
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
+# Seconds between two looks at how many ranks are done.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
 
 
 def rank() -> int:
@@ -75,6 +79,24 @@ def together(error_class: Callable[[str], Exception], doing: str) -> Iterator[No
         raise error_class(f"{doing}{'; '.join(map(str, texts))}") from local
     if local is not None:
         raise error_class(f"{doing}{local}") from local
+
+
+@contextmanager
+def patiently() -> Iterator[None]:
+    """What ranks do inside may take longer than a collective, whose timeout ends those that wait: all leave together,
+    whenever the last one is done. Who dies meanwhile is missed by the roll call. Collective."""
+    if world() == 1:
+        yield
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = f"carpool/done/{gather(secrets.token_hex(8))[0]}"
+    try:
+        yield
+    finally:
+        done, pause = store.add(key, 1), _SHORTEST_PAUSE
+        while done < world():
+            time.sleep(pause)
+            done, pause = store.add(key, 0), min(2 * pause, _LONGEST_PAUSE)
 
 
 def _describe(error: BaseException) -> str | None:

@@ -20,6 +20,7 @@ say is used before the next step: which experts have copies where, or homes.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
@@ -49,6 +50,7 @@ from carpool.train.launch.ranks import from_rank_0
 from carpool.train.moving.cost import Array, Facts
 from carpool.train.moving.layouts import load_ratio, padded
 from carpool.train.moving.solve import Question, Solving
+from carpool.train.records.files import LAYOUT, replace_text
 
 TRACE_FILE, LOADS_FILE = "placement-trace.npz", "placement-loads.npz"
 # Steps whose loads a predictor may look at.
@@ -83,6 +85,8 @@ class Placement:
         files: Path | None,
     ) -> None:
         self.section: PlacementSection = config.placement
+        # The other ranks wait for the answer in a collective.
+        self.patience = 0.9 * config.parallelism.timeout_seconds
         self.moe_layout, self.seed = config.moe.layout, config.training.seed
         self.model, self.optimizer, self.facts = model, optimizer, facts
         self.folder, self.say, self.record = folder / "placement", say, record
@@ -201,7 +205,7 @@ class Placement:
 
         def answer() -> dict[str, Any]:
             assert self.solving is not None
-            return self.solving.answer()
+            return self.solving.answer(self.patience)
 
         try:
             found = from_rank_0(answer)
@@ -255,7 +259,11 @@ class Placement:
         self.moved, self.since, self.measured = True, step, {}
         self.record("layout", step, **current_layouts(self.model).to_dict())
         if self.main:
-            current_layouts(self.model).save(self.folder.parent / "layout.json")
+            try:
+                layouts = json.dumps(current_layouts(self.model).to_dict())
+                replace_text(self.folder.parent / LAYOUT, f"{layouts}\n")
+            except OSError as error:  # checkpoints have it, too
+                self.say(f"warning: {self.folder.parent / LAYOUT} is not of this step: {error.strerror}")
         return moved
 
     def _tell(self, step: int, answer: dict[str, Any], moved: Moved, **fields: Any) -> None:

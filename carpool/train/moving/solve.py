@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -95,28 +97,45 @@ class Solving:
         self._process: subprocess.Popen[bytes] | None = None
         if folder is None:
             return
-        question.save(folder)
+        try:
+            question.save(folder)
+        except OSError:  # a full disk: `answer` solves
+            self.folder = None
+            shutil.rmtree(folder, ignore_errors=True)
+            return
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", "carpool.train.moving.solve", str(folder), str(os.getpid())]
         with (folder / "log.txt").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, timeout: float) -> dict[str, Any]:
         """The answer of `solve`; waits for it.
+
+        Args:
+            timeout: seconds.
 
         Raises:
             ValueError: there is none, and why."""
         if self._process is None or self.folder is None:
             return solve(self.question)
-        code = self._process.wait()
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise ValueError(
+                f"the solver had no answer after {timeout:.0f} s: look at fewer tokens (placement.tokens), give it "
+                "more steps (placement.lag), choose another placement.solver, or raise parallelism.timeout_seconds"
+            ) from None
+        if code < 0:
+            raise ValueError(
+                f"the solver was killed by {signal.Signals(-code).name}, perhaps by the kernel for lack of memory: "
+                "look at fewer tokens (placement.tokens), or choose another placement.solver (see "
+                f"{self.folder}/log.txt)"
+            )
         path = self.folder / "answer.json"
-        if code or not path.is_file():
-            last = (self.folder / "log.txt").read_text(errors="replace").strip().splitlines()[-1:]
-            raise ValueError(f"the solver ended with exit code {code}: {''.join(last)} (see {self.folder}/log.txt)")
-        found: dict[str, Any] = json.loads(path.read_text())
-        for file in self.folder.iterdir():
-            file.unlink()
-        self.folder.rmdir()
+        # Without an answer its disk is full, or there is an error, which is raised once more here.
+        found: dict[str, Any] = solve(self.question) if code else json.loads(path.read_text())
+        shutil.rmtree(self.folder, ignore_errors=True)
         return found
 
     def stop(self) -> None:

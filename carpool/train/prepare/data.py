@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from carpool.hf.compute.packed import why_not_packed
 from carpool.train.data import corpus as corpora
@@ -16,6 +15,7 @@ from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.sequences import Sequences, eval_sequences, train_sequences
 from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.launch.ranks import patiently, together
 from carpool.train.prepare.prepare import Prepared
 
 MakeCorpus = Callable[[Prepared, Tokenizer], Corpus]
@@ -69,8 +69,16 @@ def read_data(
 
 def read_corpus(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
     """The text that `[data]` names, as tokens. All ranks together."""
-    config, build = prepared.config, int(os.environ.get("LOCAL_RANK", "0")) == 0
-    return corpora.prepare(config.data, tokenizer, config.model.path, build=build, barrier=dist.barrier)
+    config, corpus = prepared.config, None
+    # Only these, of all ranks, may have to tokenize, which can take hours.
+    with together(ValueError, ""), patiently():
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            corpus = corpora.prepare(config.data, tokenizer, config.model.path)
+    with together(ValueError, ""):
+        if corpus is None:
+            corpus = corpora.prepare(config.data, tokenizer, config.model.path, build=False)
+    assert corpus is not None
+    return corpus
 
 
 def check_sequences(prepared: Prepared, packed: bool) -> None:
