@@ -123,7 +123,8 @@ def size_rows(found: Simulation) -> Rows:
 
 def trouble_rows(found: Simulation) -> Rows:
     """Of `TROUBLES`."""
-    return [[one.what, _s(one.step), f"{100 * one.longer:+.1f} %"] for one in found.troubles]
+    # z: what rounds to nothing is +0.0, not -0.0.
+    return [[one.what, _s(one.step), f"{100 * one.longer:+z.1f} %"] for one in found.troubles]
 
 
 def kind_rows(found: Simulation) -> Rows:

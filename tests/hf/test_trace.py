@@ -321,6 +321,8 @@ def test_record_from_a_checkpoint(tmp_path: Path) -> None:
             assert same.mean() > 0.98
     with pytest.raises(ValueError, match="fewer than one sequence"):
         sequences(np.arange(5), 8, 1)
+    with pytest.raises(ValueError, match=r"sequence_length = 1,000,000 is more than the .* tokens that .*model sees"):
+        record(tmp_path / "model", [str(tmp_path / "a.txt")], sequence_length=10**6, tokenizer="bytes")
     tiny_model(discover()["olmoe"]).save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match="was trained with 96"):
         record(tmp_path / "small", [str(tmp_path / "a.txt")], tokenizer="bytes", cache_dir=str(tmp_path / "cache"))

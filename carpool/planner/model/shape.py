@@ -246,8 +246,8 @@ class _Reader:
         value = self.get(*names, default=-1)
         if value < 1:
             raise ValueError(
-                f"the configuration of {self.type or 'this model'} says no {' or '.join(names)}: a plan needs a "
-                "config.json of a model with routed experts"
+                f"the configuration of {self.type or 'this model'} says no {' or '.join(names)}, or no positive whole "
+                "number: a plan needs all sizes of a model with routed experts, as a config.json has them"
             )
         return value
 

@@ -9,6 +9,7 @@ sequences is recorded, so that neighbours stay together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,10 @@ def record(
         settings |= {"train": tuple(data) or ("stdlib",), "text_field": text_field}
         dtype = dtype or (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
         loaded = build_model(path, distributed_config=None, dtype=dtype, seed=0)
-    length = sequence_length or 512
+    seen = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    length = sequence_length or int(min(512, seen))
+    if length > seen:
+        raise ValueError(f"sequence_length = {length:,} is more than the {seen:,} tokens that {path} sees; lower it")
     if (vocabulary := loaded.config.get_text_config().vocab_size) < own.vocab_size:
         raise ValueError(
             f"the tokenizer ({own.name}) has {own.vocab_size} tokens, but {path} was trained with {vocabulary}; name "
