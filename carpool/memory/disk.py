@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,12 @@ def mapped_zeros(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> torc
     try:
         handle, name = tempfile.mkstemp(prefix=".carpool-", dir=folder)
         try:
+            # First of all: to find room can take minutes, and who is killed then leaves nothing behind.
+            os.unlink(name)
             os.posix_fallocate(handle, 0, size)
-            memory = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+            memory = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size, dtype=torch.uint8)
         finally:
             os.close(handle)
-            with suppress(OSError):
-                os.unlink(name)
     except OSError as error:
         raise ValueError(
             f"no file of {size / 2**30:.1f} GiB can be made in {folder} ({error.strerror or error}): free some space, "

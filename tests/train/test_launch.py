@@ -412,6 +412,12 @@ def test_a_second_collective_after_one_that_took_too_long_is_no_cause():
     assert is_consequence("RuntimeError", "Application timeout caused pair closure")
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()], ids=str)
+def test_too_little_memory_comes_with_what_to_do(tmp_path, error):
+    failure = rank_failure({0: failed(tmp_path, 0, 1, error)}, 1, config(tmp_path), tmp_path, 0.0)
+    assert f"failed: {type(error).__name__}" in str(failure) and "Less is needed with memory=auto" in str(failure)
+
+
 def test_an_error_of_the_input_is_told_as_it_was_raised(tmp_path):
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42390")
     wrong = ValueError("data.train: something to put right")

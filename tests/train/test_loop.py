@@ -4,6 +4,7 @@ Other ways to compute it go on from the checkpoint of two ranks on four, with th
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -326,6 +327,40 @@ def test_a_run_that_was_killed_at_its_end_is_finished(
     assert (output / "model" / weights).read_bytes() == (reference / "model" / weights).read_bytes()
     assert not list(output.glob(".tmp-*"))
     assert all("at step 6 already" in one and "nothing to do" in one for one in start_two(two_ranks, output, settings))
+
+
+def test_a_damaged_checkpoint_names_the_one_before(
+    two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(reference, output)
+    checkpoints = output / "checkpoints"
+    (shard,) = (checkpoints / "step-00000006" / "model").glob("shard-00002-*")
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    settings = [*text, "training.max_steps=7", "training.resume_from_checkpoint=last"]
+    errors = start_two(two_ranks, output, settings)
+    assert len(set(errors)) == 1 and f"{shard} is damaged (wrong checksum)" in errors[0]
+    assert f"The one before is training.resume_from_checkpoint={checkpoints / 'step-00000003'}" in errors[0]
+
+
+def _without_a_look(output: str, overrides: Sequence[str]) -> str:
+    with mock.patch("carpool.train.prepare.check.check_idle"):
+        return run(output, overrides)
+
+
+def test_of_two_runs_that_begin_at_the_same_time_one_is_refused(
+    two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path
+) -> None:
+    """On all of its ranks. Both have seen nobody there."""
+    output = tmp_path / "run"
+    shutil.copytree(reference, output)
+    settings = [*TWO, *text, "training.max_steps=7", "training.resume_from_checkpoint=last"]
+    with (output / "metrics.jsonl").open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for said in two_ranks(_without_a_look, str(output), settings):
+            assert f"another run has just begun to write into {output}" in said
 
 
 def _unlike(output: str, overrides: Sequence[str]) -> str:

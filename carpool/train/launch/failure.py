@@ -44,6 +44,12 @@ _CONSEQUENCE_TEXTS = (
 )
 
 
+_LESS_MEMORY = (
+    "Memory was not enough. --dry-run predicts what a rank needs. Less is needed with memory=auto, with a lower "
+    "training.per_device_train_batch_size (and more training.gradient_accumulation_steps), or with more ranks"
+)
+
+
 class RankFailure(RuntimeError):
     """A rank that this process started has failed, and the others were stopped.
 
@@ -139,6 +145,8 @@ def rank_failure(
     else:
         stopped = {1: "", 2: "; the other rank was stopped"}.get(ranks, f"; the other {ranks - 1} ranks were stopped")
         lines = [f"rank {rank} (pid {failure.pid}) {_what_happened(failure, error)}{stopped}"]
+        if error and _lacked_memory(error):
+            lines.append(_LESS_MEMORY)
         if not error:
             lines += [f"  {line}" for line in _log_tail(logs, failure.local_rank)]
         lines.append(_sentence(resume_hint(config)))
@@ -150,6 +158,11 @@ def rank_failure(
         user_error=user_error,
         traceback=str(error.get("traceback", "")),
     )
+
+
+def _lacked_memory(error: Mapping[str, Any]) -> bool:
+    """As of the device (`torch.OutOfMemoryError`) or of the host (PyTorch's allocator, Python's)."""
+    return error["type"] in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in error["text"]
 
 
 def _what_happened(failure: ProcessFailure, error: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from carpool.train.decisions.few_tokens import FEW_KIND
 from carpool.train.decisions.plan import Planned
 from carpool.train.decisions.plan_check import describe, measured_beside
 from carpool.train.decisions.stages import describe_ways
-from carpool.train.launch.ranks import from_rank_0
+from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.records.environment import environment
 from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.state import RunState
@@ -106,8 +106,9 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             **run.data.sequences.numbers(),
         },
     }
-    if run.main:
-        write_files(run, info)
+    with together(OSError, f"{run.folder} cannot be written: "):
+        if run.main:
+            write_files(run, info)
     return info
 
 

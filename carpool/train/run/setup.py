@@ -16,6 +16,7 @@ import torch.distributed as dist
 from carpool.hf.seam.layouts import is_logical, logical_like, physical_order
 from carpool.hf.seam.rides import buffers_of_rides
 from carpool.train.assembly.kept_times import measure_on_small_model
+from carpool.train.checkpoints.files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import check_steps_left
@@ -23,7 +24,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.estimate.fit import check_fits
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
-from carpool.train.launch.ranks import from_rank_0, gather
+from carpool.train.launch.ranks import from_rank_0, gather, together
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.model.blueprint import Blueprint
@@ -132,7 +133,10 @@ class Setup(RunState):
                     "from_logical": partial(physical_order, self.model),
                     "logical_like": partial(logical_like, self.model),
                 }
-            state = load(resume, self.model, self.optimizer, **hooks)
+            try:
+                state = load(resume, self.model, self.optimizer, **hooks)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{self._older(resume)}") from error
             self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
             self.data.train.load_state_dict(state["loader"])
             if self.consumed is not None and state.get("norm") is not None:
@@ -142,6 +146,13 @@ class Setup(RunState):
         if resume is not None:
             # Now with the steps of an epoch.
             check_steps_left(resume, self.step, training)
+
+    def _older(self, checkpoint: Path) -> str:
+        """How to go on from the checkpoint before a damaged one, if there is one. The same on all ranks."""
+        saved = from_rank_0(lambda: [str(path.absolute()) for path in self.checkpoints.list()])
+        path = str(checkpoint.absolute())
+        before = saved[: saved.index(path)] if path in saved else []
+        return f". The one before is training.resume_from_checkpoint={before[-1]}" if before else ""
 
     def _facts(self) -> Facts:
         """What the cost of a layout depends on in this run."""
@@ -177,15 +188,16 @@ class Setup(RunState):
             self.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         settings = config.model_dump(mode="json")
-        self.recorder = Recorder(
-            self.folder,
-            self.main,
-            training.report_to,
-            settings,
-            training.steps,
-            say=lambda text: self.display.say(text),
-            restore=lambda: write_files(self, self.info),
-        )
+        with together(ValueError, ""):
+            self.recorder = Recorder(
+                self.folder,
+                self.main,
+                training.report_to,
+                settings,
+                training.steps,
+                say=lambda text: self.display.say(text),
+                restore=lambda: write_files(self, self.info),
+            )
         self.display = Display(self.main, self.last_step, self.step)
         self.info = write_run(self, command, resume)
         self.recorder.write("layout", self.step, **self.layouts().to_dict())
