@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import math
@@ -367,6 +368,21 @@ def test_several_builders_at_once(tmp_path):
         assert builder.exitcode == 0
     assert fingerprints == {prepare(data, BYTES).fingerprint}
     assert len(list((tmp_path / "cache").iterdir())) == 1, "one entry, nothing unfinished"
+
+
+def test_what_killed_builders_left_is_removed(tmp_path):
+    """Not what others build now, or built a moment ago."""
+    for name in ("killed.x", "alive.x", "recent.x"):
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        (tmp_path / "cache" / name / "train.bin").touch()
+        if name != "recent.x":
+            os.utime(tmp_path / "cache" / name / "train.bin", (0, 0))
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
+    with (tmp_path / "cache" / "alive.x" / "train.bin").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        corpus(tmp_path, train=[str(path)])
+    left = sorted(folder.name for folder in (tmp_path / "cache").glob("*.x"))
+    assert left == ["alive.x", "recent.x"]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):

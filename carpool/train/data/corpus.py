@@ -14,13 +14,15 @@ over all files, and never none (the last one, if there are fewer than 20).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +40,7 @@ from carpool.train.data.tokenizer import Tokenizer
 # Part of every cache key: raised when the meaning of the files changes.
 _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 20
+_STALE_SECONDS = 3600
 # What a row is, for people.
 _ROW = {"text": "document", "messages": "conversation", "prompt": "prompt"}
 
@@ -226,6 +229,11 @@ class _Writer:
         self._hash = hashlib.sha256(dtype.encode())
         self.documents = self.tokens = self.examples = 0
 
+    def lock(self) -> None:
+        """For as long as it writes."""
+        with suppress(OSError):
+            fcntl.flock(self._tokens, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def add(self, row: Row) -> None:
         self._rows.append(row)
         self._characters += self._encoder.size(row)
@@ -258,10 +266,12 @@ class _Writer:
 
 def _build(entry: Path, data: DataSection, form: Format, encoder: Encoder, dtype: str) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(entry.parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
     try:
         with ExitStack() as files:
             train, held = (_Writer(folder, name, dtype, encoder, files) for name in ("train", "eval"))
+            train.lock()
             for row, is_held in _split(data, form, encoder):
                 (held if is_held else train).add(row)
             fingerprint = train.close()
@@ -280,6 +290,16 @@ def _build(entry: Path, data: DataSection, form: Format, encoder: Encoder, dtype
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left(root: Path) -> None:
+    """Removes what builders left that were killed. Who still builds holds a lock, and where there are no locks between
+    nodes, it has written in the last hour."""
+    for folder in root.glob("*.*"):
+        with suppress(OSError), (folder / "train.bin").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_mtime > _STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _split(data: DataSection, form: Format, encoder: Encoder) -> Iterator[tuple[Row, bool]]:
