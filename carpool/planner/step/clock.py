@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from carpool.planner.step.events import STREAM_OF
@@ -61,7 +62,8 @@ class Tape:
 
     def __init__(self, inputs: int) -> None:
         self._inputs = inputs
-        self._events: list[tuple[str, float, tuple[int, ...]]] = []
+        self._order: list[tuple[str, tuple[int, ...]]] = []
+        self._seconds: list[float] = []
 
     def add(
         self, name: str, kind: str, seconds: float, after: Iterable[int] = (), *, stream: str | None = None, **more: Any
@@ -72,44 +74,59 @@ class Tape:
     def record(self, stream: str, seconds: float, after: tuple[int, ...]) -> int:
         """The same, sooner."""
         assert seconds >= 0, f"an event on {stream} takes {seconds} s"
-        self._events.append((stream, seconds, after))
-        return self._inputs + len(self._events) - 1
+        self._order.append((stream, after))
+        self._seconds.append(seconds)
+        return self._inputs + len(self._order) - 1
 
     def program(self, ends: Sequence[int]) -> Program:
         """What was recorded.
 
         Args:
             ends: events whose ends are wanted."""
-        # Of each event, a bit for each event that ends no later, because it is waited for.
-        earlier = [1 << number for number in range(self._inputs)]
-        on_stream: dict[str, int] = defaultdict(int)
-        waits, needed = [], set(ends)
-        for stream, _, after in self._events:
-            before = on_stream[stream]
-            left = [one for one in after if not before >> one & 1]
-            if len(left) > 1:
-                left = [*dict.fromkeys(left)]
-                left = [one for one in left if not any(earlier[other] >> one & 1 for other in left if other != one)]
-            for one in left:
-                before |= earlier[one]
-            on_stream[stream] = before = before | 1 << len(earlier)
-            earlier.append(before)
-            waits.append(left)
-            needed.update(left)
-        stretches: list[Stretch] = []
-        place = list(range(self._inputs))  # of each event, the number of the stretch that it is in
-        going: dict[str, int] = {}  # stretches that nobody waits for so far, by stream
-        for (stream, seconds, _), left in zip(self._events, waits, strict=True):
-            if left or stream not in going:
-                going[stream] = len(stretches)
-                stretches.append(Stretch(stream, tuple(place[one] for one in left), []))
-            at = going[stream]
+        found = _layout(self._inputs, tuple(self._order), tuple(ends))
+        stretches = [Stretch(stream, waits, []) for stream, waits in found.stretches]
+        for at, seconds in zip(found.place, self._seconds, strict=True):
             if seconds:
                 stretches[at].seconds.append(seconds)
-            place.append(self._inputs + at)
-            if len(place) - 1 in needed:
-                del going[stream]
-        return Program(tuple(stretches), tuple(place[one] for one in ends))
+        return Program(tuple(stretches), found.ends)
+
+
+class _Layout(NamedTuple):
+    """A program but for its lengths: stretches as (stream, waits), the stretch of each event, and `ends`."""
+
+    stretches: tuple[tuple[str, tuple[int, ...]], ...]
+    place: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _layout(inputs: int, events: tuple[tuple[str, tuple[int, ...]], ...], ends: tuple[int, ...]) -> _Layout:
+    """Of (stream, after) of each event. Configurations of a search have few orders of events."""
+    # Of each event, a bit for each event that ends no later, because it is waited for.
+    earlier = [1 << number for number in range(inputs)]
+    on_stream: dict[str, int] = defaultdict(int)
+    waits, needed = [], set(ends)
+    for stream, after in events:
+        before = on_stream[stream]
+        left = [one for one in dict.fromkeys(after) if not before >> one & 1]
+        left = [one for one in left if not any(earlier[other] >> one & 1 for other in left if other != one)]
+        for one in left:
+            before |= earlier[one]
+        on_stream[stream] = before = before | 1 << len(earlier)
+        earlier.append(before)
+        waits.append(left)
+        needed.update(left)
+    stretches: list[tuple[str, tuple[int, ...]]] = []
+    place = list(range(inputs))  # of each event, the number of its stretch
+    going: dict[str, int] = {}  # stretches that nobody waits for so far, by stream
+    for (stream, _), left in zip(events, waits, strict=True):
+        if left or stream not in going:
+            going[stream] = inputs + len(stretches)
+            stretches.append((stream, tuple(place[one] for one in left)))
+        place.append(going[stream])
+        if len(place) - 1 in needed:
+            del going[stream]
+    return _Layout(tuple(stretches), tuple(one - inputs for one in place[inputs:]), tuple(place[one] for one in ends))
 
 
 class Clock:
