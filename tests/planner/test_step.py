@@ -275,7 +275,10 @@ def test_a_clock_gives_the_sums_of_the_graph_to_the_last_digit(more: dict[str, A
     for model in shapes:
         lengths = Lengths(model, HARDWARE["H100"], Candidate(**given), 4)
         clock, number = StepClock(lengths), lengths.candidate.accumulation
-        assert clock.seconds(number, 9) == execute(step_graph(lengths)).step
+        graph = step_graph(lengths)
+        assert clock.seconds(number, 9) == execute(graph).step
+        assert clock.seconds(number, 9, "low") == execute(graph, seconds=lambda event: event.low).step
+        assert clock.seconds(number, 9, "high") == execute(graph, seconds=lambda event: event.high).step
         # Of fewer, from what is made already.
         assert clock.seconds(2 * (number // 2) or 1, 4) == StepClock(lengths).seconds(2 * (number // 2) or 1, 4)
 

@@ -71,7 +71,7 @@ class Tape:
         """As `Graph.add`; all events are of one stage."""
         return self.record(stream or STREAM_OF[kind], seconds, tuple(after))
 
-    def record(self, stream: str, seconds: float, after: tuple[int, ...]) -> int:
+    def record(self, stream: str, seconds: float, after: tuple[int, ...], stage: int = 0) -> int:
         """The same, sooner."""
         assert seconds >= 0, f"an event on {stream} takes {seconds} s"
         self._order.append((stream, after))
@@ -148,9 +148,13 @@ class Clock:
         **more: Any,
     ) -> int:
         """As `Graph.add`."""
-        own, last = stream or STREAM_OF[kind], self._last[stage]
-        last[own] = begin = self._ready(last[own], after) + seconds
-        self._end.append(begin)
+        return self.record(stream or STREAM_OF[kind], seconds, after, stage)
+
+    def record(self, stream: str, seconds: float, after: Iterable[int], stage: int = 0) -> int:
+        """The same, sooner."""
+        last = self._last[stage]
+        last[stream] = end = self._ready(last[stream], after) + seconds
+        self._end.append(end)
         return len(self._end) - 1
 
     def run(self, program: Program, stage: int, after: Iterable[Iterable[int]]) -> Sequence[int]:

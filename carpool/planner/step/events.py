@@ -122,7 +122,9 @@ class Graph:
         """Add an event and return its number, which others wait for. `more`: fields of `Event`."""
         number = len(self.events)
         after = tuple(after)
-        assert all(0 <= one < number for one in after), f"{name} waits for {after}, which are not all there"
+        assert min(after, default=0) >= 0 and max(after, default=-1) < number, (
+            f"{name} waits for {after}, not all there"
+        )
         low, high = seconds if low is None else low, seconds if high is None else high
         self.events.append(Event(name, kind, seconds, after, stream or STREAM_OF[kind], low, high, **more))
         return number
@@ -237,11 +239,20 @@ def _waits(graph: Graph) -> list[tuple[int, ...]]:
 
 
 def _execute_one(graph: Graph, of: Callable[[Event], Seconds]) -> Execution:
-    waits = _waits(graph)
-    arrive, end = [], list[float]()
-    for event, awaited in zip(graph.events, waits, strict=True):
-        arrive.append(max((end[one] for one in awaited), default=0.0))
-        end.append(arrive[-1] + float(of(event)))
+    arrive, end = list[float](), list[float]()
+    before: dict[tuple[int, str], int] = {}
+    previous: list[int | None] = []  # of each event, the one before it on its stream
+    for number, event in enumerate(graph.events):
+        stream = event.stage, event.stream
+        last = before.get(stream)
+        begin = 0.0 if last is None else end[last]
+        for one in event.after:
+            if end[one] > begin:
+                begin = end[one]
+        before[stream] = number
+        previous.append(last)
+        arrive.append(begin)
+        end.append(begin + float(of(event)))
     ends = [0.0] * graph.stages
     for event, moment in zip(graph.events, end, strict=True):
         ends[event.stage] = max(ends[event.stage], moment)
@@ -249,7 +260,8 @@ def _execute_one(graph: Graph, of: Callable[[Event], Seconds]) -> Execution:
     at = max(range(len(end)), key=end.__getitem__, default=None)
     while at is not None:
         path.append(OnPath(graph.events[at], 0, end[at] - arrive[at]))
-        at = max(waits[at], key=end.__getitem__, default=None)
+        own = () if (last := previous[at]) is None else (last,)
+        at = max((*graph.events[at].after, *own), key=end.__getitem__, default=None)
     return Execution(
         graph, 1, (0,), np.array(arrive)[:, None], np.array(end)[:, None], np.array(ends)[:, None], tuple(path[::-1])
     )

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.configuration.stages import stage_layers
@@ -37,6 +37,8 @@ _RIDE = ("dispatch", "experts", "combine")
 AT_HOME = 2
 # Reductions for which an update waits.
 LAST = 4
+Bound = Literal["low", "high"]
+BOUNDS: tuple[Bound, Bound] = "low", "high"
 
 
 def step_graph(lengths: Lengths) -> Graph:
@@ -53,10 +55,13 @@ class StepClock:
     def __init__(self, lengths: Lengths) -> None:
         self._made = _Made(lengths)
 
-    def seconds(self, accumulation: int, layers: int) -> float:
-        """Of the first micro-batches and of the first layers."""
+    def seconds(self, accumulation: int, layers: int, bound: Bound | None = None) -> float:
+        """Of the first micro-batches and of the first layers.
+
+        Args:
+            bound: of all lengths at once; None: the lengths themselves."""
         clock = Clock()
-        _Builder(self._made, clock, accumulation, layers).build()
+        _Builder(self._made, clock, accumulation, layers, bound).build()
         return clock.step
 
 
@@ -97,12 +102,15 @@ class _Made:
 class _Builder:
     """Adds the events of a step with so many micro-batches and of the first layers, so many."""
 
-    def __init__(self, made: _Made, graph: Graph | Clock, accumulation: int, num_layers: int) -> None:
+    def __init__(
+        self, made: _Made, graph: Graph | Clock, accumulation: int, num_layers: int, bound: Bound | None = None
+    ) -> None:
         self.made, self.lengths, self.parts = made, made.lengths, made.parts
         self.candidate = candidate = made.lengths.candidate
         self.degrees = candidate.degrees
         self.number = max(1, accumulation // self.parts)
         self.graph: Any = graph  # a Graph, a Clock or a Tape
+        self.bound = bound
         self.last_of: dict[int, int] = {}  # the last event of each rank
         in_chunks = candidate.schedule == "chunks"
         self.chunks = candidate.chunks if in_chunks else 1
@@ -151,8 +159,9 @@ class _Builder:
         self, piece: Piece, where: str, phase: str, after: tuple[int, ...], stage: int, layer: int | None, number: int
     ) -> int:
         rank = self.rank_of[stage]
-        if isinstance(self.graph, Tape):
-            self.last_of[rank] = event = self.graph.record(piece.stream or STREAM_OF[piece.kind], piece.seconds, after)
+        if not isinstance(self.graph, Graph):
+            seconds = piece.seconds if self.bound is None else piece.seconds * getattr(piece, self.bound)
+            self.last_of[rank] = event = self.graph.record(piece.stream or STREAM_OF[piece.kind], seconds, after, rank)
             return event
         name = f"{where}::{phase}::{piece.name}"
         self.last_of[rank] = event = self.graph.add(
@@ -167,7 +176,10 @@ class _Builder:
     ) -> Sequence[int]:
         """Of what a stage does at once: micro-batches differ in whether gradients are reduced after their backward."""
         last = self.number - 1 if self.reduced_last else None
-        key = tuple((kind, self.alike[chunk], kind != "F" and number == last) for kind, chunk, number in actions)
+        key = (
+            self.bound,
+            *((kind, self.alike[chunk], kind != "F" and number == last) for kind, chunk, number in actions),
+        )
         if key not in self.made.programs:
             self.made.programs[key] = self._recorded(actions, stage)
         *ends, self.last_of[stage] = clock.run(self.made.programs[key], stage, after)

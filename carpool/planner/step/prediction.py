@@ -21,7 +21,7 @@ from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import LayerShape, ModelShape
 from carpool.planner.step.events import Execution, Graph, execute
-from carpool.planner.step.graph import StepClock, step_graph
+from carpool.planner.step.graph import BOUNDS, StepClock, step_graph
 from carpool.planner.step.lengths import Lengths
 
 _PERIOD = 8  # layers after which their kinds repeat
@@ -81,10 +81,10 @@ def predict(
 
     Raises:
         ValueError: a pipeline that cannot be."""
-    graph = step_graph(Lengths(shape, hardware, candidate, per_node, routes))
+    lengths = Lengths(shape, hardware, candidate, per_node, routes)
+    graph, clock = step_graph(lengths), StepClock(lengths)
     done = execute(graph)
-    low = execute(graph, seconds=lambda event: event.low).step
-    high = execute(graph, seconds=lambda event: event.high).step
+    low, high = (clock.seconds(candidate.accumulation, len(shape.layers), bound) for bound in BOUNDS)
     flops = shape.flops_per_token(candidate.sequence_length) * candidate.tokens / candidate.degrees.world_size
     seconds, mfu = Interval(low, done.step, high), None
     if hardware.peak_flops is not None:
