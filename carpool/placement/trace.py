@@ -226,9 +226,11 @@ class Trace:
         """Read what `save` wrote. Raises ValueError naming the file if it is no trace."""
         try:
             with Path(path).open("rb") as file:
+                # What else NumPy reads is one array or a pickle, which it advises to read all the same.
+                if not zipfile.is_zipfile(file):
+                    raise ValueError("it is no .npz file, as `carpool trace` writes it")
+                file.seek(0)
                 data = np.load(file, allow_pickle=False)
-                if not isinstance(data, np.lib.npyio.NpzFile):
-                    raise ValueError("it holds one array, not several by name")
                 if missing := {"expert_LTK", "sequence_T", "layers", "meta"} - set(data.files):
                     raise ValueError(f"it lacks {', '.join(sorted(missing))}")
                 return cls(
