@@ -79,6 +79,16 @@ def test_the_layer_that_is_computed_again_is_there_in_the_backward_alone() -> No
     assert found[f"backward of layer {last - 1}"] > found["loss"] - logits + max(sizes.layers)
 
 
+def test_gradients_in_buffers_take_no_place_that_a_graph_has_freed() -> None:
+    shape = ModelShape.read(read_keys({"from": QWEN, "num_hidden_layers": 4}))
+    # Pre-activations of a layer are larger than the gradients of its experts.
+    alone, whole = (Candidate(Degrees(1, ranks), 8192, 8, compiled=False) for ranks in (1, 8))
+    assert alone.captured and whole.captured and whole.experts_as_dense
+    for one, fewer in ((alone, True), (whole, False)):
+        of_two = memory_of(shape, Candidate(**{**vars(one), "accumulation": 2})).parts["gradients"]
+        assert (memory_of(shape, one).parts["gradients"] < of_two) == fewer
+
+
 def test_early_stages_of_a_pipeline_keep_more_micro_batches() -> None:
     shape = ModelShape.read(read_keys(QWEN))
     one, four = (

@@ -157,7 +157,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     if candidate.accumulation > 1:
         before = own
     elif candidate.captured and candidate.gradients == "kept":
-        before = own = own - kept.room(layer_trained * stored, logits - work)
+        before = own = own - kept.room(0.0 if together else layer_trained * stored, logits - work)
     moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
         moments += [(f"forward of layer {i}", before, others + kept.by(i + 1) + kept.again, 0.0) for i in range(number)]
