@@ -69,6 +69,13 @@ def snippet() -> str:
     return printed.getvalue()
 
 
+def test_statistics_of_one_rank() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K)
+    moe(torch.randn(4, H))
+    assert "4 rows stayed, 0 went to other ranks; load" in str(moe.stats())
+    carpool.reduce_gradients(moe, None)  # one rank: its gradients are those of the mean
+
+
 def test_the_snippet_works_as_written(ranks: Ranks) -> None:
     for text in ranks(snippet):
         assert text.startswith("18 tokens, ") and "copies each (of 4 experts)" in text

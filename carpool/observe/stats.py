@@ -133,10 +133,11 @@ class RideStats:
 
     def __str__(self) -> str:
         mean = sum(self.load_E) / max(1, len(self.load_E))
+        sizes = ", ".join(f"{verb} {size} B" for verb, size in self.bytes_remote.items() if size)
         return (
             f"{self.tokens} tokens, {self.copies_per_token:.2f} copies each (of {self.num_experts_per_tok} experts), "
-            f"{self.rows_local} rows stayed, {self.rows_remote} went to other ranks: "
-            + ", ".join(f"{verb} {size} B" for verb, size in self.bytes_remote.items() if size)
-            + f"; load max/mean {max(self.load_E, default=0) / mean if mean else 0.0:.2f}, "
+            f"{self.rows_local} rows stayed, {self.rows_remote} went to other ranks"
+            f"{f': {sizes}' if sizes else ''}; "
+            f"load max/mean {max(self.load_E, default=0) / mean if mean else 0.0:.2f}, "
             f"{sum(n == 0 for n in self.load_E)} experts idle, {self.dropped} choices dropped"
         )

@@ -263,6 +263,7 @@ def test_paths_where_nothing_is(tmp_path):
     for named, message in [
         (tmp_path / "no.txt", r"data\.train: .*no\.txt does not exist \(seen from [^)]*\)$"),
         ("some-body/chats_v1", "download it first: hf download some-body/chats_v1 --repo-type dataset --local-dir DIR"),
+        ("https://example.org/chats.jsonl", "that is an address: download it first"),
         ("data/chats.jsonl", r"does not exist \(seen from [^)]*\)$"),
         (tmp_path / "t.csv", r"t\.csv is a table of a kind that is not read; write it as JSON lines or Parquet"),
         (tmp_path / "*.csv", r"t\.csv is a table of a kind that is not read"),

@@ -55,9 +55,12 @@ def read_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def download_hint(name: str, kind: str = "") -> str:
-    """Advice on a path where nothing is, if it may be a name of the Hugging Face Hub; else an empty text.
+    """Advice on a path where nothing is: of an address, or of what may be a name of the Hugging Face Hub; else an empty
+    text.
 
     `kind`: further options of `hf download`, from a space on."""
+    if "://" in name:
+        return "; that is an address: download it first, and name the file or folder"
     if (
         name.count("/") != 1
         or name.startswith(("/", ".", "~"))
