@@ -215,12 +215,12 @@ RULES = (
 )
 
 
-def refusal(sizes: Sizes, settings: Settings, among: Sequence[Rule] = RULES) -> Rule | None:
+def refusal(sizes: Sizes, settings: Settings, among: Sequence[Rule] | None = None) -> Rule | None:
     """The first rule that refuses a combination, or None if it works.
 
     Args:
-        among: rules; who asks often about the same sizes gives `rules_of` them."""
-    return next((rule for rule in among if rule.refuses(sizes, settings)), None)
+        among: who asks often about the same sizes gives `rules_of` them. None: all."""
+    return next((rule for rule in (RULES if among is None else among) if rule.refuses(sizes, settings)), None)
 
 
 def rules_of(sizes: Sizes) -> list[Rule]:
