@@ -372,18 +372,19 @@ def test_several_builders_at_once(tmp_path):
 
 
 def test_what_killed_builders_left_is_removed(tmp_path):
-    """Not what others build now, or built a moment ago."""
-    for name in ("killed.x", "alive.x", "recent.x"):
+    """Not what others build now, or built a moment ago, or what people have there."""
+    killed, alive, recent = (f"{'0123456789ab' * 2}.{word:_<8}" for word in ("killed", "alive", "recent"))
+    for name in (killed, alive, recent, "books.v2"):
         (tmp_path / "cache" / name).mkdir(parents=True)
         (tmp_path / "cache" / name / "train.bin").touch()
-        if name != "recent.x":
+        if name != recent:
             os.utime(tmp_path / "cache" / name / "train.bin", (0, 0))
     path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
-    with (tmp_path / "cache" / "alive.x" / "train.bin").open("rb") as held:
+    with (tmp_path / "cache" / alive / "train.bin").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         corpus(tmp_path, train=[str(path)])
-    left = sorted(folder.name for folder in (tmp_path / "cache").glob("*.x"))
-    assert left == ["alive.x", "recent.x"]
+    left = {folder.name for folder in (tmp_path / "cache").glob("*.*")}
+    assert left == {alive, recent, "books.v2"}
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):

@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -41,6 +42,7 @@ from carpool.train.data.tokenizer import Tokenizer
 _FORMAT = 2
 _BATCH_CHARACTERS = 1 << 20
 _STALE_SECONDS = 3600
+_UNFINISHED = re.compile("[0-9a-f]{24}[.][a-z0-9_]{8}")  # `_key`, and what `mkdtemp` adds to it
 # What a row is, for people.
 _ROW = {"text": "document", "messages": "conversation", "prompt": "prompt"}
 
@@ -294,8 +296,10 @@ def _build(entry: Path, data: DataSection, form: Format, encoder: Encoder, dtype
 
 def _remove_left(root: Path) -> None:
     """Removes what builders left that were killed. Who still builds holds a lock, and where there are no locks between
-    nodes, it has written in the last hour."""
-    for folder in root.glob("*.*"):
+    nodes, it has written in the last hour. What has another name is not theirs: people name this folder."""
+    for folder in root.iterdir():
+        if not _UNFINISHED.fullmatch(folder.name):
+            continue
         with suppress(OSError), (folder / "train.bin").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - os.fstat(file.fileno()).st_mtime > _STALE_SECONDS:
