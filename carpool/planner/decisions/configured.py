@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.configuration.candidate import POLICIES, Candidate
 from carpool.planner.configuration.eager import by_settings
 from carpool.planner.decisions.dense import dense_by_rule
@@ -71,7 +72,11 @@ def candidate_of(
     """(the configuration as the planner has it, what it has in place of what a run decides for itself: key -> why).
 
     Args:
-        per_node: GPUs of a node."""
+        per_node: GPUs of a node.
+
+    Raises:
+        ValueError: there are fewer layers than stages."""
+    _check_stages(settings["parallelism"]["pp_schedule"], degrees.pp, len(shape.layers))
     training, moe, memory = (settings[name] for name in ("training", "moe", "memory"))
     notes: dict[str, str] = {}
 
@@ -118,6 +123,15 @@ def candidate_of(
         dense, why = dense_by_rule(degrees, moe["priority"], lambda: memory_of(shape, whole).total, hardware.capacity)
         found = replace(found, dense=decided("parallelism.dense", "auto", dense, why))
     return found, notes
+
+
+def _check_stages(schedule: str, pp: int, layers: int) -> None:
+    stages = pp * SCHEDULES[schedule].stages if pp > 1 else 1
+    if layers < stages:
+        raise ValueError(
+            f"{layers} layers cannot be cut into {stages} stages: lower parallelism.pp_size, or take a pp_schedule "
+            "with one stage on each rank (GPipe, 1F1B)"
+        )
 
 
 def _one_pass(settings: Settings) -> bool:
