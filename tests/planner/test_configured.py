@@ -199,7 +199,11 @@ def test_what_is_simulated_is_what_is_read() -> None:
         (PLAN, ["--checkpoint-seconds", "0"], "must be a positive number"),
         (PLAN, ["--restart-seconds", "nan"], "--restart-seconds nan must be 0 or a positive number"),
         (PLAN, ["moe.chunks=4"], "moe.chunks = 4 (on the command line) changes nothing without"),
-        (PLAN, ["parallelism.pp_size=4", "parallelism.ep_size=4"], "2 layers cannot be cut into 4 stages"),
+        (
+            PLAN + "gradient_accumulation_steps = 4",
+            ["parallelism.pp_size=4", "parallelism.ep_size=4"],
+            "2 layers cannot be cut into 4 stages",
+        ),
         (PLAN, ["training.seed=3"], "training.seed (on the command line) changes nothing that is simulated"),
         (PLAN + "gradients = 'kept'\nclip_by = 'previous'", [], "changes nothing without training.gradients=consumed"),
         (PLAN.replace("num_ranks = 16", ""), [], "say so with --gpus"),
