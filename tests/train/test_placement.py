@@ -17,7 +17,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.report import write_report
 from carpool.train.config import load_config
-from carpool.train.moving.solve import Solving
+from carpool.train.moving.solve import NOT_WRITTEN, Solving
 from carpool.train.prepare.dry_run import dry_run
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, run, text, weights
@@ -188,8 +188,9 @@ def _without_a_solver(output: str, overrides: list[str], solver: str) -> str:
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
-        # It is asked once more in the main process, whose disk need not have room for questions and answers.
-        ("exit 1", "no way"),
+        ("echo out of luck; exit 1", "the solver ended with exit code 1: out of luck (see "),
+        # There was no room for the answer, so that the main process solves.
+        (f"exit {NOT_WRITTEN}", "no way"),
         ("kill -9 $$", "the solver was killed by SIGKILL"),
         ("exec sleep 600", "the solver had no answer after 1 s: look at fewer tokens"),
         (None, "no way"),

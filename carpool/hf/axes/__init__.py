@@ -1,4 +1,4 @@
-"""How do ranks divide a model, but for what rides?
+"""How do ranks divide all of a model but its routed experts?
 
     meshes, dense                   the meshes of the run; dense parameters, sharded or whole
     uneven, slices                  experts that ranks do not divide evenly, and experts in slices (`etp`)

@@ -85,6 +85,10 @@ class Question:
         )
 
 
+# The solver's exit code if there is no room for its answer: who asked solves then.
+NOT_WRITTEN = 74
+
+
 class Solving:
     """A question that is being answered.
 
@@ -132,8 +136,10 @@ class Solving:
                 "look at fewer tokens (placement.tokens), or choose another placement.solver (see "
                 f"{self.folder}/log.txt)"
             )
+        if code not in (0, NOT_WRITTEN):
+            last = (self.folder / "log.txt").read_text(errors="replace").strip().splitlines()[-1:]
+            raise ValueError(f"the solver ended with exit code {code}: {''.join(last)} (see {self.folder}/log.txt)")
         path = self.folder / "answer.json"
-        # Without an answer its disk is full, or there is an error, which is raised once more here.
         found: dict[str, Any] = solve(self.question) if code else json.loads(path.read_text())
         shutil.rmtree(self.folder, ignore_errors=True)
         return found
@@ -235,8 +241,11 @@ def main() -> None:
     die_with(int(sys.argv[2]))
     found = solve(Question.load(folder))
     part = folder / "answer.part"
-    part.write_text(json.dumps(found))
-    part.rename(folder / "answer.json")
+    try:
+        part.write_text(json.dumps(found))
+        part.rename(folder / "answer.json")
+    except OSError:  # a full disk
+        sys.exit(NOT_WRITTEN)
 
 
 if __name__ == "__main__":

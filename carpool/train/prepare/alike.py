@@ -18,7 +18,7 @@ from carpool.train.launch.ranks import gather
 # Nodes may have copies of the same files in places of their own.
 _PLACES = (
     "data.train", "data.eval", "data.tokenizer", "data.chat_template", "data.cache_dir",
-    "model.path", "memory.disk_folder",
+    "model.path", "memory.disk_folder", "parallelism.hardware",
 )  # fmt: skip
 
 
