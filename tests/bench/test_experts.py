@@ -126,7 +126,7 @@ def test_json_alone(tmp_path: Path):
         (("--routing", "skewed"), "--routing: 'skewed' is not known; use uniform, zipf, hot or all"),
         (("--dtype", "int8"), "'int8' is not known"),
         (("--repetitions", "0"), "--repetitions 0 must be at least 1"),
-        (("--zipf-exponent", "-1"), "must be 0 .uniform. or more"),
+        (("--zipf-exponent", "-1"), "must be 0 .uniform. or a positive number"),
         (("--out", "/dev/null/here"), "/dev/null/here"),
     ],
 )
