@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, check_writable, command, errors, require
-from carpool.train.launch.ahead import look_ahead, stopped_at_once
+from carpool.train.launch.ahead import look_ahead
+from carpool.train.launch.output import lasting_output
+from carpool.train.launch.stopping import leaves_setup
 from carpool.train.launch.worker import collector_paused
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def train(
     if help_config:
         _explain_config()
         return
-    with errors(debug):
+    with lasting_output(), errors(debug), leaves_setup():
         from carpool.train.config import resolve_config
 
         if config is not None and not config.suffix and not config.exists():
@@ -209,7 +211,7 @@ def _check_output(config: Config) -> None:
     elif resume == "last" and not (folder / "checkpoints").is_dir():
         raise ValueError(
             f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint; check training.output_dir, "
-            "or leave training.resume_from_checkpoint out to begin with new weights"
+            "or give training.resume_from_checkpoint=auto, which begins with new weights where none was saved"
         )
     # Ranks that are there already try together.
     if find_world(os.environ) is None and (why := why_not_writable(folder)):
@@ -224,7 +226,7 @@ def check_ahead(resolved: Resolved, entry: str, debug: bool, **kwargs: Any) -> N
     if find_world(os.environ) is not None:
         return
     settings = resolved.config
-    with stopped_at_once(), Console(stderr=True).status("checking the settings") as status:
+    with Console(stderr=True).status("checking the settings") as status:
         with look_ahead(settings, entry, debug=debug, fixed=resolved.fixed, **kwargs):
             startable_ranks(settings)
         status.update("reading data")
@@ -269,9 +271,9 @@ def check_paths(resolved: Resolved, compare: str | None = None) -> None:
     if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():
         raise ValueError(f'moe.layout: the file {config.moe.layout} does not exist; give "contiguous" or a JSON file')
     resume = config.training.resume_from_checkpoint
-    if resume not in (None, "last") and not Path(str(resume)).is_dir():
+    if resume not in (None, "last", "auto") and not Path(str(resume)).is_dir():
         raise ValueError(
-            f'training.resume_from_checkpoint: {resume} is no folder; give "last" or a folder such as '
+            f'training.resume_from_checkpoint: {resume} is no folder; give "last", "auto", or a folder such as '
             f"{Path(config.training.output_dir) / 'checkpoints' / 'step-00000100'}"
         )
     from carpool.planner.machine.hardware import find_hardware

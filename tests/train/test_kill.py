@@ -16,6 +16,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.resume import checkpoint_to_resume
 from carpool.train.config import load_config
 from carpool.train.launch.stopping import EXIT_STOPPED, Stopped
 from carpool.train.run.loop import train
@@ -146,3 +148,52 @@ def pid_of_rank(agent: int, rank: int) -> int:
         if child.environ().get("RANK") == str(rank):
             return int(child.pid)
     pytest.fail(f"no rank {rank} below process {agent}")
+
+
+@pytest.mark.parametrize("how", ["read no further", "full", "closed from the start"])
+def test_output_that_cannot_be_written_ends_no_run(text: list[str], tmp_path: Path, how: str) -> None:
+    output, errors = tmp_path / "run", tmp_path / "errors"
+    settings = [*text, "parallelism.device=cpu", "parallelism.num_ranks=1", "training.sample_prompt=none"]
+    train = [sys.executable, "-m", "carpool", "train", *MODEL, *settings, f"training.output_dir={output}"]
+    end = {"read no further": "| head -n 1", "full": "> /dev/full", "closed from the start": ">&-"}[how]
+    script = f'set -o pipefail; "$@" 2> {errors} {end}'
+    ran = subprocess.run(["bash", "-c", script, "bash", *train], stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
+    said = errors.read_text()
+    assert ran.returncode == 0 and "Traceback" not in said, said
+    assert said.count("standard output cannot be written any more") == (0 if how == "closed from the start" else 1)
+    assert len(losses(output)) == 6 and (output / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(
+    two_ranks: Ranks, text: list[str], whole: Losses, tmp_path: Path
+) -> None:
+    settings = [*text, *LONG, "training.save_steps=none", "training.resume_from_checkpoint=auto"]
+    output = tmp_path / "killed"
+    process = started(output, settings)
+    try:
+        # Past the step at which the next one ends: nothing of the steps that were lost may stay.
+        wait_for_step(output, STEPS + 2, lambda: output_of(process))
+    finally:
+        process.kill()
+        process.wait()
+    stop = f"training.stop_at_step={STEPS}"
+    assert start(two_ranks, output, [*settings, stop]) == [""] * 2
+    assert losses(output) == whole
+    # And with a checkpoint there it goes on.
+    assert start(two_ranks, output, [*settings, f"training.stop_at_step={STEPS + 1}"]) == [""] * 2
+    assert max(losses(output)) == STEPS + 1
+    starts = json.loads((output / "run.json").read_text())["history"]
+    assert [one["from_step"] for one in starts] == [0, STEPS]
+
+
+def test_auto_does_not_begin_where_checkpoints_were_lost(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path)
+    assert checkpoint_to_resume("auto", tmp_path, checkpoints) is None
+    damaged = tmp_path / "checkpoints" / "step-00000003"
+    damaged.mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds no checkpoint that can be read.*step-00000003.*restore one"):
+        checkpoint_to_resume("auto", tmp_path, checkpoints)
+    damaged.rmdir()
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ValueError, match="restore one, or delete that folder"):
+        checkpoint_to_resume("auto", tmp_path, checkpoints)

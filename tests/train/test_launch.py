@@ -256,9 +256,61 @@ def test_the_agent_passes_a_signal_on_and_leaves_at_the_second(tmp_path, monkeyp
     assert set(killed) == {(11, signal.SIGUSR1), (12, signal.SIGUSR1)} and left == [signal.SIGUSR1]
     left.clear()
     (tmp_path / "listeners" / "12").unlink()
-    with Relay(tmp_path / "listeners", 2, left.append):
+    with Relay(tmp_path / "listeners", 2, left.append) as relay:
         signal.raise_signal(signal.SIGTERM)
-    assert left == [signal.SIGTERM]
+    assert left == [signal.SIGTERM] == [relay.signum] and relay.in_setup
+
+
+def test_after_the_last_step_a_signal_changes_nothing(tmp_path, monkeypatch, killed):
+    left, listeners = [], tmp_path / "listeners"
+    monkeypatch.setenv(stopping.LISTENERS, str(listeners))
+    with Relay(listeners, 1, left.append) as relay:
+        agent = signal.getsignal(signal.SIGTERM)
+        with StopRequest():
+            pass
+        signal.signal(signal.SIGTERM, agent)
+        signal.raise_signal(signal.SIGTERM)
+    assert (left, killed, relay.in_setup) == ([], [], False)
+
+
+IN_SETUP = """
+import ctypes, sys
+from carpool.train.launch.stopping import StopRequest, leaves_setup
+with leaves_setup():
+    if "listens" in sys.argv:
+        with StopRequest() as stop:
+            print("ready", flush=True)
+            while not stop.signum:
+                pass
+            print("asked")
+            sys.exit(0)
+    lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)  # for ever, and no signal wakes it
+"""
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("what", ["waits", "listens"])
+def test_in_setup_a_signal_ends_a_rank_that_runs_no_python(what, number):
+    """As one that waits for others. What listens is asked instead, as before."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_SETUP, what],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "RANK"},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    shown, _ = process.communicate(timeout=STOP_SECONDS)
+    if what == "listens":
+        assert (process.returncode, shown) == (0, "asked\n")
+    else:
+        assert process.returncode == stopping.EXIT_STOPPED
+        assert shown == stopping.in_setup(signal.Signals(number).name) + "\n"
 
 
 def test_a_rank_notes_a_signal_and_dies_of_the_second(monkeypatch, killed):
@@ -447,7 +499,7 @@ def test_recorded_errors_keep_the_first_and_are_readable_by_pytorch(tmp_path, mo
 def test_resume_hint_names_the_newest_whole_checkpoint(tmp_path):
     assert "no checkpoint was written" in resume_hint(config(tmp_path))
     (tmp_path / "metrics.jsonl").touch()
-    assert "delete that folder, or name another one, and start again" in resume_hint(config(tmp_path))
+    assert "begin again with the same command and training.resume_from_checkpoint=auto" in resume_hint(config(tmp_path))
     for name in ("step-00000100", "step-00000200", "step-00000300.tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert f"{tmp_path / 'checkpoints' / 'step-00000200'} with" in resume_hint(config(tmp_path))

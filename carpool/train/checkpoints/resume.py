@@ -138,15 +138,25 @@ def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: Checkpoi
     """The checkpoint that `training.resume_from_checkpoint` means; None for a run that starts.
 
     Raises:
-        ValueError: "last" of none; or a start in a folder that already holds a run."""
-    if wanted == "last":
-        if (path := checkpoints.latest()) is None:
-            why = "".join(f" ({text})" for text in checkpoints.why_damaged()[-1:])
-            raise ValueError(
-                f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint that can be read{why}; "
-                "check training.output_dir, or leave training.resume_from_checkpoint out to begin with new weights"
+        ValueError: "last" of none, or "auto" of damaged ones alone; or a start in a folder that already holds a run."""
+    if wanted in ("last", "auto"):
+        if (path := checkpoints.latest()) is not None:
+            return path
+        damaged = checkpoints.why_damaged()
+        # A run that came to its end has saved one; whoever deleted it may want the rest of that folder.
+        lost = bool(damaged) or (folder / SUMMARY).exists()
+        if wanted == "auto" and not lost:
+            return None
+        why = "".join(f" ({text})" for text in damaged[-1:])
+        raise ValueError(
+            f"training.resume_from_checkpoint = {wanted!r}, but {folder} holds no checkpoint that can be read{why}; "
+            + (
+                "restore one, or delete that folder to begin with new weights"
+                if lost
+                else "check training.output_dir, or give training.resume_from_checkpoint=auto, which begins with new "
+                "weights where none was saved"
             )
-        return path
+        )
     if wanted is None:
         check_no_run(folder)
         return None

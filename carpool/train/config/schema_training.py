@@ -153,7 +153,8 @@ class TrainingSection(Section):
     )
     resume_from_checkpoint: str | None = Field(
         default=None,
-        description='Go on from a checkpoint: "last" (the newest good one in output_dir) or a checkpoint\'s '
+        description='Go on from a checkpoint: "last" (the newest good one in output_dir), "auto" (that one, or the '
+        "beginning where no checkpoint was saved yet: for jobs that a scheduler starts again) or a checkpoint's "
         "folder. none: start anew.",
     )
     report_to: Texts = Field(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import traceback
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from carpool.train.config import Config
-from carpool.train.launch.failure import Interrupted
-from carpool.train.launch.stopping import STOP_SIGNALS
 from carpool.train.launch.worker import die_with, find_entry, is_user_error, leave
 
 # A look ahead takes seconds, or a minute where files come from afar.
@@ -78,21 +75,6 @@ def look_ahead(config: Config, entry: str, *, debug: bool = False, **kwargs: Any
             raise
     if refused:
         raise ValueError(refused)
-
-
-@contextlib.contextmanager
-def stopped_at_once() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 raise Interrupted: while there are no ranks, nothing is lost. In the main thread."""
-
-    def stop(signum: int, _: object) -> None:
-        raise Interrupted(f"stopped by {signal.Signals(signum).name} before the ranks were started", signum)
-
-    before = {one: signal.signal(one, stop) for one in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 def main() -> None:

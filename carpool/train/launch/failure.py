@@ -185,7 +185,10 @@ def resume_hint(config: Config) -> str:
 
     folder = Path(config.training.output_dir)
     if (folder / METRICS).exists():
-        return f"no checkpoint was written to {folder} yet: delete that folder, or name another one, and start again"
+        return (
+            f"no checkpoint was written to {folder} yet: begin again with the same command and "
+            "training.resume_from_checkpoint=auto"
+        )
     return f"no checkpoint was written to {folder} yet, so start again"
 
 

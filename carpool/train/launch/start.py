@@ -10,7 +10,8 @@
 
 When a rank dies, the agent stops the others at once (a dead peer leaves them in a collective that cannot end), and
 `run` raises one `RankFailure` that names the rank which failed first, not the ones that fell over it. A rank whose
-agent dies is killed by the kernel. Under torchrun these are torchrun's tasks; under Slurm add `--kill-on-bad-exit`.
+agent dies is killed by the kernel. Under torchrun these are torchrun's tasks; under Slurm the other ranks notice, and
+end (`carpool.train.launch.roll_call`).
 
 Ranks other than 0 write to temporary files instead of the terminal; if one dies without a Python error (a crash in
 native code), the last lines that it wrote are part of the message. With `debug` all write to the terminal.
@@ -35,7 +36,7 @@ from typing import Any
 from carpool.parallel.world import World, find_world
 from carpool.train.config import Config
 from carpool.train.launch.failure import Interrupted, RankFailure, rank_failure, resume_hint, stopped_text
-from carpool.train.launch.stopping import LISTENERS, Relay, Stopped
+from carpool.train.launch.stopping import LISTENERS, Relay, Stopped, in_setup
 from carpool.train.launch.worker import entry_name, find_entry, record_error, run_rank
 
 __all__ = ["Interrupted", "RankFailure", "Stopped", "World", "find_world", "local_ranks", "run", "use_cuda"]
@@ -170,15 +171,14 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
         if hasattr(launch_config, "shutdown_timeout"):
             launch_config.shutdown_timeout = _STOP_SECONDS
         worker = ("-P", "-m", "carpool.train.launch.worker", str(job))
-        listeners, relayed = Path(folder) / "listeners", [0]
+        listeners = Path(folder) / "listeners"
 
         def leave(signum: int) -> None:
-            relayed[0] = signum
             # What the ranks are sent: they would note a SIGTERM and go on to the end of the step.
             raise SignalException(f"signal {signum}", sigval=signal.SIGKILL)
 
         variables = {**_worker_environment(ranks), LISTENERS: str(listeners), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
-        with _environment(variables), _signals_restored(), _quiet_agent(debug), Relay(listeners, ranks, leave):
+        with _environment(variables), _signals_restored(), _quiet_agent(debug), Relay(listeners, ranks, leave) as relay:
             try:
                 elastic_launch(launch_config, sys.executable)(*worker)
             except ChildFailedError as failed:
@@ -188,8 +188,10 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
                 raise rank_failure(failed.failures, ranks, config, Path(folder) / "logs", started) from None
             except SignalException as stopped:
                 _show_cursor()
-                signum = relayed[0] or int(stopped.sigval)
+                signum = relay.signum or int(stopped.sigval)
                 name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+                if relay.in_setup:
+                    raise Stopped(in_setup(name), name) from None
                 raise Interrupted(f"stopped by {name}; {resume_hint(config)}", signum) from None
 
 

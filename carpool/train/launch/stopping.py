@@ -6,8 +6,9 @@ Slurm sends SIGTERM when it takes nodes away, and the signal that `--signal=USR1
     2. at the end of the step all ranks learn of it, from one more number in a reduction that they do anyway
     3. they write a checkpoint, say so, and exit with code 75
 
-A second signal, one second or more after the first, ends the run at once. So does a first one while a run is being set
-up, when there is nothing to lose, and so do Ctrl-C and SIGHUP always.
+While a run is being set up there is nothing to lose: a first signal ends it at once, with code 75, too. A second
+signal, one second or more after the first, ends the run at once with 128 + its number, and so do Ctrl-C and SIGHUP
+always. After the last step a first signal changes nothing: the run ends as it would have.
 
 Why 75: it is EX_TEMPFAIL of sysexits.h, "try again". The usual 128 + number of the signal says that the signal ended
 the process, so that the steps since the last checkpoint are lost; a script that requeues has to tell the two apart.
@@ -21,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,14 +35,70 @@ LISTENERS = "CARPOOL_LISTENERS"
 _SAME_WISH_SECONDS = 1.0
 
 
+# What a rank's file among the listeners is called after its last step.
+_DONE = ".done"
+
+
 class Stopped(RuntimeError):
-    """The run was asked to stop, and did so after a checkpoint. Not a failure. `signal`: the name of what asked it."""
+    """The run was asked to stop, and did so after a checkpoint, or before its first step. Not a failure. `signal`: the
+    name of what asked it."""
 
     exit_code = EXIT_STOPPED
 
     def __init__(self, text: str, signal: str | None = None) -> None:
         super().__init__(text)
         self.signal = signal
+
+
+def in_setup(name: str) -> str:
+    """What is said of a run that a signal of this name has ended before its first step."""
+    return (
+        f"stopped by {name} while the run was being set up, so that nothing is lost: give the same command again, with "
+        "training.resume_from_checkpoint=auto"
+    )
+
+
+def _leave_setup(number: int, frame: FrameType | None = None) -> None:
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        with contextlib.suppress(OSError):
+            show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+            os.write(2, f"{show_cursor}{in_setup(signal.Signals(number).name)}\n".encode())
+    os._exit(EXIT_STOPPED)
+
+
+@contextlib.contextmanager
+def leaves_setup() -> Iterator[None]:
+    """Inside, until a `StopRequest` or a `Relay` listens, SIGTERM and SIGUSR1 end the process with code 75.
+
+    Python runs a handler between two of its own instructions, and a rank that waits for others, or imports a library,
+    may come to none for minutes. So a thread is woken by the signal itself, and leaves.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def watch() -> None:
+        while (came := os.read(read, 1)) and came != b"\0":
+            if came[0] in STOP_SIGNALS and signal.getsignal(came[0]) is _leave_setup:
+                _leave_setup(came[0])
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _leave_setup) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _leave_setup:
+                signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+        os.write(write, b"\0")
+        thread.join()
+        os.close(read)
+        os.close(write)
 
 
 class StopRequest:
@@ -65,10 +122,11 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._listener is not None:
-            self._listener.unlink(missing_ok=True)
+        if self._listener is not None and self._listener.exists():
+            self._listener.rename(self._listener.with_suffix(_DONE))
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # What is left is to leave; that is no set-up.
+            signal.signal(number, signal.SIG_IGN if handler is _leave_setup else handler)
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -86,10 +144,15 @@ class Relay:
         folder: where ranks say that they listen (`LISTENERS`).
         ranks: how many there are.
         leave: ends them at once; raises.
+
+    Attributes:
+        signum: of the signal that has ended them at once; 0 if none has.
+        in_setup: whether that was before their first step.
     """
 
     def __init__(self, folder: Path, ranks: int, leave: Callable[[int], None]) -> None:
         self.folder, self.ranks, self.leave = folder, ranks, leave
+        self.signum, self.in_setup = 0, False
         self._since: float | None = None
 
     def __enter__(self) -> Relay:
@@ -106,10 +169,15 @@ class Relay:
         now = time.monotonic()
         if self._since is not None and now - self._since < _SAME_WISH_SECONDS:
             return
-        pids = [int(path.name) for path in self.folder.iterdir()]
-        if self._since is not None or len(pids) < self.ranks:
+        listeners = list(self.folder.iterdir())
+        pids = [int(path.name) for path in listeners if path.suffix != _DONE]
+        self.in_setup = self._since is None and len(listeners) < self.ranks
+        if self._since is not None or self.in_setup:
+            self.signum = number
             self.leave(number)
         self._since = now
+        if len(pids) < self.ranks:
+            return
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from carpool.train.launch.failure import is_consequence
+from carpool.train.launch.output import lasting_output
 from carpool.train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def main() -> None:
     from carpool.train.config import Config  # the command line imports this module, and need not wait for PyTorch
 
     try:
-        run_rank(Config.model_validate_json(json.dumps(job["config"])), find_entry(job["entry"]), job["kwargs"])
+        with lasting_output():
+            run_rank(Config.model_validate_json(json.dumps(job["config"])), find_entry(job["entry"]), job["kwargs"])
     except BaseException as error:
         record_error(error)
         leave(error.exit_code if isinstance(error, Stopped) else 1)

@@ -45,8 +45,8 @@ def check_no_run(folder: Path) -> None:
     """Raise ValueError if a run that starts from its beginning would write into another's folder."""
     if (folder / METRICS).exists():
         raise ValueError(
-            f"{folder} already holds a run: continue it with training.resume_from_checkpoint=last, or choose "
-            "another training.output_dir (or delete that folder)"
+            f"{folder} already holds a run: continue it with training.resume_from_checkpoint=auto (which begins again "
+            "where no checkpoint was saved), or choose another training.output_dir (or delete that folder)"
         )
 
 

@@ -117,8 +117,9 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
     """The configuration of the steps: the run's own, in a folder of its own, which changes no weight."""
     training = config.training
     resume = training.resume_from_checkpoint
-    if resume == "last":
-        resume = str(checkpoint_to_resume(resume, folder, CheckpointManager(folder, None)))
+    if resume in ("last", "auto"):
+        found = checkpoint_to_resume(resume, folder, CheckpointManager(folder, None))
+        resume = None if found is None else str(found)
     changed = {
         "output_dir": str(recorded),
         "resume_from_checkpoint": resume,

@@ -196,6 +196,7 @@ class Setup(RunState):
                 settings,
                 training.steps,
                 say=lambda text: self.display.say(text),
+                begins=resume is None,
                 restore=lambda: write_files(self, self.info),
             )
         self.display = Display(self.main, self.last_step, self.step)
