@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from carpool.cli import app
+from carpool.hf.finetune.adapters import names_of_former_experts
+from carpool.hf.seam.layers import experts_modules, find_router
 from carpool.parallel.degrees import Degrees
 from carpool.serve.source import find_source
 from carpool.train.config import load_config
-from carpool.train.model.adapter import check_adapter, resolve_targets
+from carpool.train.model.adapter import add_adapter, check_adapter, check_saved, resolve_targets
+from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 from tests.train.test_loop import run, text
@@ -225,3 +229,84 @@ def test_targets_that_the_model_does_not_have() -> None:
         resolve_targets(model, ("gate_proj",))
     with pytest.raises(ValueError, match=r"\(peft takes .*down_proj.* for parts of the routed experts\)"):
         resolve_targets(model, ("shared",))
+
+
+# Parts of names of what mixes tokens, and of what does not.
+MIXES = re.compile(r"attn|attention|mamba|conv\.|mixer\.(in|out|q|k|v|o)_proj|SelfAttention|EncDecAttention")
+FEEDS_FORWARD = re.compile(r"mlp|feed_forward|ffn|experts|moe|mixer\.(up|down)_proj|lm_head|router")
+
+
+def families() -> list[str]:
+    """Of models that Transformers spreads over ranks, whose layers can ride."""
+    return sorted(discover().keys() - EXCEPTIONS.keys())
+
+
+@pytest.mark.parametrize("name", families())
+def test_each_group_of_targets_is_what_it_is_called(name: str) -> None:
+    model = tiny_model(discover()[name])
+    layers = experts_modules(model)
+    head = model.get_output_embeddings()
+
+    def adapted(group: str) -> set[str]:
+        try:
+            ends, parameters = resolve_targets(model, (group,))
+        except ValueError as error:
+            assert "nothing of that to adapt" in str(error)
+            return set()
+        names = [name for name, _ in model.named_modules()]
+        everything = [name for name, _ in model.named_parameters()]
+        found = {one for one in names for end in ends if one == end or one.endswith(f".{end}")}
+        return found | {one for one in everything for end in parameters if one == end or one.endswith(f".{end}")}
+
+    attention, shared, router = map(adapted, ("attention", "shared", "router"))
+    assert attention and all(MIXES.search(one) for one in attention), attention
+    # Norms and connections between layers may have products of their own.
+    assert not [one for one in attention if FEEDS_FORWARD.search(MIXES.sub("", one))]
+    assert not attention & shared and not (attention | shared) & router
+    assert not [one for one in shared if re.search(r"self_attn\.|mamba\.", one)], shared
+    assert not [one for one in shared if model.get_submodule(one) is head]
+    routers = [found for layer in layers if (found := find_router(model, layer)) is not None]
+    assert bool(router) == bool(routers) or names_of_former_experts(model), router
+    of_routers = {id(one) for found in routers for one in (*found.modules(), *found.parameters())}
+    for one in router:
+        owner, _, last = one.rpartition(".")
+        assert id(getattr(model.get_submodule(owner), last)) in of_routers, one
+
+
+@pytest.mark.parametrize("name", ["phimoe", "jamba", "gpt_oss", "hunyuan_v1_moe", "qwen2_moe"])
+def test_routers_of_each_kind_can_be_adapted(name: str) -> None:
+    """PhiMoE's is a linear layer that answers more than a product."""
+    model = tiny_model(discover()[name])
+    torch.manual_seed(0)
+    ids = torch.randint(3, 90, (2, 9))
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    weights = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    section = load_config(None, ["adapter.kind=lora", "adapter.targets=router", "model.path=x", "data.train=x"]).adapter
+    assert add_adapter(model, section, seed=0, replicate=False) > 0
+    model.zero_grad()
+    again = model(input_ids=ids, labels=ids)
+    assert torch.equal(again.logits, output.logits)
+    again.loss.backward()
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    for name, b in trained.items():
+        if ".lora_B." not in name:
+            continue
+        a, layer = trained[name.replace("lora_B", "lora_A")], name.partition(".lora_B")[0]
+        of_weight = weights[f"{layer.replace('.base_layer', '')}.weight"]
+        expected = section.alpha / section.rank * of_weight @ a.T
+        torch.testing.assert_close(b.grad, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_modules_to_save_must_be_there(base: Path, text: list[str]) -> None:
+    model = tiny_model(discover()["olmoe"])
+    check_saved(model, ["lm_head", "model.norm", "layers.1.mlp"])
+    with pytest.raises(ValueError, match=r"no module 'lm_haed'; did you mean lm_head\?"):
+        check_saved(model, ["lm_haed"])
+    with pytest.raises(ValueError, match=r"no module 'head'; .*lm_head"):
+        check_saved(model, ["head"])
+    settings = [f"model.path={base}", "data.tokenizer=bytes", "adapter.kind=lora", "adapter.modules_to_save=lm_haed"]
+    settings += text
+    ran = CliRunner().invoke(app, ["train", "--dry-run", *settings])
+    assert ran.exit_code == 1 and "adapter.modules_to_save: this model has no module 'lm_haed'" in ran.stderr

@@ -18,8 +18,15 @@ from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.layers import experts_modules, find_router
 from carpool.hf.seam.rides import ExpertRides, rides
 from carpool.parallel.degrees import Degrees
+from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_adapter import GROUPS, AdapterSection
+
+
+# In the names of classes that mix tokens.
+_MIXES = ("Attention", "MLA", "DeltaNet", "Mamba", "Mixer", "ShortConv")
+# Layers that are called after what mixes tokens in them.
+_WHOLE_LAYERS = ("DecoderLayer", "AttentionLayer")
 
 
 def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, replicate: bool) -> int:
@@ -38,6 +45,7 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, repl
     from peft import LoraConfig
 
     modules, parameters = resolve_targets(model, section.targets)
+    check_saved(model, section.modules_to_save)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
@@ -107,11 +115,15 @@ def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
     from peft import LoraConfig
 
     model.requires_grad_(False)
-    dense = tuple(target for target in section.targets if target not in ("experts", "router"))
-    if dense:
-        modules, _ = resolve_targets(model, dense)
-        saved = list(section.modules_to_save) or None
-        model.add_adapter(LoraConfig(r=section.rank, target_modules=modules, modules_to_save=saved))
+    check_saved(model, section.modules_to_save)
+    modules: list[str] = []
+    # Adapters of experts are of layers that ride, and no layer does here.
+    if named := tuple(target for target in section.targets if target != "experts"):
+        modules, _ = resolve_targets(model, named)
+    saved = list(section.modules_to_save) or None
+    if modules or saved:
+        # peft wants a target: "$^" is none.
+        model.add_adapter(LoraConfig(r=section.rank, target_modules=modules or "$^", modules_to_save=saved))
     if not {"experts", "all-linear"} & set(section.targets):
         return 0
     experts = model.get_submodule(next(iter(experts_modules(model))))
@@ -127,7 +139,9 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = model.get_output_embeddings()
     layers = rides(model)
-    routers = {name: router for name in layers if (router := find_router(model, name)) is not None}
+    routers = {
+        name: router for name in layers or experts_modules(model) if (router := find_router(model, name)) is not None
+    }
     # peft takes these names for experts' of former releases of Transformers, also where it loads the adapter again.
     renamed = names_of_former_experts(model)
     linear = {name for name in linear if name.rpartition(".")[2] not in renamed}
@@ -138,6 +152,7 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
     for target in targets:
         wanted = GROUPS[:-1] if target == "all-linear" else (target,)
         found: set[str] = set()
+        before = len(parameters)
         for group in wanted:
             if group in ("attention", "shared"):
                 found |= {
@@ -152,7 +167,7 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
             elif group == "router":
                 for router in routers.values():
                     name = names[id(router)]
-                    if isinstance(router, nn.Linear):
+                    if type(router) is nn.Linear:  # a class of its own may answer more than a product
                         found.add(name)
                     elif isinstance(getattr(router, "weight", None), nn.Parameter):
                         parameters.add(f"{name}.weight")
@@ -170,14 +185,33 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                 f"adapter.targets: this model has no linear layer {target!r}; give the end of a name, such as "
                 f"{sorted(linear)[0].rpartition('.')[2]}, or one of {', '.join(GROUPS)}"
             )
+        if not found and len(parameters) == before:
+            raise ValueError(
+                f"adapter.targets = {target}: this model has nothing of that to adapt"
+                + (f" (peft takes {', '.join(sorted(renamed))} for parts of the routed experts)" if renamed else "")
+            )
         modules |= found
-    if not modules and not parameters:
-        raise ValueError(
-            f"adapter.targets = {', '.join(targets)}: this model has nothing of that to adapt"
-            + (f" (peft takes {', '.join(sorted(renamed))} for parts of the routed experts)" if renamed else "")
-        )
     everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return _short(modules, linear, 1), _short(parameters, everything, 3)
+    # peft also adapts what is no linear layer, such as the convolution of a vision tower that has the same last name.
+    return _short(modules, names.values(), 1), _short(parameters, everything, 3)
+
+
+def check_saved(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise ValueError if a model has no module of a name, or with that end, in `adapter.modules_to_save`."""
+    ends = {name[at:] for name, _ in model.named_modules() for at in _starts(name)}
+    for name in names:
+        if name not in ends:
+            # The last part alone is what people give.
+            close = nearest(name, sorted(end for end in ends if end.count(".") <= name.count(".")))
+            raise ValueError(
+                f"adapter.modules_to_save: this model has no module {name!r}"
+                + (f"; did you mean {close}?" if close else "; give the end of a name, such as lm_head")
+            )
+
+
+def _starts(name: str) -> list[int]:
+    """Where each part of a name begins."""
+    return [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]
 
 
 def _short(names: set[str], everything: Iterable[str], parts: int) -> list[str]:
@@ -191,10 +225,11 @@ def _short(names: set[str], everything: Iterable[str], parts: int) -> list[str]:
 
 
 def _in_attention(model: nn.Module, name: str) -> bool:
-    """Whether a module is part of something that mixes tokens: by the classes of what is around it."""
+    """Whether a module is part of something that mixes tokens: by the classes of what is around it. A layer that is
+    called after its attention (JambaAttentionDecoderLayer) has all else in it, too."""
     parts = name.split(".")
     around = (type(model.get_submodule(".".join(parts[:size]))).__name__ for size in range(1, len(parts)))
-    return any(word in one for one in around for word in ("Attention", "DeltaNet", "Mamba", "Mixer"))
+    return any(word in one for one in around if not one.endswith(_WHOLE_LAYERS) for word in _MIXES)
 
 
 def _expert_weights(own: ExpertRides) -> tuple[str, ...]:
