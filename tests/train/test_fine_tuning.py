@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from carpool.train.config import Config, TrainingSection, load_config, resolve_config
 from carpool.train.config.fine_tuning import defaults
+from carpool.train.model.blueprint import Blueprint
 from carpool.train.prepare.dry_run import dry_run
 from examples.tiny_chat_model import make_tokenizer
+from tests.hf.tiny_models import discover, tiny_model
 
 
 @pytest.fixture
@@ -138,3 +140,24 @@ def test_epochs_become_steps_once_the_data_are_known() -> None:
     assert TrainingSection(max_steps=7).in_steps(10.3).max_steps == 7
     with pytest.raises(ValueError, match="warm-up would never end"):
         TrainingSection(num_train_epochs=1, warmup_steps=20).in_steps(10)
+
+
+@pytest.mark.parametrize("says", [True, False, None])
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "olmoe"])
+def test_the_balance_loss_of_a_checkpoint_is_transformers(name: str, says: bool | None, tmp_path: Path) -> None:
+    changed = {} if says is None else {"output_router_logits": says}
+    model = tiny_model(discover()[name], router_aux_loss_coef=0.25, **changed)
+    model.save_pretrained(tmp_path)
+    blueprint = Blueprint.of(tmp_path)
+    weight, why = blueprint.balance_loss(None)
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    output = model(input_ids=ids, labels=ids)
+    logits = output.logits[:, :-1].flatten(0, 1).float()
+    added = output.loss - torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    aux = model(input_ids=ids, labels=ids, output_router_logits=True).aux_loss
+    assert aux > 0.1
+    torch.testing.assert_close(added, weight * aux, rtol=1e-4, atol=1e-6)
+    assert (weight == 0.25) == bool(says) and ("output_router_logits is false" in why) == (not says)
+    # What the user says counts, and a model from scratch is balanced.
+    assert blueprint.balance_loss(0.5)[0] == 0.5
+    assert Blueprint.of(model.config).balance_loss(None)[0] == 0.25

@@ -191,7 +191,7 @@ def test_auto_does_not_begin_where_checkpoints_were_lost(tmp_path: Path) -> None
     assert checkpoint_to_resume("auto", tmp_path, checkpoints) is None
     damaged = tmp_path / "checkpoints" / "step-00000003"
     damaged.mkdir(parents=True)
-    with pytest.raises(ValueError, match="holds no checkpoint that can be read.*step-00000003.*restore one"):
+    with pytest.raises(ValueError, match=r"holds no checkpoint that can be read.*step-00000003.*restore one"):
         checkpoint_to_resume("auto", tmp_path, checkpoints)
     damaged.rmdir()
     (tmp_path / "summary.json").write_text("{}")

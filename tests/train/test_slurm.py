@@ -1,4 +1,4 @@
-"""The script for Slurm in the guide, run as it stands there, with an `srun` that starts and ends tasks as Slurm's does."""
+"""The script for Slurm in the guide, as it stands there, with an `srun` that starts and ends tasks as Slurm's does."""
 
 from __future__ import annotations
 

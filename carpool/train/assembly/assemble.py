@@ -287,10 +287,9 @@ class Assembled(Prepared):
 
     def _set_objective(self) -> None:
         training, moe = self.config.training, self.config.moe
-        coef = moe.router_aux_loss_coef
         settings: dict[str, Any] = dict(
             top_k=self.blueprint.top_k,
-            aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
+            aux_coef=self.blueprint.balance_loss(moe.router_aux_loss_coef)[0],
             dp_size=self.degrees.dp_cp,
             autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_cp == 1 else None,
             balance_layers=moe.balance == "layer",

@@ -204,7 +204,8 @@ class MoeSection(Section):
     router_aux_loss_coef: float | None = Field(
         default=None,
         ge=0,
-        description="Weight of the load-balancing loss. 0: no such loss. none: as the model's configuration says.",
+        description="Weight of the load-balancing loss. 0: no such loss. none: as the model's configuration says; a "
+        "checkpoint whose output_router_logits is false is fine-tuned without, as by Transformers' Trainer.",
     )
     balance: Literal["model", "layer"] = Field(
         default="model",

@@ -58,7 +58,8 @@ def lasting_output() -> Iterator[None]:
             # Closed before Python started: a file of the run's must not get this number, here or in a rank.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest number that is free
     # Python has None for what was closed, and libraries write to it.
-    sys.stdout, sys.stderr = before = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
+    null: TextIO = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
+    before = sys.stdout or null, sys.stderr or null
     out: Any = _Lasting(before[0], "output", "stderr")
     error: Any = _Lasting(before[1], "error", "stdout")
     sys.stdout, sys.stderr = out, error

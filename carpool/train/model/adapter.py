@@ -22,7 +22,6 @@ from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_adapter import GROUPS, AdapterSection
 
-
 # In the names of classes that mix tokens.
 _MIXES = ("Attention", "MLA", "DeltaNet", "Mamba", "Mixer", "ShortConv")
 # Layers that are called after what mixes tokens in them.

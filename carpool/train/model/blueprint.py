@@ -49,6 +49,24 @@ class Blueprint:
         """The class of Transformers, as it is called before FSDP renames it."""
         return type(self.model).__name__
 
+    def balance_loss(self, weight: float | None) -> tuple[float, str]:
+        """The weight of the balance loss, and what says so. A checkpoint is fine-tuned as Transformers' Trainer and TRL
+        do: without such a loss, unless its configuration has `output_router_logits`. A model from scratch needs one.
+
+        Args:
+            weight: `moe.router_aux_loss_coef`; None: nothing was said."""
+        if weight is not None:
+            return weight, "moe.router_aux_loss_coef"
+        config = self.model.config
+        own = getattr(config, "router_aux_loss_coef", None) or 0.0
+        if own and isinstance(self.source, Path) and not getattr(config, "output_router_logits", False):
+            return 0.0, "the checkpoint's output_router_logits is false; moe.router_aux_loss_coef sets a weight"
+        return own, "the model's own router_aux_loss_coef"
+
+    def describe_balance_loss(self, weight: float | None) -> str:
+        weight, why = self.balance_loss(weight)
+        return f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})"
+
     @property
     def row_size(self) -> int:
         """Elements of a row that travels."""

@@ -104,6 +104,7 @@ def _decided(run: Prepared) -> list[str]:
         *lines,
         f"{tokens:,} tokens per step, {flops:,} operations per token",
         *([] if long is None else [long]),
+        blueprint.describe_balance_loss(config.moe.router_aux_loss_coef),
         f"dense parameters: {run.dense.answer}: {run.dense.why}",
         f"transport {run.likely_transport}: {run.why_likely}",
         f"memory: {', '.join(f'{item} {policy}' for item, policy in run.kept.answer.items())}: {run.kept.why}",

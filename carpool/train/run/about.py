@@ -216,6 +216,7 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say(f"context: {run.cut}")
     if run.degrees.dp_cp > 1:
         say(f"dense parameters: {run.dense.answer}: {run.dense.why}")
+    say(blueprint.describe_balance_loss(run.config.moe.router_aux_loss_coef))
     if run.adapted:
         adapter = run.config.adapter
         say(
