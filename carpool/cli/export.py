@@ -39,4 +39,4 @@ def export(
                 begin=lambda what, total: progress.reset(task, description=what, total=total),
                 advance=lambda size: progress.advance(task, size),
             )
-        typer.echo(f"model of {checkpoint}: {exported._replace(folder=out)}")
+        typer.echo(f"model of {checkpoint}: {exported._replace(folder=out)}\n{exported.checked}")

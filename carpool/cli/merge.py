@@ -20,7 +20,8 @@ def merge(
 ) -> None:
     """Merge a run's adapter into its model, and write that as a model folder with the model's own names and dtypes.
 
-    One process does it, and holds no more than one layer's experts in memory.
+    One process does it, and holds no more than one layer's experts in memory. It reads back what it wrote and compares
+    it with the model plus the adapter: tensor by tensor, and the logits of the whole model if that fits in memory.
     """
     with errors(debug):
         require((*TRAIN_PACKAGES, "peft"))
@@ -28,4 +29,5 @@ def merge(
         check_new_folder("--out", out)
         from carpool.train.checkpoints.merge import merge_adapter
 
-        typer.echo(f"merged model of {run}: {merge_adapter(run, out, base=base)._replace(folder=out)}")
+        merged = merge_adapter(run, out, base=base, logits=True)
+        typer.echo(f"merged model of {run}: {merged._replace(folder=out)}\n{merged.checked}")

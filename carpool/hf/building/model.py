@@ -201,10 +201,10 @@ def _reader(folder: Path, blueprint: PreTrainedModel) -> Callable[[str], torch.T
     def read(name: str) -> torch.Tensor | None:
         if name not in held:
             return None
-        tensor = weights.read(name)
-        if tensor.shape != (want := blueprint.get_parameter_or_buffer(name).shape):
-            raise ValueError(misfit(folder, blueprint, f"{name} has shape {tuple(tensor.shape)}, not {tuple(want)}"))
-        return tensor
+        try:
+            return weights.read(name)
+        except ValueError as error:
+            raise ValueError(misfit(folder, blueprint, str(error))) from error
 
     return read
 

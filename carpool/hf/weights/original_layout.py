@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +29,15 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     apply_converters,
-    dot_natural_key,
+    convert_and_load_state_dict_in_model,
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from carpool.hf.weights.files import Stored
+from carpool.hf.weights.initial import set_tensor
 from carpool.hf.weights.tensor_file import Entry, split_by_size, write_index, write_tensor_file
 
 
@@ -151,9 +156,9 @@ class OriginalWeights:
     def __init__(
         self, model: PreTrainedModel, folder: Path, stored: Mapping[str, Stored], layout: OriginalLayout
     ) -> None:
-        self._model, self._folder, self._stored = model, folder, stored
+        # Tensors are put into it, and taken out again.
+        self._model, self._folder, self.stored = copy.deepcopy(model), folder, stored
         self._groups = {name: group for group in layout.groups for name in group.inputs}
-        self._expected = model.state_dict()
         self._latest: dict[str, torch.Tensor] = {}
 
     def read(self, name: str) -> torch.Tensor:
@@ -163,34 +168,52 @@ class OriginalWeights:
             ValueError: the files lack what it is made of."""
         if name not in self._latest:
             self._latest = {}
-            self._latest = self._convert(self._groups[name])
+            self._latest = self.load(self._groups[name])
         return self._latest.pop(name)
 
-    def _convert(self, group: Group) -> dict[str, torch.Tensor]:
-        """What `from_pretrained` makes of a group's tensors in the files."""
-        if missing := sorted(group.outputs.keys() - self._stored.keys()):
+    def load(self, group: Group, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """A group's tensors by their names in the model, from whichever files: as `from_pretrained`, by the same code.
+
+        Args:
+            dtype: of those that are not integers; None: as in the files.
+
+        Raises:
+            ValueError: the files lack what they are made of."""
+        if missing := sorted(group.outputs.keys() - self.stored.keys()):
             raise ValueError(f"{self._folder} lacks {missing[0]}, of which {group.inputs[0]} is made")
-        renamings, converters = _split(get_model_conversion_mapping(self._model))
-        patterns = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        made: dict[str, Any] = {}
+        stored = [self.stored[name] for name in group.outputs]
         # Opened once: each opening maps the whole file.
-        files = {self._stored[name].file: None for name in group.outputs}
-        opened = {file: safe_open(self._folder / file, framework="pt") for file in files}
-        for name in sorted(group.outputs, key=dot_natural_key):
-            tensor = opened[self._stored[name].file].get_tensor(name)
-            target, pattern = rename_source_key(
-                name, renamings, converters, self._model.base_model_prefix, self._expected
-            )
-            if pattern is None:
-                made[target], pattern = WeightRenaming(name, target), name
-            else:
-                made.setdefault(target, copy.deepcopy(patterns[pattern]))
-            made[target].add_tensor(target, name, pattern, tensor)
-        found: dict[str, torch.Tensor] = {}
-        for target, conversion in made.items():
-            for key, value in conversion.convert(target, model=self._model, config=self._model.config).items():
-                found[key] = value[0] if isinstance(value, list) else value
+        opened = {file: safe_open(self._folder / file, framework="pt") for file in {one.file for one in stored}}
+        tensors = {name: opened[self.stored[name].file].get_tensor(name) for name in group.outputs}
+        common = reduce(torch.promote_types, (one.dtype for one in stored))
+        if dtype is None or not common.is_floating_point:
+            dtype = common
+        # Transformers makes of each what its place in the model is.
+        empty = {name: self._model.get_parameter_or_buffer(name).to(dtype) for name in group.inputs}
+        for name, tensor in empty.items():
+            set_tensor(self._model, name, tensor)
+        mapping = get_model_conversion_mapping(self._model)
+        config = LoadStateDictConfig(device_map={"": torch.device("cpu")}, dtype=dtype, weight_mapping=mapping)
+        with without_progress():
+            convert_and_load_state_dict_in_model(self._model, tensors, config)
+        found = {name: self._model.get_parameter_or_buffer(name).detach() for name in group.inputs}
+        for name, tensor in empty.items():
+            set_tensor(self._model, name, tensor)
+        if lost := [name for name, tensor in found.items() if tensor.is_meta]:
+            raise ValueError(f"{lost[0]} has another shape, or is not there")
         return found
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """Inside, Transformers shows no progress bar: it would be one for each group."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()
 
 
 def _split(mapping: list[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:

@@ -81,8 +81,8 @@ def _header(entries: Mapping[str, Entry]) -> bytes:
 
 
 def write_index(folder: Path, files: Mapping[str, Mapping[str, Entry]]) -> None:
-    """Writes `model.safetensors.index.json`, which says what is in which of several files. One file needs none."""
-    if len(files) == 1:
+    """Writes `model.safetensors.index.json`, which says what is in which file. `model.safetensors` alone needs none."""
+    if files.keys() == {"model.safetensors"}:
         return
     content = {
         "metadata": {"total_size": sum(entry.bytes for entries in files.values() for entry in entries.values())},

@@ -37,6 +37,7 @@ from carpool.train.checkpoints.files import (
     stored_parts,
 )
 from carpool.train.checkpoints.manager import CheckpointManager, step_of
+from carpool.train.checkpoints.read_back import ReadBack
 from carpool.train.checkpoints.source import Source, copy_source, read_source
 from carpool.train.launch.ranks import gather, rank, together, world
 from carpool.train.model.source import meta_model
@@ -46,11 +47,13 @@ Parts = dict[str, tuple[TensorStorageMetadata, list[Path]]]
 
 
 class Exported(NamedTuple):
-    """Where the model is, the bytes of its weights, and names of weights that the source has and the model has not."""
+    """Where the model is, the bytes of its weights, and names of weights that the source has and the model has not;
+    a sentence about what was read back."""
 
     folder: Path
     bytes: int
     left_out: list[str]
+    checked: str
 
     def __str__(self) -> str:
         text = f"{self.folder} ({decimal(self.bytes)} of weights)"
@@ -122,6 +125,7 @@ def write_model(
     layout: OriginalLayout,
     read: Callable[[str], torch.Tensor],
     configs: Path,
+    check: Callable[[Path, OriginalLayout, Callable[[str], torch.Tensor]], ReadBack] = ReadBack,
     *,
     begin: Callable[[str, int], None],
     advance: Callable[[int], None],
@@ -132,6 +136,7 @@ def write_model(
         source: what is copied of the folder that the run began from.
         read: the values of a tensor, whole, by its name in the model.
         configs: where the configuration files of a run from scratch are.
+        check: compares what was written with what should be there, before the folder has its name.
     """
     mine = list(layout.files)[rank() :: world()]
     with together(CheckpointWriteError, f"{target} was not written: "):
@@ -155,12 +160,23 @@ def write_model(
                     if path.suffix != ".safetensors":
                         flush_file(path)
                 flush_folder(temporary)
+        with together(CheckpointWriteError, f"{target} was not written: "):
+            groups, largest = layout.groups[rank() :: world()], (0.0, "")
+            begin("reading back", sum(entry.bytes for group in groups for entry in group.outputs.values()))
+            read_back = check(temporary, layout, read)
+            for group in groups:
+                largest = max(largest, read_back.compare(group))
+                advance(sum(entry.bytes for entry in group.outputs.values()))
+        largest, checked = max(gather(largest)), ""
+        with together(CheckpointWriteError, f"{target} was not written: "):
+            if rank() == 0:
+                checked = read_back.finish(*largest)
                 put_in_place(temporary, target)
                 remove_left(target)
     finally:
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(target, layout.bytes, layout.left_out)
+    return Exported(target, layout.bytes, layout.left_out, checked)
 
 
 def _plan(
