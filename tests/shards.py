@@ -8,17 +8,18 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+KINDS = ("gate", "up", "w1", "w3", "down", "w2", "output_linear")
 LATER = (*(f".{expert}." for expert in range(4, 8)), "bias")
 # Of a tensor's name and its number in the order of names, the number of the file that it goes to.
 CUTS: dict[str, Callable[[str, int], int]] = {
     # Neighbours in different files: experts are cut, and layers.
     "turns": lambda name, number: number % 3,
     # Gate, up and down of an expert in a file each; of stacked experts, gate_up and down.
-    "kinds": lambda name, number: [*[kind in name for kind in ("gate", "up", "w1", "w3", "down", "w2")], True].index(
-        True
-    ),
+    "kinds": lambda name, number: [*[kind in name for kind in KINDS], True].index(True),
     # The second half of each layer's experts, by their numbers in the names, in a file of its own; or their biases.
-    "halves": lambda name, number: int(any(mark in name.partition("expert")[2] for mark in LATER)),
+    "halves": lambda name, number: int(
+        any(mark in name.partition("expert")[2] for mark in LATER) or "output_linear" in name
+    ),
     "each": lambda name, number: number,
 }
 

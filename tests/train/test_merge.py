@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.peaks import growth
 from carpool.hf.weights.original_layout import OriginalLayout
 from carpool.train.checkpoints import merge as merging
-from carpool.train.checkpoints import merge_check
+from carpool.train.checkpoints import unmerged
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
 from carpool.train.checkpoints.files import CheckpointWriteError
 from carpool.train.checkpoints.manager import CheckpointManager
@@ -153,7 +153,7 @@ def test_the_whole_model_is_compared(damage: str, tmp_path: Path, monkeypatch: p
         "nothing": "peft merged nothing into",
     }
     if damage == "delta":  # values are not looked at
-        monkeypatch.setattr(merge_check, "check_values", lambda *_: 0.0)
+        monkeypatch.setattr(unmerged, "check_values", lambda *_: 0.0)
         wrong = partial(torch.Tensor.mul, other=1.5)
         monkeypatch.setattr(
             peft.tuners.lora.layer.ParamWrapper,

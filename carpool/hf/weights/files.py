@@ -98,9 +98,13 @@ class Stored(NamedTuple):
 
 
 def stored_weights(folder: Path) -> dict[str, Stored]:
-    """All tensors in a checkpoint folder that was checked, by name, in the order in which they lie there."""
+    """All tensors in a checkpoint folder that was checked, by name, in the order in which they lie there. Of a name in
+    two files, Transformers' choice: that in model.safetensors, or else in a file that the index names."""
     found: dict[str, Stored] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    index, loaded = folder / "model.safetensors.index.json", {"model.safetensors"}
+    if not (folder / "model.safetensors").is_file() and index.is_file():
+        loaded = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    for path in sorted(folder.glob("*.safetensors"), key=lambda path: (path.name in loaded, path.name)):
         with safe_open(path, framework="pt") as file:
             parts = {name: file.get_slice(name) for name in file.offset_keys()}
         for name, part in parts.items():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +33,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.weights.files import Stored
-from carpool.hf.weights.initial import set_tensor
 from carpool.hf.weights.tensor_file import Entry, split_by_size, write_index, write_tensor_file
 
 
@@ -181,49 +179,29 @@ class OriginalWeights:
             ValueError: the files lack what they are made of."""
         if missing := sorted(group.outputs.keys() - self.stored.keys()):
             raise ValueError(f"{self._folder} lacks {missing[0]}, of which {group.inputs[0]} is made")
-        stored = [self.stored[name] for name in group.outputs]
         # Opened once: each opening maps the whole file.
-        opened = {file: safe_open(self._folder / file, framework="pt") for file in {one.file for one in stored}}
+        files = dict.fromkeys(self.stored[name].file for name in group.outputs)
+        opened = {file: safe_open(self._folder / file, framework="pt") for file in files}
         tensors = {name: opened[self.stored[name].file].get_tensor(name) for name in group.outputs}
-        common = reduce(torch.promote_types, (one.dtype for one in stored))
-        if dtype is None or not common.is_floating_point:
-            dtype = common
-        # Transformers makes of each what its place in the model is.
-        empty = {name: self._model.get_parameter_or_buffer(name).to(dtype) for name in group.inputs}
-        for name, tensor in empty.items():
-            set_tensor(self._model, name, tensor)
+        common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+        dtype = dtype or common
+        if common.is_floating_point:
+            self._model.to(dtype)  # of which Transformers makes what it loads
         mapping = get_model_conversion_mapping(self._model)
         config = LoadStateDictConfig(device_map={"": torch.device("cpu")}, dtype=dtype, weight_mapping=mapping)
-        with without_progress():
-            convert_and_load_state_dict_in_model(self._model, tensors, config)
+        disable_progress_bar()  # it would be one for each group
+        convert_and_load_state_dict_in_model(self._model, tensors, config)
         found = {name: self._model.get_parameter_or_buffer(name).detach() for name in group.inputs}
-        for name, tensor in empty.items():
-            set_tensor(self._model, name, tensor)
+        self._model.to("meta")
         if lost := [name for name, tensor in found.items() if tensor.is_meta]:
             raise ValueError(f"{lost[0]} has another shape, or is not there")
         return found
 
 
-@contextmanager
-def without_progress() -> Iterator[None]:
-    """Inside, Transformers shows no progress bar: it would be one for each group."""
-    shown = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bar()
-
-
-def _split(mapping: list[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    return renamings, [one for one in mapping if isinstance(one, WeightConverter)]
-
-
 def _conversions(model: PreTrainedModel, names: Mapping[str, Any]) -> list[Any]:
     mapping = get_model_conversion_mapping(model)
-    renamings, converters = _split(mapping)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
     expected = model.state_dict()
     for name in names:
         rename_source_key(name, renamings, converters, model.base_model_prefix, expected)

@@ -2,18 +2,19 @@
 
 peft merges: each weight becomes weight + scaling * b a, in the weight's dtype. So the merged model's outputs are those
 of the two together up to that rounding. peft's own modules do it, but of a model without values
-(`carpool.train.checkpoints.adapter_modules`). So memory is needed for the tensors that are converted together, one
-layer's experts, and their adapters, however large the model is. A layer whose tensors lie in several files is merged
-for each of them. What was written is read back and compared before the folder has its name
-(`carpool.train.checkpoints.merge_check`).
+(`carpool.train.checkpoints.unmerged`). So memory is needed for the tensors that are converted together, one layer's
+experts, and their adapters, however large the model is. A layer that lies in several files is merged once for each.
+What was written is read back and compared before the folder has its name.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +22,9 @@ from torch import nn
 from carpool.hf.config.source import read_config
 from carpool.hf.weights.files import stored_weights
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
-from carpool.train.checkpoints.adapter_modules import NAME, AdapterModules
 from carpool.train.checkpoints.export import Exported, check_target, write_model
-from carpool.train.checkpoints.merge_check import MergeCheck
 from carpool.train.checkpoints.source import read_source
+from carpool.train.checkpoints.unmerged import NAME, AdapterModules, MergeCheck
 from carpool.train.model.source import meta_model
 from carpool.train.records.files import ADAPTER
 
@@ -64,22 +64,24 @@ def merge_adapter(
     read_config(base)
     stored, source = stored_weights(base), read_source(run)
     layout = OriginalLayout(meta_model(base), None, source.weights)
-    modules, weights = AdapterModules(base, adapter), OriginalWeights(meta_model(base), base, stored, layout)
-    read, check = partial(_merged, modules, weights), partial(MergeCheck, modules, weights, logits)
-    return write_model(target, source, layout, read, base, check, begin=begin, advance=advance)
+    weights = OriginalWeights(meta_model(base), base, stored, layout)
+    with warnings.catch_warnings():
+        # peft reads an attribute that Transformers calls deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        modules = AdapterModules(base, adapter)
+        read, check = partial(_merged, modules, weights), partial(MergeCheck, modules, weights, logits)
+        return write_model(target, source, layout, read, base, check, begin=begin, advance=advance)
 
 
 @torch.no_grad()
-def _merged(modules: AdapterModules, weights: OriginalWeights, name: str) -> torch.Tensor:
+def _merged(modules: AdapterModules, weights: OriginalWeights, name: str) -> Any:
     """A tensor of the merged model, by its name there."""
     if name in modules.replaced:
-        return modules.read(modules.replaced[name])
-    values = weights.read(name)
+        return modules.file.get_tensor(modules.replaced[name])
     if name not in modules.layers:
-        return values
+        return weights.read(name)
     # Mapped files are not written to.
-    weight = nn.Parameter(values.clone(), requires_grad=False)
-    del values
+    weight = nn.Parameter(weights.read(name).clone(), requires_grad=False)
     with modules.filled(name, weight) as module:
         module.merge(adapter_names=[NAME])
         if NAME not in module.merged_adapters:

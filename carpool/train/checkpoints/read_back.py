@@ -27,13 +27,8 @@ class ReadBack:
     """Compares a model folder with the tensors that were to be written.
 
     Args:
-        folder: of the model.
-        layout: of its files.
-        read: the values of a tensor, whole, by its name in the model.
-
-    Raises:
-        ValueError: the folder is not whole.
-    """
+        folder, layout: of the model, and of its files.
+        read: the values of a tensor, whole, by its name in the model."""
 
     def __init__(self, folder: Path, layout: OriginalLayout, read: Callable[[str], torch.Tensor]) -> None:
         self._written = OriginalWeights(meta_model(folder), folder, stored_weights(folder), layout)
@@ -41,9 +36,7 @@ class ReadBack:
 
     def compare(self, group: Group) -> tuple[float, str]:
         """The largest difference of a group's tensors, relative to what should be there, and the name of the tensor.
-
-        Raises:
-            ValueError: one is larger than by rounding to the dtype of the files, or a tensor is not there."""
+        Raises ValueError if one is larger than by rounding to the dtype of the files, or a tensor is not there."""
         written, largest = self._written.load(group, torch.float32), (0.0, "")
         dtype = max((self._written.stored[name].dtype for name in group.outputs), key=unit_roundoff)
         for name in group.inputs:
@@ -54,13 +47,9 @@ class ReadBack:
         return check_values(name, written, read, 0.0 if read.dtype == dtype else unit_roundoff(dtype)), name
 
     def finish(self, largest: float, name: str) -> str:
-        """Compares what else there is, once all groups are, and says in a sentence what was found.
-
-        Raises:
-            ValueError: something else is not as it should be."""
-        if not largest:
-            return "read back: it is the checkpoint's, bit by bit"
-        return f"read back: it is the checkpoint's, rounded by up to {largest:.1e} ({name})"
+        """Compares what else there is, once all groups are, and says in a sentence what it found. Raises ValueError."""
+        how = f"rounded by up to {largest:.1e} ({name})" if largest else "bit by bit"
+        return f"read back: it is the checkpoint's, {how}"
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -71,15 +60,8 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def check_values(
     name: str, written: torch.Tensor, expected: torch.Tensor, roundoff: float, slack: float = 0.0
 ) -> float:
-    """Compares each value, and says how large all differences are, relative to all values.
-
-    Args:
-        name: for the message.
-        roundoff: how far a value may be from the expected one, as a share of it. 0: not at all.
-        slack: and how far besides, whatever the value.
-
-    Raises:
-        ValueError: one is farther away."""
+    """How large all differences are, relative to all values. Raises ValueError if a value is farther from the expected
+    one than by `roundoff` times that, and `slack`."""
     wrong, squares = 0, torch.zeros(2, dtype=torch.float64)
     for some, right in zip(written.reshape(-1).split(_PIECE), expected.reshape(-1).split(_PIECE), strict=True):
         right = right.float()
@@ -92,7 +74,7 @@ def check_values(
     relative = (squares[0] / squares[1].clamp_min(1e-60)).sqrt().item()
     if wrong:
         raise ValueError(
-            f"{name} is wrong in {wrong:,} of {expected.numel():,} values, by {relative:.1%} of the whole; rounding "
-            f"changes none by more than {roundoff:.1%}"
+            f"{name} is wrong in {wrong:,} of {expected.numel():,} values, by {relative:.1%} of the whole: more than "
+            "by rounding"
         )
     return relative
