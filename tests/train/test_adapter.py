@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,13 +18,16 @@ from typer.testing import CliRunner
 from carpool.cli import app
 from carpool.hf.finetune.adapters import names_of_former_experts
 from carpool.hf.seam.layers import experts_modules, find_router
+from carpool.hf.weights.files import stored_weights
 from carpool.parallel.degrees import Degrees
 from carpool.serve.source import find_source
+from carpool.train.checkpoints.source import keep_source
 from carpool.train.config import load_config
 from carpool.train.model.adapter import add_adapter, check_adapter, check_saved, resolve_targets
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
+from tests.shards import reshard
 from tests.train.test_loop import run, text
 
 __all__ = ["text"]  # a fixture
@@ -154,6 +158,23 @@ def test_merges_into_a_model_for_plain_transformers(base: Path, reference: Path,
     assert export.exit_code == 1 and "carpool merge" in export.output
     with pytest.raises(ValueError, match="carpool merge"):
         find_source(reference)
+
+
+@pytest.mark.parametrize("cut", ["turns", "kinds"])
+def test_merges_beside_files_that_cut_experts(base: Path, reference: Path, tmp_path: Path, cut: str) -> None:
+    """As a run that began from such files."""
+    shutil.copytree(base, tmp_path / "base")
+    assert reshard(tmp_path / "base", cut) > 1
+    shutil.copytree(reference, tmp_path / "run")
+    keep_source(tmp_path / "run", tmp_path / "base", None)
+    command = ["merge", str(tmp_path / "run"), "--base", str(tmp_path / "base"), "--out", str(tmp_path / "merged")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "logits of 64 random tokens by" in result.output, result.output
+    assert stored_weights(tmp_path / "merged") == stored_weights(tmp_path / "base")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    merged, plain = (load(folder, dtype=torch.float32) for folder in (tmp_path / "merged", base))
+    expected = PeftModel.from_pretrained(plain, reference / "adapter").merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.state_dict().items())
 
 
 @pytest.mark.slow

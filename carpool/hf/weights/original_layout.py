@@ -169,11 +169,8 @@ class OriginalWeights:
             self._latest = self.load(self._groups[name])
         return self._latest.pop(name)
 
-    def load(self, group: Group, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    def load(self, group: Group) -> dict[str, torch.Tensor]:
         """A group's tensors by their names in the model, from whichever files: as `from_pretrained`, by the same code.
-
-        Args:
-            dtype: of those that are not integers; None: as in the files.
 
         Raises:
             ValueError: the files lack what they are made of."""
@@ -183,9 +180,8 @@ class OriginalWeights:
         files = dict.fromkeys(self.stored[name].file for name in group.outputs)
         opened = {file: safe_open(self._folder / file, framework="pt") for file in files}
         tensors = {name: opened[self.stored[name].file].get_tensor(name) for name in group.outputs}
-        common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
-        dtype = dtype or common
-        if common.is_floating_point:
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+        if dtype.is_floating_point:
             self._model.to(dtype)  # of which Transformers makes what it loads
         mapping = get_model_conversion_mapping(self._model)
         config = LoadStateDictConfig(device_map={"": torch.device("cpu")}, dtype=dtype, weight_mapping=mapping)

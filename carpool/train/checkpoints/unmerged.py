@@ -133,7 +133,8 @@ class MergeCheck(ReadBack):
         if name not in layers:
             read = self._modules.file.get_tensor(replaced[name]) if name in replaced else read
             return super()._compare(name, written, read, dtype)
-        weight, largest = nn.Parameter(read.float(), requires_grad=False), (0.0, "")
+        # Stacked experts become float32 one by one.
+        weight, largest = nn.Parameter(read.float() if read.ndim == 2 else read, requires_grad=False), (0.0, "")
         with self._modules.filled(name, weight) as module:
             for part, matrices, linear in _products(name, module, weight, written):
                 largest = max(largest, (_compare_product(part, matrices, linear, unit_roundoff(dtype)), part))
@@ -188,7 +189,7 @@ def _products(name: str, module: Any, w: torch.Tensor, written: torch.Tensor) ->
     """The products with an adapted tensor, as `_compare_product` takes them. `module`: peft's, with values."""
     a, b = module.lora_A[NAME].weight.float(), module.lora_B[NAME].weight.float() * module.scaling[NAME]
     if w.ndim == 2:
-        yield name, (w, a, b, written), None if hasattr(module, "parameter_name") else module
+        yield name, (w, a, b, written.float()), None if hasattr(module, "parameter_name") else module
         return
     experts = module.get_base_layer()
     if getattr(experts, "is_transposed", False):
@@ -201,7 +202,8 @@ def _products(name: str, module: Any, w: torch.Tensor, written: torch.Tensor) ->
     a_EQI, b_EOQ = a.unflatten(0, (len(w), -1)), b.unflatten(1, (-1, len(w))).permute(2, 0, 1)
     for e in range(len(w)):
         for kind, rows in kinds.items():
-            yield f"{name}, expert {e}{kind}", (w[e, rows], a_EQI[e], b_EOQ[e, rows], written[e, rows]), None
+            matrices = w[e, rows].float(), a_EQI[e], b_EOQ[e, rows], written[e, rows].float()
+            yield f"{name}, expert {e}{kind}", matrices, None
 
 
 def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any, roundoff: float) -> float:
