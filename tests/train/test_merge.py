@@ -61,8 +61,17 @@ def all_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cut", [None, *CUTS])
+@pytest.mark.parametrize(
+    ("cut", "dtype"),
+    [
+        (None, torch.bfloat16),
+        ("turns", torch.bfloat16),
+        *((cut, torch.float32) for cut in CUTS),
+        *(pytest.param(cut, torch.bfloat16, marks=pytest.mark.slow) for cut in CUTS if cut != "turns"),
+        pytest.param(None, torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_bits_of_pefts_merge(cut: str | None, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """However the base's files cut layers, experts, and gate from up."""
     model: Any = tiny_model(discover()[family]).to(dtype)
