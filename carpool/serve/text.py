@@ -52,6 +52,9 @@ class Text:
         """Tokens of a text that is to be continued, at least one."""
         tokens: list[int] = self.tokenizer(text)["input_ids"]
         begin = self.tokenizer.bos_token_id
+        if begin is not None and tokens[:2] == [begin, begin]:
+            # The text names it itself, as training allows, too.
+            tokens = tokens[1:]
         return tokens or _as_list(self.tokenizer.eos_token_id if begin is None else begin)
 
     def bytes_of(self, token: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gzip
+import io
 import json
 import math
 import multiprocessing
@@ -17,7 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from carpool.serve.text import Text
+from carpool.train.config import load_config
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import Corpus, check_sources, default_cache_dir, prepare
 from carpool.train.data.formats import fields_of
@@ -25,6 +29,7 @@ from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets, pe
 from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.rows import PIECE_BYTES, read_rows
 from carpool.train.data.sequences import Stream
+from carpool.train.data.show import show
 from carpool.train.data.sources import Source, describe_sources, find_sources
 from carpool.train.data.tokenizer import BytesTokenizer, FileTokenizer, load_tokenizer
 
@@ -63,6 +68,7 @@ def write_parquet(path: Path, **columns) -> Path:
 def test_bytes_tokenizer():
     assert BYTES.encode("ké").tolist() == [107, 195, 169]
     assert BYTES.decode([107, 195, 169, EOS, BYTES.bos_id, 300]) == "ké"
+    assert BYTES.decode([107, EOS, BYTES.bos_id, 300], special=True) == "k<|endoftext|><|startoftext|>"
     assert BYTES.decode([195]) == "�"
     assert (BYTES.vocab_size, BytesTokenizer(pad_to=1).vocab_size) == (320, 258)
     text = "".join(chr(random.Random(0).randrange(0x10000)) for _ in range(2)) + "def f():\r\n\t日本🚗\0"
@@ -90,6 +96,66 @@ def make_tokenizer(folder: Path, eos: str = "<|endoftext|>", config: object = No
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"
+
+
+def save_tokenizer(folder: Path, single: str | None) -> Path:
+    """A tokenizer of letters, which puts around each text what `single` says, in the words of `tokenizers`."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate(("<s>", "</s>", "<unk>", *"abcdefgh "))}
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    plain.decoder = tokenizers.decoders.Fuse()
+    if single is not None:
+        special = [("<s>", 0), ("</s>", 1)]
+        plain.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=special)
+    PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("packing", [None, "examples", "off"])
+@pytest.mark.parametrize("single", ["<s> $A", None, "<s> $A </s>", "$A </s>"])
+def test_documents_are_what_the_tokenizer_itself_makes_of_them(tmp_path, single, packing):
+    from transformers import AutoTokenizer
+
+    folder = save_tokenizer(tmp_path / "tokenizer", single)
+    own, pretrained = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    texts = ["abc", "a", "h b", "<s>ab", "ab</s>"]
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    data = DataSection(cache_dir=str(tmp_path / "cache"), train=[str(path)], eval_fraction=0.0, packing=packing)
+    found = prepare(data, own).train.tolist()
+    expected = []
+    for text in texts:
+        ids = pretrained(text)["input_ids"]
+        # Text that names these tokens itself does not get them twice.
+        ids = ids[1:] if ids[:2] == [0, 0] else ids
+        ids = ids[:-1] if ids[-2:] == [1, 1] else ids
+        expected += ids if ids[-1] == 1 else [*ids, 1]
+    assert found == expected
+    assert found.count(0) == (len(texts) if "<s>" in str(single) else 1) and found.count(1) == 5
+    # The same file under the same name in the same place, but for what the tokenizer adds: other tokens.
+    other = load_tokenizer(str(save_tokenizer(tmp_path / "other", None if "<s>" in str(single) else "<s> $A")))
+    assert prepare(data, other).train.tolist() != found
+    assert own.decode(found, special=True).startswith("<s>abc</s>" if found[0] == 0 else "abc</s>")
+    assert own.decode(found) == "abcah babab"
+    with Console(record=True, width=80, file=io.StringIO()) as console:
+        named = [f"data.tokenizer={folder}", f"data.train={path}", f"data.cache_dir={tmp_path}/cache"]
+        packed = [] if packing is None else [f"data.packing={packing}"]
+        show(load_config(None, [*named, *packed, "data.eval_fraction=0", "data.sequence_length=8"]), 1, console)
+    shown = console.export_text().split("\n")[1]
+    assert shown.startswith("<s>»abc</s>" if found[0] == 0 else "a»bc</s>")
+
+
+@pytest.mark.parametrize("prompt, completion", [("ab", "cd"), ("<s>ab", "cd"), ("ab", "cd</s>"), ("<s>ab", "cd</s>")])
+def test_prompts_that_name_the_special_tokens_do_not_get_them_twice(tmp_path, prompt, completion):
+    folder = save_tokenizer(tmp_path / "tokenizer", "<s> $A")
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
+    data = DataSection(cache_dir=str(tmp_path / "cache"), train=[str(path)], eval_fraction=0.0, tokenizer=str(folder))
+    found = prepare(data, load_tokenizer(str(folder)))
+    assert found.train.tolist() == [0, 3, 4, 5, 6, 1]
+    assert found.train_marks is not None and found.train_marks.learned.tolist() == [False] * 3 + [True] * 3
+    assert Text(folder).encode(prompt) == [0, 3, 4], "as it is asked afterwards"
 
 
 def test_tokenizer_files(tmp_path):

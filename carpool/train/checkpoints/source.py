@@ -127,7 +127,7 @@ def _bytes_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={text: byte for byte, text in bytes_to_unicode().items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = {"eos_token": "<|endoftext|>", "bos_token": "<|startoftext|>"}
+    special = {"eos_token": BytesTokenizer.eos_token, "bos_token": BytesTokenizer.bos_token}
     tokenizer.add_special_tokens([AddedToken(text) for text in special.values()])
     assert [tokenizer.token_to_id(text) for text in special.values()] == [BytesTokenizer.eos_id, BytesTokenizer.bos_id]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

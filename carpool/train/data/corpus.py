@@ -39,7 +39,7 @@ from carpool.train.data.sources import Source, describe_sources, find_sources
 from carpool.train.data.tokenizer import Tokenizer
 
 # Part of every cache key: raised when the meaning of the files changes.
-_FORMAT = 2
+_FORMAT = 3
 _BATCH_CHARACTERS = 1 << 20
 _STALE_SECONDS = 3600
 _UNFINISHED = re.compile("[0-9a-f]{24}[.][a-z0-9_]{8}")  # `_key`, and what `mkdtemp` adds to it

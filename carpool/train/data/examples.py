@@ -19,7 +19,7 @@ from carpool.train.data.chat import Chat, Conversation, check_messages
 from carpool.train.data.formats import TOOLS, Format
 from carpool.train.data.pretrained import fingerprint_of, load_pretrained
 from carpool.train.data.rows import Row
-from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.data.tokenizer import Tokenizer, added_tokens, framed
 
 
 class Example(NamedTuple):
@@ -71,17 +71,16 @@ def make_encoder(data: DataSection, form: Format, tokenizer: Tokenizer, model_pa
 
 
 class Documents:
-    """Plain text: an end-of-document token after each."""
+    """Plain text: each as the tokenizer itself begins it, and an end-of-document token after it."""
 
     def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._field = tokenizer, data.text_field
         self.marks, self.vocab_size = data.packing not in (None, "stream"), tokenizer.vocab_size
-        self.fingerprint = f"{tokenizer.fingerprint} {tokenizer.eos_id} {tokenizer.vocab_size}"
+        self.fingerprint = f"{tokenizer.fingerprint} {tokenizer.frame} {tokenizer.vocab_size}"
 
     def encode(self, rows: Sequence[Row]) -> Iterator[Example]:
-        eos = np.array([self._tokenizer.eos_id], dtype=np.uint32)
         for ids in self._tokenizer.encode_batch([row.fields[self._field] for row in rows]):
-            yield Example(np.concatenate([ids, eos]))
+            yield Example(framed(ids, *self._tokenizer.frame))
 
     def size(self, row: Row) -> int:
         text = row.fields[self._field]
@@ -128,7 +127,7 @@ class Prompts:
             raise ValueError(
                 f"the tokenizer has no token {end!r} that ends a text: set data.eos_token to one of its tokens"
             )
-        self._begin = _begin(pretrained)
+        self._begin, _ = added_tokens(lambda special: pretrained("a", add_special_tokens=special)["input_ids"])
         # Lists of messages need a template, texts do not.
         if data.chat_template is not None or pretrained.chat_template:
             self._chat = Chat(data, pretrained)
@@ -163,21 +162,15 @@ class Prompts:
                 "common, so the model would not be asked what it has learned; end prompts at the end of a word, and "
                 "begin completions with the white space that separates them"
             )
-        ids = [*self._begin, *together, self._end]
+        begun = framed(np.asarray(together, dtype=np.uint32), self._begin, ())
+        ids = framed(begun, (), (self._end,))
         learned = np.ones(len(ids), dtype=bool)
         if self._data.loss == "answers":
-            learned[: len(self._begin) + len(before)] = False
-        return Example(np.asarray(ids, dtype=np.uint32), learned)
+            learned[: len(begun) - len(together) + len(before)] = False
+        return Example(ids, learned)
 
     def size(self, row: Row) -> int:
         return len(str(row.fields[self._prompt])) + len(str(row.fields[self._completion])) + 1
-
-
-def _begin(pretrained: Any) -> list[int]:
-    """What the tokenizer puts before every text."""
-    bare, whole = (pretrained("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    starts = (k for k in range(len(whole) - len(bare) + 1) if whole[k : k + len(bare)] == bare)
-    return whole[: next(starts, 0)]  # type: ignore[no-any-return]
 
 
 def _example(ids: list[int], learned: list[bool]) -> Example:

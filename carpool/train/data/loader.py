@@ -136,7 +136,8 @@ def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
         raise ValueError(
             "the checkpoint was trained on other data than data.train is now (the tokens differ, or how they are "
             "packed), so its position means nothing here; restore the data, the tokenizer and [data], or start a "
-            "new run from the checkpoint's weights"
+            "new run from the checkpoint's weights (a checkpoint of plain text that was trained without the token that "
+            "its tokenizer puts before every text, as by earlier versions, cannot be resumed)"
         )
 
 

@@ -39,7 +39,7 @@ def show(config: Config, count: int, console: Console) -> None:
     if find_format(data, find_sources(data.train, "data.train")) == "text":
 
         def decode(ids: Sequence[int]) -> str:
-            return tokenizer.decode(ids) + ("<end>" if ids[-1] == tokenizer.eos_id else "")
+            return tokenizer.decode(ids, special=True)
 
     else:
         pretrained = load_pretrained(data, config.model.path)

@@ -1,9 +1,18 @@
 """Tokenizers: bytes, which need no file, and any `tokenizer.json` of the library `tokenizers`.
 
-The loop needs five things of a tokenizer, which `Tokenizer` names: a vocabulary size, the token that ends a
-document, text to tokens, tokens to text, and a fingerprint by which cached tokens are known again.
+The loop needs six things of a tokenizer, which `Tokenizer` names: a vocabulary size, the token that ends a
+document, what stands around each document, text to tokens, tokens to text, and a fingerprint by which cached tokens are
+known again.
 
-The bytes tokenizer is the embedded default. Token b is byte b; 256 ends a document and 257 begins one:
+A document is what the tokenizer itself makes of its text, so that a model meets in training what it meets afterwards:
+
+    Llama     <s> The car </s>                tokenizer(text) puts <s> before each text; training puts </s> after it
+    GPT-2     The car <|endoftext|>           the tokenizer puts nothing before it
+
+A text that begins or ends with these tokens itself does not get them twice.
+
+The bytes tokenizer is the embedded default. Token b is byte b; 256 ends a document, and 257, which could begin one, is
+not used:
 
     "ké"  ->  [107, 195, 169]          vocab_size 320: 258 tokens, padded to a multiple of 64
 
@@ -14,7 +23,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.uint32]
+# What stands before each document, and what after it.
+Frame = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Names of the end-of-document token in published tokenizers, tried in this order when no file beside them says it.
 _USUAL_EOS = (
@@ -55,14 +68,36 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int:
         """The token that ends a document."""
 
+    @property
+    def frame(self) -> Frame:
+        """What stands before each document and after it; the latter ends with `eos_id`."""
+
     def encode(self, text: str) -> Tokens:
         """Tokens of one text, without any that begin or end it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """`encode` of each, faster."""
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of these tokens; special tokens have none."""
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        """The text of these tokens. `special`: with the names of special tokens, which are left out otherwise."""
+
+
+def framed(ids: Tokens, begin: Sequence[int], end: Sequence[int]) -> Tokens:
+    """Tokens of a text with what stands before it and after it, unless the text itself begins or ends so."""
+    first = () if ids[: len(begin)].tolist() == list(begin) else begin
+    last = () if ids[max(0, len(ids) - len(end)) :].tolist() == list(end) else end
+    return np.concatenate([np.asarray(first, np.uint32), ids, np.asarray(last, np.uint32)])
+
+
+def added_tokens(encode: Callable[[bool], list[int]]) -> Frame:
+    """What a tokenizer puts before and after every text.
+
+    Args:
+        encode: tokens of some text, with what the tokenizer adds (True) or without."""
+    bare, whole = encode(False), encode(True)
+    starts = (k for k in range(len(whole) - len(bare) + 1) if whole[k : k + len(bare)] == bare)
+    start = next(starts, 0) if bare else len(whole)
+    return tuple(whole[:start]), tuple(whole[start + len(bare) :])
 
 
 class BytesTokenizer:
@@ -74,12 +109,16 @@ class BytesTokenizer:
     """
 
     name = "bytes"
-    eos_id = 256
-    bos_id = 257
+    eos_id, eos_token = 256, "<|endoftext|>"
+    bos_id, bos_token = 257, "<|startoftext|>"
 
     def __init__(self, pad_to: int = 64) -> None:
         self.vocab_size = -(-258 // pad_to) * pad_to
         self.fingerprint = "bytes-1"
+
+    @property
+    def frame(self) -> Frame:
+        return (), (self.eos_id,)
 
     def encode(self, text: str) -> Tokens:
         # Half a surrogate pair, which JSON can hold, has no UTF-8: it becomes "?".
@@ -88,8 +127,10 @@ class BytesTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        return bytes(token for token in map(int, tokens) if token < 256).decode("utf-8", errors="replace")
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        names = {self.eos_id: self.eos_token.encode(), self.bos_id: self.bos_token.encode()} if special else {}
+        raw = (bytes([token]) if token < 256 else names.get(token, b"") for token in map(int, tokens))
+        return b"".join(raw).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
@@ -122,7 +163,7 @@ class FileTokenizer:
         # What a checkpoint's tokenizer was told to do for inference would cut or pad documents here.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.name = str(path)
+        self.name, self._file = str(path), file
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self.eos_token, self.eos_id = self._find_eos(file, eos_token)
         self.fingerprint = hashlib.sha256(content + self.eos_token.encode()).hexdigest()
@@ -141,6 +182,19 @@ class FileTokenizer:
             + (f" (its special ones are {', '.join(special[:8])})" if special else "")
         )
 
+    @cached_property
+    def frame(self) -> Frame:
+        """As transformers makes it of the folder, whose tokenizer_config.json may have more than tokenizer.json."""
+        begin, end = added_tokens(lambda special: list(self._tokenizer.encode("a", add_special_tokens=special).ids))
+        if self._file.name == "tokenizer.json" and (self._file.parent / "tokenizer_config.json").is_file():
+            from transformers import AutoTokenizer
+
+            # Where transformers cannot read the folder, tokenizer.json alone says it.
+            with suppress(Exception):
+                pretrained: Any = AutoTokenizer.from_pretrained(self._file.parent, local_files_only=True)
+                begin, end = added_tokens(lambda special: pretrained("a", add_special_tokens=special)["input_ids"])
+        return begin, end if end[-1:] == (self.eos_id,) else (*end, self.eos_id)
+
     def encode(self, text: str) -> Tokens:
         return np.asarray(self._tokenizer.encode(_storable(text), add_special_tokens=False).ids, dtype=np.uint32)
 
@@ -148,8 +202,8 @@ class FileTokenizer:
         encodings = self._tokenizer.encode_batch_fast([_storable(text) for text in texts], add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special))
 
 
 def load_tokenizer(tokenizer: str | None, model_path: str | None = None, eos_token: str | None = None) -> Tokenizer:

@@ -14,7 +14,7 @@ from carpool.hf.compute.compiled import eagerly
 from carpool.hf.generation.generate import Sampling, generate
 from carpool.hf.seam.rides import rooms_of_rides
 from carpool.train.data.loader import count_targets
-from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.data.tokenizer import Tokenizer, framed
 from carpool.train.run.state import RunState
 from carpool.train.steps.room import room_for_all
 
@@ -90,7 +90,8 @@ def sample(
     Raises:
         ValueError: a negative temperature or no new tokens.
     """
-    tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eos_id]
+    # As documents begin, and as `carpool generate` begins.
+    tokens = framed(tokenizer.encode(prompt), tokenizer.frame[0], ()).tolist() or [tokenizer.eos_id]
     with attention_of_any_length(model):
         made = generate(
             model,
