@@ -344,3 +344,14 @@ def test_recordings_that_fit() -> None:
     weight = torch.rand(2, 2, requires_grad=True)
     recorded = Routing(experts([0, 1], [2, 3]), weight * 2).detach()
     assert not recorded.weight_TK.requires_grad and Routing(recorded.expert_TK, None).detach().weight_TK is None
+
+
+def test_capacity_is_of_the_tokens_that_choose() -> None:
+    """Padding, which chooses nothing, does not make room for the choices of others."""
+    expert_TK = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 3]], dtype=torch.int32)
+    options = DropOptions(capacity_factor=1.5)
+    alone, dropped = options.drop(Routing(expert_TK, torch.rand(4, 2)), 4, False)
+    padded = torch.cat([expert_TK, torch.full((5, 2), -1, dtype=torch.int32)])
+    found, also_dropped = options.drop(Routing(padded, torch.rand(9, 2)), 4, False)
+    assert torch.equal(found.expert_TK[:4], alone.expert_TK) and (found.expert_TK[4:] == -1).all()
+    assert dropped == also_dropped == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ class DropOptions:
 
     Attributes:
         capacity_factor: at most ceil(capacity_factor * T * K / E) choices of each expert are kept among this rank's T
-            tokens, and the others dropped. None: no limit.
+            tokens that choose any, and the others dropped. None: no limit.
         first_choices_first: who fills that capacity: all tokens' best choices, then all second ones, and so on
             (GShard, arXiv 2006.16668, algorithm 1). False: token after token.
         random_second: with K = 2 and while training, a token keeps its second choice with probability
@@ -64,7 +63,9 @@ class DropOptions:
             kept_TK[:, 1] &= torch.rand_like(share_T) < 2 * share_T
         if self.capacity_factor is None:
             return kept_TK
-        capacity = math.ceil(self.capacity_factor * expert_TK.numel() / num_experts)
+        # Padding, which chooses nothing, is no token.
+        choices = (expert_TK >= 0).any(1).sum() * expert_TK.shape[1]
+        capacity = torch.ceil(self.capacity_factor * choices.double() / num_experts)
         # N: choices in the order in which they take their places.
         order = (lambda matrix: matrix.t()) if self.first_choices_first else (lambda matrix: matrix)
         # One expert more, of choices that take no place.

@@ -180,6 +180,8 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
         (["data.eval_max_sequences=3", "data.eval_fraction=0"], "held-out data"),
         (["data.eval_fraction=0.1", "data.eval=stdlib"], "data.eval=none"),
         (["data.text_field=a", "data.format=messages"], "rows that are plain text"),
+        (["data.pad_to=sequence_length"], "data.packing=off"),
+        (["data.group_by_length=false", "data.packing=examples"], "data.packing=off"),
         (["parallelism.pp_schedule=GPipe"], "parallelism.pp_size"),
         (["parallelism.sequence_parallel=off"], "parallelism.tp_size"),
         (["memory.sums=recompute"], "memory.dense=recompute"),

@@ -73,8 +73,9 @@ def answers(ids: list[int], tokenizer: Any) -> list[bool]:
     return found
 
 
-def plain_steps(settings: list[str]) -> Iterator[tuple[float, float, float]]:
-    """(loss, balance loss, norm of the gradient) of each step, in one process, one conversation after the other."""
+def plain_steps(settings: list[str], reads: list[int]) -> Iterator[tuple[float, float, float]]:
+    """(loss, balance loss, norm of the gradient) of each step, in one process, one conversation after the other. `reads`
+    gets how many tokens each step has."""
     config = load_config(None, settings)
     path = str(config.model.path)
     pretrained = AutoTokenizer.from_pretrained(path)
@@ -92,6 +93,7 @@ def plain_steps(settings: list[str]) -> Iterator[tuple[float, float, float]]:
     for step in range(1, STEPS + 1):
         documents = [list(split(batch)) for batch in next(loader)]
         assert {ids for batch in documents for ids in batch} <= known, "whole conversations, as the template has them"
+        reads.append(sum(len(ids) for batch in documents for ids in batch))
         total = sum(sum(answers(list(ids), pretrained)) for batch in documents for ids in batch)
         ce, aux = torch.zeros(()), torch.zeros(())
         for batch in documents:
@@ -124,16 +126,49 @@ def split(batch: dict[str, torch.Tensor]) -> Iterator[tuple[int, ...]]:
             yield tuple(ids[start:end].tolist())
 
 
-@pytest.mark.parametrize("packing", ["examples", pytest.param("off", marks=pytest.mark.slow)])
-def test_packed_on_ranks_equals_one_by_one_in_plain_transformers(
-    two_ranks: Ranks, settings: list[str], tmp_path: Path, packing: str
+# How two ranks compute the same global batch.
+BOTH = ["training.per_device_train_batch_size=2"]
+COMPILED = ["training.torch_compile=true", "training.torch_compile_backend=aot_eager"]
+WAYS = {
+    "plain": [],
+    "again": ["memory.dense=recompute", "memory.sums=recompute"],
+    "again, rides kept": ["memory.dense=recompute", "memory.sums=keep"],
+    "two-batch": ["moe.schedule=two-batch"],
+    "compiled": COMPILED,
+    "compiled, again": [*COMPILED, "memory.dense=recompute"],
+    "ep 1": ["parallelism.ep_size=1"],
+    "tp": ["parallelism.tp_size=2", *BOTH],
+    "tp, tokens whole": ["parallelism.tp_size=2", "parallelism.sequence_parallel=off", *BOTH],
+    "cp": ["parallelism.cp_size=2", *BOTH],
+    "pp": ["parallelism.pp_size=2", *BOTH],
+}
+QUICK = {("examples", "plain"), ("off", "again"), ("off", "tp, tokens whole"), ("off", "pp")}
+
+
+@pytest.mark.parametrize(
+    ("packing", "way"),
+    [
+        pytest.param(packing, way, marks=() if (packing, way) in QUICK else pytest.mark.slow)
+        for packing in ("examples", "off")
+        for way in WAYS
+    ],
+)
+def test_padding_takes_no_ride_and_steps_equal_one_by_one_in_plain_transformers(
+    two_ranks: Ranks, settings: list[str], tmp_path: Path, packing: str, way: str
 ) -> None:
     settings = [*settings, f"data.packing={packing}"]
-    assert two_ranks(run, str(tmp_path / "a"), settings) == [""] * RANKS
+    assert two_ranks(run, str(tmp_path / "a"), [*settings, *WAYS[way]]) == [""] * RANKS
     steps = list(records(tmp_path / "a").values())
     found = [(line["loss"], line["aux_loss"], line["grad_norm"]) for line in steps]
-    expected = list(plain_steps(settings))
+    reads: list[int] = []
+    expected = list(plain_steps(settings, reads))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0)
     assert found[-1][0] < found[0][0] - 0.1, "it learns"
     evals = records(tmp_path / "a", "eval")
     assert evals[STEPS]["loss"] < evals[0]["loss"]
+    layers = records(tmp_path / "a", "layers")
+    assert layers, "loads of experts are recorded"
+    for step, line in layers.items():
+        # Two layers, and two choices of each token that there is.
+        assert [sum(load_E) for load_E in line["load"]] == [2 * reads[step - 1]] * 2
+        assert 1 <= steps[step - 1]["copies_per_token"] <= 2 or "ep" in way

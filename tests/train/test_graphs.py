@@ -91,6 +91,8 @@ CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training
         ),
         (OnGpu(), layer(replicas=2), [], "none", "copies"),
         (OnGpu(), layer(), ["placement.every=10"], "none", "move"),
+        (OnGpu(), layer(), ["data.packing=off"], "none", "data.pad_to=sequence_length makes all alike"),
+        (OnGpu(), layer(), ["data.packing=off", "data.pad_to=sequence_length"], "none", None),
         (OnGpu("flash_attention_2"), layer(), [], "none", "lengths of documents"),
         (OnGpu(), layer(), ["memory.dense=recompute"], "none", None),
         (OnGpu(dropout=0.1), layer(), [], "none", None),

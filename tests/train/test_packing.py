@@ -144,6 +144,80 @@ def test_ranks_share_a_step_of_unequal_parts_and_go_on_in_the_middle_of_an_epoch
             TrainLoader(train_sequences(make_corpus(SIZES * 3), other), batch_size=1).load_state_dict(state)
 
 
+def unlike(seed: int = 0) -> Corpus:
+    """Of 203 examples of 2 to 60 tokens."""
+    return make_corpus(np.random.default_rng(seed).integers(2, 61, 203).tolist(), seed)
+
+
+def step_of(step: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+    """The examples of a rank's batches."""
+    rows = [(ids, padding) for one in step for ids, padding in zip(one["input_ids"], one["padding"], strict=True)]
+    return [tuple(ids[~padding].tolist()) for ids, padding in rows]
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_batches_are_as_long_as_their_longest_and_steps_of_similar_lengths(grouped: bool) -> None:
+    data = section(packing="off", sequence_length=60, group_by_length=grouped)
+    sequences = train_sequences(unlike(), data)
+    full = train_sequences(unlike(), section(packing="off", sequence_length=60, pad_to="sequence_length"))
+
+    def loaders(ranks: int, **settings: Any) -> list[TrainLoader]:
+        same = {"accumulation": 8 // ranks, "dp_size": ranks, "seed": 3} | settings
+        return [TrainLoader(sequences, batch_size=2, dp_rank=rank, **same) for rank in range(ranks)]
+
+    one, four, alike = loaders(1), loaders(4), loaders(2, alike=True)
+    seen: Counter[tuple[int, ...]] = Counter()
+    computed = 0
+    state = {}
+    for number in range(3 * len(sequences) // 16 + 1):
+        if number == 17:
+            state = json.loads(json.dumps(four[1].state_dict()))
+        steps = [next(loader) for loader in four]
+        mine = [example for step in steps for example in step_of(step)]
+        assert sorted(mine) == sorted(step_of(next(one[0]))), "the same set on any number of ranks"
+        assert one[0].tokens == four[0].tokens == sum(map(len, mine))
+        for together in zip(*steps, strict=True):
+            sizes = {batch["input_ids"].shape for batch in together}
+            longest = max(int((~batch["padding"]).sum(1).max()) for batch in together)
+            assert sizes == {(2, min(60, -(-longest // 8) * 8))}
+            computed += sum(batch["input_ids"].numel() for batch in together)
+        assert len({batch["input_ids"].shape for loader in alike for batch in next(loader)}) == 1
+        seen.update(mine)
+    assert len(seen) == 203 and min(seen.values()) >= 2, "each epoch has each of them once"
+    share = sum(map(len, seen.elements())) / computed
+    assert share > 0.77 if grouped else share < 0.7
+    resumed = loaders(2)
+    for loader in resumed:
+        loader.load_state_dict(state)
+    again = loaders(1)[0]
+    for _ in range(17):
+        next(again)
+    for _ in range(20):
+        assert sorted(x for loader in resumed for x in step_of(next(loader))) == sorted(step_of(next(again)))
+    # With other batches, what is left of the epoch is what was left of it.
+    other = TrainLoader(sequences, batch_size=3, seed=3)
+    other.load_state_dict(state)
+    plain = loaders(1)[0]
+    stream = [example for _ in range(30) for example in step_of(next(plain))]
+    assert [x for _ in range(20) for x in step_of(next(other))] == stream[17 * 16 :][:60]
+    (batch,) = next(TrainLoader(full, batch_size=2))
+    assert batch["input_ids"].shape == (2, 60)
+    for changed in (section(packing="off", sequence_length=60, group_by_length=not grouped),):
+        with pytest.raises(ValueError, match=f"set data.group_by_length={str(grouped).lower()}"):
+            TrainLoader(train_sequences(unlike(), changed), batch_size=2, seed=3).load_state_dict(state)
+
+
+def test_held_out_batches_are_equally_long_on_all_ranks() -> None:
+    corpus = unlike()
+    corpus = Corpus(corpus.train, corpus.train, 1, 203, "f", "here", corpus.train_marks, corpus.train_marks)
+    held = eval_sequences(corpus, section(packing="off", sequence_length=60))
+    loaders = [EvalLoader(held, batch_size=3, dp_rank=rank, dp_size=2) for rank in range(2)]
+    batches = list(zip(*loaders, strict=True))
+    assert len(batches) == 34 and {one["input_ids"].shape == two["input_ids"].shape for one, two in batches} == {True}
+    assert sum(count_targets(one["labels"]) for both in batches for one in both) == held.targets(np.arange(203))
+    assert {one["input_ids"].shape[1] for one, _ in batches} == {8, 16, 24, 32, 40, 48, 56, 60}
+
+
 def test_tokens_that_the_model_has_not_are_refused() -> None:
     corpus = make_corpus()
     last = 99 + sum(SIZES)

@@ -7,10 +7,13 @@ note it only where something does (`draws_random_numbers`); all others can be ca
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from carpool.hf.seam.padding import found_again
 from carpool.hf.seam.rides import rides
 from carpool.memory.recompute import keep_rides
 
@@ -25,9 +28,15 @@ def recompute_layers(model: Any, ride_again: bool) -> None:
         model: of transformers.
         ride_again: whether rides and experts are computed again, too (`carpool.memory.recompute`).
     """
-    again = {} if ride_again else {"context_fn": keep_rides}
     notes = draws_random_numbers(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": notes, **again})
+    around = partial(_around, ride_again)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": notes, "context_fn": around})
+
+
+def _around(ride_again: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What a layer's forward runs in, and what it runs in again."""
+    first, again = (nullcontext(), nullcontext()) if ride_again else keep_rides()
+    return first, found_again(again)
 
 
 def draws_random_numbers(model: nn.Module) -> bool:

@@ -35,6 +35,7 @@ from carpool.hf.seam.experts_module import (
     slices_of,
     weight_names,
 )
+from carpool.hf.seam.padding import choices_of_tokens
 from carpool.hf.seam.refusals import check_adapters, check_tensor_parallel_around
 from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
@@ -105,6 +106,7 @@ class ExpertRides(LayerCore):
         token_slice: (i, n): of the layer's tokens, this rank's are part i of n equal ones.
         states_logical: whether the module's states are in logical order by hooks
             (`carpool.hf.seam.layouts.set_layout`).
+        padded: whether a forward may have padding (`carpool.hf.seam.padding`).
         row_group: the ranks among which its parameters are sharded, and maybe more; None: all ranks.
         told: whether the log says that slots cannot be filled ahead (`carpool.hf.seam.layouts.slots_kept`).
     """
@@ -130,7 +132,7 @@ class ExpertRides(LayerCore):
         self.router_limit: RouterLimit | None = None
         self.token_slice = (0, 1)
         self.row_group: dist.ProcessGroup | None = None
-        self.told = self.states_logical = False
+        self.told = self.states_logical = self.padded = False
         self._adapters_checked = False
         self.set_transport(transport)
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.
@@ -162,6 +164,9 @@ class ExpertRides(LayerCore):
             self._check_adapters()
         # Some routers mark "no expert" by -1, others by the number of experts.
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
+        if self.padded:
+            top_k_index = choices_of_tokens(top_k_index, *self.token_slice)
+            in_range_TK &= top_k_index >= 0
         routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), top_k_weights.float())
         if self.replay is not None:
             routing = self.replay.before_ride(routing)

@@ -16,6 +16,7 @@ from typing import Any
 FSDP = "FSDP gathers parameters layer by layer from the host (parallelism.dense)"
 COPIES = "experts have copies"
 LENGTHS = "this attention reads the lengths of documents on the host (model.attn_implementation)"
+SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_length makes all alike)"
 RANDOM = "layers are computed again, and what is random in them (drop-out) asks the host for its state"
 RANDOM_HALVES = "each of two batches has random numbers of its own (drop-out), and a graph has those of one"
 _TIERS = {"host": "host memory", "disk": "disk"}
@@ -36,6 +37,8 @@ def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True) -> 
         return "training.cuda_graphs = 'off'"
     if not gpu:
         return "there is no GPU"
+    if settings["data"]["pad_to"] == "longest" and settings["data"]["packing"] == "off":
+        return SHAPES
     if settings["placement"]["every"] is not None:
         return "experts move"
     if settings["moe"]["move_sequences"] is not None:

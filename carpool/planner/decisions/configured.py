@@ -26,7 +26,7 @@ SIMULATED = frozenset((
     *(f"model.{key}" for key in (
         "path", "config", "model_type", "num_experts_per_tok", "dtype", "attn_implementation",
     )),
-    "data.sequence_length",
+    *(f"data.{key}" for key in ("sequence_length", "packing", "pad_to")),
     *(f"training.{key}" for key in (
         "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optimizer", "optimizer_moments",
         "optimizer_state", "gradients", "max_grad_norm", "torch_compile", "cuda_graphs", "full_determinism",

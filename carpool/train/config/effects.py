@@ -105,6 +105,9 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType({
         ("data.chat_template", "data.chat_template_kwargs", "data.turns"),
         Effect(lambda config: config.data.format != "text", "conversations or prompts, and these rows are plain text"),
     ),
+    **dict.fromkeys(
+        ("data.pad_to", "data.group_by_length"), Effect(lambda config: config.data.packing == "off", "data.packing=off")
+    ),
     "data.too_long": Effect(
         lambda config: (config.data.packing or ("stream" if config.data.format == "text" else None)) != "stream",
         "examples that stay apart (data.packing=examples or off); documents that follow each other are cut anyway",

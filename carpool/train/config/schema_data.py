@@ -73,6 +73,16 @@ class DataSection(Section):
         description="stream: documents end to end, cut into sequences. examples: whole examples in a sequence, none "
         "sees another. off: one example in a sequence. none: stream for text, otherwise examples.",
     )
+    pad_to: Literal["longest", "sequence_length"] = Field(
+        default="longest",
+        description="With packing=off, how long batches are: as their longest sequence, rounded up to a multiple of 8; "
+        "or all alike, so that steps can be CUDA graphs. Experts compute no padding either way.",
+    )
+    group_by_length: bool = Field(
+        default=True,
+        description="With packing=off, whether the sequences of a step are of similar length. Steps follow each other "
+        "in random order.",
+    )
     too_long: Literal["refuse", "truncate", "split"] = Field(
         default="refuse",
         description="What becomes of an example that is longer than a sequence: an error before training, or its end "

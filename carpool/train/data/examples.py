@@ -122,7 +122,7 @@ class Prompts:
         self._prompt, self._completion = data.prompt_field, data.completion_field
         self._chat: Chat | None = None
         end = data.eos_token or pretrained.eos_token
-        self._end = pretrained.convert_tokens_to_ids(end) if end else None
+        self._end: Any = pretrained.convert_tokens_to_ids(end) if end else None
         if self._end is None or self._end == pretrained.unk_token_id != pretrained.eos_token_id:
             raise ValueError(
                 f"the tokenizer has no token {end!r} that ends a text: set data.eos_token to one of its tokens"

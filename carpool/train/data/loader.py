@@ -6,6 +6,14 @@ rank r of W takes r, r+W, r+2W, ... So the set of sequences in a step is the sam
 position in the stream is one number, and a checkpoint of it can be continued on another number of ranks. A batch may
 straddle two epochs; of a stream of tokens, only those after the last whole sequence are never trained on.
 
+Lengths. Where a sequence is one example, those of a step may be of similar length (`data.group_by_length`): windows of
+up to 50 steps of the permutation are sorted by length, and their steps follow each other in random order.
+
+    lengths of a permutation, steps of 2        3 9 | 4 8 | 9 3 | 5 4   ->   8 5 | 3 3 | 9 9 | 4 4
+
+A micro-batch is then as long as its longest sequence on any rank (`data.pad_to`), so that all compute the same shapes;
+in a pipeline all micro-batches of a step are equally long.
+
 Ranks may take unequal shares (`carpool.parallel.speeds`). A micro-batch of all ranks together is the same then, too;
 each takes its share of it, one rank after the other: of 6, with shares 4 and 2, rank 0 has 0 1 2 3 and rank 1 has 4 5.
 
@@ -43,6 +51,7 @@ class TrainLoader:
         seed: Seed of the order.
         pad_id: Any token.
         shares: Sequences in a micro-batch of each of these ranks, `batch_size` on the mean. None: equal ones.
+        alike: All micro-batches of a step are equally long.
 
     Attributes:
         targets: tokens that the step handed out last predicts, over all ranks with distinct data.
@@ -63,6 +72,7 @@ class TrainLoader:
         seed: int = 0,
         pad_id: int = 0,
         shares: Listed[int] | None = None,
+        alike: bool = False,
     ) -> None:
         assert shares is None or (len(shares) == dp_size and sum(shares) == batch_size * dp_size)
         self._shares = None if shares is None or len(set(shares)) == 1 else tuple(shares)
@@ -70,6 +80,9 @@ class TrainLoader:
         self._batch_size, self._rank, self._ranks = batch_size, dp_rank, dp_size
         self.num_sequences = len(sequences)
         self.global_batch_size = batch_size * accumulation * dp_size
+        self._alike = alike
+        # Of how many sequences each step is a group of similar lengths; 0: of none. A resumed run goes on with it.
+        self._group = 0 if sequences.lengths is None else self.global_batch_size
         self.targets = self.tokens = 0
         self._position = 0
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
@@ -93,13 +106,17 @@ class TrainLoader:
         indices = np.array([self._at(place) for place in places], dtype=np.int64)
         self._position += self.global_batch_size
         self.targets, self.tokens = self.sequences.targets(indices), self.sequences.tokens(indices)
-        size = self._batch_size
-        own = indices[self._rank :: self._ranks]
+        # N: of all ranks, sequences of each micro-batch.
+        all_GN = indices.reshape(-1, self._batch_size * self._ranks)
+        own_GN = all_GN[:, self._rank :: self._ranks]
         if self._shares is not None:
-            first, size = sum(self._shares[: self._rank]), self._shares[self._rank]
-            own = indices.reshape(-1, self._batch_size * self._ranks)[:, first : first + size].ravel()
-        mine = [self.sequences[int(index)] for index in own]
-        return [make_batch(self.sequences, mine[i : i + size], size, self._pad_id) for i in range(0, len(mine), size)]
+            first = sum(self._shares[: self._rank])
+            own_GN = all_GN[:, first : first + self._shares[self._rank]]
+        lengths = [self.sequences.batch_length(indices if self._alike else one_N) for one_N in all_GN]
+        return [
+            make_batch(self.sequences, [self.sequences[int(i)] for i in own_N], len(own_N), self._pad_id, length)
+            for own_N, length in zip(own_GN, lengths, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, equal on all ranks: plain numbers and text."""
@@ -109,6 +126,7 @@ class TrainLoader:
             "num_sequences": self.num_sequences,
             "sequence_length": self.sequences.length,
             "seed": self._seed,
+            "group": self._group,
             "fingerprint": self.sequences.fingerprint,
         }
 
@@ -116,17 +134,21 @@ class TrainLoader:
         """Continues where `state` was taken, also on another number of ranks or with another batch size.
 
         Raises:
-            ValueError: the data, sequence length or seed are not those of the saved position.
+            ValueError: the data, sequence length, seed or grouping are not those of the saved position.
         """
         check_same_data(state, self.sequences.fingerprint)
-        check_same_order(state, self.sequences.length, self._seed)
-        self._position = int(state["position"])
+        check_same_order(state, self.sequences.length, self._seed, self.sequences.lengths is not None)
+        self._position, self._group = int(state["position"]), int(state.get("group", 0))
 
     def _at(self, place: int) -> int:
         """The sequence at this place of the endless stream."""
         epoch, index = divmod(place, self.num_sequences)
         if self._order[0] != epoch:
-            self._order = (epoch, permutation(self.num_sequences, self._seed, epoch))
+            order = permutation(self.num_sequences, self._seed, epoch)
+            if (lengths := self.sequences.lengths) is not None:
+                rest = -epoch * self.num_sequences % self._group
+                order = group_by_length(order, lengths, self._group, rest, self._seed, epoch)
+            self._order = (epoch, order)
         return int(self._order[1][index])
 
 
@@ -141,13 +163,17 @@ def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
         )
 
 
-def check_same_order(state: Mapping[str, Any], length: int, seed: int) -> None:
+def check_same_order(state: Mapping[str, Any], length: int, seed: int, grouped: bool) -> None:
     """Raise ValueError if a loader's state is of sequences of another length, or in another order."""
-    for name, key, now in (("sequence_length", "data.sequence_length", length), ("seed", "training.seed", seed)):
-        if state.get(name) != now:
+    for key, before, now in (
+        ("data.sequence_length", state.get("sequence_length"), length),
+        ("training.seed", state.get("seed"), seed),
+        ("data.group_by_length", bool(state.get("group")), grouped),
+    ):
+        if before != now:
             raise ValueError(
-                f"the checkpoint was made with {key} = {state.get(name)}, now it is {now}: the order of the data "
-                f"would not continue; set {key}={state.get(name)}"
+                f"the checkpoint was made with {key} = {before}, now it is {now}: the order of the data would not "
+                f"continue; set {key}={str(before).lower()}"
             )
 
 
@@ -182,6 +208,8 @@ class EvalLoader:
         available = len(sequences)
         self.num_sequences = available if max_sequences is None else min(available, max_sequences)
         self._chosen = [i * available // self.num_sequences for i in range(self.num_sequences)]
+        if sequences.lengths is not None:
+            self._chosen.sort(key=sequences.lengths.__getitem__)
         # Rows beyond what is there would be empty on all ranks.
         self._batch_size = min(batch_size, max(1, -(-self.num_sequences // dp_size)))
 
@@ -191,24 +219,46 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(len(self)):
-            first = (index * self._ranks + self._rank) * self._batch_size
-            rows = [self._sequences[chosen] for chosen in self._chosen[first : first + self._batch_size]]
-            yield make_batch(self._sequences, rows, self._batch_size, self._pad_id)
+            first, of_all = self._rank * self._batch_size, self._ranks * self._batch_size
+            together = self._chosen[index * of_all : (index + 1) * of_all]
+            rows = [self._sequences[chosen] for chosen in together[first : first + self._batch_size]]
+            length = self._sequences.batch_length(np.array(together))
+            yield make_batch(self._sequences, rows, self._batch_size, self._pad_id, length)
 
 
-def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pad_id: int) -> Batch:
-    """A batch of these rows, filled up where they lack tokens, and with empty rows where there are fewer."""
-    ids_BL = np.full((batch_size, sequences.length), pad_id, dtype=np.int64)
+def group_by_length(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], group: int, rest: int, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """An epoch's permutation with steps of similar lengths; see the module's docstring.
+
+    Args:
+        group: sequences of a step.
+        rest: so many belong to a step that began in the epoch before.
+    """
+    steps = (len(order) - rest) // group
+    first, last = rest, rest + steps * group
+    if steps < 2:
+        return order
+    window = group * min(50, max(1, steps // 4))
+    parts = [order[place : min(place + window, last)] for place in range(first, last, window)]
+    sorted_SG = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts]).reshape(-1, group)
+    return np.concatenate([order[:first], sorted_SG[permutation(steps, seed, epoch)].ravel(), order[last:]])
+
+
+def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pad_id: int, length: int) -> Batch:
+    """A batch of these rows, filled up to `length` where they lack tokens, and with empty rows where there are
+    fewer."""
+    ids_BL = np.full((batch_size, length), pad_id, dtype=np.int64)
     labels_BL = np.full_like(ids_BL, IGNORED)
     padding_BL = np.ones(ids_BL.shape, dtype=bool)
     # Padding is numbered from 0, so that it is a document.
-    positions_BL = np.broadcast_to(np.arange(sequences.length), ids_BL.shape).copy()
-    ends_BD = np.full((batch_size, sequences.documents), sequences.length, dtype=np.int32)
+    positions_BL = np.broadcast_to(np.arange(length), ids_BL.shape).copy()
+    ends_BD = np.full((batch_size, sequences.documents), length, dtype=np.int32)
     for place, (ids, labels, positions) in enumerate(rows):
         size = len(ids)
         ids_BL[place, :size], labels_BL[place, :size], padding_BL[place, :size] = ids, labels, False
         if positions is not None:
-            positions_BL[place, :size], positions_BL[place, size:] = positions, np.arange(sequences.length - size)
+            positions_BL[place, :size], positions_BL[place, size:] = positions, np.arange(length - size)
             ends = np.append(np.flatnonzero(positions == 0)[1:], size)
             ends_BD[place, : len(ends)] = ends
     batch = {"input_ids": torch.from_numpy(ids_BL), "labels": torch.from_numpy(labels_BL)}

@@ -47,6 +47,7 @@ class Sequences(Protocol):
         packed: do sequences have positions?
         documents: the most that one sequence has, padding included.
         padded: do they lack tokens in training too?
+        lengths: tokens of each, by which those of a step are to be similar; None: they need not be.
         fingerprint: equal for equal sequences.
     """
 
@@ -54,6 +55,7 @@ class Sequences(Protocol):
     packed: bool
     documents: int
     padded: bool
+    lengths: Ids | None
     fingerprint: str
 
     def __len__(self) -> int: ...
@@ -65,6 +67,9 @@ class Sequences(Protocol):
 
     def tokens(self, indices: Ids) -> int:
         """How many tokens these sequences have; of a stream, that are not those of another too."""
+
+    def batch_length(self, indices: Ids) -> int:
+        """How long a batch of these is."""
 
     def describe(self) -> str:
         """How many there are, for people."""
@@ -85,6 +90,7 @@ class Stream:
 
     packed = padded = False
     documents = 1
+    lengths: Ids | None = None
 
     def __init__(self, tokens: NDArray[Any], length: int, fingerprint: str = "", *, partial: bool = False) -> None:
         self._array, self.length, self.fingerprint = tokens, length, fingerprint
@@ -106,6 +112,9 @@ class Stream:
     def tokens(self, indices: Ids) -> int:
         return self.targets(indices)
 
+    def batch_length(self, indices: Ids) -> int:
+        return self.length
+
     def describe(self) -> str:
         return f"{len(self._array):,} tokens, {self._count:,} sequences of data.sequence_length = {self.length}"
 
@@ -118,8 +127,9 @@ class Examples:
 
     Args:
         corpus: with marks.
-        data: `sequence_length`, `packing` and `too_long` count.
+        data: `sequence_length`, `packing`, `pad_to`, `group_by_length` and `too_long` count.
         held_out: of the held-out examples, else of those to train on.
+        multiple: of which lengths of batches are, where they are not L.
 
     Raises:
         ValueError: as `carpool.train.data.packing.cut`.
@@ -127,7 +137,7 @@ class Examples:
 
     padded = True
 
-    def __init__(self, corpus: Corpus, data: DataSection, *, held_out: bool = False) -> None:
+    def __init__(self, corpus: Corpus, data: DataSection, *, held_out: bool = False, multiple: int = 8) -> None:
         self._array, marks = (corpus.eval, corpus.eval_marks) if held_out else (corpus.train, corpus.train_marks)
         assert marks is not None
         self._learned, self.length = marks.learned, data.sequence_length
@@ -145,6 +155,8 @@ class Examples:
         self.documents = 1 + max(map(len, groups))
         self._targets = np.add.reduceat(pieces.targets[self._order], self._first[:-1])
         self._tokens = np.add.reduceat(pieces.length[self._order], self._first[:-1])
+        self.lengths = self._tokens if data.group_by_length and not self.packed else None
+        self._multiple = multiple if not self.packed and data.pad_to == "longest" else self.length
         self.fingerprint = f"{corpus.fingerprint}-{data.packing or 'examples'}-{data.too_long}"
 
     def __len__(self) -> int:
@@ -167,6 +179,9 @@ class Examples:
 
     def tokens(self, indices: Ids) -> int:
         return int(self._tokens[indices].sum())
+
+    def batch_length(self, indices: Ids) -> int:
+        return min(self.length, -(-int(self._tokens[indices].max()) // self._multiple) * self._multiple)
 
     def describe(self) -> str:
         pieces, tokens = self._pieces, int(self._tokens.sum())
@@ -197,15 +212,15 @@ class Examples:
         }
 
 
-def train_sequences(corpus: Corpus, data: DataSection) -> Sequences:
-    """What a run trains on. ValueError: as `Examples`."""
+def train_sequences(corpus: Corpus, data: DataSection, multiple: int = 8) -> Sequences:
+    """What a run trains on. `multiple`, ValueError: as `Examples`."""
     if corpus.train_marks is not None:
-        return Examples(corpus, data)
+        return Examples(corpus, data, multiple=multiple)
     return Stream(corpus.train, data.sequence_length, corpus.fingerprint)
 
 
-def eval_sequences(corpus: Corpus, data: DataSection) -> Sequences:
-    """What is held out. ValueError: as `Examples`."""
+def eval_sequences(corpus: Corpus, data: DataSection, multiple: int = 8) -> Sequences:
+    """What is held out. `multiple`, ValueError: as `Examples`."""
     if corpus.eval_marks is not None and len(corpus.eval_marks.ends):
-        return Examples(corpus, data, held_out=True)
+        return Examples(corpus, data, held_out=True, multiple=multiple)
     return Stream(corpus.eval, data.sequence_length, partial=True)

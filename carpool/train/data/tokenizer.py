@@ -4,15 +4,13 @@ The loop needs six things of a tokenizer, which `Tokenizer` names: a vocabulary 
 document, what stands around each document, text to tokens, tokens to text, and a fingerprint by which cached tokens are
 known again.
 
-A document is what the tokenizer itself makes of its text, so that a model meets in training what it meets afterwards:
+A document is what the tokenizer itself makes of its text, and an EOS after it. A text that names these tokens itself
+does not get them twice.
 
-    Llama     <s> The car </s>                tokenizer(text) puts <s> before each text; training puts </s> after it
-    GPT-2     The car <|endoftext|>           the tokenizer puts nothing before it
+    Llama     <s> The car </s>                tokenizer(text) puts <s> before each text
+    GPT-2     The car <|endoftext|>           it puts nothing there
 
-A text that begins or ends with these tokens itself does not get them twice.
-
-The bytes tokenizer is the embedded default. Token b is byte b; 256 ends a document, and 257, which could begin one, is
-not used:
+The bytes tokenizer is the embedded default. Token b is byte b; 256 ends a document (257, to begin one, is not used):
 
     "ké"  ->  [107, 195, 169]          vocab_size 320: 258 tokens, padded to a multiple of 64
 
@@ -24,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,7 +160,7 @@ class FileTokenizer:
         # What a checkpoint's tokenizer was told to do for inference would cut or pad documents here.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.name, self._file = str(path), file
+        self.name = str(path)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self.eos_token, self.eos_id = self._find_eos(file, eos_token)
         self.fingerprint = hashlib.sha256(content + self.eos_token.encode()).hexdigest()
@@ -184,15 +181,8 @@ class FileTokenizer:
 
     @cached_property
     def frame(self) -> Frame:
-        """As transformers makes it of the folder, whose tokenizer_config.json may have more than tokenizer.json."""
+        """As the file says, which transformers follows, too."""
         begin, end = added_tokens(lambda special: list(self._tokenizer.encode("a", add_special_tokens=special).ids))
-        if self._file.name == "tokenizer.json" and (self._file.parent / "tokenizer_config.json").is_file():
-            from transformers import AutoTokenizer
-
-            # Where transformers cannot read the folder, tokenizer.json alone says it.
-            with suppress(Exception):
-                pretrained: Any = AutoTokenizer.from_pretrained(self._file.parent, local_files_only=True)
-                begin, end = added_tokens(lambda special: pretrained("a", add_special_tokens=special)["input_ids"])
         return begin, end if end[-1:] == (self.eos_id,) else (*end, self.eos_id)
 
     def encode(self, text: str) -> Tokens:

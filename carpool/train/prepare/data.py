@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,10 @@ def read_data(
     config, training = prepared.config, prepared.config.training
     corpus = (make_corpus or read_corpus)(prepared, tokenizer)
     check_vocabulary(corpus, prepared.blueprint.vocab_size)
-    sequences, held_out = train_sequences(corpus, config.data), eval_sequences(corpus, config.data)
+    # Ranks that share a sequence cut it into 2 * cp equal parts at most.
+    multiple = math.lcm(8, 2 * prepared.degrees.cp)
+    sequences = train_sequences(corpus, config.data, multiple)
+    held_out = eval_sequences(corpus, config.data, multiple)
     check_sequences(prepared, sequences.packed)
     dp_rank = prepared.degrees.dp_rank(prepared.machine.rank)
     share = {"dp_size": prepared.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
@@ -55,6 +59,7 @@ def read_data(
         accumulation=training.gradient_accumulation_steps,
         seed=training.seed,
         shares=prepared.batch_sizes,
+        alike=prepared.degrees.pp > 1,
         **share,
     )
     evaluation = EvalLoader(

@@ -27,6 +27,7 @@ from carpool.hf.compute.packed import one_row_only, packed, packed_settings, unp
 from carpool.hf.memory.head import HeadLoss, next_tokens
 from carpool.hf.routing.balance import balance_loss
 from carpool.hf.routing.router_logits import RouterLogits
+from carpool.hf.seam.padding import without_experts
 from carpool.hf.seam.rides import rides
 from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
@@ -102,6 +103,7 @@ class Objective:
         # Ranks with the same tokens, and with the same sequences.
         self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
         self.ranks_per_sequence = self.ranks_per_copy * (1 if context is None else context.cut.ranks)
+        self.riding = list(rides(model).values())
         # Of tensor-parallel ranks each has tokens of its own, and gradients are summed over them.
         self.shard = sequence_shard(model)
 
@@ -132,7 +134,7 @@ class Objective:
     @contextmanager
     def inputs(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Inside, the model computes as it is trained: this rank's part of a batch, with each position's target, and
-        what the model's forward is told besides tokens."""
+        what the model's forward is told besides tokens. Padding chooses no experts."""
         batch = {**batch, "target": next_tokens(batch["labels"])}
         ends_BD = batch.pop("document_ends", None)
         if "position_ids" in batch and one_row_only(self.model):
@@ -146,7 +148,11 @@ class Objective:
             settings = settings | self.context.settings(ids_BL, position_BL)
             whole = self.context.whole(ids_BL.shape[1], position_BL)
             batch = {name: self.context.cut.part(value) for name, value in batch.items()}
+        padding_T = self.padding(batch)
+        for own in () if padding_T is None else self.riding:
+            own.padded = True
         with (
+            without_experts(padding_T),
             self.cast(device),
             fastest_attention(device),
             unpacked() if position_BL is None else packed(),
@@ -279,7 +285,7 @@ class Objective:
 
     def _processors(self) -> int:
         """Multiprocessors that the model's rides take."""
-        transports = (own.transport for own in rides(self.model).values())
+        transports = (own.transport for own in self.riding)
         return max((transport.processors for transport in transports if transport is not None), default=0)
 
 

@@ -26,7 +26,6 @@ from carpool.hf.axes.stages import Part, Stages, check_tied, cut_model, layer_nu
 from carpool.hf.routing.balance import loss_of_statistics, router_statistics
 from carpool.hf.routing.router_logits import RouterLogits, find_routers
 from carpool.hf.seam.layers import experts_modules
-from carpool.hf.seam.rides import rides
 from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
@@ -73,7 +72,6 @@ class PipelineObjective(Objective):
         self.stage_group, self.dtype = stage_group, dtype
         self.hidden = model.config.get_text_config().hidden_size
         device = next(model.parameters()).device
-        self.riding = list(rides(model).values())
         self.split = SplitBackward(model, self.riding) if SCHEDULES[schedule].splits else None
         work = Work(self.compute, self.around_backward, lane=self.use_lane)
         if self.split is not None:
