@@ -31,6 +31,7 @@ from carpool.serve.generate import context_of
 from carpool.serve.source import find_source, open_model
 from carpool.serve.text import Text
 from carpool.train.config.schema import Config
+from carpool.train.data.rows import parse_json
 
 # Of a window, where the model sees more.
 MOST_WINDOW = 2048
@@ -108,10 +109,7 @@ def _lines(file: Path, content: str, field: str) -> Iterator[str]:
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"--data: line {number} of {file} is not JSON: {error}") from None
+        value = parse_json(line, f"--data: line {number} of {file}")
         if not isinstance(value, dict) or not isinstance(value.get(field), str):
             raise ValueError(f"--data: line {number} of {file} has no text in the field {field!r}; see --text-field")
         yield value[field]

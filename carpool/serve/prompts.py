@@ -5,12 +5,12 @@ A file has one JSON object per line, `{"prompt": "text"}` or `{"messages": [{"ro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from carpool.serve.text import Text
+from carpool.train.data.rows import parse_json
 
 Prompt = dict[str, Any]
 
@@ -27,7 +27,7 @@ def read_prompts(file: Path) -> list[Prompt]:
         if not line.strip():
             continue
         try:
-            found.append(_prompt(json.loads(line)))
+            found.append(_prompt(parse_json(line.decode(), "it")))
         except ValueError as error:  # of JSON, of UTF-8, or ours
             raise ValueError(f"--prompts: line {number} of {file} is no prompt: {error}") from None
     if not found:

@@ -125,7 +125,11 @@ def test_bad_input(tmp_path: Path) -> None:
 
     assert "give --data FILE for perplexity, or --tasks" in error()
     assert "there is no file" in error("--data", file)
-    for bad, says in (("{", "is not JSON"), ('{"txt": "x"}', "has no text in the field 'text'")):
+    for bad, says in (
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"txt": "x"}', "has no text in the field 'text'"),
+    ):
         file.write_text(f'{{"text": "fine"}}\n{bad}\n')
         assert f"line 2 of {file} {says}" in error("--data", file)
     file.write_text("")

@@ -102,9 +102,44 @@ def test_arguments_of_tools_are_objects_or_texts_as_the_template_takes_them() ->
             (wants_items, "title"),
         ):
             assert encode(asked(call), template, turns="apart")[0] == [quoting.format(wanted)]
-    for arguments, message in (("{", "the arguments of a tool call are no JSON: '{'"), ("[1]", "no JSON object")):
+    for arguments, message in (("{", "the text '{' of a tool call's arguments is not JSON"), ("[1]", "no JSON object")):
         with pytest.raises(ValueError, match=f"here: .*{message}"):
             encode(asked({"function": {"name": "f", "arguments": arguments}}))
+
+
+# As many: a content that is not there is written as nothing.
+PRINTS = TEMPLATE.replace("{{- '<|im_start|>' + message.role + '\\n' + message.content }}",
+                          "{{- '<|im_start|>' + message.role + '\\n' }}{{- message.content }}")  # fmt: skip
+
+
+@pytest.mark.parametrize("nulls", ["null", "left out", "of a table"])
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
+def test_messages_that_call_tools_may_have_no_content(tmp_path: Path, nulls: str, arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    calling: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    # As OpenAI's interface answers.
+    calling |= {"refusal": None, "function_call": None}
+    if nulls == "left out":
+        del calling["content"]
+    answer = {"role": "assistant", "content": "It is 1.", "tool_calls": None}
+    messages = [USER, calling, {"role": "tool", "content": "1"}, answer]
+    if nulls == "of a table":
+        import pyarrow
+        import pyarrow.parquet
+
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"messages": [messages]}), path)
+    else:
+        path = lines(tmp_path / "a.jsonl", {"messages": messages})
+    for name, template, first in (
+        ("concatenates", TEMPLATE, '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'),
+        ("prints", PRINTS, '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'),
+    ):
+        pretrained = make_tokenizer(template)
+        pretrained.save_pretrained(tmp_path / name)
+        (ids, learned), *_ = examples(corpus(tmp_path / name, path))
+        text = pretrained.decode([token for token, mark in zip(ids, learned, strict=True) if mark])
+        assert text.startswith(first) and text[len(first) :].startswith("It is 1."), name
 
 
 def test_a_template_that_marks_its_answers_is_believed() -> None:
@@ -204,7 +239,27 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
     ("content", "settings", "message"),
     [
         ([{"messages": [USER, ONE]}, {"messages": [USER]}], {}, r"a\.jsonl, line 2: the conversation has no answer"),
-        ('{"messages": []}\n{"messages": \n', {}, r"line 2 is not JSON"),
+        (
+            '{"messages": []}\n{"messages": \n',
+            {"format": "messages"},
+            r"a\.jsonl, line 2 is not JSON: Expecting value in column 13; it ends in the middle, with '{\"messages",
+        ),
+        (
+            [{"messages": [USER, ONE]}, {"messages": [USER, {"role": "assistant", "content": None}]}],
+            {},
+            r"a\.jsonl, line 2: message 2 of 'messages' has no content, and calls no tool; give it a text",
+        ),
+        ([{"messages": [{"role": "user"}, ONE]}], {}, r"line 1: message 1 of 'messages' has no content"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}',
+            {},
+            r"a\.jsonl, line 1 has '\\ud83d', half of a surrogate pair, which is no character: write the whole pair",
+        ),
+        (
+            '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            {"format": "messages"},
+            r"a\.jsonl, line 1 is nested too deeply to be read: make it flatter",
+        ),
         (
             [{"messages": [USER, ONE]}, {"text": "a"}],
             {},

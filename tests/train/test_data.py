@@ -158,6 +158,12 @@ def test_prompts_that_name_the_special_tokens_do_not_get_them_twice(tmp_path, pr
     assert Text(folder).encode(prompt) == [0, 3, 4], "as it is asked afterwards"
 
 
+def test_whole_surrogate_pairs_are_characters(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(rb'{"text": "\uD83D\uDE97"}')
+    assert texts_of(corpus(tmp_path, train=[str(path)]).train) == ["🚗"]
+
+
 def test_tokenizer_files(tmp_path):
     path = make_tokenizer(tmp_path / "a")
     tokenizer = load_tokenizer(str(path))
@@ -281,6 +287,14 @@ def test_the_standard_library_is_the_embedded_default(tmp_path):
         ("a.txt", b"", "has no text"),
         ("a.txt", b" \n\n", "has no text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "bc\n',
+            r"line 2 is not JSON: Unt.* column 10; it ends .*: it was cut",
+        ),
+        ("a.jsonl", b'{\n"text": "a"\n}\n', r"line 1 is not JSON: .* column 2; .* or goes over several lines"),
+        ("a.jsonl", rb'{"text": "a \uD83D b"}', r"a\.jsonl, line 1 has '\\ud83d', half of a surrogate pair"),
+        ("a.jsonl", b'{"text": "a", "x": ' + b"[" * 100_000, r"a\.jsonl, line 1 is nested too deeply"),
         ("a.jsonl", b'{"body": "a", "id": 3}\n', r"line 1 has no field 'text'; it has body, id: set data\.text_field"),
         ("a.jsonl", b"{}\n", "it has no fields at all"),
         ("a.jsonl", b'{"text": 3}\n', "the field 'text' holds int, not text"),

@@ -74,8 +74,8 @@ def answers(ids: list[int], tokenizer: Any) -> list[bool]:
 
 
 def plain_steps(settings: list[str], reads: list[int]) -> Iterator[tuple[float, float, float]]:
-    """(loss, balance loss, norm of the gradient) of each step, in one process, one conversation after the other. `reads`
-    gets how many tokens each step has."""
+    """(loss, balance loss, norm of the gradient) of each step, in one process, one conversation after the other.
+    `reads` gets how many tokens each step has."""
     config = load_config(None, settings)
     path = str(config.model.path)
     pretrained = AutoTokenizer.from_pretrained(path)

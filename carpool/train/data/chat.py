@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.pretrained import fingerprint_of
-from carpool.train.data.tool_calls import with_fitting_arguments
+from carpool.train.data.tool_calls import with_fitting_calls
 
 Messages = list[dict[str, Any]]
 ANSWERS = "assistant"
@@ -37,11 +37,12 @@ _SHAREGPT = {"from", "value"}
 
 
 def check_messages(messages: Any, field: str, where: str) -> Messages:
-    """These messages.
+    """These messages, without what is null.
 
     Raises:
         ValueError: they are none, or one of them is not of the form that templates take.
     """
+    found = []
     if not isinstance(messages, list) or not messages:
         what = "is empty" if isinstance(messages, list) else f"holds {type(messages).__name__}"
         raise ValueError(f"{where}: the field {field!r} {what}; a list of messages is needed")
@@ -56,7 +57,14 @@ def check_messages(messages: Any, field: str, where: str) -> Messages:
             if set(message) >= _SHAREGPT:
                 hint = '; rename "from" to "role" (human: user, gpt: assistant) and "value" to "content"'
             raise ValueError(f"{where}: message {number} of {field!r} has no role, but {', '.join(message)}{hint}")
-    return messages
+        told = {name: value for name, value in message.items() if value is not None}
+        if "content" not in told and not any(told[name] for name in told.keys() - {"role", "name"}):
+            raise ValueError(
+                f"{where}: message {number} of {field!r} has no content, and calls no tool; "
+                "give it a text, or leave it out"
+            )
+        found.append(told)
+    return found
 
 
 class Conversation(NamedTuple):
@@ -130,7 +138,7 @@ class Chat:
                 f'{where}: the conversation has no answer (no message of the role "{ANSWERS}", but {roles}), so there '
                 "is nothing to learn; add one, or leave the conversation out"
             )
-        messages = with_fitting_arguments(messages, lambda these: self._write(these, tools, where), where)
+        messages = with_fitting_calls(messages, lambda these: self._write(these, tools, where), where)
         if self._apart:
             for answer in answers:
                 yield self._example(Conversation(messages[: answer + 1], tools, where, answer), [answer])

@@ -7,7 +7,6 @@ assistant says, to the token that ends it; with "all", and in documents, all of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +17,7 @@ from carpool.train.config.schema import DataSection
 from carpool.train.data.chat import Chat, Conversation, check_messages
 from carpool.train.data.formats import TOOLS, Format
 from carpool.train.data.pretrained import fingerprint_of, load_pretrained
-from carpool.train.data.rows import Row
+from carpool.train.data.rows import Row, parse_json
 from carpool.train.data.tokenizer import Tokenizer, added_tokens, framed
 
 
@@ -181,10 +180,7 @@ def _tools(row: Row) -> list[Any] | None:
     """Tools that a row offers: JSON schemas, or a text of them."""
     tools = row.fields.get(TOOLS)
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{row.where}: the text in the field {TOOLS!r} is not JSON: {error}") from None
+        tools = parse_json(tools, f"{row.where}: the text in the field {TOOLS!r}") if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"{row.where}: the field {TOOLS!r} holds {type(tools).__name__}, not a list of JSON schemas")
     return tools or None

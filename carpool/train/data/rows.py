@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 from carpool.train.data.sources import Source
 
 PIECE_BYTES = 64 * 1024
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -117,17 +119,41 @@ def _read_json(path: Path, wanted: Fields) -> Iterator[Row]:
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
-            try:
-                fields = json.loads(line)
-            except json.JSONDecodeError as error:
-                hint = "; a JSON array is not read: one object per line is needed" if line.lstrip()[0] == "[" else ""
-                raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}{hint}") from None
+            fields = parse_json(line, where)
             if not isinstance(fields, dict):
                 raise ValueError(f"{where} is a JSON {type(fields).__name__}; one object per line is needed")
             for name in wanted.required:
                 if name not in fields:
                     raise ValueError(f"{where} has no field {name!r}; {_name_fields(list(fields), wanted)}")
             yield Row(fields, where)
+
+
+def parse_json(text: str, where: str) -> Any:
+    """What a text of JSON says.
+
+    Raises:
+        ValueError: it is none, nested too deeply, or has half a character; `where` says which text."""
+    text = text.strip()
+    try:
+        value = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as error:
+        hint = ""
+        if text.startswith("["):
+            hint = "; a JSON array is not read: one object per line is needed"
+        elif error.pos >= len(text) or error.msg.startswith("Unterminated"):
+            hint = f"; it ends in the middle, with {text[-16:]!r}: it was cut off, or goes over several lines"
+        raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}{hint}") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise ValueError(
+            f"{where} has {half!a}, half of a surrogate pair, which is no character: write the whole pair or leave it "
+            "out"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read: make it flatter, or leave it out") from None
 
 
 def _open_table(source: Source, splits: Sequence[str]) -> Any:

@@ -7,16 +7,14 @@ between » and «, which are there without colours too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.text import Text
 
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import prepare
-from carpool.train.data.formats import find_format
-from carpool.train.data.pretrained import load_pretrained
 from carpool.train.data.sequences import IGNORED, train_sequences
-from carpool.train.data.sources import find_sources
 from carpool.train.data.tokenizer import load_tokenizer
 
 _LEARNED = ("black on green", "black on bright_green")
@@ -35,18 +33,7 @@ def show(config: Config, count: int, console: Console) -> None:
     # One example in a sequence, in the order of the files.
     apart = data if corpus.train_marks is None else data.model_copy(update={"packing": "off"})
     sequences = train_sequences(corpus, apart)
-    decode: Callable[[Sequence[int]], str]
-    if find_format(data, find_sources(data.train, "data.train")) == "text":
-
-        def decode(ids: Sequence[int]) -> str:
-            return tokenizer.decode(ids, special=True)
-
-    else:
-        pretrained = load_pretrained(data, config.model.path)
-
-        def decode(ids: Sequence[int]) -> str:
-            return str(pretrained.decode(ids, skip_special_tokens=False))
-
+    decode = partial(tokenizer.decode, special=True)
     for number in range(min(count, len(sequences))):
         ids, labels, _ = sequences[number]
         # Nothing predicts the first token, although a stream has a label there.

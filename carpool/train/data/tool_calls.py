@@ -1,9 +1,13 @@
-"""Arguments of tool calls, in the form that a chat template takes.
+"""Tool calls in the form that a chat template takes: their arguments, and the content of messages that have none.
 
 Data has them as an object or, as OpenAI's interface answers, as the text of one. Templates differ, too:
 
     {{ call.arguments | tojson }}       wants the object; of a text it makes "{\\"x\\": 1}", quoted, without an error
     {{ '(' + call.arguments + ')' }}    wants the text, and fails with an object
+
+A message that calls tools may have no content, or null, which transformers leaves out. Some templates need a text:
+
+    {{ message.content + '\\n' }}        wants an empty one
 """
 
 from __future__ import annotations
@@ -12,7 +16,23 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from carpool.train.data.rows import parse_json
+
 Messages = list[dict[str, Any]]
+
+
+def with_fitting_calls(messages: Messages, write: Callable[[Messages], str], where: str) -> Messages:
+    """As `with_fitting_arguments`, and with an empty text as the content of messages that have none, if the template
+    would refuse them otherwise."""
+    filled = [{"content": "", **message} for message in messages]
+    if filled == messages:
+        return with_fitting_arguments(messages, write, where)
+    try:
+        found = with_fitting_arguments(messages, write, where)
+        write(found)
+        return found
+    except ValueError:
+        return with_fitting_arguments(filled, write, where)
 
 
 def with_fitting_arguments(messages: Messages, write: Callable[[Messages], str], where: str) -> Messages:
@@ -75,10 +95,7 @@ def _in_other_form(messages: Messages, where: str) -> Messages:
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text) if text.strip() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: the arguments of a tool call are no JSON: {text!r}: {error}") from None
+    found = parse_json(text, f"{where}: the text {text!r} of a tool call's arguments") if text.strip() else {}
     if not isinstance(found, dict):
         raise ValueError(f"{where}: the arguments of a tool call are no JSON object: {text!r}")
     return found
