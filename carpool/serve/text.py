@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from carpool.train.config.schema import DataSection
-from carpool.train.data.pretrained import check_has_tokenizer
+from carpool.train.data.pretrained import read_pretrained
 from carpool.train.data.tokenizer import FileTokenizer
 
 Messages = Sequence[dict[str, Any]]
@@ -33,12 +33,7 @@ class Text:
         ValueError: there is no tokenizer in the folder, or Transformers cannot read it."""
 
     def __init__(self, folder: Path, run: DataSection | None = None) -> None:
-        check_has_tokenizer(folder)
-        self.folder = folder
-        try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # each tokenizer fails in its own way
-            raise ValueError(f"Transformers cannot read the tokenizer in {folder}: {error}") from error
+        self.folder, self.tokenizer = folder, read_pretrained(folder)
         own = None
         if (folder / "generation_config.json").is_file():
             own = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id

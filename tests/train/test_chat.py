@@ -247,13 +247,13 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
         (
             [{"messages": [USER, ONE]}, {"messages": [USER, {"role": "assistant", "content": None}]}],
             {},
-            r"a\.jsonl, line 2: message 2 of 'messages' has no content, and calls no tool; give it a text",
+            r"a\.jsonl, line 2: message 2 of 'messages' has no content: give it a text",
         ),
         ([{"messages": [{"role": "user"}, ONE]}], {}, r"line 1: message 1 of 'messages' has no content"),
         (
             '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}',
             {},
-            r"a\.jsonl, line 1 has '\\ud83d', half of a surrogate pair, which is no character: write the whole pair",
+            r"a\.jsonl, line 1 has '\\ud83d', half of a surrogate pair: write the whole, or",
         ),
         (
             '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}",

@@ -202,9 +202,9 @@ def test_batches_are_as_long_as_their_longest_and_steps_of_similar_lengths(group
     assert [x for _ in range(20) for x in step_of(next(other))] == stream[17 * 16 :][:60]
     (batch,) = next(TrainLoader(full, batch_size=2))
     assert batch["input_ids"].shape == (2, 60)
-    for changed in (section(packing="off", sequence_length=60, group_by_length=not grouped),):
-        with pytest.raises(ValueError, match=f"set data.group_by_length={str(grouped).lower()}"):
-            TrainLoader(train_sequences(unlike(), changed), batch_size=2, seed=3).load_state_dict(state)
+    changed = section(packing="off", sequence_length=60, group_by_length=not grouped)
+    with pytest.raises(ValueError, match=r"earlier versions .* had data\.group_by_length=false"):
+        TrainLoader(train_sequences(unlike(), changed), batch_size=2, seed=3).load_state_dict(state)
 
 
 def test_held_out_batches_are_equally_long_on_all_ranks() -> None:
@@ -215,7 +215,8 @@ def test_held_out_batches_are_equally_long_on_all_ranks() -> None:
     batches = list(zip(*loaders, strict=True))
     assert len(batches) == 34 and {one["input_ids"].shape == two["input_ids"].shape for one, two in batches} == {True}
     assert sum(count_targets(one["labels"]) for both in batches for one in both) == held.targets(np.arange(203))
-    assert {one["input_ids"].shape[1] for one, _ in batches} == {8, 16, 24, 32, 40, 48, 56, 60}
+    assert {one["input_ids"].shape[1] for one, _ in batches} <= {8, 16, 24, 32, 40, 48, 56, 60}
+    assert min(one["input_ids"].shape[1] for one, _ in batches) < 60
 
 
 def test_tokens_that_the_model_has_not_are_refused() -> None:

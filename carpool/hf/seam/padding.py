@@ -1,21 +1,20 @@
 """Padding takes no part in MoE layers: its tokens choose no expert.
 
-    padding_T               . . . x             with without_experts(padding_T):
-    the router's choices    30  12  01  23          model(input_ids=...)
+    padding_T               .   .   .   x           with WithoutExperts(padding_T):
+    the router's choices    30  12  01  23              model(input_ids=...)
     what rides              30  12  01  --
 
 What has no choice does not travel, is computed by no expert, and counts in no load. Other layers compute padding still;
-it stands at the end of rows, where causal attention keeps it from the tokens before it.
+it ends rows, where causal attention keeps it from the tokens before it.
 
-Models hand no mask to their experts, so each layer looks here. A layer that activation checkpointing computes again in
-the backward, maybe in a thread of autograd's and after the forward of another micro-batch, must find what it found the
-first time: `found_again` hands that on.
+Models hand no mask to their experts, so each layer looks here. What activation checkpointing computes again, maybe in
+another thread and after the forward of another micro-batch, must find what it found before: see `found_again`.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,14 +23,25 @@ import torch
 _PADDING: ContextVar[torch.Tensor | None] = ContextVar("padding", default=None)
 
 
-def without_experts(padding_T: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Inside, these tokens of this thread's forward choose no expert. None: all choose."""
-    return _As(padding_T, nullcontext())
+class WithoutExperts(AbstractContextManager[None]):
+    """Inside, these tokens of this thread's forward choose no expert, as inside of `inner`. None: all choose."""
+
+    def __init__(self, padding_T: torch.Tensor | None, inner: AbstractContextManager[None] | None = None) -> None:
+        self._padding_T, self._inner, self._before = padding_T, inner or nullcontext(), padding_T
+
+    def __enter__(self) -> None:
+        self._before = _PADDING.get()
+        _PADDING.set(self._padding_T)
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        _PADDING.set(self._before)
 
 
-def found_again(inner: AbstractContextManager[None]) -> AbstractContextManager[None]:
+def found_again(inner: AbstractContextManager[None]) -> WithoutExperts:
     """`inner`, in which what is in its forward now is computed again; maybe several times."""
-    return _As(_PADDING.get(), inner)
+    return WithoutExperts(_PADDING.get(), inner)
 
 
 def choices_of_tokens(expert_TK: torch.Tensor, part: int = 0, parts: int = 1) -> torch.Tensor:
@@ -56,16 +66,3 @@ def _asked(expert_TK: torch.Tensor, part: int, parts: int) -> torch.Tensor:
 @_asked.register_fake
 def _(expert_TK: torch.Tensor, part: int, parts: int) -> torch.Tensor:
     return torch.empty_like(expert_TK)
-
-
-class _As(AbstractContextManager[None]):
-    def __init__(self, padding_T: torch.Tensor | None, inner: AbstractContextManager[None]) -> None:
-        self._padding_T, self._inner, self._tokens = padding_T, inner, list[Token[torch.Tensor | None]]()
-
-    def __enter__(self) -> None:
-        self._tokens.append(_PADDING.set(self._padding_T))
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
-        _PADDING.reset(self._tokens.pop())

@@ -106,8 +106,7 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
     training, dtype = config.training, config.model.dtype or "float32"
     if training.max_steps is not None:
         check_steps_left(checkpoint, read_state(checkpoint)["step"], training)
-    grouped = config.data.packing == "off" and config.data.group_by_length
-    check_same_order(state["loader"], config.data.sequence_length, training.seed, grouped)
+    check_same_order(state["loader"], config.data.sequence_length, training.seed)
     # Which parameters adapters have is not known here.
     if config.adapter.kind is None:
         masters = training.one_pass(dtype) and dtype == "bfloat16"

@@ -75,13 +75,10 @@ class DataSection(Section):
     )
     pad_to: Literal["longest", "sequence_length"] = Field(
         default="longest",
-        description="With packing=off, how long batches are: as their longest sequence, rounded up to a multiple of 8; "
-        "or all alike, so that steps can be CUDA graphs. Experts compute no padding either way.",
+        description="Of packing=off, how long batches are: as their longest sequence, or all alike for CUDA graphs.",
     )
     group_by_length: bool = Field(
-        default=True,
-        description="With packing=off, whether the sequences of a step are of similar length. Steps follow each other "
-        "in random order.",
+        default=True, description="Of packing=off: steps have sequences of similar length, in random order."
     )
     too_long: Literal["refuse", "truncate", "split"] = Field(
         default="refuse",

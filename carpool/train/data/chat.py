@@ -59,10 +59,7 @@ def check_messages(messages: Any, field: str, where: str) -> Messages:
             raise ValueError(f"{where}: message {number} of {field!r} has no role, but {', '.join(message)}{hint}")
         told = {name: value for name, value in message.items() if value is not None}
         if "content" not in told and not any(told[name] for name in told.keys() - {"role", "name"}):
-            raise ValueError(
-                f"{where}: message {number} of {field!r} has no content, and calls no tool; "
-                "give it a text, or leave it out"
-            )
+            raise ValueError(f"{where}: message {number} of {field!r} has no content: give it a text, or leave it out")
         found.append(told)
     return found
 

@@ -6,13 +6,12 @@ rank r of W takes r, r+W, r+2W, ... So the set of sequences in a step is the sam
 position in the stream is one number, and a checkpoint of it can be continued on another number of ranks. A batch may
 straddle two epochs; of a stream of tokens, only those after the last whole sequence are never trained on.
 
-Lengths. Where a sequence is one example, those of a step may be of similar length (`data.group_by_length`): windows of
-up to 50 steps of the permutation are sorted by length, and their steps follow each other in random order.
+Lengths. Where a sequence is one example, windows of up to 50 steps of the permutation are sorted by length, and their
+steps follow each other in random order (`data.group_by_length`):
 
     lengths of a permutation, steps of 2        3 9 | 4 8 | 9 3 | 5 4   ->   8 5 | 3 3 | 9 9 | 4 4
 
-A micro-batch is then as long as its longest sequence on any rank (`data.pad_to`), so that all compute the same shapes;
-in a pipeline all micro-batches of a step are equally long.
+A micro-batch is as long as its longest sequence on any rank (`data.pad_to`), so that all compute the same shapes.
 
 Ranks may take unequal shares (`carpool.parallel.speeds`). A micro-batch of all ranks together is the same then, too;
 each takes its share of it, one rank after the other: of 6, with shares 4 and 2, rank 0 has 0 1 2 3 and rank 1 has 4 5.
@@ -79,8 +78,7 @@ class TrainLoader:
         self.sequences, self._seed, self._pad_id = sequences, seed, pad_id
         self._batch_size, self._rank, self._ranks = batch_size, dp_rank, dp_size
         self.num_sequences = len(sequences)
-        self.global_batch_size = batch_size * accumulation * dp_size
-        self._alike = alike
+        self.global_batch_size, self._alike = batch_size * accumulation * dp_size, alike
         # Of how many sequences each step is a group of similar lengths; 0: of none. A resumed run goes on with it.
         self._group = 0 if sequences.lengths is None else self.global_batch_size
         self.targets = self.tokens = 0
@@ -134,10 +132,10 @@ class TrainLoader:
         """Continues where `state` was taken, also on another number of ranks or with another batch size.
 
         Raises:
-            ValueError: the data, sequence length, seed or grouping are not those of the saved position.
+            ValueError: the data, sequence length or seed are not those of the saved position.
         """
         check_same_data(state, self.sequences.fingerprint)
-        check_same_order(state, self.sequences.length, self._seed, self.sequences.lengths is not None)
+        check_same_order(state, self.sequences.length, self._seed)
         self._position, self._group = int(state["position"]), int(state.get("group", 0))
 
     def _at(self, place: int) -> int:
@@ -158,22 +156,18 @@ def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
         raise ValueError(
             "the checkpoint was trained on other data than data.train is now (the tokens differ, or how they are "
             "packed), so its position means nothing here; restore the data, the tokenizer and [data], or start a "
-            "new run from the checkpoint's weights (a checkpoint of plain text that was trained without the token that "
-            "its tokenizer puts before every text, as by earlier versions, cannot be resumed)"
+            "new run from the checkpoint's weights (earlier versions put no BOS before plain text, and had "
+            "data.group_by_length=false)"
         )
 
 
-def check_same_order(state: Mapping[str, Any], length: int, seed: int, grouped: bool) -> None:
+def check_same_order(state: Mapping[str, Any], length: int, seed: int) -> None:
     """Raise ValueError if a loader's state is of sequences of another length, or in another order."""
-    for key, before, now in (
-        ("data.sequence_length", state.get("sequence_length"), length),
-        ("training.seed", state.get("seed"), seed),
-        ("data.group_by_length", bool(state.get("group")), grouped),
-    ):
-        if before != now:
+    for name, key, now in (("sequence_length", "data.sequence_length", length), ("seed", "training.seed", seed)):
+        if state.get(name) != now:
             raise ValueError(
-                f"the checkpoint was made with {key} = {before}, now it is {now}: the order of the data would not "
-                f"continue; set {key}={str(before).lower()}"
+                f"the checkpoint was made with {key} = {state.get(name)}, now it is {now}: the order of the data "
+                f"would not continue; set {key}={state.get(name)}"
             )
 
 
@@ -208,8 +202,6 @@ class EvalLoader:
         available = len(sequences)
         self.num_sequences = available if max_sequences is None else min(available, max_sequences)
         self._chosen = [i * available // self.num_sequences for i in range(self.num_sequences)]
-        if sequences.lengths is not None:
-            self._chosen.sort(key=sequences.lengths.__getitem__)
         # Rows beyond what is there would be empty on all ranks.
         self._batch_size = min(batch_size, max(1, -(-self.num_sequences // dp_size)))
 
@@ -229,12 +221,8 @@ class EvalLoader:
 def group_by_length(
     order: NDArray[np.int64], lengths: NDArray[np.int64], group: int, rest: int, seed: int, epoch: int
 ) -> NDArray[np.int64]:
-    """An epoch's permutation with steps of similar lengths; see the module's docstring.
-
-    Args:
-        group: sequences of a step.
-        rest: so many belong to a step that began in the epoch before.
-    """
+    """An epoch's permutation with steps of `group` sequences of similar lengths; see the module's docstring. The first
+    `rest` belong to a step that began in the epoch before."""
     steps = (len(order) - rest) // group
     first, last = rest, rest + steps * group
     if steps < 2:
@@ -246,8 +234,7 @@ def group_by_length(
 
 
 def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pad_id: int, length: int) -> Batch:
-    """A batch of these rows, filled up to `length` where they lack tokens, and with empty rows where there are
-    fewer."""
+    """A batch of these rows, filled up to `length` where they lack tokens, and by empty rows where they are fewer."""
     ids_BL = np.full((batch_size, length), pad_id, dtype=np.int64)
     labels_BL = np.full_like(ids_BL, IGNORED)
     padding_BL = np.ones(ids_BL.shape, dtype=bool)

@@ -28,8 +28,6 @@ def load_pretrained(data: DataSection, model_path: str | None) -> Any:
     Raises:
         ValueError: there is none.
     """
-    from transformers import AutoTokenizer
-
     folder = data.tokenizer or model_path
     if folder is None or not Path(folder).is_dir():
         named = f"data.tokenizer = {folder!r} is none" if folder else "none is named"
@@ -37,9 +35,16 @@ def load_pretrained(data: DataSection, model_path: str | None) -> Any:
             "conversations and prompts need a folder with a tokenizer of transformers, and "
             f"{named}: set model.path to a checkpoint's folder, or data.tokenizer to a folder with a tokenizer's files"
         )
-    check_has_tokenizer(Path(folder))
+    return read_pretrained(Path(folder))
+
+
+def read_pretrained(folder: Path) -> Any:
+    """The tokenizer of transformers in the folder of a checkpoint. ValueError: there is none."""
+    from transformers import AutoTokenizer
+
+    check_has_tokenizer(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a damaged or missing file makes it raise
         raise ValueError(f"{folder} has no tokenizer that transformers can read: {error}") from None
 

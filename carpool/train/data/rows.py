@@ -147,11 +147,8 @@ def parse_json(text: str, where: str) -> Any:
             hint = f"; it ends in the middle, with {text[-16:]!r}: it was cut off, or goes over several lines"
         raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}{hint}") from None
     except UnicodeEncodeError as error:
-        half = error.object[error.start : error.end]
-        raise ValueError(
-            f"{where} has {half!a}, half of a surrogate pair, which is no character: write the whole pair or leave it "
-            "out"
-        ) from None
+        half = error.object[error.start]
+        raise ValueError(f"{where} has {half!a}, half of a surrogate pair: write the whole, or leave it out") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read: make it flatter, or leave it out") from None
 

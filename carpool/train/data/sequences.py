@@ -157,7 +157,8 @@ class Examples:
         self._tokens = np.add.reduceat(pieces.length[self._order], self._first[:-1])
         self.lengths = self._tokens if data.group_by_length and not self.packed else None
         self._multiple = multiple if not self.packed and data.pad_to == "longest" else self.length
-        self.fingerprint = f"{corpus.fingerprint}-{data.packing or 'examples'}-{data.too_long}"
+        order = "" if self.lengths is None else "-by-length"
+        self.fingerprint = f"{corpus.fingerprint}-{data.packing or 'examples'}-{data.too_long}{order}"
 
     def __len__(self) -> int:
         return len(self._targets)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.uint32]
-# What stands before each document, and what after it.
 Frame = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Names of the end-of-document token in published tokenizers, tried in this order when no file beside them says it.
@@ -67,7 +65,7 @@ class Tokenizer(Protocol):
 
     @property
     def frame(self) -> Frame:
-        """What stands before each document and after it; the latter ends with `eos_id`."""
+        """What stands before each document, and after it."""
 
     def encode(self, text: str) -> Tokens:
         """Tokens of one text, without any that begin or end it."""
@@ -87,10 +85,7 @@ def framed(ids: Tokens, begin: Sequence[int], end: Sequence[int]) -> Tokens:
 
 
 def added_tokens(encode: Callable[[bool], list[int]]) -> Frame:
-    """What a tokenizer puts before and after every text.
-
-    Args:
-        encode: tokens of some text, with what the tokenizer adds (True) or without."""
+    """What a tokenizer puts before and after every text. `encode`: some text, with that (True) or without."""
     bare, whole = encode(False), encode(True)
     starts = (k for k in range(len(whole) - len(bare) + 1) if whole[k : k + len(bare)] == bare)
     start = next(starts, 0) if bare else len(whole)
@@ -163,6 +158,9 @@ class FileTokenizer:
         self.name = str(path)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self.eos_token, self.eos_id = self._find_eos(file, eos_token)
+        # As the file says, which transformers follows, too.
+        begin, end = added_tokens(lambda special: list(self._tokenizer.encode("a", add_special_tokens=special).ids))
+        self.frame: Frame = begin, end if end[-1:] == (self.eos_id,) else (*end, self.eos_id)
         self.fingerprint = hashlib.sha256(content + self.eos_token.encode()).hexdigest()
 
     def _find_eos(self, file: Path, eos_token: str | None) -> tuple[str, int]:
@@ -178,12 +176,6 @@ class FileTokenizer:
             f"{file} does not say which token ends a document; name one of its tokens as eos_token"
             + (f" (its special ones are {', '.join(special[:8])})" if special else "")
         )
-
-    @cached_property
-    def frame(self) -> Frame:
-        """As the file says, which transformers follows, too."""
-        begin, end = added_tokens(lambda special: list(self._tokenizer.encode("a", add_special_tokens=special).ids))
-        return begin, end if end[-1:] == (self.eos_id,) else (*end, self.eos_id)
 
     def encode(self, text: str) -> Tokens:
         return np.asarray(self._tokenizer.encode(_storable(text), add_special_tokens=False).ids, dtype=np.uint32)

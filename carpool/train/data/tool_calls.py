@@ -5,9 +5,7 @@ Data has them as an object or, as OpenAI's interface answers, as the text of one
     {{ call.arguments | tojson }}       wants the object; of a text it makes "{\\"x\\": 1}", quoted, without an error
     {{ '(' + call.arguments + ')' }}    wants the text, and fails with an object
 
-A message that calls tools may have no content, or null, which transformers leaves out. Some templates need a text:
-
-    {{ message.content + '\\n' }}        wants an empty one
+A message that calls tools may have no content, or null, which transformers leaves out. Some templates need a text.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from carpool.hf.compute.packed import one_row_only, packed, packed_settings, unp
 from carpool.hf.memory.head import HeadLoss, next_tokens
 from carpool.hf.routing.balance import balance_loss
 from carpool.hf.routing.router_logits import RouterLogits
-from carpool.hf.seam.padding import without_experts
+from carpool.hf.seam.padding import WithoutExperts
 from carpool.hf.seam.rides import rides
 from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
@@ -152,7 +152,7 @@ class Objective:
         for own in () if padding_T is None else self.riding:
             own.padded = True
         with (
-            without_experts(padding_T),
+            WithoutExperts(padding_T),
             self.cast(device),
             fastest_attention(device),
             unpacked() if position_BL is None else packed(),
