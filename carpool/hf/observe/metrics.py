@@ -174,9 +174,9 @@ class RideMetrics:
         load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 9], dim=1)
         tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, far_L, slots_L, entropy_L, dropped_L = numbers.unbind(1)
         if self.layers[0].padded:
-            # Padding is among the tokens, but chooses nothing.
+            # Padding is among the tokens, but chooses nothing. It is among the rows of a single rank, too.
             share_L = (load_LE.sum(1) + dropped_L) / (tokens_L * max(1, self.layers[0].stats.top_k)).clamp(min=1)
-            tokens_L, dispatched_L = tokens_L * share_L, dispatched_L * share_L
+            tokens_L, dispatched_L = tokens_L * share_L, dispatched_L * (share_L if ranks > 1 else 1)
         copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
         loads = [row[: layout.num_experts] for row, layout in zip(load_LE, layouts, strict=True)]
         parts = zip(layouts, loads, replicas_LW, strict=True)
