@@ -30,6 +30,7 @@ from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import Prediction, predict
 from carpool.train.config.published import read_keys
 
+ROOT = Path(__file__).resolve().parents[1]  # which paths of traces in points are relative to
 DIFFERENT = 0.05
 # Of a peak.
 UNSURE = 0.01
@@ -90,7 +91,7 @@ def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Route
     )
     shape, routes = ModelShape.read(keys, config["model"].get("attn_implementation")), Routes()
     if point["routing"] != "balanced":
-        trace = Trace.load(Path(point["routing"]))
+        trace = Trace.load(ROOT / point["routing"])
         routes = Routes.of(trace, point["routing"], shape.num_experts, shape.top_k)
     return shape, candidate, routes
 

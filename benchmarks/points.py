@@ -40,6 +40,7 @@ GLM = ["model.config=glm-4.5-air", *BF16]
 COMPILED, EAGER = ["training.torch_compile=true"], ["training.cuda_graphs=off"]
 CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0"]
 REPLICATE, FSDP = ["parallelism.dense=replicate"], ["parallelism.dense=fsdp"]
+ROOT = Path(__file__).resolve().parents[1]
 BALANCED, TRACE = "balanced", "docs/traces/e64-1435.npz"
 WARMUP = 4
 
@@ -156,7 +157,7 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
     cuda = device.type == "cuda"
     free_memory(device)
     before = torch.cuda.memory_allocated(device) if cuda else 0
-    run = CarpoolContender(config, routing, "benchmarks.points")
+    run = CarpoolContender(config, routing if routing == BALANCED else str(ROOT / routing), "benchmarks.points")
     try:
         for _ in range(WARMUP):
             run.take_step()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.environment import ROOT, allow_writes, prepare_environment, refuse_writes
 from tests.interpreter import choose_interpreter
 from tests.ranks import Ranks, fork_server
 
@@ -15,12 +20,30 @@ from tests.ranks import Ranks, fork_server
 FIRST = ["train", "hf", "schedule", "tests", "interpreted"]
 
 POOLS = ("ranks", "two_ranks")
+FOLDER = pytest.StashKey[str]()
 STARTED = pytest.StashKey[dict[str, Ranks]]()
 
 choose_interpreter()  # before any test imports Triton
 
 # Two cores: four ranks and the test process each take one thread, or they fight.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(trylast=True)  # how pytest itself writes is decided before, by the user's own environment
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FOLDER] = tempfile.mkdtemp(prefix="carpool-tests-")
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit it
+        prepare_environment(os.environ, Path(config.stash[FOLDER]) / "caches")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths of a test, such as the default `runs/demo`, are below its own folder."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +76,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # What PyTorch and transformers made when they were imported stays; a collection need not look through it each time.
     gc.collect()
     gc.freeze()
+    if not session.config.option.collectonly:
+        os.chdir(session.config.stash[FOLDER])  # what serves several tests, such as ranks, is there
+        refuse_writes(ROOT)
     # xdist's own process collects nothing, and no test runs in it.
     if (imported := _imported(session)) and not session.config.option.collectonly and not torch.cuda.is_available():
         capture = session.config.pluginmanager.getplugin("capturemanager")
@@ -69,8 +95,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pool.pause()
 
 
-def pytest_sessionfinish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # or libraries report as leaked what is left when the process ends
+    os.chdir(session.config.invocation_params.dir)
+    allow_writes()  # pytest's own cache and reports
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

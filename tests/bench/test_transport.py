@@ -222,7 +222,7 @@ def test_under_torchrun_and_without_a_figure(tmp_path: Path):
         (("--ctas", "8", "--transports", "dedup"), "--ctas is for transport nvlink"),
         (("--routing", "zipf", "--zipf-exponent", "nan"), "--zipf-exponent nan must be 0"),
         (("--zipf-exponent", "2"), "--zipf-exponent 2 changes nothing without --routing zipf"),
-        (("--out", "pyproject.toml"), "--out pyproject.toml is a file; name a folder"),
+        (("--out", __file__), f"--out {__file__} is a file; name a folder"),
         (("--ranks", "0"), "--ranks 0 must be at least 1"),
     ],
 )

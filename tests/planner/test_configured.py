@@ -22,6 +22,7 @@ from carpool.planner.step.lengths import Lengths
 from carpool.planner.step.prediction import predict
 from carpool.train.config import load_config
 from carpool.train.decisions.dense import decide_dense
+from tests.environment import TRACES
 
 H100 = find_hardware("H100")
 PLAN = """
@@ -151,11 +152,11 @@ def _run(tmp_path: Path, *arguments: str, plan: str = PLAN) -> Any:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--gpus", "64", "--trace", "docs/traces/e64-143.npz", "--json")
+    done = _run(tmp_path, "--gpus", "64", "--trace", str(TRACES / "e64-143.npz"), "--json")
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     assert record["gpus"] == 64 and [size["gpus"] for size in record["sizes"]] == [16, 64]
-    assert record["about"]["choices of experts"] == "resampled from docs/traces/e64-143.npz (measured)"
+    assert record["about"]["choices of experts"] == f"resampled from {TRACES / 'e64-143.npz'} (measured)"
     assert record["failures"]["failures_per_day"] == pytest.approx(64 * 24 / 50676, rel=1e-3)
     assert record == json.loads((tmp_path / "out" / "simulation.json").read_text())
     shown = _run(tmp_path)
@@ -194,7 +195,7 @@ def test_what_is_simulated_is_what_is_read() -> None:
     ("plan", "arguments", "says"),
     [
         (PLAN, ["--gpus", "20"], "take a multiple of 8; nearest: 16 and 24"),
-        (PLAN, ["--trace", "docs/traces/e128-1390.npz"], "the trace has 8 of 128 experts"),
+        (PLAN, ["--trace", str(TRACES / "e128-1390.npz")], "the trace has 8 of 128 experts"),
         (PLAN, ["--hardware", "H101"], "did you mean H100"),
         (PLAN, ["--checkpoint-seconds", "0"], "must be a positive number"),
         (PLAN, ["--restart-seconds", "nan"], "--restart-seconds nan must be 0 or a positive number"),

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from carpool.cli import app
 from carpool.cli.plan import number_of
 from carpool.train.config import load_config
+from tests.environment import TRACES
 
 
 def test_a_plan_is_a_table_files_and_a_page(tmp_path: Path) -> None:
@@ -59,7 +60,10 @@ def test_what_cannot_be_planned_says_why() -> None:
         ({"--max-grad-norm": "inf"}, "--max-grad-norm inf must be a finite number"),
         ({"--tokens-per-batch": "9999999M"}, "--tokens-per-batch 9999999M is more than any step has"),
         ({"--only": "ep"}, "--only ep: expected NAME=VALUES such as ep=8,16"),
-        ({"--trace": "docs/traces/e128-1390.npz"}, "the trace has 8 of 128 experts for each token, and the model 8 of"),
+        (
+            {"--trace": str(TRACES / "e128-1390.npz")},
+            "the trace has 8 of 128 experts for each token, and the model 8 of",
+        ),
     ],
 )  # fmt: skip
 def test_bad_input_is_told_apart(changed: dict[str, str], said: str, tmp_path: Path) -> None:
