@@ -31,13 +31,19 @@ CONTENDERS = {
     "bfloat16": ["model.dtype=bfloat16"],
     "bfloat16, moments int8": ["model.dtype=bfloat16", "training.optimizer_moments=int8"],
 }
+# What each is beside, and nothing else happens in it.
+ALONE = [
+    "parallelism.num_ranks=1",
+    "training.save_pretrained=false",
+    "training.save_steps=none",
+    "training.eval_steps=none",
+]
 
 
 def losses(folder: Path, settings: list[str], steps: int) -> tuple[list[float], float]:
     """Of each step, and held out after the last one. A run that is there already is read."""
     command = [sys.executable, "-m", "carpool", "train", *settings, f"training.output_dir={folder}"]
-    command += [f"training.max_steps={steps}", "parallelism.num_ranks=1", "training.save_pretrained=false"]
-    command += ["training.save_steps=none", "training.eval_steps=none"]
+    command += [f"training.max_steps={steps}", *ALONE]
     if not (folder / "summary.json").exists():
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -95,28 +95,32 @@ def examples(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
     return Corpus(stream.train, stream.eval, len(ends), 0, stream.fingerprint, stream.source, marks)
 
 
+def settings_of(name: str, tiny: bool, folder: Path) -> list[str]:
+    """Of the run of a setting. Adapters are of the checkpoint in `folder`, which `config_of` writes."""
+    given = list(SETTINGS[name][0])
+    if tiny:
+        given = [one for one in given if not one.startswith(("model.config.num_experts", "training.cuda_graphs"))]
+        given += [*TINY, *(QWEN_TINY if "model.config=qwen3-30b-a3b" in given else [])]
+    if "adapter.kind=lora" not in given:
+        return given
+    path = [f"model.path={folder}/base", "data.train=stdlib", "data.tokenizer=bytes"]
+    of_no_config = [one for one in given if not one.startswith("model.config")]
+    return [*of_no_config, *path, "training.gradient_accumulation_steps=1"]
+
+
 def config_of(name: str, tiny: bool, folder: Path) -> Config:
     """The configuration of a setting. Collective: adapters need a checkpoint, which rank 0 writes.
 
     Raises:
         ValueError, OSError: what cannot be."""
-    given = list(SETTINGS[name][0])
-    if tiny:
-        given = [one for one in given if not one.startswith(("model.config.num_experts", "training.cuda_graphs"))]
-        given += [*TINY, *(QWEN_TINY if "model.config=qwen3-30b-a3b" in given else [])]
+    given = settings_of(name, tiny, folder)
     if "adapter.kind=lora" in given:
-        keys = dict(one.removeprefix("model.config.").split("=") for one in given if one.startswith("model.config."))
+        sizes = [*SETTINGS[name][0], *(TINY if tiny else []), *(QWEN_TINY if tiny else [])]
+        keys = dict(one.removeprefix("model.config.").split("=") for one in sizes if one.startswith("model.config."))
         if dist.get_rank() == 0 and not (folder / "base").exists():
             numbers = {key: int(value) for key, value in keys.items()}
             write(folder / "base", *plan({"from": "qwen3-30b-a3b", **numbers}, None, 5.0), 0, lambda _: None)
         dist.barrier()
-        given = [one for one in given if not one.startswith("model.config")]
-        given += [
-            f"model.path={folder}/base",
-            "data.train=stdlib",
-            "data.tokenizer=bytes",
-            "training.gradient_accumulation_steps=1",
-        ]
     return config_of_run(name, given, tiny, folder)
 
 

@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.ranks import needs, torchrun
+from tests.gpu.runs import BENCHES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
 
 
 def test_kinds_of_kernels(tmp_path: Path) -> None:
-    arguments = [
-        "bench", "model", "--model", "olmoe-1b-7b", "--layers", "2", "--sequence", "1024", "--batch", "2",
-        "--steps", "2", "--rounds", "2", "--out", str(tmp_path),
-    ]  # fmt: skip
-    torchrun(2, "carpool.cli", *arguments, seconds=480)
+    torchrun(2, "carpool.cli", "bench", *BENCHES["kinds of kernels"], "--out", str(tmp_path), seconds=480)
     (case,) = json.loads((tmp_path / "model.json").read_text())["cases"]
     assert case["different"] == []
     for row in case["rows"]:

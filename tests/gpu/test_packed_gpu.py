@@ -11,9 +11,9 @@ from carpool.hf.compute.documents import DOCUMENTS
 from carpool.hf.compute.packed import one_row_only, packed, packed_settings
 from carpool.train.data.sequences import IGNORED
 from carpool.train.steps.objective import Objective
-from examples.tiny_chat_model import CONVERSATIONS, write
+from examples.tiny_chat_model import write
 from tests.gpu.ranks import needs
-from tests.gpu.test_graphs_gpu import lines
+from tests.gpu.runs import train
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
 
 # Of two rows of 64.
@@ -85,19 +85,7 @@ def rows(documents: list[torch.Tensor]) -> list[torch.Tensor]:
 @needs(2)
 def test_captured_steps_on_conversations_are_eager_ones(tmp_path: Path) -> None:
     write(tmp_path / "tiny")
-    settings = (
-        f"model.path={tmp_path}/tiny",
-        f"data.train={CONVERSATIONS}",
-        f"data.cache_dir={tmp_path}/cache",
-        "data.sequence_length=512",
-        "training.per_device_train_batch_size=1",
-        "training.per_device_eval_batch_size=1",
-        "training.gradient_accumulation_steps=2",
-        "training.learning_rate=1e-3",
-        "moe.router_aux_loss_coef=0.02",
-    )
-    eager = lines(2, tmp_path / "eager", *settings, "training.cuda_graphs=off")
-    captured = lines(2, tmp_path / "captured", *settings)
+    eager, captured = (train(f"conversations {way}", tmp_path / way) for way in ("eager", "captured"))
     losses = [[line["loss"] for line in found if line["kind"] == "train"] for found in (eager, captured)]
     # Flash attention adds gradients of queries in any order.
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0][-1] < losses[0][0]

@@ -18,7 +18,7 @@ from tests.gpu.ranks import run_mode
 
 PACKAGE = str(Path(carpool.__file__).parent)
 # Buffers and compiled kernels are made in the first steps.
-FIRST, STEPS = 6, 10
+FIRST = 6
 # Where a step may wait: for its losses, and for whether all rows had a place.
 ALLOWED = {"train/run/loop.py", "transport/nvlink/buffers.py", "train/steps/room.py"}
 
