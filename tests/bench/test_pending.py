@@ -1,0 +1,103 @@
+"""`python -m benchmarks.pending`: every command of the list is one that would run, and one that fails ends no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pending
+from benchmarks.pending import PENDING, Measurement, markdown, rows, why_not
+from tests.bench.started import check_command
+from tests.environment import ROOT
+
+
+def test_names_are_different_and_the_list_has_what_each_needs(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    assert len({one.name for one in PENDING}) == len(PENDING)
+    monkeypatch.setattr(sys, "argv", ["pending", "--list"])
+    pending.main()
+    said = capsys.readouterr().out.splitlines()
+    heads = [line for line in said if not line.startswith("    ")]
+    assert len(heads) == len(PENDING)
+    seconds = [int(head.split(" s; ")[0].rpartition(" ")[2]) for head in heads]
+    assert seconds == sorted(seconds), "shortest first"
+    assert any("NCCL_HOSTID=node$NODE NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo" in line for line in said)
+
+
+def _ways() -> list[tuple[Measurement, int]]:
+    """Each measurement, over each number of GPUs that it can run on."""
+    there = {(one.name, one.ranks(gpus)): one for one in PENDING if one.command for gpus in (1, 2, 4)}
+    return [(one, ranks) for (_, ranks), one in there.items() if ranks is not None]
+
+
+@pytest.mark.parametrize(("one", "ranks"), _ways(), ids=lambda it: getattr(it, "name", str(it)))
+def test_a_command_is_taken(one: Measurement, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks <= one.gpus and ranks % one.nodes == 0
+    monkeypatch.chdir(ROOT)  # paths in commands are relative to the checkout
+    check_command(one.words(ranks, str(tmp_path)), ranks)
+
+
+def test_how_many_gpus_are_taken() -> None:
+    one = Measurement("a", "b", 4, 1, "-c pass", least=2)
+    assert [one.ranks(gpus) for gpus in (1, 2, 3, 4, 8)] == [None, 2, 2, 4, 4]
+    peer = Measurement("a", "b", 4, 1, None, module="a_module_that_is_nowhere")
+    assert why_not(peer, 8) == "not installed: a_module_that_is_nowhere"
+    assert "no benchmark here calls it yet" in str(why_not(Measurement("a", "b", 4, 1, None, module="json"), 8))
+
+
+LIST = """
+import sys
+from benchmarks import pending
+from benchmarks.pending import Measurement
+
+import torch
+torch.cuda.device_count = lambda: 1
+write = "import json,sys; json.dump({'results': [{'name': 'x', 'ms': 2.5}]}, open(sys.argv[1] + '/a.json', 'w'))"
+pending.PENDING[:] = [
+    Measurement("right", "a.md", 1, 2, f'-c "{write}" {{out}}'),
+    Measurement("wrong", "b.md", 1, 1, '-c "import a_module_that_is_nowhere"'),
+    Measurement("slow", "c.md", 1, 3, '-c "import time; time.sleep(600)"'),
+    Measurement("large", "d.md", 2, 3, "-c pass"),
+    Measurement("long", "e.md", 1, 500, "-c pass"),
+]
+sys.argv = ["pending", "--minutes", "0.15", "--out", sys.argv[1]]
+pending.main()
+"""
+
+
+def test_one_that_fails_or_takes_too_long_ends_no_other(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LIST, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "pending.json").read_text())
+    found = {one["name"]: one for one in report["results"]}
+    assert list(found) == ["wrong", "right", "slow", "large", "long"]
+    assert found["wrong"]["status"] == "failed" and "No module named" in found["wrong"]["error"][-1]
+    assert found["right"]["status"] == "measured" and found["right"]["written"]["a.json"]["results"][0]["ms"] == 2.5
+    assert found["slow"]["status"].startswith("ended after") and found["slow"]["seconds"] < 15
+    assert found["large"]["status"] == "waits for 2 GPUs; here are 1"
+    assert found["long"]["status"].startswith("not begun")
+    assert (
+        report["environment"]["torch"] and report["environment"]["commit"] and "hostname" not in report["environment"]
+    )
+    table = (tmp_path / "pending.md").read_text()
+    assert "| x | ms 2.5 |" in table and "python -c" in table and "| wrong | failed |" in table
+    assert str(tmp_path) not in json.dumps(report["results"]), "no temporary folder"
+
+
+def test_rows_of_what_benchmarks_write() -> None:
+    """The files of docs/measurements are what commands have written."""
+    measured = {name: json.loads((ROOT / "docs" / "measurements" / f"{name}.json").read_text())
+                for name in ("qwen3_48_layers", "points", "peaks", "transport", "nodes_2x4")}  # fmt: skip
+    found = {name: dict(rows(written)) for name, written in measured.items()}
+    row = measured["qwen3_48_layers"]["cases"][0]["rows"][0]
+    of_model = next(numbers for what, numbers in found["qwen3_48_layers"].items() if row["label"] in what)
+    assert of_model["tokens/s"] == row["tokens_per_second"] and of_model["MFU"] == row["mfu"]
+    point = measured["points"]["points"][0]
+    assert found["points"][point["point"]]["ms a step"] == point["milliseconds"]
+    assert all(len(one) >= 2 for one in found.values())
+    where = {"device": "d", "torch": "t", "commit": "c"}
+    one = {"name": "n", "completes": "m", "command": "python x", "gpus": 2, "status": "measured", "written": measured}
+    assert f"| {point['point']} | ms a step" in markdown({"environment": where, "results": [one]})
