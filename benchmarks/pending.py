@@ -229,7 +229,7 @@ def shell(one: Measurement, ranks: int, out: str) -> str:
     if one.nodes == 1:
         return words
     of_a_node = " ".join(f"{name}={value}" for name, value in OF_A_NODE.items())
-    return f"on each of {one.nodes} nodes: NCCL_HOSTID=node$NODE {of_a_node} {agent(one, ranks, out, 'PORT')} "
+    return f"on each of {one.nodes} nodes: NCCL_HOSTID=node$NODE {of_a_node} {agent(one, ranks, out, 'PORT')}"
 
 
 def agent(one: Measurement, ranks: int, out: str, port: str) -> str:

@@ -101,3 +101,14 @@ def test_rows_of_what_benchmarks_write() -> None:
     where = {"device": "d", "torch": "t", "commit": "c"}
     one = {"name": "n", "completes": "m", "command": "python x", "gpus": 2, "status": "measured", "written": measured}
     assert f"| {point['point']} | ms a step" in markdown({"environment": where, "results": [one]})
+
+
+@pytest.mark.slow
+def test_two_nodes_of_one_machine(tmp_path: Path) -> None:
+    """Without GPUs: ranks that are started for two nodes agree that they are on two, and write what they measured."""
+    command = "-m benchmarks.chunks --transport hierarchical --shapes 32,16,16,8,2 --repetitions 2 --out {out}/a.json"
+    found = pending.measure(Measurement("two", "a.md", 4, 1, command, least=2, nodes=2), gpus=2, seconds=200)
+    assert found["status"] == "measured", found
+    assert found["written"]["a.json"]["results"] and found["gpus"] == 2
+    assert found["reduced"] == "over 2 instead of 4 GPUs"
+    assert "--nnodes 2 --node-rank $NODE --nproc-per-node 1" in found["command"]
