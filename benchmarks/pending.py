@@ -39,6 +39,14 @@ TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node {ranks}"
 QWEN3 = "-m carpool bench model --model qwen3-30b-a3b --ranks {ranks} --rounds 2 --steps 3 --out {out}"
 QWEN3 += " --contenders carpool-compiled --set training.optimizer=one-pass"
 RECOMPUTED = " --set memory.dense=recompute --set memory.hidden=recompute"
+PAIRS = (
+    "-m carpool train model.config=qwen3-30b-a3b model.config.num_hidden_layers=16 model.dtype=bfloat16 "
+    "data.sequence_length=4096 training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8 "
+    "training.max_steps=16 training.eval_steps=none training.eval_on_start=false training.save_steps=none "
+    "training.save_pretrained=false training.optimizer_moments=bfloat16 parallelism.pp_size=2 parallelism.ep_size=2 "
+    "parallelism.pp_schedule=DualPipeV model.config.tie_word_embeddings=false parallelism.num_ranks={ranks} "
+    "training.output_dir={out}/run"
+)
 # Two nodes of one machine: NCCL takes them for different hosts, and what crosses goes over sockets.
 OF_A_NODE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 SHAPES = ("4096,7168,256,8", "8192,2048,64,8", "8192,4096,128,8", "8192,2048,128,8")
@@ -187,6 +195,30 @@ PENDING = [
         "-m carpool bench model --model olmoe-1b-7b --accumulation 2 --ranks {ranks} --out {out} --steps 3 --rounds 2 "
         "--contenders carpool-compiled,carpool-compiled+moe.schedule=two-batch",
         least=2,
+    ),
+    *(
+        Measurement(
+            f"sequence parallelism {way}", "parallelism.md: what it saves in time has not been measured", 2, 90,
+            "-m carpool bench model --model qwen3-30b-a3b --layers 8 --ranks {ranks} --contenders carpool --steps 3 "
+            "--rounds 2 --set parallelism.tp_size=2 --set parallelism.dense=fsdp "
+            f"--set parallelism.sequence_parallel={way} --out {{out}}",
+        )
+        for way in ("on", "off")
+    ),
+    *(
+        Measurement(
+            f"pairs of DualPipeV, {way}", "parallelism.md: what pairs at the same time save", 4, 150,
+            PAIRS + f" moe.schedule={way}",
+        )
+        for way in ("none", "two-batch")
+    ),
+    *(
+        Measurement(
+            f"schedules, 4 GPUs, {model}", "measurements.md, schedules: with 4 GPUs, where rides are longer", 4, 120,
+            TORCHRUN + f" -m benchmarks.overlap --model {model} --batch {batch} --arena-gib 34 --chunks 2 --ctas 16 "
+            "--out {out}/overlap.json",
+        )
+        for model, batch in (("olmoe", 4), ("qwen3", 4), ("deepseek", 1))
     ),
     # What the planner is fitted to and compared with.
     Measurement(
