@@ -251,8 +251,13 @@ def why_not(one: Measurement, gpus: int) -> str | None:
     if one.command is None:
         return f"{one.module} is installed, and no benchmark here calls it yet: write one, and give its command"
     if one.ranks(gpus) is None:
-        return f"waits for {one.gpus if one.least is None else one.least} GPUs; here are {gpus}"
+        least = one.gpus if one.least is None else one.least
+        return f"waits for {gpus_text(least)}; there are {gpus}"
     return None
+
+
+def gpus_text(gpus: int) -> str:
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def shell(one: Measurement, ranks: int, out: str) -> str:
@@ -319,7 +324,7 @@ def measure(one: Measurement, gpus: int, seconds: float) -> dict[str, Any]:
         lines = (Path(folder) / "log").read_text(errors="replace").replace(folder, "WORK").splitlines()
     found: dict[str, Any] = {"command": shell(one, ranks, "OUT"), "gpus": ranks, "status": why or "measured"}
     if ranks < one.gpus:
-        found["reduced"] = f"over {ranks} instead of {one.gpus} GPUs"
+        found["reduced"] = f"over {ranks} instead of {gpus_text(one.gpus)}"
         found["reduced"] += f", with {one.fewer[ranks]}" if ranks in one.fewer else ""
     if why is not None:
         found["error"] = lines[-LAST_LINES:]
@@ -418,12 +423,13 @@ def main() -> None:
     wanted.sort(key=lambda one: one.seconds)
     if args.list:
         for one in wanted:
-            needs = f"{one.gpus} GPUs" + (f", at least {one.least}" if one.least not in (None, one.gpus) else "")
+            needs = gpus_text(one.gpus) + (f", at least {one.least}" if one.least not in (None, one.gpus) else "")
             print(f"{one.name}: {needs}, {one.seconds} s; {one.completes}")
             print(f"    {shell(one, one.gpus, 'OUT') if one.command else f'no command yet; needs {one.module}'}")
         return
     import torch
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `measure` then ends what it has started
     gpus = torch.cuda.device_count() if args.gpus is None else min(args.gpus, torch.cuda.device_count())
     began, environment, results = time.perf_counter(), where(), list[dict[str, Any]]()
     for one in wanted:

@@ -77,7 +77,7 @@ def test_one_that_fails_or_takes_too_long_ends_no_other(tmp_path: Path) -> None:
     assert found["wrong"]["status"] == "failed" and "No module named" in found["wrong"]["error"][-1]
     assert found["right"]["status"] == "measured" and found["right"]["written"]["a.json"]["results"][0]["ms"] == 2.5
     assert found["slow"]["status"].startswith("ended after") and found["slow"]["seconds"] < 15
-    assert found["large"]["status"] == "waits for 2 GPUs; here are 1"
+    assert found["large"]["status"] == "waits for 2 GPUs; there are 1"
     assert found["long"]["status"].startswith("not begun")
     assert (
         report["environment"]["torch"] and report["environment"]["commit"] and "hostname" not in report["environment"]
