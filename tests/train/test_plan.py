@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from carpool.planner.search.plan import USABLE
 from carpool.report.page import plan_rows
 from carpool.report.read import read_run
 from carpool.train.config import Config, load_config, resolve_config
+from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.decisions.plan import PLAN_KIND, Planned, Predicted, free_keys, make_plan, with_settings
 from carpool.train.decisions.plan_check import MEASURED, SKIPPED, describe, measured_beside
-from carpool.train.model.source import meta_model, model_config
+from carpool.train.model.source import meta_model, model_config, model_source
 from carpool.train.prepare.dry_run import dry_run
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import Run
@@ -133,6 +135,16 @@ def test_plans_that_cannot_be_run_are_passed_over(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("carpool.train.decisions.plan._refused", lambda *_, whole=False: "not here" if whole else None)
     with pytest.raises(ValueError, match=r"no plan that fits can be run: not here \([0-9]+\)"):
         planned("memory=auto", "parallelism.dense=fsdp")
+
+
+def test_no_plan_divides_a_key_value_head() -> None:
+    one_head = ["model_type=mixtral", "num_key_value_heads=1", "num_hidden_layers=2", "hidden_size=256"]
+    asked = [*(f"model.config.{one}" for one in one_head), "parallelism=auto"]
+    for tp, plans in ((1, True), (2, False)):
+        resolved = resolve_config(None, [*asked, f"parallelism.tp_size={tp}"])
+        model = meta_model(model_source(resolved.config, load_tokenizer(None, None, None)))
+        with nullcontext() if plans else pytest.raises(ValueError, match="no plan"):
+            make_plan(resolved.config, resolved.fixed, model, HARDWARE["H100"], world=4, per_node=4, memory=80 * GiB)
 
 
 def test_a_plan_is_recorded_and_read_again() -> None:

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import is_sharded_checkpoint
 
+from carpool.hf.axes.sequence_parallel import sequence_plan
 from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.refusals import check_tensor_parallel
 from carpool.hf.weights.conversions import merges_experts, unshardable
 from carpool.parallel.degrees import chunks
 from carpool.parallel.meshes import Meshes
@@ -58,6 +60,26 @@ def check_experts(blueprint: PreTrainedModel, distributed_config: DistributedCon
                 f"ep_size {ep_size} does not divide the {num_experts} experts of {name}'s {module}; "
                 f"it can be one of {', '.join(map(str, divisors))}"
             )
+
+
+def check_parallelism(
+    blueprint: PreTrainedModel,
+    distributed_config: DistributedConfig | None,
+    dense: str | None = None,
+    sequence_parallel: bool = False,
+) -> None:
+    """Refuse a parallelism that this model cannot have: what a plan, a dry run and a run ask alike.
+
+    Args:
+        blueprint: the whole model, may be on the meta device.
+        dense, sequence_parallel: as of `build_model`."""
+    ranks = size_of(distributed_config, "tp")
+    if distributed_config is not None and ranks > 1 and distributed_config.tp_plan != {}:
+        own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
+        plan = (blueprint.tp_plan or {}) | (sequence_plan(blueprint) if sequence_parallel else {}) | own
+        check_tensor_parallel(blueprint, plan, ranks)
+    if dense != "replicate":
+        check_tied(blueprint, distributed_config)
 
 
 def check_tied(blueprint: PreTrainedModel, distributed_config: DistributedConfig | None) -> None:

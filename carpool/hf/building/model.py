@@ -31,13 +31,12 @@ from carpool.hf.axes.slices import SlicedExperts
 from carpool.hf.axes.stages import Part, kept_parts
 from carpool.hf.axes.tensor_parallel import own_styles
 from carpool.hf.axes.uneven import uneven_plan
-from carpool.hf.building.checks import check_experts, check_ranks, check_shardable, check_tied, size_of
+from carpool.hf.building.checks import check_experts, check_parallelism, check_ranks, check_shardable, size_of
 from carpool.hf.building.narrow import is_narrow, narrow_experts
 from carpool.hf.config.sizes import check_sizes
 from carpool.hf.config.source import read_config
 from carpool.hf.finetune.quantised_base import check_can_be_quantised, quantised_while_loading
 from carpool.hf.seam.layers import experts_modules
-from carpool.hf.seam.refusals import check_tensor_parallel
 from carpool.hf.seam.rides import rides
 from carpool.hf.weights.files import stored_weights
 from carpool.hf.weights.fit import check_loaded, misfit
@@ -109,6 +108,7 @@ def build_model(
     check_ranks(distributed_config, meshes)
     blueprint = _on_meta(config, dtype, kwargs)
     check_experts(blueprint, distributed_config, slices)
+    check_parallelism(blueprint, distributed_config, dense, sequence_parallel)
     sliced = None
     if slices > 1:
         numbers = experts_modules(blueprint, distributed_config)
@@ -117,7 +117,6 @@ def build_model(
         own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
         plan = blueprint.tp_plan
         own = (sequence_plan(blueprint) if sequence_parallel else own_styles(plan, blueprint.ep_plan or {})) | own
-        check_tensor_parallel(blueprint, blueprint.tp_plan | own)
         distributed_config = dataclasses.replace(distributed_config, tp_plan=own or None)
     if (
         any(number % size_of(distributed_config, "ep") for number in experts_modules(blueprint).values())
@@ -129,8 +128,6 @@ def build_model(
     if base_dtype is not None:
         for name in experts_modules(blueprint, distributed_config):
             check_can_be_quantised(name, blueprint.get_submodule(name), base_dtype)
-    if dense != "replicate":
-        check_tied(blueprint, distributed_config)
     with sharded_as(dense), sharded_over(meshes), kept_parts(parts):
         if path is not None and sliced is None:
             check_shardable(path, blueprint, distributed_config)

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
+from carpool.hf.building.checks import check_parallelism
 from carpool.parallel.degrees import Degrees
 from carpool.planner.configuration.candidate import POLICIES, Candidate
 from carpool.planner.configuration.eager import by_settings
@@ -32,7 +34,7 @@ from carpool.planner.search.space import Space
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine
 from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.division import context_cut
+from carpool.train.model.division import context_cut, distributed_config, divides_tokens
 from carpool.train.model.implementations import planned_attention
 from carpool.train.steps.pipeline import cut_into_stages
 
@@ -147,9 +149,20 @@ def make_plan(
             return f"parallelism.fsdp_size is {asked}"
         if "training.gradient_accumulation_steps" not in free and degrees.dp != now.dp:
             return f"{training.gradient_accumulation_steps} micro-batches of a step were asked for"
-        if degrees.tp > 1 and not getattr(model.config.get_text_config(), "base_model_tp_plan", None):
-            return "the model has no tensor-parallel plan"
+        if (reason := why_not_tensor_parallel(degrees.tp)) is not None:
+            return reason
         return _refused(config, {f"parallelism.{axis}_size": degrees.size(axis) for axis in AXES}, degrees, model)
+
+    @cache
+    def why_not_tensor_parallel(tp: int) -> str | None:
+        sizes = Degrees(tp=tp, ep=tp)
+        try:
+            check_parallelism(
+                model, distributed_config(sizes, False), sequence_parallel=divides_tokens(config, sizes, model)[0]
+            )
+        except ValueError as error:
+            return str(error)
+        return None
 
     def sizes(axis: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         asked = size(axis)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from carpool.hf.axes.sequence_moves import check_moves
 from carpool.hf.axes.slices import SlicedExperts
+from carpool.hf.building.checks import check_parallelism
 from carpool.hf.routing.bias import check_biases, find_biases
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
@@ -30,7 +31,7 @@ from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
 from carpool.train.model.adapter import check_adapter
 from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.division import SEQUENCE_KIND, context_cut, divides_tokens
+from carpool.train.model.division import SEQUENCE_KIND, context_cut, distributed_config, divides_tokens
 from carpool.train.model.implementations import attention_of, check_implementations
 from carpool.train.moving.layouts import check_layout_file
 from carpool.train.prepare.tiers import check_experts_away, check_layouts_of_tiers, check_tiers
@@ -131,6 +132,7 @@ def prepare(
     if machine.here:
         check_tiers(config, machine, estimate.host_bytes(transport), estimate.disk_bytes())
     dense = choose_dense(config, degrees, lambda one: estimate(transport, one)["total"], memory, decisions)
+    check_parallelism(model, distributed_config(degrees, estimate.bf16), dense.answer, divided)
     check_adapter(config, degrees, dense.answer, estimate.bf16)
     return Prepared(
         config=config,
