@@ -85,9 +85,12 @@ def train(
         check_paths(resolved, compare)
         if dry_run:
             with collector_paused():
-                from carpool.train.prepare.dry_run import dry_run as describe
+                from carpool.train.prepare.dry_run import dry_run_with_fit
 
-                typer.echo(describe(settings, resolved.sources, gpu))
+                text, misfit = dry_run_with_fit(settings, resolved.sources, gpu)
+            typer.echo(text)
+            if misfit is not None:
+                raise ValueError(f"this run {misfit} (what to change stands above)")
             return
         if gpu is not None:
             raise ValueError("--gpu says for which GPUs --dry-run predicts; give both, or neither")

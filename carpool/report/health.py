@@ -3,7 +3,7 @@
 A run is **healthy** if
 
 1. it ended: all steps that its configuration asked for ran;
-2. every recorded loss and gradient norm is a finite number;
+2. every recorded loss and gradient norm is a finite number, and so are those of a step that an error ended;
 3. the loss fell: the held-out loss from its first evaluation to its last, or, without two evaluations, the training
    loss from the first tenth of the steps to the last by more than its noise; and held-out loss did not rise again;
 4. no choice of a token was dropped;
@@ -72,7 +72,7 @@ def judge(
     """
     checks = [
         _ended(summary, finished, planned, stop_at, stopped),
-        _finite(train),
+        _finite(train, stopped),
         _fell(summary, train, evals),
         _drops(info, train),
     ]
@@ -145,7 +145,7 @@ def _ended(
     return Check(name, "good", f"{done} ran")
 
 
-def _finite(train: Sequence[Train]) -> Check:
+def _finite(train: Sequence[Train], stopped: Stopped | None) -> Check:
     name, bad = "Finite", []
     for key, text in (("loss", "loss"), ("grad_norm", "gradient norm")):
         values = [getattr(t, key) for t in train]
@@ -154,6 +154,8 @@ def _finite(train: Sequence[Train]) -> Check:
         steps = [t.step for t, v in zip(train, values, strict=True) if recorded and (v is None or not math.isfinite(v))]
         if steps:
             bad.append(f"the {text} is no finite number in {_times(len(steps), 'step')}, first in step {steps[0]}")
+    if stopped is not None and stopped.finite is False:
+        bad.append(f"the loss or the gradient norm of step {stopped.step} is no finite number")
     if bad:
         advice = "Lower training.learning_rate, and look at the gradient norm before that step."
         return Check(name, "bad", "; ".join(bad), advice)

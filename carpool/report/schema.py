@@ -264,11 +264,13 @@ class LayerLayout(Record):
 
 
 class Stopped(Record):
-    """What ended a run before its last step: an error, or a signal, after a checkpoint."""
+    """What ended a run before its last step: an error, or a signal, after a checkpoint. `finite`: whether the loss and
+    the gradient of that step, which is not recorded, were numbers; None: not known."""
 
     step: int
     why: str = ""
     signal: str | None = None
+    finite: bool | None = None
 
 
 # summary.json

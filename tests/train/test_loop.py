@@ -26,6 +26,9 @@ from carpool import cli
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.report import write_report
+from carpool.report.headline import summarise
+from carpool.report.page import checks_of
+from carpool.report.read import read_run
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.trace import load_run
 from carpool.train.config import load_config
@@ -268,6 +271,9 @@ def test_stops_when_the_loss_is_no_number(two_ranks: Ranks, text: list[str], tmp
     assert (output / "checkpoints" / "step-00000001").is_dir()
     last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["kind"], last["step"]) == ("stopped", 2) and errors[0].endswith(last["why"])
+    run = read_run(output)
+    states = {check.name: check.state for check in checks_of(run, summarise(run))}
+    assert states["Ended"] == states["Finite"] == "bad", "the page shows no green mark for numbers that ended the run"
 
 
 @pytest.mark.parametrize(

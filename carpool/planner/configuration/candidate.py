@@ -8,7 +8,7 @@ from typing import Any
 
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED
-from carpool.planner.configuration.eager import FSDP, of_transport
+from carpool.planner.configuration.eager import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS, of_transport
 
 # What may be done about each item of what is kept for the backward (`carpool.planner.memory.kept`).
 POLICIES: Mapping[str, tuple[str, ...]] = {
@@ -140,7 +140,18 @@ class Candidate:
     def why_eager(self) -> str | None:
         """Why forward and backward are not CUDA graphs; None: they are."""
         found = self.eager or (of_transport(self.transport) if self.waits else None)
-        return found or (FSDP if self.has_fsdp else self.why_eager_by_plan)
+        return found or self.why_fsdp or self.why_eager_by_plan
+
+    @property
+    def why_fsdp(self) -> str | None:
+        """Why FSDP's hooks run layer by layer, which no graph can hold; None: it has no parameters."""
+        if not self.has_fsdp:
+            return None
+        if self.dense == "fsdp" and self.degrees.dp_cp > 1:
+            return FSDP
+        if self.degrees.efsdp > 1:
+            return FSDP_SHARDS
+        return FSDP_CASTS if self.stored != self.computed else FSDP_AVERAGES
 
     @property
     def why_eager_by_plan(self) -> str | None:

@@ -26,7 +26,7 @@ from carpool.train.decisions.recorded import decisions_of
 from carpool.train.estimate.fit import check_fits
 from carpool.train.launch.machine import Machine, imagine_machine
 from carpool.train.model.blueprint import Blueprint
-from carpool.train.prepare.data import check_sequences
+from carpool.train.prepare.data import check_amount, check_sequences
 from carpool.train.prepare.prepare import Prepared, prepare
 from carpool.train.records.files import check_idle
 from carpool.train.records.record import check_trackers
@@ -35,7 +35,8 @@ from carpool.transport import check_transport
 
 
 def check_run(config: Config, fixed: Collection[str], compare: str | None = None) -> None:
-    """Refuse what the ranks of this machine would refuse before their first step. Loads neither weights nor data.
+    """Refuse what the ranks of this machine would refuse before their first step. Loads no weights, and data only if it
+    is little.
 
     Args:
         fixed: settings that the user has said, by SECTION.KEY.
@@ -72,6 +73,7 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
     if checkpoint is not None and config.adapter.kind is None and run.degrees.pp == 1:
         check_model(checkpoint, blueprint.model)
     check_sequences(run, are_packed(config.data))
+    check_amount(run, tokenizer)
     if config.training.cuda_graphs == "on":
         # By its transport and its dense parameters only the ranks can tell.
         one = run.estimate.candidate(run.likely_transport, run.dense.answer)

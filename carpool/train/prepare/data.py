@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +16,13 @@ from carpool.train.data.corpus import Corpus
 from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.sequences import Sequences, eval_sequences, train_sequences
+from carpool.train.data.sources import find_sources
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.ranks import patiently, together
 from carpool.train.prepare.prepare import Prepared
 
+# Bytes of files that are read before a run: a second, whatever reads them.
+LITTLE = 1 << 20
 MakeCorpus = Callable[[Prepared, Tokenizer], Corpus]
 
 
@@ -84,6 +88,24 @@ def read_corpus(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
             corpus = corpora.prepare(config.data, tokenizer, config.model.path, build=False)
     assert corpus is not None
     return corpus
+
+
+def check_amount(prepared: Prepared, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if one step takes more sequences than there are. Of little data alone: it is read for that, as
+    the run will read it, and nothing is kept."""
+    config, training = prepared.config, prepared.config.training
+    sources = find_sources(config.data.train, "data.train")
+    if sum(size for source in sources for _, size, _ in source.signature()) > LITTLE:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data = config.data.model_copy(update={"cache_dir": folder})
+        sequences = train_sequences(corpora.prepare(data, tokenizer, config.model.path), data)
+        TrainLoader(
+            sequences,
+            batch_size=training.per_device_train_batch_size,
+            accumulation=training.gradient_accumulation_steps,
+            dp_size=prepared.degrees.dp,
+        )
 
 
 def check_sequences(prepared: Prepared, packed: bool) -> None:

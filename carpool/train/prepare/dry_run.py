@@ -33,8 +33,13 @@ Sources = Mapping[tuple[str, str], str]
 
 
 def dry_run(config: Config, sources: Sources | None = None, gpu: str | None = None) -> str:
-    """The resolved configuration and what it will need, as text. Reads no weights, and of the data the first row
-    alone; starts no ranks.
+    """The text of `dry_run_with_fit`."""
+    return dry_run_with_fit(config, sources, gpu)[0]
+
+
+def dry_run_with_fit(config: Config, sources: Sources | None = None, gpu: str | None = None) -> tuple[str, str | None]:
+    """The resolved configuration and what it will need, as text; and why the run does not fit into memory, None if it
+    does. Reads no weights, and of the data the first row alone, or all of it where that is little; starts no ranks.
 
     Args:
         sources: as `carpool.train.config.load.Resolved` has them.
@@ -58,8 +63,11 @@ def dry_run(config: Config, sources: Sources | None = None, gpu: str | None = No
         raise ValueError(
             f"{error} (if the run is meant for GPUs of another machine: --gpu h100, or what they are)"
         ) from None
-    lines = [*_decided(run), *_time(run), *_needed(run)]
-    return run.config.to_toml(sources={**sources, **_planned(run)}) + "\n" + "\n".join(f"# {line}" for line in lines)
+    needed, verdict = _needed(run)
+    lines = [*_decided(run), *_time(run), *needed, *verdict]
+    text = run.config.to_toml(sources={**sources, **_planned(run)}) + "\n" + "\n".join(f"# {line}" for line in lines)
+    fits = run.estimate(run.likely_transport, run.dense.answer)["total"] <= run.rank_memory
+    return text, None if fits or not run.config.training.check_memory else verdict[0].partition(". ")[0]
 
 
 def _on_gpus(config: Config, fixed: list[str]) -> str | None:
@@ -103,6 +111,8 @@ def _decided(run: Prepared) -> list[str]:
     return [
         *lines,
         f"{tokens:,} tokens per step, {flops:,} operations per token",
+        f"{sequences * degrees.dp:,} sequences per step: {degrees.dp} data-parallel ranks x "
+        f"{training.gradient_accumulation_steps} micro-batches x {training.per_device_train_batch_size}",
         *([] if long is None else [long]),
         blueprint.describe_balance_loss(config.moe.router_aux_loss_coef),
         f"dense parameters: {run.dense.answer}: {run.dense.why}",
@@ -138,11 +148,11 @@ def _time(run: Prepared) -> list[str]:
     ]
 
 
-def _needed(run: Prepared) -> list[str]:
-    """Lines about memory."""
+def _needed(run: Prepared) -> tuple[list[str], list[str]]:
+    """Lines about memory, and the verdict."""
     transport, dense, room, cuda = run.likely_transport, run.dense.answer, run.rank_memory, run.machine.cuda
     lines = [
-        "predicted memory of one rank:",
+        f"predicted memory of one rank, which computes {max(run.batch_sizes)} sequences at a time:",
         *(f"  {name:<12} {_mib(value):>12}" for name, value in run.estimate(transport, dense).items()),
         *(f"  {line}" for line in textwrap.wrap(f"not counted: {NOT_COUNTED[cuda]}", 100)),
     ]
@@ -156,7 +166,7 @@ def _needed(run: Prepared) -> list[str]:
             "a rank and step, if parameters are updated in the backward (modelled)"
         )
     name = f"{room / 2**30:,.0f} GiB" if cuda else f"{room / 2**30:,.1f} GiB, a rank's share of this machine"
-    return lines + describe_fit(run.estimate, transport, dense, room, name)
+    return lines, describe_fit(run.estimate, transport, dense, room, name)
 
 
 def _mib(size: int) -> str:

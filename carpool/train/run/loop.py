@@ -71,7 +71,8 @@ def train(
                 run.record(wait=False)
             # Why the run ends here, for its report.
             asked = error.signal if isinstance(error, Stopped) else None
-            run.recorder.write("stopped", run.step, why=str(error) or type(error).__name__, signal=asked)
+            finite = False if isinstance(error, NonFiniteError) else None
+            run.recorder.write("stopped", run.step, why=str(error) or type(error).__name__, signal=asked, finite=finite)
             raise
         finally:
             run.close()

@@ -84,7 +84,7 @@ def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers
     if reason := why_experts_wait(layers[0]):
         return reason
     if fsdp.states(model):
-        return FSDP
+        return candidate.why_fsdp or FSDP
     if any(own.layout.num_replicas for own in layers):
         return COPIES
     if one_row_only(model):

@@ -1,0 +1,67 @@
+"""What a dry run says goes together: verdict and exit code, data and step, its lines with each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from carpool.planner.configuration.eager import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS
+from carpool.train.config import load_config
+from carpool.train.prepare.check import check_run
+from carpool.train.prepare.dry_run import dry_run
+from tests.train.test_cli import carpool_command, error_of
+
+LARGE = ["model.config=qwen3-30b-a3b", "model.dtype=bfloat16", "parallelism.num_ranks=4", "--gpu", "h100"]
+
+
+def test_a_run_that_does_not_fit_ends_with_an_error() -> None:
+    shown = carpool_command("train", "--dry-run", *LARGE)
+    assert shown.exit_code == 1 and "# does not fit in 79 GiB: " in shown.stdout
+    assert shown.stderr.startswith("error: this run does not fit in 79 GiB: ") and "stands above" in shown.stderr
+    for change in ("parallelism.num_ranks=64", "training.check_memory=false"):
+        assert carpool_command("train", "--dry-run", *LARGE, change).exit_code == 0
+
+
+def test_data_of_less_than_a_step_is_refused_before_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "little.txt"
+    file.write_text("three short sequences\n" * 40)
+    asked = [f"data.train={file}", "data.eval_fraction=0", "data.sequence_length=256", "parallelism.device=cpu"]
+    asked += ["training.gradient_accumulation_steps=32", "training.per_device_train_batch_size=1"]
+    asked += [f"training.output_dir={tmp_path}/run", "parallelism.num_ranks=4"]
+    message = r"881 tokens, 3 sequences of data.sequence_length = 256, but one step takes 128 sequences"
+    for look in (dry_run, lambda config: check_run(config, [])):
+        with pytest.raises(ValueError, match=message):
+            look(load_config(None, asked))
+    assert not (tmp_path / "run").exists()
+    assert "one step takes 128 sequences" in error_of("train", "--dry-run", *asked)
+    assert "fits in" in dry_run(
+        load_config(None, [*asked, "parallelism.num_ranks=1", "training.gradient_accumulation_steps=3"])
+    )
+
+
+def test_what_was_sized_is_said() -> None:
+    settings = ["training.per_device_train_batch_size=3", "training.gradient_accumulation_steps=5"]
+    shown = dry_run(load_config(None, [*settings, "parallelism.num_ranks=4"]), gpu="h100")
+    assert "# 60 sequences per step: 4 data-parallel ranks x 5 micro-batches x 3\n" in shown
+    assert "# predicted memory of one rank, which computes 3 sequences at a time:\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["parallelism.dense=fsdp"], FSDP),
+        (["parallelism.num_ranks=8"], FSDP_CASTS),
+        (["model.dtype=bfloat16", "parallelism.num_ranks=8", "parallelism.ep_size=4"], FSDP_SHARDS),
+        (["model.dtype=bfloat16", "parallelism.num_ranks=8", "parallelism.dp_replicate_size=2"], FSDP_AVERAGES),
+    ],
+)
+def test_fsdp_is_named_for_what_it_has(settings: list[str], why: str) -> None:
+    """A line that says "dense parameters: replicate" stands above."""
+    shown = dry_run(load_config(None, settings), gpu="h100")
+    assert f"# CUDA graphs: none, because {why}\n" in shown
+    assert ("# dense parameters: fsdp" in shown) == (why == FSDP)
+    graphs = [*settings, "parallelism.dense=replicate", "model.dtype=bfloat16", "parallelism.ep_size=none"]
+    assert "# CUDA graphs: forward" in dry_run(
+        load_config(None, [*graphs, "parallelism.dp_replicate_size=1"]), gpu="h100"
+    )
