@@ -116,8 +116,14 @@ def errors(debug: bool) -> Iterator[None]:
         fail(text_of(error))
 
 
+def printable(text: str) -> str:
+    """What people wrote may hold escape sequences, which a terminal would follow: they are shown as Python writes
+    them."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
 def fail(text: str, code: int = 1) -> None:
     # Under torchrun and Slurm every rank is a command of its own.
     rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(text)}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(printable(text))}", highlight=False)
     raise typer.Exit(code)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, check_writable, command, errors, require
-from carpool.train.launch.ahead import look_ahead
+from carpool.train.launch.ahead import look_ahead, said_if_slow
 from carpool.train.launch.output import lasting_output
 from carpool.train.launch.stopping import leaves_setup
 from carpool.train.launch.worker import collector_paused
@@ -84,7 +84,7 @@ def train(
             _check_output(settings)  # before reading data and starting ranks, which take a while
         check_paths(resolved, compare)
         if dry_run:
-            with collector_paused():
+            with collector_paused(), said_if_slow():
                 from carpool.train.prepare.dry_run import dry_run_with_fit
 
                 text, misfit = dry_run_with_fit(settings, resolved.sources, gpu)
@@ -230,7 +230,7 @@ def check_ahead(resolved: Resolved, entry: str, debug: bool, **kwargs: Any) -> N
         return
     settings = resolved.config
     with Console(stderr=True).status("checking the settings") as status:
-        with look_ahead(settings, entry, debug=debug, fixed=resolved.fixed, **kwargs):
+        with said_if_slow(), look_ahead(settings, entry, debug=debug, fixed=resolved.fixed, **kwargs):
             startable_ranks(settings)
         status.update("reading data")
         read_data(settings)

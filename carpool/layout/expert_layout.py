@@ -311,7 +311,7 @@ class ExpertLayout:
             raise ValueError(
                 f'{path} is not an expert layout: expected {{"homes": [[0, 1], [2, 3]], "slots": ...}} ({error})'
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
 
 

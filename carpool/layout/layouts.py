@@ -141,7 +141,7 @@ class Layouts(Mapping[str, ExpertLayout]):
             data = json.loads(Path(path).read_text())
         except OSError as error:
             raise ValueError(f"cannot read the expert layout {path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not an expert layout: it is no JSON ({error})") from error
         return cls.from_dict(data, path)
 

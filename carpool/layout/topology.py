@@ -34,6 +34,10 @@ Link = Literal["self", "nvlink", "node", "network"]
 LINKS: tuple[Link, ...] = ("nvlink", "node", "network")
 
 
+# What to do, for those who call the library, too: they have no settings.
+SAY_NODES = "say how many ranks share a node (carpool.transport.set_topology; of a run, parallelism.ranks_per_node)"
+
+
 @dataclass(frozen=True)
 class Topology:
     """Which ranks share what.
@@ -129,7 +133,7 @@ class Topology:
             raise ValueError(
                 "an expert-parallel group needs equally many consecutive ranks on each node, but by "
                 f"{self.source} its nodes hold {'; '.join(f'ranks {_few(one)}' for one in nodes)}: start equally many "
-                "ranks on each node, or set parallelism.ranks_per_node"
+                f"ranks on each node, or {SAY_NODES}"
             )
         return self.num_nodes
 
@@ -216,7 +220,7 @@ def agree(reports: Sequence[Whereabouts]) -> Topology:
         said = "; ".join(f"ranks {_few(ranks)} by {source}" for source, ranks in by_source.items())
         raise ValueError(
             f"the ranks do not agree on how nodes are told apart: {said}. Start all ranks with the same launcher and "
-            "the same configuration, or set parallelism.ranks_per_node for all"
+            f"the same configuration, or {SAY_NODES}, for all"
         )
     counts = Counter(report.node for report in reports)
     wrong = [r for r, one in enumerate(reports) if one.ranks_on_node not in (None, counts[one.node])]
@@ -225,14 +229,14 @@ def agree(reports: Sequence[Whereabouts]) -> Topology:
         raise ValueError(
             f"ranks {_few(wrong)} do not agree with the others on their nodes: rank {wrong[0]} was told that "
             f"{one.ranks_on_node} ranks share its node, but {counts[one.node]} say that they are on node {one.node} "
-            f"(by {one.source}). Set parallelism.ranks_per_node, or start equally many ranks on each node"
+            f"(by {one.source}). Start equally many ranks on each node, or {SAY_NODES}"
         )
     for rank, one in enumerate(reports):
         first = next(r for r, other in enumerate(reports) if other.node == one.node)
         if one.host != reports[first].host:
             raise ValueError(
                 f"ranks {first} and {rank} share a node by {one.source}, but their hosts are {reports[first].host} and "
-                f"{one.host}: change parallelism.ranks_per_node, or leave it out where the launcher knows the nodes"
+                f"{one.host}: leave it to the launcher where that knows the nodes, or {SAY_NODES}"
             )
     nodes = _numbered([one.node for one in reports])
     domains = _numbered([one.domain or f"rank {r}" for r, one in enumerate(reports)])

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from carpool.layout.topology import Topology
+from carpool.layout.topology import SAY_NODES, Topology
 from carpool.transport.places import find_topology
 
 
@@ -78,7 +78,7 @@ def why_not_several(topology: Topology) -> str | None:
     if topology.num_nodes == 1:
         return (
             f"by {topology.source} all {topology.num_ranks} ranks of the expert-parallel group are on one node, "
-            "and it needs several: raise parallelism.ep_size, or set parallelism.ranks_per_node"
+            f"and it needs several: use more expert-parallel ranks, or {SAY_NODES}"
         )
     try:
         topology.even_nodes()

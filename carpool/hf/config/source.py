@@ -72,7 +72,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         model_type = raw.get("model_type")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder / 'config.json'} is not a JSON object: {error}") from error
     if model_type not in CONFIG_MAPPING:
         code = " It brings its own code (auto_map), which Carpool never runs." if "auto_map" in raw else ""

@@ -60,6 +60,8 @@ __all__ = [
 
 # Keys of the [model] section that name a model; any of them displaces the demo's.
 _MODEL_SOURCES = ("path", "architecture", "model_type")
+# Bytes of a configuration file; those that people write have a few thousand.
+_MOST_BYTES = 1 << 20
 # Sections that may be left to the planner as a whole.
 _PLANNED = ("parallelism", "memory")
 _COMMAND_LINE = "on the command line"
@@ -74,6 +76,7 @@ _EXPECTED = {
     "dict_type": "a table",
     "tuple_type": "text or a list of texts",
     "finite_number": "a finite number",
+    "string_too_short": "text that is not empty",
 }
 
 
@@ -176,6 +179,10 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"configuration file {path} is a pipe or a device; write what it holds to a file")
+        if path.is_file() and path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"configuration file {path} has more than {_MOST_BYTES:,} bytes; name a file of settings")
         # Some editors put a byte order mark first.
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -193,7 +200,9 @@ def _read(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         at = re.search(r"line (\d+)", str(error))
         line = text.splitlines()[int(at[1]) - 1].strip() if at and int(at[1]) <= len(text.splitlines()) else ""
-        raise ValueError(f"{path} is not valid TOML: {error}{f': {line}' if line else ''}") from None
+        raise ValueError(f"{path} is not valid TOML: {error}{f': {line[:80]}' if line else ''}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is not read: its lists or tables are nested too deeply") from None
     if not data:
         raise ValueError(f"{path} sets nothing; write settings into it, or leave it out")
     # What a recipe says about itself (carpool/recipes) is for its reader, but for what it says is missing.
@@ -228,6 +237,10 @@ def _parse_override(override: str) -> dict[str, Any]:
                 "text, but is not valid TOML (does the shell strip quotes? put single quotes around the whole of it)"
             ) from None
         value = text
+    except RecursionError:
+        raise ValueError(
+            f"the value of {name.strip()} is not read: its lists or tables are nested too deeply"
+        ) from None
     for part in reversed(parts):
         value = {part: value}
     return _with_plans(typing.cast(dict[str, Any], value))
@@ -293,9 +306,9 @@ def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str])
             if owner is None and close is None:
                 leaf = nearest(section, [name.split(".")[1] for name in dotted])
                 owner = next((name for name in dotted if leaf and name.endswith(f".{leaf}")), None)
-            hint = owner or close or f"one of the sections {', '.join(sections)}"
+            hint = f"did you mean {owner or close or 'one of the sections ' + ', '.join(sections)}?"
             kind = "section" if isinstance(table, Mapping) else "key"
-            raise ValueError(f"unknown {kind} {section} {where}; did you mean {hint}?")
+            raise ValueError(f"unknown {kind} {section} {where}; {_in_our_words(section) or hint}")
         if not isinstance(table, Mapping):
             planned = f"; {section}=auto leaves it to the planner" if section in _PLANNED else ""
             key = next(key for key in sections[section] if key != "plan")
@@ -312,7 +325,16 @@ def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str])
             guess = next((name for name in dotted if name.endswith(f".{key}")), guess)
             guess = guess or nearest(f"{section}.{key}", dotted)
             hint = f"; did you mean {guess}?" if guess else f"; [{section}] knows {', '.join(sections[section])}"
-            raise ValueError(f"unknown key {section}.{key} {where}{hint}")
+            theirs = _in_our_words(key)
+            raise ValueError(f"unknown key {section}.{key} {where}{f'; {theirs}' if theirs else hint}")
+
+
+def _in_our_words(name: str) -> str | None:
+    """What to say where a name is one of Transformers' TrainingArguments, and no key; None: it is not."""
+    known = tomllib.loads(Path(__file__).with_name("training_arguments.toml").read_text(encoding="utf-8"))
+    if (said := known.get(name)) is None:
+        return None
+    return f"Carpool has no {name}: {said}" if " " in said else f"what TrainingArguments call {name} is {said} here"
 
 
 def _explain(error: Any, places: Mapping[tuple[str, ...], str]) -> tuple[str, str]:

@@ -39,6 +39,7 @@ class ModelSection(Section):
 
     path: str | None = Field(
         default=None,
+        min_length=1,
         description="Folder of a checkpoint in transformers' format, which from_pretrained loads. A folder with a "
         "config.json and no weights, or none: a model from scratch.",
     )

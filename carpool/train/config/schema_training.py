@@ -14,7 +14,7 @@ class TrainingSection(Section):
     """Optimizer, schedule, steps and the run's folder; transformers' names."""
 
     output_dir: str = Field(
-        default="runs/demo", description="Folder of this run: metrics, checkpoints, resolved configuration, report."
+        default="runs/demo", min_length=1, description="Folder of this run: metrics, checkpoints, settings, report."
     )
     max_steps: int | None = Field(
         default=180,
@@ -153,6 +153,7 @@ class TrainingSection(Section):
     )
     resume_from_checkpoint: str | None = Field(
         default=None,
+        min_length=1,
         description='Go on from a checkpoint: "last" (the newest good one in output_dir), "auto" (that one, or the '
         "beginning where no checkpoint was saved yet: for jobs that a scheduler starts again) or a checkpoint's "
         "folder. none: start anew.",

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,19 @@ def look_ahead(config: Config, entry: str, *, debug: bool = False, **kwargs: Any
             raise
     if refused:
         raise ValueError(refused)
+
+
+@contextlib.contextmanager
+def said_if_slow(seconds: float = 10.0) -> Iterator[None]:
+    """A line on standard error if what is inside takes longer."""
+    text = "still looking at the settings and the shapes of the model, layer by layer; thousands of layers take minutes"
+    timer = threading.Timer(seconds, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def main() -> None:

@@ -25,13 +25,17 @@ def check_trackers(report_to: Sequence[str]) -> None:
     alone would leave the others waiting."""
     if not report_to:
         return  # transformers' trackers take a second to import
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.integrations import integration_utils
 
-    if unknown := [name for name in report_to if name not in INTEGRATION_TO_CALLBACK]:
+    if unknown := [name for name in report_to if name not in integration_utils.INTEGRATION_TO_CALLBACK]:
         raise ValueError(
             f"training.report_to names {', '.join(unknown)}, which transformers does not know; it knows "
-            f"{', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+            f"{', '.join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))}"
         )
+    for name in report_to:
+        # Asked before there is a callback: some fail once more when they are thrown away.
+        if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
+            raise ValueError(f"training.report_to names {name}, which is not installed: pip install {name}")
     _make_callbacks(report_to)
 
 

@@ -97,7 +97,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         keys = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy or download it again if it was cut off") from None
     if not isinstance(keys, dict):
         raise ValueError(f"{path} holds no JSON object with a model's configuration")
