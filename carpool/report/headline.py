@@ -129,7 +129,8 @@ def _moved(summary: Summary) -> Fact:
         if ours:
             detail += f", {theirs / ours:.2f}× as much"
     if summary.bytes_network is not None:
-        detail = f"{bytes_text(summary.bytes_network)} of them between nodes; {detail}"
+        rides = "between nodes, of training steps' rides alone: gradients, parameters and evaluation come beside"
+        detail = f"{bytes_text(summary.bytes_network)} of them {rides}; {detail}"
     return Fact("bytes moved", bytes_text(ours), detail)
 
 

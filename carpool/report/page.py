@@ -133,7 +133,7 @@ def _last_step(run: Run) -> list[tuple[str, str]]:
         ("Step time", ms_text(last.step_ms)),
         ("Rows between ranks", count_text(last.rows_remote)),
         ("Bytes between ranks", bytes_text(last.bytes_remote)),
-        ("Bytes between nodes", bytes_text(last.bytes_network)),
+        ("Bytes of rides between nodes", bytes_text(last.bytes_network)),
         ("One row per (token, expert)", bytes_text(last.bytes_remote_alltoall)),
         ("Load, max/mean, worst layer", plain_text(last.load_max_over_mean)),
         ("Experts that nobody chose", count_text(last.dead_experts)),

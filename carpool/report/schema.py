@@ -264,8 +264,8 @@ class LayerLayout(Record):
 
 
 class Stopped(Record):
-    """What ended a run before its last step: an error, or a signal, after a checkpoint. `finite`: whether the loss and
-    the gradient of that step, which is not recorded, were numbers; None: not known."""
+    """What ended a run before its last step: an error, or a signal, after a checkpoint. finite = False: numbers of that
+    step, which is not recorded, were none."""
 
     step: int
     why: str = ""

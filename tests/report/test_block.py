@@ -115,7 +115,10 @@ def test_one_rank_moves_nothing() -> None:
 
 def test_bytes_between_nodes_are_said_where_there_are_several() -> None:
     line = _line(text_block({**SUMMARY, "bytes_network": 300_000_000}, run_info(SHAPE)), "bytes moved")
-    assert "1.23 GB 300 MB of them between nodes; between ranks, forward and backward;" in line
+    assert (
+        "1.23 GB 300 MB of them between nodes, of training steps' rides alone: gradients, parameters and evaluation"
+        in line
+    )
 
 
 def test_mfu_and_nan() -> None:

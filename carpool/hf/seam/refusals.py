@@ -1,13 +1,12 @@
 """What a layer refuses in its first forward: what would train wrongly around it, without an error.
 
 Parameters that were added after the model was sharded, and that nobody averages over the ranks. And tensor-parallel
-plans (tp_size > 1) that do not go together with the model. Runs and dry runs look before there is a model
-(`carpool.hf.building.checks.check_parallelism`). Each rank of a group has some of the attention heads, and is refused
+plans (tp_size > 1) that do not go together with the model, for which runs and dry runs look before there is one
+(`carpool.hf.building.checks.check_parallelism`). Each rank of a group has some of the attention heads; refused is
 
-  - if the ranks do not divide the heads of queries, or those of keys and values, of each layer: one key-value head on
-    two ranks would be two halves of a head. The model would fail in its first forward;
-  - if the plan shards the rows of an output projection, and of no projection before it the columns (layers of linear
-    attention whose names are those of attention), or an embedding that has a norm in it, which needs whole sums;
+  - if the ranks do not divide the heads of each layer, of queries, keys and values: shapes would not fit;
+  - if the plan shards an output projection alone (of linear attention whose names are those of attention), or an
+    embedding that has a norm in it, which needs whole sums;
   - a norm of queries or keys over one head (`q_norm`, `k_norm`) has one weight for all heads, and the plan does not add
     up the gradients that each rank has of its own heads. That of GLM-4.5 (`use_qk_norm`) forgets it: the loss is right,
     the gradient of the norm is that of a part of the heads;
@@ -59,14 +58,12 @@ def check_adapters(experts: nn.Module) -> None:
 
 # The projection in a plan, and the norm of what it computes.
 NORMS = (("q_proj", "q_norm"), ("k_proj", "k_norm"), ("q_proj", "query_layernorm"), ("k_proj", "key_layernorm"))
-# Of projections into heads: what they are of, and the attributes of attention whose sum is the size of a head, the
-# first ones that it has.
+# Of projections into heads: what these are, and where attention says their size.
 HEADS = {
-    "q_proj": ("attention heads", (("qk_head_dim",), ("head_dim",))),
-    "q_b_proj": ("attention heads", (("qk_head_dim",), ("head_dim",))),
-    "k_proj": ("key-value heads", (("qk_head_dim",), ("head_dim",))),
-    "v_proj": ("key-value heads", (("v_head_dim",), ("head_dim",))),
-    "kv_b_proj": ("attention heads", (("qk_nope_head_dim", "v_head_dim"),)),
+    **dict.fromkeys(("q_proj", "q_b_proj"), ("attention heads", "qk_head_dim")),
+    "k_proj": ("key-value heads", "qk_head_dim"),
+    "v_proj": ("key-value heads", "v_head_dim"),
+    "kv_b_proj": ("attention heads", "qk_nope_head_dim"),
 }
 
 
@@ -86,18 +83,13 @@ def check_tensor_parallel(model: Any, plan: dict[str, str], ranks: int) -> None:
         children = dict(module.named_children())
         _check_heads(model, name, module, styles, ranks)
         own = {child: style for child in children if (style := styles.get(f"{name}.{child}")) is not None}
-        if own.get("o_proj") in ("rowwise", "carpool_rowwise") and not any(
-            "colwise" in style for style in own.values()
-        ):
-            raise ValueError(
-                f"the tensor-parallel plan of {type(model).__name__} shards {name}.o_proj, and nothing before it in "
-                f"that layer ({type(module).__name__}), so that shapes would not fit; {instead}"
-            )
-        if styles.get(name) == "embedding_rowwise" and children:
-            raise ValueError(
-                f"the tensor-parallel plan of {type(model).__name__} shards {name} by words, whose {min(children)} "
-                f"would see the sum of one rank alone; {instead}"
-            )
+        wrong = None
+        if own.get("o_proj") in ("rowwise", "carpool_rowwise") and not any("colwise" in one for one in own.values()):
+            wrong = f"{name}.o_proj, and nothing before it in that {type(module).__name__}, so that shapes do not fit"
+        elif styles.get(name) == "embedding_rowwise" and children:
+            wrong = f"{name} by words, whose {min(children)} would see the sum of one rank alone"
+        if wrong is not None:
+            raise ValueError(f"the tensor-parallel plan of {type(model).__name__} shards {wrong}; {instead}")
         clip = getattr(getattr(module, "config", None), "clip_qkv", None)
         if clip is not None and styles.get(f"{name}.q_proj") == "colwise_gather_output":
             raise ValueError(
@@ -116,20 +108,18 @@ def check_tensor_parallel(model: Any, plan: dict[str, str], ranks: int) -> None:
 
 def _check_heads(model: Any, name: str, attention: nn.Module, styles: dict[str, str], ranks: int) -> None:
     """Raise ValueError if the ranks do not divide the heads that a plan shards."""
-    for child, (what, sizes) in HEADS.items():
-        if styles.get(f"{name}.{child}") not in ("colwise", "carpool_colwise"):
+    for child, (what, key) in HEADS.items():
+        weight = getattr(getattr(attention, child, None), "weight", None)
+        if weight is None or styles.get(f"{name}.{child}") not in ("colwise", "carpool_colwise"):
             continue
-        weight = getattr(getattr(attention, child), "weight", None)
-        found = (sum(getattr(attention, key) for key in keys) for keys in sizes if hasattr(attention, keys[-1]))
-        if weight is None or not (size := next(found, 0)):
-            continue
-        heads, rest = divmod(weight.shape[0], size)
+        size = getattr(attention, key, getattr(attention, "head_dim", None)) or weight.shape[0]
+        # Keys and values of latent attention come from one projection.
+        heads, rest = divmod(weight.shape[0], size + (attention.v_head_dim if child == "kv_b_proj" else 0))
         if not rest and heads % ranks:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ValueError(
-                f"tp_size = {ranks} does not divide the {heads} {what} of {type(model).__name__}'s {name}, each of "
-                f"which is on one tensor-parallel rank: here tp_size can be {fits} (fsdp_size and ep_size divide the "
-                "memory as well)"
+                f"tp_size = {ranks} does not divide the {heads} {what} of {type(model).__name__}'s {name}, which are "
+                f"whole on a rank: here tp_size can be {fits} (fsdp_size and ep_size divide the memory as well)"
             )
 
 
@@ -138,4 +128,5 @@ def check_tensor_parallel_around(experts: nn.Module) -> None:
     for state in fsdp.states_in_forward(experts):
         for root in fsdp.root_modules(state):
             if plan := getattr(root, "tp_plan", None):
-                check_tensor_parallel(root, plan, root.config.distributed_config.tp_size)
+                config: Any = root.config
+                check_tensor_parallel(root, plan, config.distributed_config.tp_size)

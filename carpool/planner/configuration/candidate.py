@@ -96,11 +96,6 @@ class Candidate:
         return experts or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
 
     @property
-    def has_fsdp(self) -> bool:
-        """Whether FSDP has parameters at all, so that its hooks run layer by layer."""
-        return self.gathers or self.experts_apart
-
-    @property
     def experts_as_dense(self) -> bool:
         """Whether experts are whole on each rank, as dense parameters are."""
         degrees = self.degrees
@@ -145,7 +140,7 @@ class Candidate:
     @property
     def why_fsdp(self) -> str | None:
         """Why FSDP's hooks run layer by layer, which no graph can hold; None: it has no parameters."""
-        if not self.has_fsdp:
+        if not (self.gathers or self.experts_apart):
             return None
         if self.dense == "fsdp" and self.degrees.dp_cp > 1:
             return FSDP
