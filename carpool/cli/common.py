@@ -117,8 +117,7 @@ def errors(debug: bool) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """What people wrote may hold escape sequences, which a terminal would follow: they are shown as Python writes
-    them."""
+    """Text with escape sequences, which a terminal would follow, as Python writes them."""
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 

@@ -68,11 +68,7 @@ def check_parallelism(
     dense: str | None = None,
     sequence_parallel: bool = False,
 ) -> None:
-    """Refuse a parallelism that this model cannot have: what a plan, a dry run and a run ask alike.
-
-    Args:
-        blueprint: the whole model, may be on the meta device.
-        dense, sequence_parallel: as of `build_model`."""
+    """Refuse a parallelism that this model cannot have: what a plan, a dry run and a run (`build_model`) ask alike."""
     ranks = size_of(distributed_config, "tp")
     if distributed_config is not None and ranks > 1 and distributed_config.tp_plan != {}:
         own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}

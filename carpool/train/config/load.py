@@ -60,8 +60,7 @@ __all__ = [
 
 # Keys of the [model] section that name a model; any of them displaces the demo's.
 _MODEL_SOURCES = ("path", "architecture", "model_type")
-# Bytes of a configuration file; those that people write have a few thousand.
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 20  # of a configuration file
 # Sections that may be left to the planner as a whole.
 _PLANNED = ("parallelism", "memory")
 _COMMAND_LINE = "on the command line"

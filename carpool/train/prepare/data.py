@@ -21,8 +21,7 @@ from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.ranks import patiently, together
 from carpool.train.prepare.prepare import Prepared
 
-# Bytes of files that are read before a run: a second, whatever reads them.
-LITTLE = 1 << 20
+LITTLE = 1 << 20  # bytes of files that are read before a run
 MakeCorpus = Callable[[Prepared, Tokenizer], Corpus]
 
 
