@@ -264,8 +264,7 @@ class LayerLayout(Record):
 
 
 class Stopped(Record):
-    """What ended a run before its last step: an error, or a signal, after a checkpoint. finite = False: numbers of that
-    step, which is not recorded, were none."""
+    """What ended a run before its last step: an error (finite=False: NaN or inf), or a signal, after a checkpoint."""
 
     step: int
     why: str = ""

@@ -83,7 +83,6 @@ def said_if_slow(seconds: float = 10.0) -> Iterator[None]:
     """A line on standard error if what is inside takes longer."""
     text = "still looking at the settings and the shapes of the model, layer by layer; thousands of layers take minutes"
     timer = threading.Timer(seconds, print, (text,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
     timer.start()
     try:
         yield
