@@ -291,6 +291,29 @@ with leaves_setup():
 """
 
 
+FORKS = """
+import os, signal, time
+from carpool.train.launch.stopping import leaves_setup
+with leaves_setup():
+    ready, tell = os.pipe()
+    if not (child := os.fork()):
+        os.write(tell, b"1")
+        time.sleep(60)
+        os._exit(1)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    time.sleep(0.5)
+    print("goes on")
+"""
+
+
+def test_a_signal_to_a_forked_process_is_not_for_the_run():
+    """As of a pool of processes that reads data and is ended."""
+    ran = subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=STOP_SECONDS)
+    assert (ran.returncode, ran.stdout) == (0, f"{-signal.SIGTERM}\ngoes on\n"), ran.stderr
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 @pytest.mark.parametrize("what", ["waits", "listens"])
 def test_in_setup_a_signal_ends_a_rank_that_runs_no_python(what, number):

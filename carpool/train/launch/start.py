@@ -166,8 +166,10 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs"), redirects=redirects),
         )
-        # It writes them into the environment. SIGTERM is the relay's.
-        launch_config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
+        # It writes them into the environment. SIGTERM is the relay's, and `nohup` has SIGHUP ignored.
+        ends = ("SIGINT", "SIGHUP", "SIGQUIT")
+        heard = (name for name in ends if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN)
+        launch_config.signals_to_handle = ",".join(heard)
         if hasattr(launch_config, "shutdown_timeout"):
             launch_config.shutdown_timeout = _STOP_SECONDS
         worker = ("-P", "-m", "carpool.train.launch.worker", str(job))

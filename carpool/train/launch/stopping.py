@@ -84,6 +84,14 @@ def leaves_setup() -> Iterator[None]:
             if came[0] in STOP_SIGNALS and signal.getsignal(came[0]) is _leave_setup:
                 _leave_setup(came[0])
 
+    def forget() -> None:
+        # A forked process has no such thread; what it is sent is not for this one, whose pipe it would write to.
+        if signal.getsignal(signal.SIGTERM) is _leave_setup:
+            signal.set_wakeup_fd(-1)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forget)
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
