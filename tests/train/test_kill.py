@@ -173,9 +173,11 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
     try:
         # Past the step at which the next one ends: nothing of the steps that were lost may stay.
         wait_for_step(output, STEPS + 2, lambda: output_of(process))
+        ranks = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.kill()
         process.wait()
+    assert not psutil.wait_procs(ranks, timeout=PATIENCE)[1], "they die with their agent"
     stop = f"training.stop_at_step={STEPS}"
     assert start(two_ranks, output, [*settings, stop]) == [""] * 2
     assert losses(output) == whole
