@@ -2,7 +2,8 @@
 
     a checkpoint      config.json, safetensors, a tokenizer             as it is
     a run             config.toml, checkpoints/step-00000100/, ...      its newest checkpoint; without one, model/,
-                                                                        which it exported
+                                                                        which it exported; the adapter that it trained,
+                                                                        beside the model that was adapted
 
 Over several ranks each keeps the dense parameters whole, for prompts of its own, and E / W of the experts.
 """
@@ -23,6 +24,7 @@ from carpool.hf.axes.dense import replicate_dense
 from carpool.hf.building.model import build_model
 from carpool.hf.building.narrow import row_size
 from carpool.hf.config.source import read_config
+from carpool.hf.finetune.adapters import share_adapters
 from carpool.hf.memory.host_experts import keep_experts_in_host_memory
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.serve.experts import ON_DEVICE, PREDICTORS, ExpertTier
@@ -35,7 +37,9 @@ from carpool.train.checkpoints.source import SOURCE
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.model.adapter import attach_adapter
 from carpool.train.model.source import model_source, top_k_of
+from carpool.train.records.files import ADAPTER
 from carpool.transport import HierarchicalOptions
 
 
@@ -49,6 +53,7 @@ class Source:
         checkpoint: of a run, whose weights are then read; None: those in `build`.
         run: the configuration of a run; None: a checkpoint.
         text: its tokenizer.
+        adapter: the folder of the adapter that a run has trained beside the checkpoint in `build`.
     """
 
     path: Path
@@ -56,6 +61,7 @@ class Source:
     checkpoint: Path | None
     run: Config | None
     text: Text
+    adapter: Path | None = None
 
     @property
     def config(self) -> Any:
@@ -75,17 +81,25 @@ def find_source(path: Path) -> Source:
     """What `path` names.
 
     Raises:
-        ValueError: neither a checkpoint nor a run, a run without weights, or no tokenizer."""
+        ValueError: neither a checkpoint nor a run, a run without weights, no tokenizer, or an adapter whose model is
+            gone."""
     check_folder(path)
     if not (path / "config.toml").is_file():
         read_config(path)  # says what the folder lacks
         return Source(path, path, None, None, Text(path))
     config = load_config(path / "config.toml")
-    if config.adapter.kind is not None:
-        raise ValueError(
-            f"{path} has trained an adapter, not a model: ask what `carpool merge {path} --out DIR` writes"
-        )
     text = Text(path / SOURCE, config.data)
+    if config.adapter.kind is not None:
+        adapter = path / ADAPTER
+        if not (adapter / "adapter_config.json").is_file():
+            raise ValueError(f"{path} has no adapter yet: let it train on, or lower training.save_steps")
+        base = Path(str(config.model.path))
+        if not (base / "config.json").is_file():
+            raise ValueError(
+                f"{path} has trained an adapter of the model in {base}, which is not there any more: put it back, or "
+                f"ask what `carpool merge {path} --base DIR --out DIR` writes"
+            )
+        return Source(path, base, None, config, text, adapter)
     # Not training.output_dir: the run may have been moved since.
     if (latest := CheckpointManager(path).latest()) is not None:
         tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
@@ -125,12 +139,18 @@ def open_model(
             f"--experts disk reads the files of a model, and {source.path} is a run, whose checkpoints have others: "
             f"name what `carpool export {source.path} --out DIR` writes"
         )
+    if experts.away and source.adapter is not None:
+        raise ValueError(
+            f"--experts {experts.where}: {source.path} has trained an adapter, whose experts stay on the device; leave "
+            f"it out, or ask what `carpool merge {source.path} --out DIR` writes"
+        )
     check_room(source.build, kind, _ranks(), max_tokens, cached_tokens, experts)
     kwargs = {}
     if source.run is not None:
         kwargs["attn_implementation"] = source.run.model.attn_implementation
         kwargs["experts_implementation"] = source.run.model.experts_implementation
-    model = spread_model(source.build, kind, max_tokens, experts, **kwargs)
+        kwargs["base_dtype"] = source.run.adapter.base_dtype
+    model = spread_model(source.build, kind, max_tokens, experts, source.adapter, **kwargs)
     if source.checkpoint is not None:
         load(source.checkpoint, model, restore_rng=False)
     return model
@@ -141,6 +161,7 @@ def spread_model(
     dtype: torch.dtype,
     max_tokens: int,
     experts: ExpertTier = ON_DEVICE,
+    adapter: Path | None = None,
     **implementations: Any,
 ) -> PreTrainedModel:
     """A model for inference: dense parameters whole on each rank, experts spread over all. All ranks together.
@@ -150,6 +171,7 @@ def spread_model(
         max_tokens: the most tokens that a rank has in a forward.
         experts: as `open_model`. If they are in host memory, the model is read into it, and all but the experts moves
             from there. If they are on disk, `build` is a folder.
+        adapter: the folder of one beside the model.
         implementations: as `build_model`."""
     ranks = _ranks()
     spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool") if ranks > 1 else None
@@ -167,6 +189,14 @@ def spread_model(
     )
     install(model)
     model.requires_grad_(False)
+    if adapter is not None:
+        attach_adapter(model, adapter)
+        for module in model.modules():
+            if any(one is not None and one.requires_grad for one in module._parameters.values()):
+                module.to(dtype)  # as it computed when it was trained
+        if ranks > 1:
+            share_adapters(model)
+        model.requires_grad_(False)
     if experts.away:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from carpool.cli import app
+from carpool.hf import install
+from carpool.hf.building.model import build_model
 from carpool.hf.finetune.adapters import names_of_former_experts
 from carpool.hf.seam.layers import experts_modules, find_router
 from carpool.hf.weights.files import stored_weights
 from carpool.parallel.degrees import Degrees
-from carpool.serve.source import find_source
+from carpool.serve.source import find_source, open_model
 from carpool.train.checkpoints.source import keep_source
 from carpool.train.config import load_config
-from carpool.train.model.adapter import add_adapter, check_adapter, check_saved, resolve_targets
+from carpool.train.model.adapter import add_adapter, attach_adapter, check_adapter, check_saved, resolve_targets
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
@@ -331,3 +333,74 @@ def test_modules_to_save_must_be_there(base: Path, text: list[str]) -> None:
     settings += text
     ran = CliRunner().invoke(app, ["train", "--dry-run", *settings])
     assert ran.exit_code == 1 and "adapter.modules_to_save: this model has no module 'lm_haed'" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", "phimoe"])
+def test_an_adapter_of_pefts_is_attached_value_by_value(name: str, tmp_path: Path) -> None:
+    """Experts as they lie in each family, linear layers, routers, and modules that were saved whole."""
+    torch.manual_seed(0)
+    model = tiny_model(discover()[name])
+    model.save_pretrained(tmp_path / "base")
+    modules, parameters = resolve_targets(model, ("attention", "router"))
+    experts = [f"mlp.experts.{one}" for one in ("gate_up_proj", "down_proj")]
+    settings = dict(target_modules=modules, target_parameters=experts + parameters, modules_to_save=["lm_head"])
+    adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, **settings))
+    with torch.no_grad():
+        for one in adapted.parameters():
+            if one.requires_grad:
+                one.normal_(std=0.2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.randint(3, 90, (2, 9))
+    expected = adapted(input_ids=ids).logits
+    ours = build_model(tmp_path / "base", distributed_config=None, dtype=torch.float32, seed=0)
+    install(ours)
+    plain = ours(input_ids=ids).logits
+    attach_adapter(ours, tmp_path / "adapter")
+    found = ours(input_ids=ids).logits
+    assert (found - plain).abs().max() > 0.05
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    other = tiny_model(discover()["olmoe"], num_hidden_layers=1)
+    install(other)
+    with pytest.raises(ValueError, match=r"not (an adapter of|found in the base|contain)|[Tt]arget"):
+        attach_adapter(other, tmp_path / "adapter")
+
+
+def test_a_run_starts_from_an_adapter_and_is_asked_unmerged(
+    two_ranks: Ranks, ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path
+) -> None:
+    settings = [
+        f"model.path={base}", "data.tokenizer=bytes", "data.sequence_length=24", "data.max_bytes=4000",
+        "training.per_device_train_batch_size=1", "training.max_steps=1", "training.learning_rate=1e-30",
+        "model.dtype=float32", "training.sample_prompt=none", f"adapter.path={reference}", *text,
+    ]  # fmt: skip
+    for pool, dense in ((ranks, "replicate"), (two_ranks, "fsdp")):
+        output = tmp_path / dense
+        assert set(pool(run, str(output), [*settings, f"parallelism.dense={dense}"])) == {""}
+        assert errors(adapter(output), adapter(reference)) < 1e-20
+    found = load_config(tmp_path / "fsdp" / "config.toml").adapter
+    assert (found.kind, found.rank, found.alpha) == ("lora", 4, 32)
+    assert {"mlp.experts.gate_up_proj", "q_a_proj", "mlp.gate.weight"} <= set(found.targets)
+
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, reference / "adapter")(input_ids=ids).logits
+    source = find_source(reference)
+    assert source.adapter == reference / "adapter"
+    torch.testing.assert_close(open_model(source, max_tokens=64)(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+    for logits in two_ranks(_asked, str(reference), ids):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    ran = CliRunner().invoke(app, ["generate", str(reference), "--prompt", "def ", "--max-new-tokens", "3"])
+    assert ran.exit_code == 0, ran.stderr
+    ran = CliRunner().invoke(app, ["generate", str(reference), "--prompt", "def ", "--experts", "host"])
+    assert ran.exit_code == 1 and "has trained an adapter, whose experts stay on the device" in ran.stderr
+
+    with pytest.raises(ValueError, match=r"adapter\.rank = 8, but the adapter in adapter.path has 4: leave it out"):
+        load_config(None, [*settings, "adapter.rank=8"])
+    with pytest.raises(ValueError, match="holds no adapter as peft writes it"):
+        load_config(None, [*settings, f"adapter.path={base}"])
+
+
+def _asked(folder: str, ids: torch.Tensor) -> torch.Tensor:
+    """On a rank: logits of a run's adapter beside its model."""
+    logits: torch.Tensor = open_model(find_source(Path(folder)), max_tokens=64)(input_ids=ids).logits
+    return logits

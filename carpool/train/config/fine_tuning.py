@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from carpool.train.config.published import is_configuration_alone
+from carpool.train.records.files import ADAPTER
 
 Key = tuple[str, str]  # (section, key)
 
 FROM_DEMO, FOR_FINE_TUNING, FROM_CHECKPOINT = "from the demo", "default for fine-tuning", "from the checkpoint"
+FROM_ADAPTER = "from adapter.path"
 # Longer sequences than this are asked for.
 SEQUENCE_LENGTH = 4096
 # Of one micro-batch, where sequences are shorter than that.
@@ -60,7 +62,7 @@ def defaults(settings: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
         Nothing for a model from scratch, whose defaults stand in the schema.
 
     Raises:
-        ValueError: a checkpoint without data to train it on.
+        ValueError: a checkpoint without data to train it on, or an adapter that is none or is otherwise than said.
     """
     model, data = _table(settings, "model"), _table(settings, "data")
     path = model.get("path")
@@ -85,8 +87,11 @@ def defaults(settings: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
     sequences = max(1, MICRO_BATCH_TOKENS // length) if isinstance(length, int) and length > 0 else 1
     found["training", "per_device_train_batch_size"] = sequences, FOR_FINE_TUNING
     found["training", "per_device_eval_batch_size"] = sequences, FOR_FINE_TUNING
-    adapter = _table(settings, "adapter").get("kind")
-    found["training", "learning_rate"] = ADAPTER_RATE if adapter else RATE, FOR_FINE_TUNING
+    adapter = _table(settings, "adapter")
+    if isinstance(start := adapter.get("path"), str):
+        found |= _of_adapter(start, adapter)
+    adapts = adapter.get("kind") or adapter.get("path")
+    found["training", "learning_rate"] = ADAPTER_RATE if adapts else RATE, FOR_FINE_TUNING
     found["training", "output_dir"] = f"runs/{Path(path).resolve().name}", FOR_FINE_TUNING
     if (checkpoint.get("dtype") or checkpoint.get("torch_dtype")) == "bfloat16":
         found["model", "dtype"] = "bfloat16", FROM_CHECKPOINT
@@ -96,6 +101,41 @@ def defaults(settings: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
 def source_of_default(key: Key) -> str:
     """Where the schema's value of a key is from."""
     return FROM_DEMO if key in _DEMO else "default"
+
+
+def _of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
+    """What the adapter that a run starts from says of itself, by key."""
+    try:
+        keys = json.loads((adapter_folder(path) / "adapter_config.json").read_text(encoding="utf-8"))
+        if keys["peft_type"] != "LORA":
+            raise ValueError(
+                f"adapter.path: {path} is a {keys['peft_type']} adapter; only those of LoRA can be trained on"
+            )
+        kind = "dora" if keys.get("use_dora") else "rslora" if keys.get("use_rslora") else "lora"
+        modules, weights = keys.get("target_modules") or [], keys.get("target_parameters") or []
+        found = {
+            "kind": kind, "rank": keys["r"], "alpha": keys["lora_alpha"], "dropout": keys.get("lora_dropout") or 0.0,
+            "targets": sorted([modules] if isinstance(modules, str) else modules) + weights,
+            "modules_to_save": keys.get("modules_to_save") or [],
+        }  # fmt: skip
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"adapter.path: {path} holds no adapter as peft writes it (adapter_config.json: {error}); name such a "
+            "folder, or that of a run that has trained one"
+        ) from None
+    for key, value in found.items():
+        same = key in ("targets", "modules_to_save") and sorted(given.get(key, ())) == sorted(value)
+        if key in given and given[key] != value and not same:
+            raise ValueError(
+                f"adapter.{key} = {given[key]!r}, but the adapter in adapter.path has {value!r}: leave it out"
+            )
+    return {("adapter", key): (value, FROM_ADAPTER) for key, value in found.items()}
+
+
+def adapter_folder(path: str) -> Path:
+    """The adapter's own folder, of one that may be a run's."""
+    run = Path(path, ADAPTER)
+    return run if run.is_dir() else Path(path)
 
 
 def _table(settings: Mapping[str, Any], section: str) -> Mapping[str, Any]:

@@ -20,6 +20,12 @@ class AdapterSection(Section):
         description="lora (arXiv 2106.09685), rslora (2312.03732: alpha / the root of the rank) or dora (2402.09353; "
         "not of experts and routers, for which peft has none). none: the model itself is trained.",
     )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Start from this adapter: a folder as peft writes it, or that of a run that has trained one. Kind, "
+        "rank, alpha, targets and modules_to_save are then its own. none: start anew.",
+    )
     rank: int = Field(default=16, gt=0, description="Rank of each adapter, and of each expert's.")
     alpha: int = Field(default=32, gt=0, description="What an adapter adds is multiplied by alpha / rank.")
     dropout: float = Field(
@@ -31,7 +37,8 @@ class AdapterSection(Section):
     targets: Texts = Field(
         default=("attention", "experts"),
         description="What is adapted: attention, shared (dense and shared feed-forward layers, where peft can tell "
-        "them from experts), experts, router, all-linear (all of these), or names of modules as peft's target_modules.",
+        "them from experts), experts, router, all-linear (all of these), or names as in peft's target_modules and "
+        "target_parameters.",
     )
     base_dtype: Literal["nf4", "int8"] | None = Field(
         default=None,

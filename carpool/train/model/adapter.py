@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from carpool.hf.seam.layers import experts_modules, find_router
 from carpool.hf.seam.rides import ExpertRides, rides
 from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
+from carpool.train.config.fine_tuning import adapter_folder
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_adapter import GROUPS, AdapterSection
 
@@ -45,28 +47,60 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, repl
 
     modules, parameters = resolve_targets(model, section.targets)
     check_saved(model, section.modules_to_save)
-    config = LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        use_rslora=section.kind == "rslora",
-        use_dora=section.kind == "dora",
-        target_modules=modules,
-        target_parameters=parameters or None,
-        modules_to_save=list(section.modules_to_save) or None,
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model.add_adapter(config)
+    if section.path is not None:
+        attach_adapter(model, adapter_folder(section.path))
+    else:
+        config = LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            lora_dropout=section.dropout,
+            use_rslora=section.kind == "rslora",
+            use_dora=section.kind == "dora",
+            target_modules=modules,
+            target_parameters=parameters or None,
+            modules_to_save=list(section.modules_to_save) or None,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model.add_adapter(config)
+        _to_float32(model)
+    (config,) = model.peft_config.values()
     config.base_model_name_or_path = str(Path(model.name_or_path).absolute())
+    if replicate:
+        share_adapters(model)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def attach_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Freeze a model and put in an adapter that peft, or a run, has written. All ranks together, before dense
+    parameters are made whole.
+
+    Raises:
+        ValueError: it is not of this model; each value is in its place otherwise."""
+    from peft import PeftConfig, set_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = False  # as peft has it in files
+    model.add_adapter(config)
+    _to_float32(model)
+    values = load_file(folder / "adapter_model.safetensors")
+    values = {name.removeprefix("base_model.model."): value for name, value in values.items()}
+    try:
+        loaded = set_peft_model_state_dict(model, values)
+        lacks = [name for name in loaded.missing_keys if ".lora_" in name or ".modules_to_save." in name]
+        wrong = [*loaded.unexpected_keys, *lacks]
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f"{folder} is not an adapter of this model: {error}") from None
+    if wrong:
+        raise ValueError(f"{folder} is not an adapter of this model: {len(wrong)} names differ, such as {wrong[0]}")
+
+
+def _to_float32(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                 module._parameters[name] = nn.Parameter(parameter.detach().float())
-    if replicate:
-        share_adapters(model)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> None:
@@ -115,17 +149,21 @@ def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
 
     model.requires_grad_(False)
     check_saved(model, section.modules_to_save)
-    modules: list[str] = []
+    modules, parameters = list[str](), list[str]()
     # Adapters of experts are of layers that ride, and no layer does here.
     if named := tuple(target for target in section.targets if target != "experts"):
-        modules, _ = resolve_targets(model, named)
+        modules, parameters = resolve_targets(model, named)
     saved = list(section.modules_to_save) or None
     if modules or saved:
         # peft wants a target: "$^" is none.
         model.add_adapter(LoraConfig(r=section.rank, target_modules=modules or "$^", modules_to_save=saved))
-    if not {"experts", "all-linear"} & set(section.targets):
+    one = next(iter(experts_modules(model)))
+    of_experts = any(
+        f"{one}.{name}".endswith(f".{end}") for end in parameters for name in ("gate_up_proj", "down_proj")
+    )
+    if not of_experts and not {"experts", "all-linear"} & set(section.targets):
         return 0
-    experts = model.get_submodule(next(iter(experts_modules(model))))
+    experts = model.get_submodule(one)
     weights = [weight for weight in experts.parameters() if weight.dim() == 3]
     return sum(section.rank * sum(weight.shape[1:]) for weight in weights)
 
@@ -174,17 +212,21 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                         found |= {one for one in linear if one.startswith(f"{name}.")}
             else:
                 found |= {name for name in linear if name == group or name.endswith(f".{group}")}
-        if not found and target.rpartition(".")[2] in renamed:
+                if not found:
+                    named = (name for name, _ in model.named_parameters())
+                    parameters |= {name for name in named if name == group or name.endswith(f".{group}")}
+        nothing = not found and len(parameters) == before
+        if nothing and target.rpartition(".")[2] in renamed:
             raise ValueError(
                 f"adapter.targets: of this model, peft takes {target!r} for a part of the routed experts; adapt these "
                 "by 'experts'"
             )
-        if not found and target not in GROUPS:
+        if nothing and target not in GROUPS:
             raise ValueError(
                 f"adapter.targets: this model has no linear layer {target!r}; give the end of a name, such as "
                 f"{sorted(linear)[0].rpartition('.')[2]}, or one of {', '.join(GROUPS)}"
             )
-        if not found and len(parameters) == before:
+        if nothing:
             raise ValueError(
                 f"adapter.targets = {target}: this model has nothing of that to adapt"
                 + (f" (peft takes {', '.join(sorted(renamed))} for parts of the routed experts)" if renamed else "")
