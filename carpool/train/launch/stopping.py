@@ -58,7 +58,7 @@ def in_setup(name: str) -> str:
     )
 
 
-def _leave_setup(number: int, frame: FrameType | None = None) -> None:
+def _leave_setup(number: int, frame: FrameType | None) -> None:
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         with contextlib.suppress(OSError):
             show_cursor = "\x1b[?25h" if os.isatty(2) else ""
@@ -82,7 +82,7 @@ def leaves_setup() -> Iterator[None]:
     def watch() -> None:
         while (came := os.read(read, 1)) and came != b"\0":
             if came[0] in STOP_SIGNALS and signal.getsignal(came[0]) is _leave_setup:
-                _leave_setup(came[0])
+                _leave_setup(came[0], None)
 
     def forget() -> None:
         # A forked process has no such thread; what it is sent is not for this one, whose pipe it would write to.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -80,14 +81,14 @@ def attach_adapter(model: PreTrainedModel, folder: Path) -> None:
         ValueError: it is not of this model; each value is in its place otherwise."""
     from peft import PeftConfig, set_peft_model_state_dict
 
-    config = PeftConfig.from_pretrained(folder)
+    config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # as peft has it in files
     model.add_adapter(config)
     _to_float32(model)
     values = load_file(folder / "adapter_model.safetensors")
     values = {name.removeprefix("base_model.model."): value for name, value in values.items()}
     try:
-        loaded = set_peft_model_state_dict(model, values)
+        loaded: Any = set_peft_model_state_dict(model, values)
         lacks = [name for name in loaded.missing_keys if ".lora_" in name or ".modules_to_save." in name]
         wrong = [*loaded.unexpected_keys, *lacks]
     except (RuntimeError, KeyError) as error:
