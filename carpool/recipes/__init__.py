@@ -5,16 +5,20 @@
     source = "..."                                    where it is described
     note = "..."                                      what of it this is, and what not
     kind = "placement"                                or "routing", "schedule", "memory", "transport", "mesh"
-    mechanisms = ["policy:lpt_cv", "predictor:ema"]   what makes it that system (mechanisms.py)
+    mechanisms = ["policy:lpt_cv", "predictor:ema"]   what makes it that system (mechanisms.py), chosen by settings
     missing = []                                      what would, too, and this version lacks
+
+    [recipe.without_setting]                          what would, too, and no setting of a recipe chooses
+    "cache:experts" = "in generation alone"           where it is at work
 
     [placement]                                       settings of `carpool train`, by section
     every = 50
     policy = "lpt_cv"
 
 A recipe is worth nothing if a part of the system is silently missing. So `load` refuses a recipe that names something
-as missing, or one of whose mechanisms this version lacks or the run would not use. `carpool train --config` takes a
-recipe's name or file; `carpool recipes compare` (compare.py) replays a trace under several.
+as missing, or one of whose mechanisms this version lacks or whose setting has no effect in a run. It checks settings
+alone: what a run does under them, and what is at work without a setting, is shown by tests. `carpool train --config`
+takes a recipe's name or file; `carpool recipes compare` (compare.py) replays a trace under several.
 
 A recipe from outside the package is a TOML file in a folder that the environment names,
 CARPOOL_RECIPES=FOLDER[:FOLDER]. Its name is that of the file, as for the others.
@@ -34,7 +38,7 @@ def load(name: str) -> Recipe:
 
     Raises:
         ValueError: there is none, it is no recipe, something of it is missing here, its settings are none that
-            `carpool train` takes, or a run with them would not use one of its mechanisms; says which."""
+            `carpool train` takes, or one that chooses a mechanism has no effect; says which."""
     from carpool.recipes.mechanisms import check  # the schema of the configuration takes seconds to import
 
     recipe = read(name)

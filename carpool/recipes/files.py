@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,7 @@ class Recipe:
         system, source, note, kind: see the module's docstring.
         mechanisms: KIND:NAME of each.
         missing: KIND:NAME of each mechanism that this version lacks.
+        without_setting: KIND:NAME of each that no setting chooses, and where it is at work, in words.
         settings: by section and key.
     """
 
@@ -36,6 +37,7 @@ class Recipe:
     mechanisms: tuple[str, ...]
     settings: Mapping[str, Mapping[str, Any]]
     missing: tuple[str, ...] = ()
+    without_setting: Mapping[str, str] = field(default_factory=dict)
     kind: Kind = "placement"
 
     def get(self, section: str, key: str, default: Any = None) -> Any:
@@ -88,7 +90,7 @@ def read(name: str) -> Recipe:
     head = data.pop("recipe", None)
     if not isinstance(head, dict) or not {"system", "source", "mechanisms"} <= set(head):
         raise ValueError(f"recipe {name}: a section [recipe] with system, source and mechanisms is missing")
-    if unknown := set(head) - {"system", "source", "note", "kind", "mechanisms", "missing"}:
+    if unknown := set(head) - {"system", "source", "note", "kind", "mechanisms", "missing", "without_setting"}:
         raise ValueError(f"recipe {name}: [recipe] has no {', '.join(sorted(unknown))}")
     kind = head.get("kind", "placement")
     if kind not in get_args(Kind):
@@ -96,6 +98,9 @@ def read(name: str) -> Recipe:
     for key in ("mechanisms", "missing"):
         if not all(isinstance(one, str) and ":" in one for one in head.get(key, [])):
             raise ValueError(f"recipe {name}: {key} = {head[key]!r}: expected a list of KIND:NAME")
+    without = head.get("without_setting", {})
+    if not isinstance(without, dict) or not all(isinstance(where, str) and where for where in without.values()):
+        raise ValueError(f"recipe {name}: [recipe.without_setting]: expected KIND:NAME = where it is at work, in words")
     return Recipe(
         name,
         path,
@@ -105,6 +110,7 @@ def read(name: str) -> Recipe:
         tuple(head["mechanisms"]),
         data,
         tuple(head.get("missing", ())),
+        without,
         kind,
     )
 

@@ -1,21 +1,23 @@
-"""What published systems are made of, whether this version has it, and whether a run would use it.
+"""What published systems are made of, whether this version has it, and whether a recipe's settings choose it.
 
 A mechanism is called KIND:NAME, such as "transport:alltoall". A recipe's mechanism must pass three tests (`check`):
 
     chosen     the recipe itself sets the key that chooses it
-    there      `carpool train` knows that key and takes that value, and what does the work can be imported
-    in effect  a run with the recipe's settings uses it (`resolve.py`): a solver, say, is used by one policy alone
+    there      `carpool train` knows that key and takes that value
+    in effect  no other setting turns that key off (`resolve.py`): a solver, say, is used by one policy alone
 
     "schedule:chunks"     chosen by moe.schedule = "chunks"; there, since moe.schedule takes "chunks"
     "dropout:experts"     would be chosen by moe.expert_dropout = 0.4; not there, since there is no such key
 
-A mechanism that is not there may stand in a recipe's `missing` alone, and one that is there may not.
+A mechanism that is not there may stand in a recipe's `missing` alone, and one that is there may not. These tests see
+settings, not runs. That a mechanism does something is shown by the tests of the recipes, which watch what ranks do.
+
+Some mechanisms have no setting (`WITHOUT_SETTING`), so nothing here can tell whether a run uses them. A recipe that is
+made of one says in [recipe.without_setting] where it is at work: in every run, or in generation alone.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +26,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from carpool.experts import EXPERTS
+from carpool.parallel.schedules import SCHEDULES
 from carpool.placement.solvers import solver_names
 from carpool.plugins.nearest import nearest
 from carpool.recipes.files import Recipe
@@ -31,7 +34,7 @@ from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config.schema import keys
 from carpool.transport import TRANSPORTS
 
-__all__ = ["KINDS", "SWITCHES", "Mechanism", "check", "find"]
+__all__ = ["KINDS", "SWITCHES", "WITHOUT_SETTING", "Mechanism", "check", "find"]
 
 
 @dataclass(frozen=True)
@@ -39,33 +42,29 @@ class Mechanism:
     """One thing that a system does.
 
     Attributes:
-        setting: SECTION.KEY that chooses it; "": nothing has to, it is at work wherever there is something for it.
+        setting: SECTION.KEY that chooses it.
         value: what the setting is then, or might be.
         fits: whether a value of the setting chooses it. None: `value` alone does.
-        code: MODULE, or MODULE:NAME, that does the work. "": whatever reads the setting.
     """
 
     setting: str
     value: Any = True
     fits: Callable[[Any], bool] | None = None
-    code: str = ""
 
     def chosen(self, settings: Mapping[str, Any]) -> bool:
         """Whether settings, by section and key, choose it."""
-        return not self.setting or self._fits(_found(settings, self.setting))
+        return self._fits(_found(settings, self.setting))
 
     def used(self, effective: Mapping[str, Any]) -> bool:
-        """Whether a run uses it whose settings in effect are these, by SECTION.KEY."""
-        return not self.setting or self._fits(effective.get(self.setting))
+        """Whether settings that are all in effect, by SECTION.KEY, choose it."""
+        return self._fits(effective.get(self.setting))
 
     def _fits(self, value: Any) -> bool:
         return bool(value is not None and (value == self.value if self.fits is None else self.fits(value)))
 
     def missing(self) -> str | None:
         """Why this version does not have it, or None."""
-        if self.setting and (why := _refused(self.setting, self.value)):
-            return why
-        return _lost(self.code)
+        return _refused(self.setting, self.value)
 
 
 # The setting that chooses one way of a kind by its name, plug-ins' included.
@@ -91,69 +90,63 @@ def _several(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
-# What is switched on by a setting of its own, or is always at work.
+_SPLITTING = tuple(name for name, kind in SCHEDULES.items() if kind.splits)
+
+# What is switched on by a setting that is not the name of one way of a kind.
 SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "prefetch:blockwise": Mechanism("placement.prefetch"),
     "top-k:1": Mechanism("model.num_experts_per_tok", 1),
     "top-k:2": Mechanism("model.num_experts_per_tok", 2),
     "balance:aux": Mechanism("moe.router_aux_loss_coef", 0.01, _positive),
-    "capacity:drop": Mechanism("moe.capacity_factor", 1.25, _positive, "carpool.routing:DropOptions"),
-    "capacity:first-choices-first": Mechanism("moe.first_choices_first", code="carpool.routing:DropOptions"),
-    "second:random": Mechanism("moe.random_second", code="carpool.routing:DropOptions"),
-    "router:float32": Mechanism("moe.router_float32", code="carpool.routing:router_logits"),
+    "capacity:drop": Mechanism("moe.capacity_factor", 1.25, _positive),
+    "capacity:first-choices-first": Mechanism("moe.first_choices_first"),
+    "second:random": Mechanism("moe.random_second"),
+    "router:float32": Mechanism("moe.router_float32"),
     "init:small": Mechanism("model.config.initializer_range", 0.02, _positive),
     "dropout:experts": Mechanism("moe.expert_dropout", 0.4, _positive),
     "chunks:several": Mechanism("moe.chunks", 2, _several),
     "chunks:backward": Mechanism("moe.backward_chunks", 2, _positive),
-    "delayed:experts": Mechanism("", code="carpool.ride.plain:PlainOrder"),
-    "beside:shared-experts": Mechanism("", code="carpool.ride.function:_Start"),
-    "priority:rides": Mechanism("moe.priority", code="carpool.schedule.priority:RidesFirst"),
-    "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive, "carpool.kernels.processors:reserved"),
-    "host:optimizer-state": Mechanism("training.optimizer_state", "host", code="carpool.memory.optimizer:AdamW"),
-    "host:experts": Mechanism("memory.experts", "host", code="carpool.memory.host_experts:HostExperts"),
-    "disk:optimizer-state": Mechanism("training.optimizer_state", "disk", code="carpool.memory.disk:Staging"),
-    "disk:experts": Mechanism("memory.experts", "disk", code="carpool.memory.disk:Staging"),
-    "prefetch:activation-matrix": Mechanism("", code="carpool.memory.activation_matrix:ActivationMatrices"),
-    "prefetch:popularity": Mechanism("memory.expert_loading", "popular", code="carpool.memory.popularity:Popularity"),
-    "cpu:experts": Mechanism(
-        "memory.few_tokens", "auto", lambda few: few == "auto" or _positive(few), "carpool.experts.on_host:FewOnHost"
-    ),
+    # In models that have shared experts: carpool.hf.seam.shared.
+    "beside:shared-experts": Mechanism("moe.schedule", "chunks", lambda name: name != "none"),
+    "priority:rides": Mechanism("moe.priority"),
+    "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive),
+    "host:optimizer-state": Mechanism("training.optimizer_state", "host"),
+    "host:experts": Mechanism("memory.experts", "host"),
+    "disk:optimizer-state": Mechanism("training.optimizer_state", "disk"),
+    "disk:experts": Mechanism("memory.experts", "disk"),
+    "prefetch:popularity": Mechanism("memory.expert_loading", "popular"),
+    "cpu:experts": Mechanism("memory.few_tokens", "auto", lambda few: few == "auto" or _positive(few)),
     "cache:trained-experts": Mechanism("memory.experts_host_memory", "50GiB", lambda size: size is not None),
-    "cache:experts": Mechanism("", code="carpool.memory.expert_cache:ExpertCache"),
-    "gradients:consumed": Mechanism(
-        "training.gradients", "consumed", code="carpool.parallel.consumed:ConsumedGradients"
-    ),
-    "kept:rows-resent": Mechanism("memory.rows", "resend", code="carpool.ride.plain:start_backward"),
-    "kept:hidden-recomputed": Mechanism("memory.hidden", "recompute", code="carpool.experts:GroupedExperts"),
-    "kept:hidden-offloaded": Mechanism("memory.hidden", "offload", code="carpool.memory:Offloader"),
-    "kept:dense-recomputed": Mechanism("memory.dense", "recompute", code="carpool.memory.recompute:keep_rides"),
-    "kept:activation-recomputed": Mechanism("", code="carpool.experts.pairs:activate_backward"),
-    "kept:collectives": Mechanism("", code="carpool.parallel.sequence:sum_over"),
-    "parallel:pipeline": Mechanism("parallelism.pp_size", 2, _several, "carpool.parallel.pipeline:Pipeline"),
-    "pairs:overlapped": Mechanism(
-        "moe.schedule", "two-batch", code="carpool.schedule.forward_backward:ForwardBesideBackward"
-    ),
-    "weight-gradients:apart": Mechanism("", code="carpool.schedule.split:SplitBackward"),
+    "gradients:consumed": Mechanism("training.gradients", "consumed"),
+    "kept:rows-resent": Mechanism("memory.rows", "resend"),
+    "kept:hidden-recomputed": Mechanism("memory.hidden", "recompute"),
+    "kept:hidden-offloaded": Mechanism("memory.hidden", "offload"),
+    "kept:dense-recomputed": Mechanism("memory.dense", "recompute"),
+    "kept:activation-recomputed": Mechanism("moe.experts", "grouped", lambda name: name in ("grouped", "fp8")),
+    "parallel:pipeline": Mechanism("parallelism.pp_size", 2, _several),
+    "pairs:overlapped": Mechanism("moe.schedule", "two-batch"),
+    "weight-gradients:apart": Mechanism("parallelism.pp_schedule", "DualPipeV", lambda name: name in _SPLITTING),
     "parallel:tensor": Mechanism("parallelism.tp_size", 2, _several),
-    "parallel:context": Mechanism("parallelism.cp_size", 2, _several, "carpool.parallel.context:Cut"),
-    "folded:experts": Mechanism("parallelism.ep_size", 4, _several, "carpool.parallel.meshes:Meshes"),
+    "parallel:context": Mechanism("parallelism.cp_size", 2, _several),
+    "folded:experts": Mechanism("parallelism.ep_size", 4, _several),
     "tokens:whole-between-blocks": Mechanism("parallelism.sequence_parallel", "off"),
-    "tokens:divided-between-blocks": Mechanism(
-        "parallelism.sequence_parallel", "on", code="carpool.hf.axes.sequence_parallel:shard_sequences"
-    ),
-    "speeds:measured": Mechanism("parallelism.rank_speeds", "measured", code="carpool.parallel.speeds:shares"),
-    "attention:ulysses": Mechanism("parallelism.cp_attention", "ulysses", code="carpool.parallel.context:to_heads"),
-    "dropped:duplicates": Mechanism("", code="carpool.hf.seam.implementation:CarpoolEP"),
-    "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16", code="carpool.memory.optimizer:AdamW"),
-    "spread:node": Mechanism("parallelism.ep_size", 8, _positive, "carpool.parallel.degrees:Degrees"),
-    "sliced:experts": Mechanism("parallelism.etp_size", 2, _several, "carpool.hf.axes.slices:SlicedExperts"),
+    "tokens:divided-between-blocks": Mechanism("parallelism.sequence_parallel", "on"),
+    "speeds:measured": Mechanism("parallelism.rank_speeds", "measured"),
+    "attention:ulysses": Mechanism("parallelism.cp_attention", "ulysses"),
+    "dropped:duplicates": Mechanism("parallelism.tp_size", 2, _several),
+    "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16"),
+    "spread:node": Mechanism("parallelism.ep_size", 8, _positive),
+    "sliced:experts": Mechanism("parallelism.etp_size", 2, _several),
     "dense:sharded": Mechanism("parallelism.dense", "fsdp"),
-    "rows:projected": Mechanism("model.travel_size", 64, _positive, "carpool.hf.building.narrow:narrow_experts"),
-    "sequences:move": Mechanism("moe.move_sequences", 1, _positive, "carpool.hf.axes.sequence_moves:MovingSequences"),
-    "combine:bf16": Mechanism("codec.combine", "bf16", code="carpool.transport.codecs.bf16:BF16"),
-    "dispatch:fp8": Mechanism("codec.dispatch", "fp8", code="carpool.transport.codecs.fp8:FP8"),
-    "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
+    "rows:projected": Mechanism("model.travel_size", 64, _positive),
+    "sequences:move": Mechanism("moe.move_sequences", 1, _positive),
+    "combine:bf16": Mechanism("codec.combine", "bf16"),
+    "dispatch:fp8": Mechanism("codec.dispatch", "fp8"),
+    "kernels:triton": Mechanism("moe.transport", "nvlink"),
 })  # fmt: skip
+
+# What no setting of `carpool train` chooses; carpool/ride/plain.py, carpool/parallel/sequence.py, carpool/serve.
+WITHOUT_SETTING = ("delayed:experts", "kept:collectives", "prefetch:activation-matrix", "cache:experts")
 
 
 def find(mechanism: str) -> Mechanism | None:
@@ -186,6 +179,11 @@ def check(recipe: Recipe) -> None:
             )
     if lacking:
         raise ValueError(f"recipe {recipe.name}: this version cannot follow it, because it lacks {'; '.join(lacking)}")
+    for mechanism in recipe.without_setting:
+        if mechanism not in WITHOUT_SETTING:
+            raise ValueError(
+                f"recipe {recipe.name}: [recipe.without_setting] takes {', '.join(WITHOUT_SETTING)}, not {mechanism!r}"
+            )
     effective = in_effect(resolve(recipe))
     for mechanism in recipe.mechanisms:
         one = find(mechanism)
@@ -198,6 +196,8 @@ def check(recipe: Recipe) -> None:
 
 
 def _hint(mechanism: str) -> str:
+    if mechanism in WITHOUT_SETTING:
+        return "no setting chooses it: say in [recipe.without_setting] where it is at work"
     near = nearest(mechanism, SWITCHES)
     known = (*SWITCHES, *(f"{kind}:NAME" for kind in KINDS))
     return f"did you mean {near}?" if near else f"known are {', '.join(known)}"
@@ -233,16 +233,3 @@ def _refused(setting: str, value: Any) -> str | None:
         pass
     near = nearest(str(value), [one for one in known if isinstance(one, str)])
     return f"{section}.{key} takes no {value!r}" + (f"; did you mean {near!r}?" if near else "")
-
-
-def _lost(code: str) -> str | None:
-    """Why code is not there, or None if it is."""
-    module, _, name = code.partition(":")
-    if not module:
-        return None
-    if importlib.util.find_spec(module) is None:
-        return f"there is no {module}"
-    # Importing is left out where no name is asked for: kernels need Triton. Nothing here may need transformers.
-    if name and not hasattr(importlib.import_module(module), name):
-        return f"there is no {name} in {module}"
-    return None

@@ -2,7 +2,8 @@
 
     carpool recipes race --recipes fastmoe,lancet,hetumoe --ranks 2
 
-    fastmoe, hetumoe over alltoall    one row: over the same transport nothing is left of what makes HetuMoE differ
+    fastmoe, hetumoe over alltoall    one row: over the same transport nothing is left of what makes HetuMoE differ.
+                                      `apx-overlap` shares it, too, if the model has no shared experts
     lancet                            its transport is the race's
     hetumoe                           its transport is its point, so it runs over its own, too
     transformers                      no recipe: the library's own expert parallelism
@@ -85,9 +86,13 @@ def race(
     """
     cuda, num_ranks = find_ranks(settings.device, settings.ranks)
     settings = settings.resolve(cuda=cuda, num_ranks=num_ranks)
-    found = find_field(settings, [load(name) for name in names], transport)
+    recipes = [load(name) for name in names]
+    found = find_field(settings, recipes, transport)
     for name, why in found.left_out.items():
         print(f"left out: {name}: {why}")
+    for one in recipes:
+        for mechanism, where in one.without_setting.items():
+            print(f"{one.name}: {mechanism}: no setting chooses it; {where}")
     dtype = () if found.dtype is None else (f"model.dtype={found.dtype}",)
     settings = replace(
         settings,
@@ -109,7 +114,8 @@ def find_field(settings: Settings, recipes: Sequence[Recipe], transport: str = B
     Raises:
         ValueError: a recipe whose experts are placed by a file that it does not name, or none that can be raced."""
     found, runs = Field(), dict[str, dict[str, Any]]()
-    base = in_effect(settings.config_of(None))
+    plain = settings.config_of(None)
+    base, shared = in_effect(plain), _has_shared_experts(plain)
     for recipe in recipes:
         found.dtype = recipe.get("model", "dtype") or found.dtype
         if recipe.get("placement", "policy") == "place" and recipe.get("moe", "layout") is None:
@@ -133,7 +139,8 @@ def find_field(settings: Settings, recipes: Sequence[Recipe], transport: str = B
             except ValueError as error:
                 found.left_out[name] = str(error).splitlines()[0]
                 continue
-            effective = _comparable(config)
+            effective = in_effect(config, shared)
+            del effective["training.output_dir"]
             if twin := next((other for other, run in runs.items() if run == effective), None):
                 # The name of a row is its key: rows are few.
                 both = f"{twin}, {name}"
@@ -164,8 +171,9 @@ def _overrides(recipe: Recipe, transport: str) -> list[str]:
     return [f"{key}={toml_value(value)}" for key, value in flat.items()]
 
 
-def _comparable(config: Config) -> dict[str, Any]:
-    return {key: value for key, value in in_effect(config).items() if key != "training.output_dir"}
+def _has_shared_experts(config: Config) -> bool:
+    """Whether the model may have experts that serve every token: `n_shared_experts` and such, in its config.json."""
+    return config.model.path is not None or "shared_expert" in str(config.model.config)
 
 
 def show(result: Result, console: Console | None = None) -> None:

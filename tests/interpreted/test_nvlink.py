@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.transport import Arrivals, Codecs
-from carpool.transport.nvlink import NVLink
+from carpool.transport.nvlink import NVLink, launch
 from tests.interpreted.emulated import emulate, verb
 
 
@@ -143,6 +144,33 @@ def test_rows_arrive_once_per_rank_with_their_slots_and_weights(setting: Setting
         assert traffic[rank].rows["dispatch"] == [
             sum(to == other for to, _ in setting.destinations(rank)) for other in range(setting.ranks)
         ]
+
+
+def test_a_verb_takes_as_many_blocks_as_its_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the multiprocessors is the computation's."""
+    grids: list[int] = []
+
+    class Watched:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            grids.append(grid[0])
+            return self.kernel[grid]
+
+    for name in ("dispatch_kernel", "combine_kernel"):
+        monkeypatch.setattr(launch, name, Watched(getattr(launch, name)))
+    setting = SETTINGS[0]
+    for out, back in ((3, 2), (5, 7)):
+        transports = setting.transports(dispatch_ctas=out, combine_ctas=back)
+        routes, _ = plan(setting, transports)
+        verb(transports, lambda r, t, routes=routes: t.dispatch(setting.x[r], routes[r]))
+        assert set(grids) == {out}
+        grids.clear()
+        partials = [route.new_partial(setting.hidden, setting.dtype, torch.device("cpu")).zero_() for route in routes]
+        verb(transports, lambda r, t, routes=routes, partials=partials: t.combine(routes[r], partials[r]))
+        assert set(grids) == {back}
+        grids.clear()
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

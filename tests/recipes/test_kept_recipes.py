@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import carpool
 from carpool import KeptPolicies
 from carpool.memory import Offloader
-from carpool.recipes import read
+from carpool.recipes import load, read
 from carpool.recipes.mechanisms import check
 from carpool.recipes.resolve import resolve
 from carpool.train.steps.optimizer import make_optimizer
@@ -63,8 +63,10 @@ def test_what_is_not_kept_is_not_saved_and_changes_nothing(recipe: str, gone: in
     assert size - less >= gone - 64, "but for tickets"
 
 
-def test_activated_rows_are_never_kept() -> None:
-    moe = layer("megascale-memory", KeptPolicies())
+@pytest.mark.parametrize("recipe", ["megascale-memory", "megascale-moe", "deepseek-v3-memory"])
+def test_activated_rows_are_never_kept(recipe: str) -> None:
+    assert "kept:activation-recomputed" in load(recipe).mechanisms
+    moe = layer(recipe, KeptPolicies())
     sizes: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(tuple(t.shape)) or t.detach(), lambda t: t):
         moe(torch.randn(TOKENS, H, requires_grad=True))

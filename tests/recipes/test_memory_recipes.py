@@ -13,6 +13,7 @@ import torch
 from carpool.hf.memory.host_experts import keep_experts_in_host_memory
 from carpool.hf.seam.rides import rides
 from carpool.memory.activation_matrix import ActivationMatrices
+from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.host_experts import HostExperts
 from carpool.memory.next_experts import NextExperts
 from carpool.memory.optimizer import AdamW
@@ -29,7 +30,7 @@ SYSTEMS = {
     "zero-offload": {"host:optimizer-state"},
     "es-moe": {"host:experts", "host:optimizer-state", "gradients:consumed"},
     "zero-infinity": {"disk:experts", "disk:optimizer-state", "gradients:consumed"},
-    "moe-infinity": {"host:experts", "prefetch:activation-matrix", "cache:experts"},
+    "moe-infinity": {"host:experts"},
     "aptmoe": {"host:experts", "prefetch:popularity", "cpu:experts", "gradients:consumed"},
     "moesys": {"disk:experts", "cache:trained-experts", "gradients:consumed"},
 }
@@ -104,9 +105,6 @@ def test_a_mechanism_changes_what_travels(
     monkeypatch.setattr("carpool.parallel.consumed.LEAST_ELEMENTS", 1)
     recipe, one = load(name), find(mechanism)
     assert one is not None
-    if not one.setting:
-        check_serving(mechanism)
-        return
     config = load_config(recipe.path, [])
     layer = sum(p.numel() * 2 for p in next(iter(rides(model_of()).values())).experts.parameters())
     if mechanism == "cache:trained-experts":
@@ -141,8 +139,29 @@ def test_a_mechanism_changes_what_travels(
         assert whole.gradients == 0 and lacking.gradients == 2 * LAYERS
 
 
-def check_serving(mechanism: str) -> None:
-    """What a mechanism of generation changes of what is fetched."""
+def test_no_training_run_has_what_moe_infinity_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load("moe-infinity")
+    assert set(recipe.without_setting) == {"prefetch:activation-matrix", "cache:experts"}
+    assert all("generate" in where for where in recipe.without_setting.values())
+    made: list[type] = []
+    for cls, name in ((ActivationMatrices, "__init__"), (ExpertCache, "put")):
+        own = getattr(cls, name)
+
+        def called(*args: Any, own: Any = own, cls: type = cls, **more: Any) -> Any:
+            made.append(cls)
+            return own(*args, **more)
+
+        monkeypatch.setattr(cls, name, called)
+    layer = sum(p.numel() * 2 for p in next(iter(rides(model_of()).values())).experts.parameters())
+    assert step(load_config(recipe.path, []), tmp_path).experts == ((2 * LAYERS - 1) * layer, LAYERS * layer)
+    assert made == [], "whole layers came, in order"
+    test_what_generation_alone_has("cache:experts")
+    assert set(made) == {ActivationMatrices, ExpertCache}
+
+
+@pytest.mark.parametrize("mechanism", ["prefetch:activation-matrix", "cache:experts"])
+def test_what_generation_alone_has(mechanism: str) -> None:
+    """What it changes of what is fetched."""
 
     def came(predictor: type[ActivationMatrices] | type[NextExperts], room: int) -> tuple[list[list[int]], HostExperts]:
         asked = []

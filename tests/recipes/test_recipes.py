@@ -82,16 +82,17 @@ def test_a_recipe_loads_unless_it_says_what_is_missing(name: str) -> None:
         load_config(recipe.path, [])
 
 
-def test_no_two_recipes_are_the_same_run() -> None:
-    """Recipes that differ only in what their authors say of them would print the same numbers under two names."""
-    runs = {"no recipe": in_effect(Config())}
+@pytest.mark.parametrize(("shared", "same"), [(True, []), (False, [("apx-overlap", "fastmoe")])])
+def test_recipes_have_other_settings_but_for_those_that_say_so(shared: bool, same: list[tuple[str, str]]) -> None:
+    """Recipes that differ only in what their authors say of them would print the same numbers under two names. That
+    their settings differ is necessary; that runs do is for the tests of each mechanism to show."""
+    runs = {"no recipe": in_effect(Config(), shared)}
     parts = [frozenset([*read(name).mechanisms, *read(name).missing]) for name in names()]
     assert len(set(parts)) == len(parts), "each is another choice of mechanisms, not of numbers"
-    for name in names():
-        if not read(name).missing:
-            own = in_effect(resolve(read(name)))
-            assert [other for other, run in runs.items() if run == own] == [], name
-            runs[name] = own
+    runs |= {name: in_effect(resolve(read(name)), shared) for name in names() if not read(name).missing}
+    assert [(a, b) for a, b in combinations(runs, 2) if runs[a] == runs[b]] == same
+    for one, other in same:
+        assert f"this is the same run as {other}" in read(one).note
 
 
 def test_settings_without_effect_do_not_make_another_run(tmp_path: Path) -> None:
@@ -125,11 +126,11 @@ def test_a_mechanism_that_the_run_would_not_use_is_refused(mechanism: str, setti
 @pytest.mark.parametrize("name", [name for name in names() if not read(name).missing])
 def test_a_recipe_refuses_if_its_settings_do_not_choose_a_mechanism(name: str, tmp_path: Path) -> None:
     recipe, path = read(name), tmp_path / "mine.toml"
+    first: dict[str, str] = {}
     for mechanism in recipe.mechanisms:
         one = find(mechanism)
-        assert one is not None
-        if not one.setting:
-            continue
+        assert one is not None and one.setting
+        mechanism = first.setdefault(one.setting, mechanism)  # which of those that it chooses is named
         key = one.setting.rpartition(".")[2]
         lines = recipe.path.read_text().splitlines()
         path.write_text("\n".join(line for line in lines if not line.startswith(f"{key} =")))
@@ -147,6 +148,11 @@ def test_the_list_says_what_cannot_be_followed() -> None:
         shown = CliRunner().invoke(app, ["recipes", "show", name])
         assert shown.exit_code == lacks and (lacks or shown.output == recipe.path.read_text())
     assert "REFUSED: this version lacks dropout:experts" in listed.output
+    for name, mechanism in (("moe-infinity", "prefetch:activation-matrix"), ("apx-overlap", "delayed:experts")):
+        one = read(name)
+        listed_of = listed.output.partition(f"\n{name} ")[2].partition(one.note)[0]
+        assert f"{mechanism}: no setting chooses it; {one.without_setting[mechanism]}" in listed_of
+        assert f"{one.kind}: {', '.join(one.mechanisms)}\n" in listed_of and mechanism not in one.mechanisms
 
 
 def test_the_command_line_answers_without_pytorch() -> None:
@@ -171,8 +177,6 @@ def test_what_is_missing_is_looked_up() -> None:
         Mechanism("moe.transport", "dedup"),
         Mechanism("placement.solver", "occult+search"),
         Mechanism("model.config.hidden_size", 8),
-        Mechanism("", code="carpool.routing:Router"),
-        Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
     ):
         assert there.missing() is None
     for gone, why in {
@@ -182,8 +186,6 @@ def test_what_is_missing_is_looked_up() -> None:
         Mechanism("placement.solver", "lpd"): "placement.solver takes no 'lpd'; did you mean 'lpt'?",
         Mechanism("placement.policy", "shadows"): "placement.policy takes no 'shadows'; did you mean 'shadow'?",
         Mechanism("moe.chunks", 0): "moe.chunks takes no 0",
-        Mechanism("", code="carpool.magic"): "there is no carpool.magic",
-        Mechanism("moe.chunks", 2, code="carpool.routing:Magic"): "there is no Magic in carpool.routing",
     }.items():
         assert gone.missing() == why
 
@@ -203,6 +205,9 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         head + "mechanisms=[]\nmissing=['transport:dedup']": "transport:dedup is not missing any more",
         head + "mechanisms=[]\nmissing=['magic:x']": "cannot follow it, because it lacks magic:x",
         head + "mechanisms=[]\nyear=2023": r"\[recipe\] has no year",
+        head + "mechanisms=['cache:experts']": r"'cache:experts'; no setting chooses it: say in \[recipe.without",
+        head + "mechanisms=[]\nwithout_setting={'cache:experts'=1}": "expected KIND:NAME = where it is at work",
+        head + "mechanisms=[]\nwithout_setting={'top-k:1'='always'}": "takes delayed:experts, .*, not 'top-k:1'",
         head + "mechanisms=[]\nkind='c'": "kind = 'c': expected one of placement, routing, schedule, memory, transport",
     }.items():
         path.write_text(text)

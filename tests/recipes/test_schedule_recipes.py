@@ -1,6 +1,6 @@
 """Recipes of the kinds "schedule" and "routing": each of their mechanisms changes what four ranks do in a layer.
 
-What is watched: verbs, the shared expert and weight gradients in their order, rows and choices, the balance loss.
+What is watched: verbs and weight gradients in their order, rows and choices, messages, the balance loss.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import carpool.experts.stages
 from carpool.moe import MoE
 from carpool.observe.traffic import VERBS as COUNTED
 from carpool.recipes import load, names, read
+from carpool.recipes.mechanisms import WITHOUT_SETTING
 from carpool.recipes.resolve import resolve
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
-from carpool.transport import NVLinkOptions
-from carpool.transport.base import Pending
+from carpool.transport import find_transport
+from carpool.transport.base import Pending, Transport
 from tests.ranks import Ranks, mesh
 
 RANKS_IMPORT = ["carpool.schedule.two_batch"]
@@ -33,9 +34,9 @@ SYSTEMS = {
     "gshard": {"top-k:2", "capacity:drop", "capacity:first-choices-first", "second:random", "balance:aux"},
     "switch": {"top-k:1", "capacity:drop", "balance:aux", "router:float32", "init:small"},
     "switch-finetune": {"capacity:drop", "balance:aux", "router:float32"},
-    "apx-overlap": {"transport:alltoall", "beside:shared-experts", "delayed:experts"},
+    "apx-overlap": {"transport:alltoall", "beside:shared-experts"},
     "lina": {"transport:alltoall", "chunks:several", "priority:rides"},
-    "lancet": {"schedule:two-batch", "delayed:experts"},
+    "lancet": {"transport:alltoall", "schedule:two-batch"},
     "fsmoe": {"transport:hierarchical", "chunks:several", "chunks:backward", "priority:rides"},
     "flux-comet-triton": {"transport:nvlink", "kernels:triton", "schedule:tiles", "split:multiprocessors"},
 }
@@ -49,12 +50,11 @@ class Seen:
     """Of one rank: what a forward and backward of two micro-batches did.
 
     Attributes:
-        order: verbs, each with "came" once it was waited for; "shared" expert; "weight gradients".
+        order: verbs, each with "came" once it was waited for; "weight gradients".
         bytes: sent, by verb.
         chosen: expert_TK of the last forward.
         products: grouped matrix products.
         messages: all-to-alls of PyTorch's.
-        options: of `nvlink` under this schedule.
     """
 
     order: list[str]
@@ -64,7 +64,6 @@ class Seen:
     aux_loss: float
     products: int
     messages: int
-    options: NVLinkOptions
 
 
 def run(settings: Settings) -> Seen:
@@ -77,7 +76,7 @@ def run(settings: Settings) -> Seen:
     torch.manual_seed(dist.get_rank())
     layer = MoE(
         HIDDEN, 24, EXPERTS, top_k, ep_mesh=mesh((4,), ("ep",)), transport=moe["transport"], schedule=schedule,
-        experts=moe.get("experts", "auto"), shared_intermediate_size=8,
+        experts=moe.get("experts", "auto"),
         router={**router, "aux_loss_coef": moe.get("router_aux_loss_coef") or 0.0},
     )  # fmt: skip
     order, products, messages = watch(layer), [0], [0]
@@ -105,17 +104,15 @@ def run(settings: Settings) -> Seen:
     finally:
         carpool.experts.stages.grouped_mm, dist.all_to_all_single = grouped, send
     stats, sent = layer.stats(), layer.core.stats.traffic.bytes
-    options = NVLinkOptions(max_tokens=TOKENS, **settings.get("nvlink", {}))
     assert layer.routing is not None
     return Seen(
         order, {verb: sum(sent[verb]) for verb in COUNTED}, stats.dropped, layer.routing.expert_TK.tolist(),
-        float(layer.aux_loss), products[0], messages[0], options.under(schedule),
+        float(layer.aux_loss), products[0], messages[0],
     )  # fmt: skip
 
 
-def watch(layer: MoE) -> list[str]:
-    """What the layer does from now on, as `Seen.order`."""
-    order: list[str] = []
+def watch_verbs(transport: Transport, order: list[str]) -> None:
+    """Write down what a transport does from now on, as `Seen.order`."""
 
     def verb(name: str, original: Callable[..., Pending]) -> Callable[..., Pending]:
         def called(*args: Any) -> Pending:
@@ -132,9 +129,13 @@ def watch(layer: MoE) -> list[str]:
         return called
 
     for name in VERBS:
-        setattr(layer.transport, name, verb(name, getattr(layer.transport, name)))
-    assert layer.shared is not None
-    layer.shared.register_forward_hook(lambda *_: order.append("shared"))
+        setattr(transport, name, verb(name, getattr(transport, name)))
+
+
+def watch(layer: MoE) -> list[str]:
+    """What the layer does from now on, as `Seen.order`."""
+    order: list[str] = []
+    watch_verbs(layer.transport, order)
     backward = layer.experts.backward
 
     def watched(*args: Any) -> Any:
@@ -168,12 +169,11 @@ OTHER: Mapping[str, tuple[str, str, Any, str]] = {
     "transport:2dh": ("moe", "transport", "2d", "bytes"),
     "experts:grouped": ("moe", "experts", "reference", "products"),
     "schedule:none": ("moe", "schedule", "chunks", "order"),
-    "schedule:chunks": ("moe", "schedule", "none", "options"),
+    "schedule:chunks": ("moe", "schedule", "none", "messages"),
     "schedule:two-batch": ("moe", "schedule", "none", "order"),
     "schedule:tiles": ("moe", "schedule", "none", "order"),
     "chunks:several": ("moe", "chunks", 1, "messages"),
     "chunks:backward": ("moe", "backward_chunks", 1, "messages"),
-    "split:multiprocessors": ("nvlink", "dispatch_ctas", 8, "options"),
     "top-k:1": ("model", "num_experts_per_tok", 3, "bytes"),
     "top-k:2": ("model", "num_experts_per_tok", 1, "bytes"),
     "balance:aux": ("moe", "router_aux_loss_coef", 0.0, "aux_loss"),
@@ -181,19 +181,25 @@ OTHER: Mapping[str, tuple[str, str, Any, str]] = {
     "capacity:first-choices-first": ("moe", "first_choices_first", False, "chosen"),
     "second:random": ("moe", "random_second", False, "dropped"),
 }
-# What is always at work is seen in the order.
-ALWAYS: Mapping[str, tuple[str, str, str]] = {
-    "beside:shared-experts": ("shared", "dispatch", "dispatch came"),
-    "delayed:experts": ("weight gradients", "combine_gradients", "combine_gradients came"),
-}
 # Where a whole model or other devices are needed: the test that shows it.
 ELSEWHERE = {
+    "beside:shared-experts": "tests/recipes/test_schedule_recipes.py::"
+    "test_apx_overlap_is_fastmoe_but_for_shared_experts",
+    "split:multiprocessors": "tests/interpreted/test_nvlink.py::test_a_verb_takes_as_many_blocks_as_its_option_says",
     "priority:rides": "tests/schedule/test_priority.py::test_the_order_of_things",
     "dispatch:fp8": "tests/recipes/test_transport_recipes.py::"
     "test_deepep_sends_rows_in_half_the_bytes_and_sums_as_they_are",
     "router:float32": "tests/hf/test_drops.py::test_logits_in_float32",
     "transport:nvlink": "tests/interpreted/test_nvlink.py::test_rows_arrive_once_per_rank_with_their_slots_and_weights",
     "kernels:triton": "tests/interpreted/test_nvlink.py::test_rows_arrive_once_per_rank_with_their_slots_and_weights",
+}
+# What no setting chooses, and the test that shows it in what ranks do, or in generation.
+BY_THEMSELVES = {
+    "delayed:experts": "tests/recipes/test_schedule_recipes.py::"
+    "test_a_weight_gradient_is_computed_while_row_gradients_travel",
+    "kept:collectives": "tests/hf/test_sequence_parallel.py::test_deepspeed_ted",
+    "prefetch:activation-matrix": "tests/recipes/test_memory_recipes.py::test_what_generation_alone_has",
+    "cache:experts": "tests/recipes/test_memory_recipes.py::test_what_generation_alone_has",
 }
 ROOT = Path(__file__).parents[2]
 NAMES = sorted({*names("schedule"), *names("routing")})
@@ -218,7 +224,7 @@ def followed() -> dict[str, list[Seen]]:
 
 @pytest.mark.parametrize(
     ("name", "mechanism"),
-    [part for part in PARTS if part[1] in {*ALWAYS, *OTHER}],
+    [part for part in PARTS if part[1] in OTHER],
     ids=lambda part: part,
 )
 def test_each_mechanism_changes_what_ranks_do(
@@ -227,9 +233,6 @@ def test_each_mechanism_changes_what_ranks_do(
     settings = read(name).settings
     if name not in followed:
         followed[name] = ranks(run, runnable(settings))
-    if mechanism in ALWAYS:
-        assert all(between(seen.order, *ALWAYS[mechanism]) for seen in followed[name])
-        return
     section, key, value, what = OTHER[mechanism]
     changed = {**settings, section: {**settings.get(section, {}), key: value}}
     pairs = zip(followed[name], ranks(run, runnable(changed)), strict=True)
@@ -246,11 +249,58 @@ def test_each_pass_over_two_hops_has_chunks_of_its_own(ranks: Ranks) -> None:
 
 
 def test_each_mechanism_is_shown_somewhere() -> None:
-    assert {mechanism for _, mechanism in PARTS} == {*ALWAYS, *OTHER, *ELSEWHERE, "init:small"}
-    for test in ELSEWHERE.values():
+    assert {mechanism for _, mechanism in PARTS} == {*OTHER, *ELSEWHERE, "init:small"}
+    assert set(BY_THEMSELVES) == set(WITHOUT_SETTING)
+    for test in (*ELSEWHERE.values(), *BY_THEMSELVES.values()):
         path, _, name = test.partition("::")
         tree = ast.parse((ROOT / path).read_text())
         assert name in [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)], test
+
+
+@pytest.mark.parametrize("name", ["apx-overlap", "lancet", "fastmoe", "lina"])
+def test_a_weight_gradient_is_computed_while_row_gradients_travel(
+    name: str, ranks: Ranks, followed: dict[str, list[Seen]]
+) -> None:
+    """In every recipe's run, so that it tells none from another."""
+    if name not in followed:
+        followed[name] = ranks(run, runnable(read(name).settings))
+    for seen in followed[name]:
+        assert between(seen.order, "weight gradients", "combine_gradients", "combine_gradients came")
+
+
+def order_in_a_model(folder: str, path: str, recipe: str) -> tuple[list[str], list[torch.Tensor]]:
+    """Verbs of a layer of a model of Transformers, and the shared experts where it has any; its gradients."""
+    import carpool.hf
+    from tests.hf.test_behaviours import _model, _save
+    from tests.hf.test_shared import _answer
+
+    _save(folder, path, num_hidden_layers=1)
+    moe = resolve(load(recipe)).moe
+    model = _model(folder, path, f"carpool-{moe.transport}")
+    carpool.hf.set_schedule(model, moe.asked_schedule())
+    ((name, own),) = carpool.hf.rides(model).items()
+    order: list[str] = []
+    own.transport = find_transport(moe.transport)(own.group, own.layout.slots_per_rank)
+    watch_verbs(own.transport, order)
+    block = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(module := getattr(block, "shared_experts", None), torch.nn.Module):
+        first = next(child for child in module.modules() if isinstance(child, torch.nn.Linear))
+        first.register_forward_hook(lambda *_: order.append("shared"))
+    _, gradients = _answer(model)
+    return order, [gradient for gradient in gradients.values() if gradient is not None]
+
+
+@pytest.mark.parametrize(("folder", "shared"), [("deepseek_v3", True), ("qwen3_moe", False)])
+def test_apx_overlap_is_fastmoe_but_for_shared_experts(
+    folder: str, shared: bool, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pairs = [two_ranks(order_in_a_model, folder, str(tmp_path), name) for name in ("apx-overlap", "fastmoe")]
+    for (ours, gradients), (plain, others) in zip(*pairs, strict=True):
+        assert between(ours, "shared", "dispatch", "dispatch came") == shared
+        assert not between(plain, "shared", "dispatch", "dispatch came") and ("shared" in plain) == shared
+        assert (ours == plain) != shared
+        assert shared or all(map(torch.equal, gradients, others))
 
 
 def test_initial_weights_are_small() -> None:
@@ -279,6 +329,6 @@ def runnable(settings: Settings) -> Settings:
 
 
 def test_watching_tells_the_orders_apart() -> None:
-    assert between(["dispatch", "shared", "dispatch came"], *ALWAYS["beside:shared-experts"])
-    assert not between(["dispatch", "dispatch came", "shared"], *ALWAYS["beside:shared-experts"])
-    assert not between(["dispatch", "dispatch came"], *ALWAYS["beside:shared-experts"])
+    assert between(["dispatch", "shared", "dispatch came"], "shared", "dispatch", "dispatch came")
+    assert not between(["dispatch", "dispatch came", "shared"], "shared", "dispatch", "dispatch came")
+    assert not between(["dispatch", "dispatch came"], "shared", "dispatch", "dispatch came")
