@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +92,8 @@ def simulate(
             raise ValueError(f"{plan} does not say for how many GPUs it is: say so with --gpus")
         if gpus > MAX_RANKS:
             raise ValueError(f"--gpus {gpus:,} are more than any machine has (at most {MAX_RANKS:,})")
-        rates = find_hardware(hardware or parallelism.hardware or DEFAULT.name)
+        rates_name = hardware or parallelism.hardware or DEFAULT.name
+        rates = find_hardware(rates_name)
         per_node = gpus_per_node or parallelism.ranks_per_node or 8
         degrees = parallelism.resolve(asked or gpus, shape.num_experts)
         candidate, notes = candidate_of(settings, degrees, shape, rates, per_node)
@@ -118,11 +120,20 @@ def simulate(
             "checkpoint, restart": f"{checkpoint_seconds:g} s, {restart_seconds:g} s (assumed unless given)",
             **notes,
         }
-        page = write_simulation(found, out, about)
+        advice = ""
+        if found.sizes[-1].efficiency < 0.8 or found.communication > 0.5:
+            named = config.model.path or tomllib.loads(plan.read_text(encoding="utf-8")).get("model", {}).get("config")
+            advice = (
+                f"The file is for {asked or gpus:,} GPUs. For a plan for {gpus:,}, with as many tokens each: carpool "
+                f"plan --model {named if isinstance(named, str) else 'config.json'} --hardware {rates_name} --gpus "
+                f"{gpus} --gpus-per-node {per_node} --tokens-per-batch {found.step.tokens} --sequence-length "
+                f"{config.data.sequence_length} --moments {config.training.optimizer_moments} --out runs/plan-{gpus}"
+            )
+        page = write_simulation(found, out, about, advice)
         if as_json:
             typer.echo(json.dumps({"about": about, **found.record()}, indent=1))
             return
-        print_simulation(found, Console())
+        print_simulation(found, Console(), advice)
         for key, value in notes.items():
             typer.echo(f"{key}: {value}")
         typer.echo(f"wrote {page}")

@@ -16,9 +16,8 @@
     policy = "lpt_cv"
 
 A recipe is worth nothing if a part of the system is silently missing. So `load` refuses a recipe that names something
-as missing, or one of whose mechanisms this version lacks or whose setting has no effect in a run. It checks settings
-alone: what a run does under them, and what is at work without a setting, is shown by tests. `carpool train --config`
-takes a recipe's name or file; `carpool recipes compare` (compare.py) replays a trace under several.
+as missing, or one of whose mechanisms this version lacks or whose setting has no effect; what runs do is shown by
+tests. `carpool train --config` takes a recipe's name or file; `carpool recipes compare` replays a trace under several.
 
 A recipe from outside the package is a TOML file in a folder that the environment names,
 CARPOOL_RECIPES=FOLDER[:FOLDER]. Its name is that of the file, as for the others.

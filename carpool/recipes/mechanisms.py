@@ -10,10 +10,8 @@ A mechanism is called KIND:NAME, such as "transport:alltoall". A recipe's mechan
     "dropout:experts"     would be chosen by moe.expert_dropout = 0.4; not there, since there is no such key
 
 A mechanism that is not there may stand in a recipe's `missing` alone, and one that is there may not. These tests see
-settings, not runs. That a mechanism does something is shown by the tests of the recipes, which watch what ranks do.
-
-Some mechanisms have no setting (`WITHOUT_SETTING`), so nothing here can tell whether a run uses them. A recipe that is
-made of one says in [recipe.without_setting] where it is at work: in every run, or in generation alone.
+settings, not runs: what ranks do under them is shown by tests/recipes. Of a mechanism that has no setting
+(`WITHOUT_SETTING`) they see nothing: [recipe.without_setting] says where it is at work, perhaps in generation alone.
 """
 
 from __future__ import annotations
@@ -63,8 +61,29 @@ class Mechanism:
         return bool(value is not None and (value == self.value if self.fits is None else self.fits(value)))
 
     def missing(self) -> str | None:
-        """Why this version does not have it, or None."""
-        return _refused(self.setting, self.value)
+        """Why `carpool train` does not take the setting, or None if it does."""
+        setting, value = self.setting, self.value
+        section, key, *deeper = setting.split(".")
+        field = next((cls.model_fields[name] for at, cls, name in keys() if (at, name) == (section, key)), None)
+        if field is None:
+            return f"there is no setting {section}.{key}"
+        for part in reversed(deeper):
+            value = {part: value}
+        # The section checks a solver's name, not its field.
+        lists: Mapping[str, Iterable[str]] = {
+            KINDS["solver"]: solver_names(),
+            KINDS["transport"]: TRANSPORTS,
+            KINDS["experts"]: EXPERTS,
+        }
+        known = tuple(lists.get(setting, get_args(field.annotation)))
+        try:
+            TypeAdapter(field.rebuild_annotation()).validate_python(value)
+            if setting != KINDS["solver"] or value in known:
+                return None
+        except ValidationError:
+            pass
+        near = nearest(str(value), [one for one in known if isinstance(one, str)])
+        return f"{section}.{key} takes no {value!r}" + (f"; did you mean {near!r}?" if near else "")
 
 
 # The setting that chooses one way of a kind by its name, plug-ins' included.
@@ -106,7 +125,6 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "dropout:experts": Mechanism("moe.expert_dropout", 0.4, _positive),
     "chunks:several": Mechanism("moe.chunks", 2, _several),
     "chunks:backward": Mechanism("moe.backward_chunks", 2, _positive),
-    # In models that have shared experts: carpool.hf.seam.shared.
     "beside:shared-experts": Mechanism("moe.schedule", "chunks", lambda name: name != "none"),
     "priority:rides": Mechanism("moe.priority"),
     "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive),
@@ -166,9 +184,8 @@ def check(recipe: Recipe) -> None:
                 f"recipe {recipe.name}: {mechanism} is not missing any more: choose it, and name it as a mechanism"
             )
     recipe.check_complete()
-    lacking = []
-    for mechanism in recipe.mechanisms:
-        one = find(mechanism)
+    lacking, found = [], {mechanism: find(mechanism) for mechanism in recipe.mechanisms}
+    for mechanism, one in found.items():
         if one is None:
             raise ValueError(f"recipe {recipe.name}: there is no mechanism {mechanism!r}; {_hint(mechanism)}")
         if why := one.missing():
@@ -185,10 +202,8 @@ def check(recipe: Recipe) -> None:
                 f"recipe {recipe.name}: [recipe.without_setting] takes {', '.join(WITHOUT_SETTING)}, not {mechanism!r}"
             )
     effective = in_effect(resolve(recipe))
-    for mechanism in recipe.mechanisms:
-        one = find(mechanism)
-        assert one is not None
-        if not one.used(effective):
+    for mechanism, one in found.items():
+        if one is not None and not one.used(effective):
             raise ValueError(
                 f"recipe {recipe.name}: a run with its settings does not use {mechanism}: something else turns "
                 f"{one.setting} off"
@@ -208,28 +223,3 @@ def _found(settings: Mapping[str, Any], setting: str) -> Any:
     for part in setting.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
-
-
-def _refused(setting: str, value: Any) -> str | None:
-    """Why `carpool train` does not take a setting, or None if it does."""
-    section, key, *deeper = setting.split(".")
-    field = next((cls.model_fields[name] for at, cls, name in keys() if (at, name) == (section, key)), None)
-    if field is None:
-        return f"there is no setting {section}.{key}"
-    for part in reversed(deeper):
-        value = {part: value}
-    # The section checks a solver's name, not its field.
-    lists: Mapping[str, Iterable[str]] = {
-        KINDS["solver"]: solver_names(),
-        KINDS["transport"]: TRANSPORTS,
-        KINDS["experts"]: EXPERTS,
-    }
-    known = tuple(lists.get(setting, get_args(field.annotation)))
-    try:
-        TypeAdapter(field.rebuild_annotation()).validate_python(value)
-        if setting != KINDS["solver"] or value in known:
-            return None
-    except ValidationError:
-        pass
-    near = nearest(str(value), [one for one in known if isinstance(one, str)])
-    return f"{section}.{key} takes no {value!r}" + (f"; did you mean {near!r}?" if near else "")

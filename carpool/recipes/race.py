@@ -2,8 +2,7 @@
 
     carpool recipes race --recipes fastmoe,lancet,hetumoe --ranks 2
 
-    fastmoe, hetumoe over alltoall    one row: over the same transport nothing is left of what makes HetuMoE differ.
-                                      `apx-overlap` shares it, too, if the model has no shared experts
+    fastmoe, hetumoe over alltoall    one row: over the same transport nothing is left of what makes HetuMoE differ
     lancet                            its transport is the race's
     hetumoe                           its transport is its point, so it runs over its own, too
     transformers                      no recipe: the library's own expert parallelism

@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from carpool.planner.search.why import NAMES
 from carpool.planner.simulator.goodput import Failures
 from carpool.planner.simulator.simulate import Simulation
 from carpool.planner.step.events import KINDS
@@ -34,11 +35,12 @@ KIND_COLUMNS = ("Kind", "Exposed on the fullest rank", "On the critical path")
 Rows = list[list[str]]
 
 
-def write_simulation(found: Simulation, folder: Path, about: Mapping[str, str]) -> Path:
+def write_simulation(found: Simulation, folder: Path, about: Mapping[str, str], advice: str = "") -> Path:
     """Write simulation.html, simulation.json, profile.html and the folder profile/ of a simulation; returns the page.
 
     Args:
         about: what was simulated, and where each input of it is from.
+        advice: what to do if the step scales badly.
 
     Raises:
         ValueError: a file cannot be written. ImportError: jinja2 is missing."""
@@ -52,14 +54,15 @@ def write_simulation(found: Simulation, folder: Path, about: Mapping[str, str]) 
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); name another folder with --out") from None
     write_profile(folder)
-    return write_page(folder / "simulation.html", "page", lambda: _page(found, profile, about))
+    return write_page(folder / "simulation.html", "page", lambda: _page(found, profile, about, advice))
 
 
-def _page(found: Simulation, profile: Profile, about: Mapping[str, str]) -> str:
+def _page(found: Simulation, profile: Profile, about: Mapping[str, str], advice: str) -> str:
     last = found.sizes[-1]
     return fill(
         "simulation.html.j2",
         headline=headline(found),
+        explanation=explanation(found, advice),
         gpus=f"{last.gpus:,}",
         facts=_facts(found),
         scaling=_scaling(found),
@@ -79,17 +82,30 @@ def _page(found: Simulation, profile: Profile, about: Mapping[str, str]) -> str:
 
 
 def headline(found: Simulation) -> str:
-    """In a sentence."""
-    last = found.sizes[-1]
-    said = (
+    """The step, and how well it scales."""
+    last, first = found.sizes[-1], found.sizes[0]
+    scaling = f"; each does {percent_text(last.efficiency)} of the work that it does among {first.gpus:,}"
+    return (
         f"{last.gpus:,} GPUs take {_s(last.drawn)} for a step ({_s(last.low)} to {_s(last.high)}), "
-        f"{count_text(found.throughput)} tokens per second"
+        f"{count_text(found.throughput)} tokens per second{scaling if len(found.sizes) > 1 else ''}."
     )
-    if found.failures is None:
-        return f"{said}."
-    goodput = found.failures.goodput(found.failures.daly)
-    often = f"{found.failures.per_day:.2g} failures a day"
-    return f"{said}; {often} leave {percent_text(goodput)} of the time for training."
+
+
+def explanation(found: Simulation, advice: str = "") -> list[str]:
+    """Sentences: where the step goes, what to do about it, and where the wall-clock time goes."""
+    kinds = sorted(found.exposed, key=lambda kind: -found.exposed[kind])[:3]
+    most = ", ".join(f"{NAMES[kind]} {percent_text(found.exposed[kind] / found.sizes[-1].drawn)}" for kind in kinds)
+    exposed = percent_text(found.communication)
+    said = [f"The step goes to {most}, and more. Communication that nothing hides is {exposed} of it.", advice]
+    if found.failures is not None:
+        steps = found.failures.goodput(found.failures.daly)
+        saved = steps * found.failures.checkpoint / found.failures.daly
+        said.append(
+            f"With {found.failures.per_day:.2g} failures a day, {percent_text(steps)} of the wall-clock time goes to "
+            f"training steps whose work stays, {percent_text(saved)} to checkpoints, and "
+            f"{percent_text(1 - steps - saved)} to restarts and lost work."
+        )
+    return [one for one in said if one]
 
 
 def _facts(found: Simulation) -> list[tuple[str, str, str]]:
@@ -98,13 +114,13 @@ def _facts(found: Simulation) -> list[tuple[str, str, str]]:
     waits = last.drawn - last.balanced
     facts = [
         ("Step", _s(last.drawn), f"{_s(last.low)} to {_s(last.high)}, all bounds at once"),
-        ("Ranks that differ", percent_text(waits / last.drawn), f"{_s(waits)} more than if all ranks were alike"),
         ("Efficiency", percent_text(last.efficiency), f"tokens per second of a GPU, by those of {first.gpus:,} GPUs"),
-        ("Idle", percent_text(found.exposed["idle"] / last.drawn), "of the step, on the fullest rank"),
+        ("Exposed communication", percent_text(found.communication), "of the step, on the fullest rank"),
+        ("Ranks that differ", percent_text(waits / last.drawn), f"{_s(waits)} more than if all ranks were alike"),
     ]
     if found.failures is not None:
         failures = found.failures
-        detail = f"{failures.per_day:.2g} failures a day, a checkpoint every {_minutes(failures.daly)}"
+        detail = f"of the time goes to steps whose work stays, with a checkpoint every {_minutes(failures.daly)}"
         facts.append(("Goodput", percent_text(failures.goodput(failures.daly)), detail))
     return facts
 
@@ -153,9 +169,10 @@ def failure_rows(failures: Failures) -> Rows:
     ]
 
 
-def print_simulation(found: Simulation, console: Console) -> None:
-    """Tables for a terminal."""
-    console.print(headline(found), highlight=False)
+def print_simulation(found: Simulation, console: Console, advice: str = "") -> None:
+    """Tables for a terminal. `advice`: as of `write_simulation`."""
+    for said in (headline(found), *explanation(found, advice)):
+        console.print(said, highlight=False, markup=False, soft_wrap=said == advice)
     narrow = [SIZES.index(name) for name in ("GPUs", "Balanced", "Drawn", "Efficiency", "Fullest rank", "Memory")]
     sizes = [[row[at] for at in narrow] for row in size_rows(found)]
     tables: list[tuple[str, tuple[str, ...], Rows]] = [

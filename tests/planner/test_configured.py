@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,25 @@ def test_the_command(tmp_path: Path) -> None:
     assert record == json.loads((tmp_path / "out" / "simulation.json").read_text())
     shown = _run(tmp_path)
     assert "16 GPUs take" in shown.output and "moe.transport = auto: simulated as nvlink" in shown.output
+
+
+def test_a_stretched_plan_says_why_it_is_slow_and_what_to_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = "plan --model qwen3-30b-a3b --hardware H200 --gpus 4 --gpus-per-node 4 --tokens-per-batch 32K --out small"
+    assert CliRunner().invoke(app, [*call.split(), "--moments", "bfloat16"]).exit_code == 0
+    slow = CliRunner().invoke(app, ["simulate", "small/plan-1.toml", "--gpus", "16384", "--hardware", "H200"]).output
+    assert "The step goes to reductions of gradients" in slow and "gathers of parameters" in slow
+    (asked,) = re.findall(r"^The file is for 4 GPUs\. .*: carpool (plan .*)$", slow, re.MULTILINE)
+    assert "--moments bfloat16 " in asked
+    assert CliRunner().invoke(app, asked.split()).exit_code == 0
+    fast = CliRunner().invoke(app, ["simulate", "runs/plan-16384/plan-1.toml", "--hardware", "H200", "--json"])
+    record = json.loads(fast.stdout)
+    assert record["gpus"] == 16384 and record["tokens"] == 16384 * 8192
+    assert record["sizes"][-1]["efficiency"] > 0.8 and record["step_seconds"] < 2
+    plain = CliRunner().invoke(app, ["simulate", "runs/plan-16384/plan-1.toml", "--hardware", "H200"]).output
+    assert "The step goes to" in plain and "The file is for" not in plain
 
 
 class _Read(dict[str, Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from carpool.planner.simulator.goodput import Failures
 from carpool.planner.simulator.simulate import Simulation, simulate
 from carpool.report.profile import write_profile
-from carpool.report.simulation import failure_rows, print_simulation, write_simulation
+from carpool.report.simulation import explanation, failure_rows, headline, print_simulation, write_simulation
 from tests.planner.step_problem import build
 from tests.report.test_profile import Text, recorded
 
@@ -49,6 +50,24 @@ def test_without_failures_and_with_one_size(tmp_path: Path) -> None:
     page = write_simulation(simulate(build, 16, sizes=[]), tmp_path, ABOUT).read_text()
     assert "Goodput" not in page and "One size was simulated." in page
     assert json.loads((tmp_path / "simulation.json").read_text())["failures"] is None
+
+
+def test_the_verdict_comes_first_in_words(found: Simulation, tmp_path: Path) -> None:
+    failures = found.failures or pytest.fail("no failures")
+    page = write_simulation(found, tmp_path, ABOUT, "Ask for a plan.").read_text()
+    step, advice, time = explanation(found, "Ask for a plan.")
+    said = [page.index(one) for one in (headline(found), step, advice, time, "<h2>Scaling</h2>")]
+    assert said == sorted(said)
+    assert "; each does " in headline(found) and "each does" not in headline(simulate(build, 16, sizes=[]))
+    # What waits for data is not called idle.
+    waiting = sum(found.exposed[kind] for kind in ("dispatch", "combine", "reduction"))
+    assert found.communication == pytest.approx(waiting / found.sizes[-1].drawn) and waiting > 0
+    assert "Exposed communication" in page and "Idle" not in page
+    # The three shares are all of the time, and drawn failures agree.
+    shares = [float(one) for one in re.findall(r"([\d.]+) %", time)]
+    assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=1.1)
+    assert shares[0] == pytest.approx(100 * failures.sampled_goodput(failures.daly)[0], abs=1.5)
+    assert len(explanation(found)) == 2
 
 
 def test_what_cannot_be_written(found: Simulation, tmp_path: Path) -> None:

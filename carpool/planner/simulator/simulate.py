@@ -119,6 +119,12 @@ class Simulation:
         }
 
     @property
+    def communication(self) -> float:
+        """The share of the step in which a rank waits for others' data and computes nothing."""
+        kinds = ("dispatch", "combine", "gather", "reduction", "send")
+        return sum(self.exposed.get(kind, 0.0) for kind in kinds) / self.sizes[-1].drawn
+
+    @property
     def throughput(self) -> float:
         """Tokens per second of all GPUs, without failures."""
         return self.step.tokens / self.sizes[-1].drawn
