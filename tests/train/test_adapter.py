@@ -158,8 +158,6 @@ def test_merges_into_a_model_for_plain_transformers(base: Path, reference: Path,
     assert gone.exit_code == 1 and "has no checkpoints" in gone.output
     export = CliRunner().invoke(app, ["export", str(reference), "--out", str(tmp_path / "other")])
     assert export.exit_code == 1 and "carpool merge" in export.output
-    with pytest.raises(ValueError, match="carpool merge"):
-        find_source(reference)
 
 
 @pytest.mark.parametrize("cut", ["turns", "kinds"])

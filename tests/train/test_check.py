@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.config import Config, resolve_config
 from carpool.train.launch.ahead import look_ahead
-from carpool.train.launch.stopping import STOP_SIGNALS
 from carpool.train.launch.worker import find_entry
 from carpool.train.prepare.check import check_run
 from carpool.train.prepare.dry_run import dry_run
@@ -136,25 +132,6 @@ def test_a_look_ahead_that_does_not_answer_is_ended_and_ranks_check(
 def test_an_error_meanwhile_ends_the_look_ahead() -> None:
     with pytest.raises(KeyError), look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
         raise KeyError
-
-
-@pytest.mark.parametrize("signum", STOP_SIGNALS)
-def test_a_signal_ends_the_look_ahead_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, signum: int) -> None:
-    command, before = sys.modules["carpool.cli.train"], signal.getsignal(signum)
-    ahead, sleep = command.look_ahead, "tests.train.ahead_entries:sleep_long"
-
-    @contextlib.contextmanager
-    def interrupted(config: Config, *_: Any, **__: Any) -> Iterator[None]:
-        with ahead(config, sleep, rank=0):
-            # Not before: whoever has no handler yet is killed.
-            threading.Timer(0.3, os.kill, (os.getpid(), signum)).start()
-            yield
-
-    monkeypatch.setattr(command, "look_ahead", interrupted)
-    found = CliRunner().invoke(cli.app, ["train", "parallelism.device=cpu", f"training.output_dir={tmp_path}"])
-    assert found.exit_code == 128 + signum
-    assert f"stopped by {signal.Signals(signum).name} before the ranks were started" in found.stderr
-    assert signal.getsignal(signum) == before
 
 
 def test_a_folder_is_one_run_s_at_a_time(tmp_path: Path) -> None:

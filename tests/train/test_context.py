@@ -234,8 +234,9 @@ def test_a_run_goes_on_with_other_ranks_that_share_sequences(two_ranks: Ranks, t
         assert turns[step] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_dry_run_divides_tokens(text: list[str]) -> None:
-    settings = ["model.model_type=olmoe", "model.config.num_hidden_layers=2", *text]
+def test_a_dry_run_divides_tokens(text: list[str], tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("def f(x): return x\n" * 60_000)
+    settings = ["model.model_type=olmoe", "model.config.num_hidden_layers=2", *text, f"data.train={tmp_path}/long.txt"]
     settings += ["parallelism.num_ranks=8", "data.sequence_length=4096"]
     shared = dry_run(load_config(None, [*settings, "parallelism.cp_size=4"]), gpu="h100")
     whole = dry_run(load_config(None, settings), gpu="h100")

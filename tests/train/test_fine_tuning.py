@@ -91,7 +91,7 @@ def test_without_weights_it_is_the_demos_defaults_which_say_so(checkpoint: Path)
 
 def test_the_dry_run_says_where_values_are_from_and_can_be_read_back(checkpoint: Path, tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
-    rows.write_text('{"text": "a"}')
+    rows.write_text(f"{json.dumps({'text': 'word ' * 400})}\n" * 40)
     fill(checkpoint)
     found = resolve_config(
         None,
@@ -108,8 +108,10 @@ def test_the_dry_run_says_where_values_are_from_and_can_be_read_back(checkpoint:
 
 def test_a_dry_run_refuses_conversations_without_a_template(checkpoint: Path, tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    turns = [{"role": "user", "content": "word"}, {"role": "assistant", "content": "word " * 100}]
+    rows.write_text(f"{json.dumps({'messages': turns})}\n" * 40)
     settings = [f"model.path={checkpoint}", f"data.train={rows}", "parallelism.device=cpu", "parallelism.num_ranks=2"]
+    settings += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
     fill(checkpoint)
     make_tokenizer(None).save_pretrained(checkpoint)
     with pytest.raises(ValueError, match="has no chat template"):
