@@ -31,7 +31,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedConfig
 
-from carpool.bench.script import make_parser, show, write_results
+from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns
 from carpool.hf import compile_layers, install, quantise_experts
 from carpool.hf.building.model import build_model

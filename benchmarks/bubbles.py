@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.bench.script import join_group, make_parser, show, write_results
+from benchmarks.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import in_turns
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES, check_micro_batches

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.bench.script import join_group, make_parser, show, write_results
+from benchmarks.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import Clock, begin_together, rounds, slowest_medians
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.kernels.processors import reserved

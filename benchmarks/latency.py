@@ -42,8 +42,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.script import join_group, make_parser, show, write_results
 from carpool.bench.routings import make_routings
-from carpool.bench.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import begin_together, percentile, rounds
 from carpool.bench.transport.contenders import why_unavailable
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle

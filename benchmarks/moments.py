@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from carpool.bench.script import make_parser, show, write_results
+from benchmarks.script import make_parser, show, write_results
 
 SPAN = 50
 # By name: settings of `carpool train`.

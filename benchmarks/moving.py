@@ -43,8 +43,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.script import join_group, make_parser, write_results
 from benchmarks.texts import KINDS, data_of, say
-from carpool.bench.script import join_group, make_parser, write_results
 from carpool.placement.solvers import solver_names
 from carpool.train.config import load_config
 from carpool.train.run.loop import train

@@ -40,10 +40,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.script import join_group, make_parser, show, write_results
 from carpool.bench.hardware.fit import Fit, fit
 from carpool.bench.hardware.links import measure_links
 from carpool.bench.hardware.measure import measured_links
-from carpool.bench.script import join_group, make_parser, show, write_results
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle, rows_of
 from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout

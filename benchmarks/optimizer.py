@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from carpool.bench.script import make_parser, show, write_results
+from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns, medians
 from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import Took, timed

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
-from carpool.bench.script import check_arenas, join_group, make_parser, show, write_results
+from benchmarks.script import check_arenas, join_group, make_parser, show, write_results
 from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides
 from carpool.hf.building.model import build_model

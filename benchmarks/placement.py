@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from carpool.bench.script import make_parser, write_results
+from benchmarks.script import make_parser, write_results
 from carpool.layout.topology import Topology
 from carpool.placement.forecast import compare
 from carpool.placement.solvers import default_solvers, solve

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from benchmarks.overlap import make_stack, make_stack_parser
-from carpool.bench.script import check_arenas, join_group, show, write_results
+from benchmarks.script import check_arenas, join_group, show, write_results
 from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides, set_schedule, set_transport
 from carpool.observe.clock import slowest, timed

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.script import make_parser, write_results
 from carpool.bench.model.contenders import free_memory
 from carpool.bench.model.settings import STEPS_ALONE
 from carpool.bench.options import find_ranks
-from carpool.bench.script import make_parser, write_results
 from carpool.observe.clock import slowest
 from carpool.train.assembly.kept_times import groups_before
 from carpool.train.config import Config, load_config

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from carpool.bench.script import make_parser, write_results
+from benchmarks.script import make_parser, write_results
 from carpool.hf.axes.sequence_moves import MOVES, PICO, rows_of_sequences, seconds_per_byte, seconds_per_row
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from carpool.bench.script import make_parser, show, write_results
+from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns
 from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import timed

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from carpool.bench.script import make_parser
+from benchmarks.script import make_parser
 from carpool.train.config import load_config
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import Corpus, prepare

@@ -110,13 +110,6 @@ def medians(rows: Iterable[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def slowest_medians(rows: Sequence[Sequence[float]], device: torch.device) -> list[float]:
-    """Of each column the median over rows of the largest over ranks."""
-    table = torch.tensor(rows, dtype=torch.float64, device=device)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return medians(table.tolist())
-
-
 class Clock:
     """Times of named sections on this rank.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 
@@ -20,19 +20,18 @@ class _Lasting:
         self._stream, self._name, self._other = stream, name, other
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._give_up(error)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._give_up(error)
+        self._try(self._stream.flush)
 
-    def _give_up(self, error: OSError) -> None:
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+            return
+        except OSError as failed:
+            error = failed
         # Below Python: what is buffered still has to go somewhere, and native code writes, too.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self._stream.fileno())

@@ -240,7 +240,8 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
 
 def check_saved(model: nn.Module, names: Iterable[str]) -> None:
     """Raise ValueError if a model has no module of a name, or with that end, in `adapter.modules_to_save`."""
-    ends = {name[at:] for name, _ in model.named_modules() for at in _starts(name)}
+    named = (name.split(".") for name, _ in model.named_modules())
+    ends = {".".join(parts[at:]) for parts in named for at in range(len(parts))}
     for name in names:
         if name not in ends:
             # The last part alone is what people give.
@@ -249,11 +250,6 @@ def check_saved(model: nn.Module, names: Iterable[str]) -> None:
                 f"adapter.modules_to_save: this model has no module {name!r}"
                 + (f"; did you mean {close}?" if close else "; give the end of a name, such as lm_head")
             )
-
-
-def _starts(name: str) -> list[int]:
-    """Where each part of a name begins."""
-    return [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]
 
 
 def _short(names: set[str], everything: Iterable[str], parts: int) -> list[str]:

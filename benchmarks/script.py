@@ -1,4 +1,4 @@
-"""What the scripts of benchmarks/ begin with and leave behind. `carpool bench` has commands and results of its own."""
+"""What the scripts here begin with and leave behind. `carpool bench` has commands and results of its own."""
 
 from __future__ import annotations
 
