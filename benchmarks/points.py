@@ -183,7 +183,7 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
             "captured": run.objective.graphs is not None and run.objective.graphs.bytes > 0,
             "what": run.what,
             "routing": routing,
-            "config": config.model_dump(mode="json", exclude_unset=True),
+            "config": config.model_dump(mode="json", exclude_unset=True, exclude={"training": {"output_dir"}}),
             "seconds": time.perf_counter() - begin,
         }
     finally:

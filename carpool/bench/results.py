@@ -42,9 +42,8 @@ class Result:
     @property
     def where(self) -> str:
         """One line about the machine."""
-        where = self.environment
-        commit = where["commit"] or "unknown"
-        return f"{where['device_count']} x {where['device']}, torch {where['torch']}, commit {commit}"
+        of = self.environment
+        return f"{of['device_count']} x {of['device']}, torch {of['torch']}, commit {of['commit'] or 'unknown'}"
 
 
 def now() -> str:
@@ -59,9 +58,10 @@ def publish(result: Result, name: str, show: Callable[[Result], None], plot: str
         plot: "module:function" that writes the figure, imported only now, because it needs matplotlib. None: there is
             no figure.
     """
-    folder, json_only = Path(result.settings["out"]), result.settings["json_only"]
+    settings = dict(result.settings)
+    folder, json_only = Path(settings.pop("out")), settings["json_only"]  # a folder is not what was measured
     written = [folder / f"{name}.json"]
-    written[0].write_text(json.dumps(asdict(result), indent=1) + "\n")
+    written[0].write_text(json.dumps(asdict(result) | {"settings": settings}, indent=1) + "\n")
     if not json_only:
         if plot is not None and _draw(result, plot, folder / f"{name}.png"):
             written.append(folder / f"{name}.png")

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -62,7 +63,7 @@ def measure(config: Config, out: str) -> None:
     links += measure_disk(path.parent if path.parent.is_dir() else Path.cwd(), device)
     rates = measure_rates(device)
     kernels = measure_work(device)
-    hosts = gather(environment(device, topology.num_ranks)["hostname"])
+    hosts = gather(socket.gethostname())
     if dist.get_rank() != 0:
         return
     slow = [_name(node, topology, hosts) for node in slow_nodes(ring)]

@@ -1,4 +1,4 @@
-"""Where a run happened: versions, devices, commit. Written into run.json so that a result can be traced."""
+"""What a run needed: versions, devices, commit. Written beside a result, to trace it; hence no host name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import resource
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
     """Versions and devices as plain JSON values; what is not there is None."""
     cuda = device.type == "cuda"
     return {
-        "hostname": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,7 +60,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "started": history[0]["started"],
         "command": command,
         "history": history,
-        "environment": environment(run.device, run.world),
+        "environment": {"hostname": socket.gethostname(), **environment(run.device, run.world)},
         "model": {
             "architecture": run.blueprint.architecture,
             "attention": run.model.config.get_text_config()._attn_implementation,
