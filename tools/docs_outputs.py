@@ -5,8 +5,8 @@
     python -m tools.docs_outputs --only train.md --write
 
 An example is a block of commands (```bash) that is followed by a block of output (no language), or a ```console
-block with both, whose commands begin with `$`. The output shown is an excerpt: its lines occur in what is printed, in this
-order, others may lie between. A line of `...` says so to the reader.
+block with both, whose commands begin with `$`. The output shown is an excerpt: its lines occur in what is
+printed, in this order, others may lie between. A line of `...` says so to the reader.
 
 Words of a line must be equal. Numbers may differ by `TOLERANCE`; times and speeds of what really runs are not
 compared, nor what depends on the machine's memory (`OF_THE_MACHINE`).
@@ -30,9 +30,10 @@ TOLERANCE = 0.01
 # As wide as the guides are, so that lines break where theirs do.
 COLUMNS = 150
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
-# What only a machine knows: how much memory it has, how fast it is.
+# What only a machine knows: how much memory it has, how fast it is (last, the column of seconds of `carpool place`).
 OF_THE_MACHINE = re.compile(
     r"(?<=of )[\d.,]+(?= GiB of a rank would be used)|(?<=fits in )[\d.,]+(?= GiB, a rank's share)|searched in [\d.,]+"
+    r"|(?<=\d {6})\d\.\d\d\s*$"
 )
 _MEASURED = re.compile(r"[\d.,]+ ?(?=(ms|s|us|µs|min|tokens/s|[kMG]?B/s)(\W|$))")
 
@@ -111,7 +112,8 @@ def examples(page: Path) -> Iterator[Example]:
             if commands is not None:
                 yield Example(name, line, commands[1], block[2][commands.end() :])
         elif block[1] == "bash" and after is not None and not after[1]:
-            if not re.search(r"^#+ ", text[block.end() : after.start()], flags=re.MULTILINE):
+            between = text[block.end() : after.start()]
+            if re.search(r"^#+ ", between, flags=re.MULTILINE) is None:
                 yield Example(name, line, block[2], after[2])
 
 
