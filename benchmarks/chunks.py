@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.script import join_group, make_parser, show, write_results
-from carpool.bench.timing import Clock, begin_together, rounds, slowest_medians
+from carpool.bench.timing import Clock, begin_together, medians, rounds
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.kernels.processors import reserved
 from carpool.layout import ExpertLayout, assign
@@ -88,6 +89,13 @@ class Layer:
 
     def stats(self) -> LayerStats:
         return LayerStats(self.num_experts, dist.get_world_size(), dist.get_rank())
+
+
+def slowest_medians(rows: Sequence[Sequence[float]], device: torch.device) -> list[float]:
+    """Of each column the median over rows of the largest over ranks."""
+    table = torch.tensor(rows, dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return medians(table.tolist())
 
 
 def pieces_of(layer: Layer, tokens: int, repetitions: int, device: torch.device) -> list[Pieces]:

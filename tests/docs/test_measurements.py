@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.script import write_results
 from carpool.bench.results import Result, publish
-from carpool.bench.script import write_results
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docs").rglob("*.json"))
