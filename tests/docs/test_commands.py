@@ -156,3 +156,36 @@ def test_refuses(line: str, why: str) -> None:
     with pytest.raises((AssertionError, ValueError)) as raised:
         check_command(line)
     assert why in str(raised.value)
+
+
+SCRIPT = re.compile(r"\b(?:benchmarks|tools)[./]([a-z]\w*)\b(?!/)")
+
+
+def missing_scripts(text: str) -> list[str]:
+    """Scripts that are named and do not exist, in list items and paragraphs that name no commit."""
+    found = []
+    for paragraph in re.split(r"\n\n|\n(?=- |\| )", text):
+        if re.search(r"\b(?=\w*\d)[0-9a-f]{7}(?:~\d)?\b", paragraph):
+            continue
+        named = SCRIPT.findall(" ".join(re.findall(r"`[^`]+`", paragraph)))
+        found += [
+            name for name in named if not any((ROOT / f"{a}/{name}.py").exists() for a in ("benchmarks", "tools"))
+        ]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_scripts_exist(page: Path) -> None:
+    missing = missing_scripts(page.read_text())
+    assert not missing, f"{page.name} names scripts that do not exist, and no commit that has them: {missing}"
+
+
+def test_finds_missing_scripts() -> None:
+    assert missing_scripts("`benchmarks/chunks.py`\n\n`-m benchmarks.tiles --x`") == ["tiles"]
+    assert missing_scripts("- `benchmarks/tiles.py`, 312d016~1\n- `benchmarks/gone.py`") == ["gone"]
+
+
+def test_measurements_name_no_lost_script() -> None:
+    """The page says that commands stand beside its numbers: none of them may be gone."""
+    text = " ".join((ROOT / "docs/measurements.md").read_text().split())
+    assert not re.findall(r"not kept|has left|have left|was lost", text)
