@@ -175,4 +175,4 @@ def test_why_a_run_ended_is_written_though_its_numbers_are_lost(monkeypatch: pyt
     monkeypatch.setattr(loop, "Run", Lost)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         loop.train(load_config(None, []))
-    assert written == [{"stopped": 7, "why": "CUDA error: an illegal memory access", "signal": None}]
+    assert written == [{"stopped": 7, "why": "CUDA error: an illegal memory access", "signal": None, "finite": None}]
