@@ -29,15 +29,18 @@ ROOT = Path(__file__).parents[1]
 TOLERANCE = 0.01
 # As wide as the guides are, so that lines break where theirs do.
 COLUMNS = 150
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
-# What only a machine knows: how much memory it has, how fast it is (last, the column of seconds of `carpool place`).
+# What only a machine knows: how much memory it has, how fast it is (the column of seconds of `carpool place`), and how
+# its products round (last: errors below 1e-5, and the expert that has the largest).
 OF_THE_MACHINE = re.compile(
     r"(?<=of )[\d.,]+(?= GiB of a rank would be used)|(?<=fits in )[\d.,]+(?= GiB, a rank's share)|searched in [\d.,]+"
-    r"|(?<=\d {6})\d\.\d\d\s*$"
+    r"|(?<=\d {6})\d\.\d\d\s*$|\d\.\de-0[5-9]|(?<=, expert )\d+(?=, (?:gate|up|down)\))"
 )
 _MEASURED = re.compile(r"[\d.,]+ ?(?=(ms|s|us|µs|min|tokens/s|[kMG]?B/s)(\W|$))")
 
 # The tables below name an example by its page and by what its commands contain.
+SIMULATE = ROOT / "docs" / "simulate.md"
 TINY = "python examples/tiny_chat_model.py tiny\n"
 CHAT = "carpool train --config examples/train_from_config/chat_tiny.toml"
 OLMOE = "carpool train --config examples/train_from_config/olmoe_tiny.toml"
@@ -49,6 +52,9 @@ BEFORE = {
     ("finetune.md", "adapter.base_dtype=int8"): TINY,
     ("finetune.md", "carpool generate tiny"): TINY,
     ("placement.md", "carpool trace"): OLMOE + "\n",
+    ("simulate.md", "carpool simulate plan.toml"): "cat > plan.toml <<'END'\n"
+    + "".join(re.findall(r"^```toml\n(\[model\].*?)^```$", SIMULATE.read_text(), flags=re.DOTALL | re.MULTILINE))
+    + "END\n",
 }
 # Examples that predict and do not train: a few seconds each. All others train, and their times are the machine's.
 PREDICTS = {
@@ -56,6 +62,7 @@ PREDICTS = {
     ("finetune.md", "carpool generate tiny"),
     ("parallelism.md", "parallelism.tp_size=2 parallelism.dense=replicate"),
     ("planner.md", "carpool plan"),
+    ("simulate.md", "carpool simulate"),
     ("train.md", "--dry-run"),
 }
 NOT_RUN = {
@@ -69,6 +76,24 @@ NOT_RUN = {
     ("parallelism.md", "model.model_type=qwen3_moe ..."): "the command is shown in part",
     ("parallelism.md", "training.output_dir=a"): "two runs, whose commands and outputs take turns in one block",
     ("recipes.md", "recipes race"): "the command needs a GPU",
+}
+# Blocks without a language that are the output of no block of commands, by the page and the words they begin with.
+NO_EXAMPLE = {
+    (
+        "between-nodes.md",
+        "step 2: from now on",
+    ): "lines of a run that the text describes, with an option of Python only",
+    ("finetune.md", "example 2:"): "one of the examples that --show-examples prints",
+    (
+        "finetune.md",
+        "error: chats.jsonl, line 2",
+    ): "a message about a file of the reader's own; the tests of data have it",
+    ("finetune.md", "prefill 21 tokens"): "a line of any run of carpool generate",
+    ("finetune.md", "weights: "): "a line of any run's log",
+    ("multi-node.md", "RanksLostError: rank 1 on node 1"): "needs a cluster that loses a rank",
+    ("multi-node.md", "RanksLostError: a collective failed"): "needs a cluster with a slow link",
+    ("run-directory.md", "RUN/"): "the files of a run, described",
+    ("run-directory.md", "{"): "the fields of a file, described",
 }
 
 
@@ -104,7 +129,7 @@ class Example(NamedTuple):
 def examples(page: Path) -> Iterator[Example]:
     """The examples of a page. Between commands and their output may be text, but no heading and no other block."""
     text, name = page.read_text(), page.name
-    blocks = list(re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE))
+    blocks = list(_BLOCK.finditer(text))
     for block, after in zip(blocks, [*blocks[1:], None], strict=False):
         line = text.count("\n", 0, block.start()) + 2
         if block[1] == "console":
@@ -115,6 +140,16 @@ def examples(page: Path) -> Iterator[Example]:
             between = text[block.end() : after.start()]
             if re.search(r"^#+ ", between, flags=re.MULTILINE) is None:
                 yield Example(name, line, block[2], after[2])
+
+
+def unexplained(page: Path) -> Iterator[str]:
+    """The blocks of output of a page, by their first lines, that no example shows and `NO_EXAMPLE` does not name."""
+    shown = [example.commands + example.shown for example in examples(page)]
+    for language, block in _BLOCK.findall(page.read_text()):
+        of_example = any(one.endswith(block) or block.endswith(one) for one in shown)
+        listed = any(page.name == name and block.lstrip().startswith(begin) for name, begin in NO_EXAMPLE)
+        if language in ("", "console") and not of_example and not listed:
+            yield block.strip().partition("\n")[0]
 
 
 def run(commands: str, before: str = "") -> str:

@@ -5,9 +5,25 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tools.docs_outputs import BEFORE, NOT_RUN, PREDICTS, Example, compare, examples, pages, renewed, run
+from tools.docs_outputs import (
+    BEFORE,
+    NO_EXAMPLE,
+    NOT_RUN,
+    PREDICTS,
+    Example,
+    compare,
+    difference,
+    examples,
+    pages,
+    renewed,
+    run,
+    unexplained,
+)
 
 ALL = [example for page in pages() for example in examples(page)]
 RUN = [example for example in ALL if not example.named(NOT_RUN)]
@@ -32,6 +48,36 @@ def test_tables_name_examples() -> None:
     for table in (BEFORE, PREDICTS, NOT_RUN):
         for key in table:
             assert any(example.named([key]) for example in ALL), f"no example of {key[0]} has {key[1]!r}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_every_output_has_its_command(page: Path) -> None:
+    found = list(unexplained(page))
+    assert not found, (
+        f"{page.name} shows output that follows no block of commands: {found}. Put its command into a ```bash block "
+        "before it, or name it in NO_EXAMPLE of tools/docs_outputs.py with the reason"
+    )
+
+
+def test_finds_outputs_without_commands(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text(
+        "```bash\nls\n```\n\n```\nx\n```\n\n```\ny\nz\n```\n\n```console\n$ ls\nx\n```\n\n```python\n1\n```\n"
+    )
+    assert list(unexplained(page)) == ["y"]
+
+
+def test_outputs_without_commands_are_there() -> None:
+    texts = {page.name: page.read_text() for page in pages()}
+    for page, begin in NO_EXAMPLE:
+        assert re.search(rf"^```\n\s*{re.escape(begin)}", texts[page], flags=re.MULTILINE), f"{page} shows no {begin!r}"
+
+
+def test_rounding_is_of_the_machine() -> None:
+    shown = "differ by at most 2.4e-07 (w, expert 2, gate); logits by 5.0e-07"
+    assert difference(shown, "differ by at most 1.2e-07 (w, expert 4, up); logits by 5.2e-07", True) == "other words"
+    assert difference(shown, "differ by at most 1.2e-07 (w, expert 4, gate); logits by 5.2e-07", True) is None
+    assert difference(shown, "differ by at most 2.4e-03 (w, expert 2, gate); logits by 5.0e-07", True) is not None
 
 
 SHOWN = "parameters   1,000.0 MiB\n...\nstep 1  loss 2.50  189 ms\n"
