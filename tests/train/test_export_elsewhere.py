@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -95,7 +96,6 @@ def test_every_weight_has_a_place_in_vllm(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_has_a_name_in_gguf(family: str, tmp_path: Path) -> None:
     """As llama.cpp's convert_hf_to_gguf.py does it: one tensor for the experts of a layer, names through gguf's map."""
-    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     _, config, values = _exported(family, tmp_path)
     architecture = gguf.MODEL_ARCH[FAMILIES[family].gguf]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
