@@ -58,7 +58,6 @@ class VerbRunner:
         return finish
 
     def _run_here(self, launch: Any) -> Any:
-        """The same, on the current stream."""
         launch(True, True)
         return _nothing
 
