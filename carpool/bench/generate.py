@@ -167,6 +167,7 @@ def measure(settings: Settings, device: torch.device, command: str) -> list[Case
 
 
 def _kind(contender: str) -> str:
+    """Its model: eagerly and in a graph, it is the same."""
     return contender.partition("-")[0]
 
 
@@ -257,6 +258,7 @@ def _run(
 
 
 def _share_of_equal(tokens: list[list[int]], others: list[list[int]], device: torch.device) -> float:
+    """Over all ranks."""
     same = torch.tensor(tokens) == torch.tensor(others)
     counts = torch.tensor([int(same.sum()), same.numel()], dtype=torch.float64, device=device)
     dist.all_reduce(counts)

@@ -192,6 +192,7 @@ def _explain_config() -> None:
 
 
 def _recipe(name: str) -> Path:
+    """The file of a recipe, for --config."""
     from carpool.plugins.nearest import nearest
     from carpool.recipes import names, path_of
 

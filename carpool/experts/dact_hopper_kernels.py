@@ -351,6 +351,7 @@ def down_backward(
 
 
 def _describe(weight: torch.Tensor, transposed: bool) -> TensorDescriptor:
+    """All experts' matrices as one."""
     block = [COLUMNS, DEPTH] if transposed else [DEPTH, COLUMNS]
     flat = aligned(weight).view(-1, weight.shape[2])
     return TensorDescriptor.from_tensor(flat, block, gl.NVMMASharedLayout(128, 16, 2))

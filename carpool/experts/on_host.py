@@ -153,6 +153,7 @@ def _sums(
     experts: Mapping[int, ExpertWeights],
     function: ExpertFunction,
 ) -> torch.Tensor:
+    """As `reference_experts`, of these experts."""
     accumulate = torch.float64 if x_rH.dtype == torch.float64 else torch.float32
     sum_rH = torch.zeros_like(x_rH, dtype=accumulate)
     for slot, one in experts.items():

@@ -194,6 +194,7 @@ def _sum_part(
     weight_RJ: torch.Tensor | None = None,
     bias_SH: torch.Tensor | None = None,
 ) -> None:
+    """`sum_pairs` of one part's rows."""
     from carpool.experts import pair_kernels
 
     positions, slots, begins = pairs.position_RJ, pairs.slot_RJ, ready.begins_NW

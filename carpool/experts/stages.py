@@ -305,6 +305,7 @@ class Stages:
         return dequantise(code, scale, self.dtype, self.pairs.offsets_S)
 
     def _down(self) -> torch.Tensor:
+        """As `_up`."""
         code, scale = self.weights.down_code, self.weights.down_scale
         if code is None or scale is None:
             return self.weights.down_SHF

@@ -244,6 +244,7 @@ def agree(reports: Sequence[Whereabouts]) -> Topology:
 
 
 def _numbered(names: Sequence[Any]) -> tuple[int, ...]:
+    """A number for each name, in order of appearance."""
     numbers: dict[Any, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 

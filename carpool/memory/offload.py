@@ -203,6 +203,7 @@ class Offloader:
         return replace(item, data=host.copy_(data, non_blocking=True))
 
     def _fetch(self, parcel: _Parcel) -> None:
+        """Let its items come back."""
         # Memory that the computation takes, and gives back when it has used it.
         tensors = [_empty(i.data, parcel.device) if i.start is None else None for i in parcel.host]
         back = []

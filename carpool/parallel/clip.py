@@ -104,6 +104,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _check_max_norm(max_norm: float) -> None:
+    """Raise a ValueError unless it is positive."""
     if math.isnan(max_norm) or max_norm <= 0:
         raise ValueError(f"max_norm is {max_norm}, but a norm to clip by is positive; use math.inf to only measure it")
 

@@ -242,6 +242,7 @@ def check_supported(sizes: Sizes, settings: Settings) -> None:
 
 
 def _written(value: Any) -> str:
+    """As a configuration writes it."""
     return str(value).lower() if isinstance(value, bool) else repr("none" if value is None else value)
 
 

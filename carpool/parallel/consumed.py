@@ -186,6 +186,7 @@ class ConsumedGradients:
 
     @torch.no_grad()
     def _take(self, parameter: torch.Tensor) -> None:
+        """A gradient has come."""
         if not self._begun:  # somebody else's backward: a probe, a profile
             return
         self._waiting.append(parameter)

@@ -237,6 +237,7 @@ class Pipeline:
         self._made[key].step(target=torch.empty(micro_batches, 0), return_outputs=False)
 
     def _make(self, micro_batches: int, travels: Tensors) -> Any:
+        """PyTorch's schedule."""
         kind = SCHEDULES[self.schedule]
         check_micro_batches(self.schedule, dist.get_world_size(self.group), micro_batches)
         metas = tuple(one.detach().requires_grad_() for one in travels)

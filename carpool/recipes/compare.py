@@ -218,6 +218,7 @@ def ways(
 
 
 def _limit(config: Config) -> dict[str, Any]:
+    """Keywords of `LimitOptions` that limit something."""
     limit = {key: getattr(config.moe, key) for key in _LIMITS}
     found = {key: value for key, value in limit.items() if value is not None}
     return found if len(found) > 1 else {}  # limit_by alone limits nothing

@@ -95,6 +95,7 @@ class _Replay:
         return *means, float(self.layout.num_replicas), *np.mean(np.array(moved), axis=0).tolist(), seconds
 
     def _next(self, number: int) -> ExpertLayout:
+        """The layout of a part."""
         section = self.way.placement
         if section is None or (section.policy == "place" and number > 1):
             return self.layout
@@ -133,6 +134,7 @@ class _Replay:
         return found if decision.adopt else self.layout
 
     def _limited(self, number: int) -> LayerTrace:
+        """The choices of a part, within the limit."""
         part = self.parts[number]
         if not self.limit.active(self.ranks):
             return part

@@ -70,6 +70,7 @@ def _marks(run: Run) -> list[tuple[float, str]]:
 
 
 def _simple(run: Run, chart: Chart, key: str, role: str) -> str | None:
+    """One line of what each step recorded."""
     return draw(chart, [Line("", role, *series(run.train, lambda t: getattr(t, key)))])
 
 

@@ -80,6 +80,7 @@ def render_profile(named: list[tuple[str, Profile]], report: bool = False) -> st
 
 
 def _origin(simulated: list[bool]) -> str:
+    """Where the steps are from, in a sentence."""
     words = {False: "recorded by PyTorch's profiler, which slows it a little", True: "simulated: nothing ran"}
     if len(set(simulated)) == 1:
         return f"{'One step' if len(simulated) == 1 else 'One step each'}, {words[simulated[0]]}."
@@ -87,6 +88,7 @@ def _origin(simulated: list[bool]) -> str:
 
 
 def _headline(means: list[Times]) -> str:
+    """What hid the rides, in a sentence."""
     last = means[-1]
     exposed = f"{percent_text(last.exposed / last.step)} of a step of {ms_text(last.step)}"
     if len(means) == 1:
@@ -115,6 +117,7 @@ def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:
 
 
 def _facts(mean: Times, profile: Profile) -> list[tuple[str, str, str]]:
+    """Label, value, detail."""
     measured = f"{ms_text(profile.plain_ms)} without the profiler, on the slowest rank"
     return [
         ("Exposed rides", percent_text(mean.exposed / mean.step), f"{ms_text(mean.exposed)} of {ms_text(mean.step)}"),
@@ -147,6 +150,7 @@ def _layer(layer: LayerTimes, step: float) -> list[str]:
 
 
 def _directions(layers: list[LayerTimes]) -> list[LayerTimes]:
+    """Sums over layers, of each direction."""
     sums: dict[str, dict[str, float]] = {}
     for layer in layers:
         total = sums.setdefault(layer.direction, {})
@@ -156,6 +160,7 @@ def _directions(layers: list[LayerTimes]) -> list[LayerTimes]:
 
 
 def _compared(pair: list[Profile]) -> dict[str, Any]:
+    """Before and after, with the differences."""
     before, after = (profile.mean().model_dump() for profile in pair)
     totals = [_difference([text], before[key], after[key]) for key, text in TOTALS.items()]
     for key, text in (("exposed", "Rides, exposed, % of the step"), ("idle", "Idle, % of the step")):

@@ -109,6 +109,7 @@ def explanation(found: Simulation, advice: str = "") -> list[str]:
 
 
 def _facts(found: Simulation) -> list[tuple[str, str, str]]:
+    """Label, value, detail."""
     last, first = found.sizes[-1], found.sizes[0]
     waits = last.drawn - last.balanced
     facts = [

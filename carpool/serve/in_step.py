@@ -81,6 +81,7 @@ class InStep:
         self._inside = False
 
     def _together(self, own: _State) -> _State:
+        """What all ranks are."""
         # Whoever learns that another rank has failed does not say that it has.
         self._inside = True
         if (found := self._agree(own)) == _State.FAILED:

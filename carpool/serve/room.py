@@ -82,6 +82,7 @@ def host_bytes(source: Path | PreTrainedConfig, dtype: torch.dtype, experts: Exp
 
 
 def _expert_bytes(source: Path | PreTrainedConfig, dtype: torch.dtype, experts: ExpertTier) -> tuple[int, int]:
+    """Of all experts, and of those of two layers."""
     elements, layers = expert_elements(source)
     if not layers:
         raise ValueError(f"--experts {experts.where}: {source} has no experts that Carpool could bring in")

@@ -338,6 +338,7 @@ class ExchangeTransport(Transport):
         return Pending(finish)
 
     def _send_rows(self, x_TH: torch.Tensor, route: ExchangeRoute, message: Message, choice_bytes: int) -> Pending:
+        """`wait()` gives the `Rows` that come."""
         codec = self._codec(route, "out")
         # A token is encoded once, however many rows copy it.
         message.put(route.number, self.copy_rows(codec.encode(x_TH), route))

@@ -71,6 +71,7 @@ def measure_links(topology: Topology, device: torch.device) -> tuple[list[Fit], 
 
 
 def _firsts(topology: Topology) -> list[int]:
+    """The first rank of each node."""
     return [topology.ranks_of(node)[0] for node in range(topology.num_nodes)]
 
 

@@ -150,6 +150,7 @@ def show(result: Result, console: Console | None = None) -> None:
 
 
 def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows."""
     headings = [
         "contender", "tokens/s\nper rank", "step\nms", "host\nms", "host\nwaits", "MFU", "TFLOP/s", "peak\nGiB",
         "first\nstep s", "loss", "speed",
@@ -176,6 +177,7 @@ def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
 
 
 def _kinds(case: Case) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows."""
     measured = [row for row in case.rows if row.profiled_ms is not None]
     rows = []
     for kind in (*KINDS, IDLE):

@@ -253,6 +253,7 @@ class ModelBenchmark:
             row.kinds.append(KindRow(kind, share, busy))
 
     def _profile(self, contender: Contender) -> TimeByKind:
+        """One step, recorded on this rank."""
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -162,9 +162,11 @@ class Settings(RankOptions):
         return load_config(None, [*self._base(), *own, *self.overrides, *more, *self._place(contender)])
 
     def _name(self, contender: str) -> str:
+        """One of `CONTENDERS` or of `own`."""
         return contender if contender in self.own else contender.partition("+")[0]
 
     def _more(self, contender: str) -> tuple[str, ...]:
+        """The settings that it has after its name."""
         return () if contender in self.own else tuple(contender.split("+")[1:])
 
     def _base(self) -> Iterable[str]:

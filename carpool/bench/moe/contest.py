@@ -101,6 +101,7 @@ class Contest(ABC):
         """
 
     def _answer(self, forward: Forward, case: Case) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """What is checked."""
         return forward_backward(forward, case)
 
     @abstractmethod

@@ -331,6 +331,7 @@ def _of_rank(value: Any, heads: int, ranks: int, rank: int) -> Any:
 
 
 def _interface(self: AttentionInterface, implementation: str, default: Attention) -> Attention:
+    """In the place of transformers' own."""
     own: Attention = _get_interface(self, implementation, default)
     return partial(_attend, own)
 
@@ -363,6 +364,7 @@ def _preprocess_whole(config: Any, inputs_embeds: torch.Tensor, attention_mask: 
 
 
 def _packed_whole(mask_function: Any, position_ids: torch.Tensor, packed_sequence_mask: torch.Tensor) -> Any:
+    """In the place of transformers' own."""
     whole = _WHOLE.get()
     if whole is not None and whole.position_BL is not None:
         position_ids = whole.position_BL

@@ -157,6 +157,7 @@ def sequence_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _layers(model: PreTrainedModel) -> str:
+    """The name of the list of decoder layers."""
     stems = set()
     for name in model._expand_parallel_plan(model.ep_plan or {}):
         number = list_number(name)
@@ -318,6 +319,8 @@ def _of_rows(own: Callable[..., Any], group: Group) -> Callable[..., Any]:
 
 
 def _in_region(own: Callable[..., Any], group: Group, partial: bool) -> Callable[..., Any]:
+    """The forward of a module that sees all tokens."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         batch, length = _SHAPE.get()
         x = args[0] if args else kwargs.pop("hidden_states")

@@ -73,6 +73,7 @@ def _known(what: Literal["unpacked", "packed"]) -> Iterator[None]:
 
 
 def _find(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """In the place of transformers' own."""
     known = None if torch.compiler.is_compiling() else _KNOWN.get()
     if known == "unpacked":
         return None

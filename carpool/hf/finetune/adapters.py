@@ -72,6 +72,7 @@ def _look_after(owner: Any, name: str, model: nn.Module | None) -> None:
 
 
 def _has_layers(model: Any) -> bool:
+    """Whether this is a model with layers of Carpool."""
     return isinstance(model, nn.Module) and any(hasattr(module, "_carpool_rides") for module in model.modules())
 
 

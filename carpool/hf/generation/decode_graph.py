@@ -150,6 +150,7 @@ def _clones(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(given: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors of it, in order."""
     found: list[torch.Tensor] = []
     for value in given.values():
         if type(value) is dict:

@@ -150,6 +150,7 @@ class StreamedUpdate(Update):
         return self._tiles[numbers]
 
     def _stream(self, tile: Tile, grads: dict[int, torch.Tensor], use: Use) -> None:
+        """One tile in, updated, and out."""
         if not any(segment.number in grads for segment in tile.segments):
             return
         turn, self._turn = self._turn, (self._turn + 1) % TILES

@@ -151,6 +151,7 @@ class Enumeration:
             yield from self._that_fit(one)
 
     def _pipelines(self, base: Candidate) -> Iterator[str]:
+        """The schedules of stages that can be."""
         pp = base.degrees.pp
         for one in self.space.pipelines:
             kind, why = SCHEDULES[one], None

@@ -53,6 +53,7 @@ class Lengths(Travel):
         return self.hardware.kernel(what, self.element)
 
     def _kernel(self, name: str, kind: str, what: str, flops: float, moved: float = 0.0, number: int = 1) -> Piece:
+        """`number`: of kernels."""
         work = self._work(what)
         seconds = work.seconds(flops, moved) + (number - 1) * work.latency
         return Piece(name, kind, seconds, *work.spread, number * work.latency)

@@ -281,6 +281,7 @@ class Assembled(Prepared):
         self.schedule = choose_schedule(moe.asked_schedule(), self.rides, **measured)
 
     def _prepare_rides(self) -> None:
+        """Make the buffers of all layers."""
         for own in self.rides:
             own.prepare(self.blueprint.top_k, self.blueprint.row_size)
 

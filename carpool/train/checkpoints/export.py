@@ -243,6 +243,7 @@ def check_space(target: Path, needed: int) -> None:
 
 
 def _write_rest(source: Source, configs: Path, layout: OriginalLayout, folder: Path) -> None:
+    """Configurations and the tokenizer."""
     if not source.weights:
         for path in configs.glob("*.json"):
             shutil.copyfile(path, folder / path.name)

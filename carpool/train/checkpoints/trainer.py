@@ -83,6 +83,7 @@ class ShardedCheckpoints:
                 self._keep_source(folder)
 
     def _keep_source(self, folder: Path) -> None:
+        """For `carpool export`."""
         name = self.model.config.name_or_path
         weights = Path(name) if name and any(Path(name).glob("*.safetensors")) else None
         keep_source(folder, weights, str(weights) if weights is not None and self.processing_class is None else None)
@@ -126,6 +127,7 @@ class CarpoolTrainer(ShardedCheckpoints, Trainer):
 
 
 def _inner(optimizer: Any) -> Any:
+    """The optimizer that Accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

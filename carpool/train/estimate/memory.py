@@ -41,6 +41,7 @@ class MemoryEstimate(ModelSizes):
         return {**found, "total": sum(found.values())}
 
     def _peak(self, transport: str, dense: str) -> Peak:
+        """Of the fullest rank of the pipeline."""
         candidate = self.candidate(transport, dense)
         found = (peak_of(self.of_stage(candidate, one), candidate, one) for one in sorted({0, self.degrees.pp - 1}))
         return max(found, key=lambda one: one.total)

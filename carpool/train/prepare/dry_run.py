@@ -80,6 +80,7 @@ def _on_gpus(config: Config, fixed: list[str]) -> str | None:
 
 
 def _planned(run: Prepared) -> Sources:
+    """What the plan has set."""
     settings = {} if run.plan is None else run.plan.answer.taken.settings
     return {(section, key): "the plan" for section, _, key in (one.partition(".") for one in settings)}
 
@@ -148,6 +149,7 @@ def _time(run: Prepared) -> list[str]:
 
 
 def _needed(run: Prepared) -> tuple[list[str], list[str]]:
+    """Lines about memory, and the verdict."""
     transport, dense, room, cuda = run.likely_transport, run.dense.answer, run.rank_memory, run.machine.cuda
     lines = [
         f"predicted memory of one rank, which computes {max(run.batch_sizes)} sequences at a time:",

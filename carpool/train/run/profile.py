@@ -188,6 +188,7 @@ def _write(run: Run, found: Profile, folder: Path, compare: str | None) -> None:
 
 
 def _about(info: Mapping[str, Any]) -> dict[str, str]:
+    """What ran, for the page."""
     model, parallelism, schedule = info["model"], info["parallelism"], info[DECISIONS]["schedule"]
     sizes = ", ".join(f"{key} {parallelism[key]}" for key in ("world_size", "fsdp_size", "tp_size", "ep_size"))
     return {

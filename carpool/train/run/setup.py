@@ -175,6 +175,7 @@ class Setup(RunState):
         )
 
     def _open_records(self, command: str, resume: Path | None) -> None:
+        """From here on, files are written."""
         config, training = self.config, self.config.training
         self.flops = flops_per_token(self.blueprint.size, config.data.sequence_length)
         self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)

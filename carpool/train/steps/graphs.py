@@ -273,6 +273,7 @@ class StepGraphs:
         return True
 
     def _record(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> None:
+        """Record all graphs of a step."""
         self._inputs = [{name: value.clone() for name, value in one.items()} for one in batches[: self.at_once]]
         recorder, kept = self.recorder(), replicated(self.model)
         for place in dict.fromkeys(place for place, _ in self._places(batches)):

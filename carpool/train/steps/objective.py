@@ -108,6 +108,7 @@ class Objective:
         self.shard = sequence_shard(model)
 
     def _collector(self) -> RouterLogits:
+        """Of what the balance loss is made of."""
         return RouterLogits(self.model)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -44,6 +44,7 @@ def most_tokens(config: Config, degrees: Degrees) -> int:
 
 
 def _step_tokens(config: Config, degrees: Degrees) -> int:
+    """Of training alone."""
     largest = max(config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees))
     return degrees.tokens_per_rank(largest * config.data.sequence_length)
 

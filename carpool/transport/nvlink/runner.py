@@ -58,6 +58,7 @@ class VerbRunner:
         return finish
 
     def _run_here(self, launch: Any) -> Any:
+        """The same, on the current stream."""
         launch(True, True)
         return _nothing
 
