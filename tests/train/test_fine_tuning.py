@@ -15,6 +15,7 @@ from carpool.train.config import Config, TrainingSection, load_config, resolve_c
 from carpool.train.config.fine_tuning import defaults
 from carpool.train.model.blueprint import Blueprint
 from carpool.train.prepare.dry_run import dry_run
+from carpool.train.steps.objective import Objective
 from examples.tiny_chat_model import make_tokenizer
 from tests.hf.tiny_models import discover, tiny_model
 
@@ -160,6 +161,16 @@ def test_the_balance_loss_of_a_checkpoint_is_transformers(name: str, says: bool 
     assert aux > 0.1
     torch.testing.assert_close(added, weight * aux, rtol=1e-4, atol=1e-6)
     assert (weight == 0.25) == bool(says) and ("output_router_logits is false" in why) == (not says)
+    # The loss of a step, and its gradient.
+    output.loss.backward()
+    theirs = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    objective = Objective(model, top_k=blueprint.top_k, aux_coef=weight, dp_size=1, autocast=None)
+    step = objective.backward([{"input_ids": ids, "labels": ids}])
+    assert step.loss + weight * (step.aux_loss or 0.0) == pytest.approx(output.loss.item(), abs=1e-5)
+    for one, parameter in model.named_parameters():
+        if one in theirs:
+            torch.testing.assert_close(parameter.grad, theirs[one], rtol=1e-3, atol=1e-5)
     # What the user says counts, and a model from scratch is balanced.
     assert blueprint.balance_loss(0.5)[0] == 0.5
     assert Blueprint.of(model.config).balance_loss(None)[0] == 0.25

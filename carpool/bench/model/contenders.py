@@ -221,9 +221,7 @@ class TransformersContender:
 
     def _balance(self) -> float:
         """What the model's balance loss is weighed with; 0: it has none."""
-        coef = self.config.moe.router_aux_loss_coef
-        if coef is None:
-            coef = getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0
+        coef, _ = self.prepared.blueprint.balance_loss(self.config.moe.router_aux_loss_coef)
         if not coef or "output_router_logits" not in inspect.signature(self.model.forward).parameters:
             return 0.0
         self.model.router_aux_loss_coef = coef

@@ -61,7 +61,7 @@ class Blueprint:
         own = getattr(config, "router_aux_loss_coef", None) or 0.0
         if own and isinstance(self.source, Path) and not getattr(config, "output_router_logits", False):
             return 0.0, "the checkpoint's output_router_logits is false; moe.router_aux_loss_coef sets a weight"
-        return own, "the model's own router_aux_loss_coef"
+        return own, "the model's own router_aux_loss_coef" if own else "the model's configuration has no weight for one"
 
     def describe_balance_loss(self, weight: float | None) -> str:
         weight, why = self.balance_loss(weight)
