@@ -10,6 +10,7 @@ Over several ranks each keeps the dense parameters whole, for prompts of its own
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,9 @@ def find_source(path: Path) -> Source:
         adapter = path / ADAPTER
         if not (adapter / "adapter_config.json").is_file():
             raise ValueError(f"{path} has no adapter yet: let it train on, or lower training.save_steps")
-        base = Path(str(config.model.path))
+        # Where it was then, from wherever this is run; or else where the run has moved with it.
+        recorded = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = next((one for one in (Path(recorded), Path(str(config.model.path))) if one.is_dir()), Path(recorded))
         if not (base / "config.json").is_file():
             raise ValueError(
                 f"{path} has trained an adapter of the model in {base}, which is not there any more: put it back, or "

@@ -19,13 +19,17 @@ from carpool.cli import app
 from carpool.hf import install
 from carpool.hf.building.model import build_model
 from carpool.hf.finetune.adapters import names_of_former_experts
+from carpool.hf.seam.experts_module import expert_function
 from carpool.hf.seam.layers import experts_modules, find_router
 from carpool.hf.weights.files import stored_weights
 from carpool.parallel.degrees import Degrees
 from carpool.serve.source import find_source, open_model
 from carpool.train.checkpoints.source import keep_source
 from carpool.train.config import load_config
-from carpool.train.model.adapter import add_adapter, attach_adapter, check_adapter, check_saved, resolve_targets
+from carpool.train.config.schema_adapter import AdapterSection
+from carpool.train.model.adapter import add_adapter, attach_adapter, check_adapter, resolve_saved, resolve_targets
+from carpool.train.prepare.check import check_run
+from carpool.train.run.loop import train
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
@@ -292,6 +296,17 @@ def test_each_group_of_targets_is_what_it_is_called(name: str) -> None:
     for one in router:
         owner, _, last = one.rpartition(".")
         assert id(getattr(model.get_submodule(owner), last)) in of_routers, one
+    for prepare in (lambda _: None, install):  # as a dry run sees it, and as a run
+        prepare(model)
+        if any(expert_function(model.get_submodule(layer)) is None for layer in layers):
+            with pytest.raises(ValueError, match="runs the model's own forward, whose experts cannot be adapted"):
+                resolve_targets(model, ("experts",))
+            continue
+        experts = adapted("experts")
+        assert {one.rpartition(".")[0] for one in experts} == set(layers) and len(experts) == 2 * len(layers)
+        ends = resolve_targets(model, ("experts",))[1]
+        assert AdapterSection(targets=tuple(ends)).adapts_experts
+    assert not AdapterSection(targets=("attention", *resolve_targets(model, ("attention",))[0])).adapts_experts
 
 
 @pytest.mark.parametrize("name", ["phimoe", "jamba", "gpt_oss", "hunyuan_v1_moe", "qwen2_moe"])
@@ -322,11 +337,23 @@ def test_routers_of_each_kind_can_be_adapted(name: str) -> None:
 
 def test_modules_to_save_must_be_there(base: Path, text: list[str]) -> None:
     model = tiny_model(discover()["olmoe"])
-    check_saved(model, ["lm_head", "model.norm", "layers.1.mlp"])
-    with pytest.raises(ValueError, match=r"no module 'lm_haed'; did you mean lm_head\?"):
-        check_saved(model, ["lm_haed"])
-    with pytest.raises(ValueError, match=r"no module 'head'; .*lm_head"):
-        check_saved(model, ["head"])
+    assert resolve_saved(model, ["lm_head", "model.norm", "mlp.gate"]) == ["lm_head", "model.norm", "mlp.gate"]
+    # To peft, these letters are the end of q_norm and post_attention_layernorm, too.
+    assert resolve_saved(model, ["norm"]) == ["model.norm"]
+    for name, why in (
+        ("lm_haed", r"no module 'lm_haed'; did you mean lm_head\?"),
+        ("head", "no module 'head'; .*lm_head"),
+        ("layers.1.mlp", r"'layers.1.mlp' has routed experts in it \(model.layers.1.mlp.experts\)"),
+        ("mlp.experts", "'mlp.experts' has routed experts in it"),
+        ("rotary_emb", "'rotary_emb' has no parameters"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            resolve_saved(model, [name])
+    section = load_config(None, ["adapter.kind=lora", "adapter.modules_to_save=norm", "model.path=x", "data.train=x"])
+    install(model)
+    add_adapter(model, section.adapter, seed=0, replicate=False)
+    trained = {name for name, one in model.named_parameters() if one.requires_grad and "lora_" not in name}
+    assert trained == {"model.norm.modules_to_save.default.weight"}
     settings = [f"model.path={base}", "data.tokenizer=bytes", "adapter.kind=lora", "adapter.modules_to_save=lm_haed"]
     settings += text
     ran = CliRunner().invoke(app, ["train", "--dry-run", *settings])
@@ -396,6 +423,54 @@ def test_a_run_starts_from_an_adapter_and_is_asked_unmerged(
         load_config(None, [*settings, "adapter.rank=8"])
     with pytest.raises(ValueError, match="holds no adapter as peft writes it"):
         load_config(None, [*settings, f"adapter.path={base}"])
+
+
+def test_a_run_outlives_the_adapter_that_it_started_from(
+    two_ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings say all of that adapter, and it goes on from its own."""
+    first, output = tmp_path / "first", tmp_path / "run"
+    shutil.copytree(reference / "adapter", first)
+    settings = [f"adapter.path={first}", "training.save_steps=2", "training.max_steps=4", "training.learning_rate=1e-2"]
+    settings += [
+        f"model.path={base}", "data.tokenizer=bytes", "data.sequence_length=24", "data.max_bytes=4000",
+        "training.per_device_train_batch_size=1", "model.dtype=float32", "training.sample_prompt=none", *text,
+    ]  # fmt: skip
+    assert set(two_ranks(run, str(output), settings)) == {""}
+    whole = adapter(output)
+    shutil.rmtree(first)
+    monkeypatch.chdir(tmp_path)
+    assert find_source(output).build == base
+    with pytest.raises(ValueError, match=r"adapter\.path: .*first holds no adapter as peft writes it"):
+        load_config(None, settings)
+    recorded = load_config(output / "config.toml", ["training.output_dir=other"])
+    with pytest.raises(ValueError, match=r"adapter\.path: .*first holds no adapter as peft writes it"):
+        check_run(recorded, ())
+    shutil.rmtree(output / "checkpoints" / "step-00000004")
+    (output / "summary.json").unlink()
+    assert set(two_ranks(_resumed, str(output))) == {""}
+    assert errors(adapter(output), whole) == 0
+
+
+def test_patterns_and_weights_as_targets_of_an_adapter(reference: Path, base: Path, tmp_path: Path) -> None:
+    """peft's target_modules may be one pattern; its target_parameters are weights of experts."""
+    model = tiny_model(discover()["olmoe"])
+    assert resolve_targets(model, (r".*self_attn\.(q|k)_proj",))[0] == ["k_proj", "q_proj"]
+    with pytest.raises(ValueError, match=r"no linear layer '\(q_proj'"):
+        resolve_targets(model, ("(q_proj",))
+    for setting in ("moe.experts=fp8", "moe.schedule=tiles"):
+        with pytest.raises(ValueError, match=r"has no adapters: use .*, or other adapter\.targets"):
+            load_config(None, [f"adapter.path={reference}", f"model.path={base}", "data.train=x", setting])
+
+
+def _resumed(output: str) -> str:
+    """On a rank: a run goes on by its own settings; the error's text if it ends in one."""
+    try:
+        config = load_config(Path(output, "config.toml"), ["training.resume_from_checkpoint=last"])
+        train(config, command="test")
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _asked(folder: str, ids: torch.Tensor) -> torch.Tensor:

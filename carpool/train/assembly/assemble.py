@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
 from carpool.schedule import Schedule
 from carpool.train.assembly.tiers import make_tiers
+from carpool.train.config.fine_tuning import adapter_folder
 from carpool.train.decisions.schedules import choose_schedule, rides_first
 from carpool.train.decisions.stages import choose_stages
 from carpool.train.decisions.transports import TRANSPORT_KIND, choose_way
@@ -61,6 +63,7 @@ from carpool.train.model.source import top_k_of
 from carpool.train.moving.layouts import first_layouts
 from carpool.train.prepare.prepare import Prepared
 from carpool.train.prepare.tiers import disk_folder
+from carpool.train.records.files import ADAPTER
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.objective import Objective
 from carpool.train.steps.optimizer import make_optimizer
@@ -132,7 +135,7 @@ class Assembled(Prepared):
         assert device is not None, "a run has ranks"
         self.rank, self.world, self.device = prepared.machine.rank, prepared.machine.ranks, device
         self.main = self.rank == 0
-        self._build_model()
+        self._build_model(saved)
         self._set_routing(saved)
         self._set_rides()
         self._set_objective()
@@ -150,7 +153,7 @@ class Assembled(Prepared):
         """Bytes of an element of a row that travels, before a codec."""
         return 2 if self.bf16 else self.model.dtype.itemsize
 
-    def _build_model(self) -> None:
+    def _build_model(self, saved: dict[str, Any]) -> None:
         config, training = self.config, self.config.training
         self.meshes = Meshes(self.degrees, self.device.type)
         with loading_shown(self.main):
@@ -178,7 +181,11 @@ class Assembled(Prepared):
             freeze_experts(self.model, rides(self.model))
         self.adapted = 0
         if config.adapter.kind is not None:
-            self.adapted = add_adapter(self.model, config.adapter, training.seed, self.dense.answer == "replicate")
+            start, own = config.adapter.path, Path(training.output_dir, ADAPTER)
+            # What a run began with may be gone when it goes on, with the checkpoint's values.
+            folder = own if start and saved and own.is_dir() else start and adapter_folder(start)
+            whole = self.dense.answer == "replicate"
+            self.adapted = add_adapter(self.model, config.adapter, training.seed, whole, folder or None)
         if self.dense.answer == "replicate":
             replicate_dense(self.model, self.bf16)
         elif not self.adapted:

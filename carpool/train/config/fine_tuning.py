@@ -52,11 +52,12 @@ _DEMO = {
 } - {("training", "num_train_epochs")}  # fmt: skip
 
 
-def defaults(settings: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
+def defaults(settings: Mapping[str, Any], recorded: bool = False) -> dict[Key, tuple[Any, str]]:
     """Values for keys that the user has not set, by key, each with where it is from.
 
     Args:
         settings: what the user has set, by section.
+        recorded: they are those of a run, which say all of its adapter; what that began with may be gone.
 
     Returns:
         Nothing for a model from scratch, whose defaults stand in the schema.
@@ -88,8 +89,8 @@ def defaults(settings: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
     found["training", "per_device_train_batch_size"] = sequences, FOR_FINE_TUNING
     found["training", "per_device_eval_batch_size"] = sequences, FOR_FINE_TUNING
     adapter = _table(settings, "adapter")
-    if isinstance(start := adapter.get("path"), str):
-        found |= _of_adapter(start, adapter)
+    if isinstance(start := adapter.get("path"), str) and not recorded:
+        found |= of_adapter(start, adapter)
     adapts = adapter.get("kind") or adapter.get("path")
     found["training", "learning_rate"] = ADAPTER_RATE if adapts else RATE, FOR_FINE_TUNING
     found["training", "output_dir"] = f"runs/{Path(path).resolve().name}", FOR_FINE_TUNING
@@ -103,8 +104,14 @@ def source_of_default(key: Key) -> str:
     return FROM_DEMO if key in _DEMO else "default"
 
 
-def _of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
-    """What the adapter that a run starts from says of itself, by key."""
+def of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
+    """What the adapter that a run starts from says of itself, by key.
+
+    Args:
+        given: settings of the section.
+
+    Raises:
+        ValueError: there is none, or it is otherwise than given."""
     try:
         keys = json.loads((adapter_folder(path) / "adapter_config.json").read_text(encoding="utf-8"))
         if keys["peft_type"] != "LORA":

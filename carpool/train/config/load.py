@@ -138,7 +138,8 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
     _check_keys(settings, places)
     _prefer_later_length(settings.get("training", {}), places)
     sources = {(name, key): source_of_default((name, key)) for name, _, key in keys() if (name, key) not in places}
-    for (name, key), (value, source) in defaults(settings).items():
+    recorded = path is not None and path.name == "config.toml" and (path.parent / "run.json").is_file()
+    for (name, key), (value, source) in defaults(settings, recorded).items():
         settings.setdefault(name, {})[key] = value
         sources[name, key] = source
     if settings.get("training", {}).get("num_train_epochs") is not None:
@@ -163,7 +164,6 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
         for name, cls, key in keys()
         if places.get((name, key)) == _COMMAND_LINE
     }
-    recorded = path is not None and path.name == "config.toml" and (path.parent / "run.json").is_file()
     return Resolved(config, sources, places, replaced, recorded)
 
 

@@ -142,7 +142,7 @@ class Config(Section):
             )
         if self.adapter.base_dtype is not None:
             self._check_base()
-        if {"experts", "all-linear"} & set(self.adapter.targets):
+        if self.adapter.adapts_experts:
             if self.moe.experts == "fp8":
                 raise ValueError("moe.experts = 'fp8' has no adapters: use 'grouped', or other adapter.targets")
             if self.moe.schedule == "tiles":

@@ -48,9 +48,14 @@ class AdapterSection(Section):
     )
     modules_to_save: Texts = Field(
         default=(),
-        description="Modules that are trained themselves, and saved with the adapter, such as lm_head. On several "
-        "ranks this needs parallelism.dense = replicate.",
+        description="Modules that are trained themselves, and saved with the adapter, such as lm_head: ends of names, "
+        "but none with routed experts. On several ranks this needs parallelism.dense = replicate.",
     )
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether routed experts are adapted, also where an adapter names their weights: mlp.experts.gate_up_proj."""
+        return any(one in ("experts", "all-linear") or "experts" in one.split(".")[:-1] for one in self.targets)
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:

@@ -6,6 +6,7 @@ frozen model -> peft injects the adapters -> Carpool takes over those of experts
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from carpool.experts import ExpertFunction
 from carpool.hf.finetune.adapters import names_of_former_experts, share_adapters
-from carpool.hf.seam.experts_module import weight_names
+from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.hf.seam.layers import experts_modules, find_router
-from carpool.hf.seam.rides import ExpertRides, rides
+from carpool.hf.seam.rides import rides
 from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
-from carpool.train.config.fine_tuning import adapter_folder
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_adapter import GROUPS, AdapterSection
 
@@ -31,12 +32,15 @@ _MIXES = ("Attention", "MLA", "DeltaNet", "Mamba", "Mixer", "ShortConv")
 _WHOLE_LAYERS = ("DecoderLayer", "AttentionLayer")
 
 
-def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, replicate: bool) -> int:
+def add_adapter(
+    model: PreTrainedModel, section: AdapterSection, seed: int, replicate: bool, start: Path | None = None
+) -> int:
     """Freeze a model and put the adapters in. All ranks together, before dense parameters are made whole.
 
     Args:
         seed: of their first values, which are the same for any number of ranks.
         replicate: dense parameters will be whole (`carpool.hf.axes.dense.replicate_dense`), and so will adapters be.
+        start: the folder of the adapter to start from; None: start anew.
 
     Returns:
         How many parameters (elements, over all ranks) are trained.
@@ -47,9 +51,9 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, repl
     from peft import LoraConfig
 
     modules, parameters = resolve_targets(model, section.targets)
-    check_saved(model, section.modules_to_save)
-    if section.path is not None:
-        attach_adapter(model, adapter_folder(section.path))
+    saved = resolve_saved(model, section.modules_to_save)
+    if start is not None:
+        attach_adapter(model, start)
     else:
         config = LoraConfig(
             r=section.rank,
@@ -59,7 +63,7 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, repl
             use_dora=section.kind == "dora",
             target_modules=modules,
             target_parameters=parameters or None,
-            modules_to_save=list(section.modules_to_save) or None,
+            modules_to_save=saved or None,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -149,22 +153,14 @@ def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
     from peft import LoraConfig
 
     model.requires_grad_(False)
-    check_saved(model, section.modules_to_save)
-    modules, parameters = list[str](), list[str]()
-    # Adapters of experts are of layers that ride, and no layer does here.
-    if named := tuple(target for target in section.targets if target != "experts"):
-        modules, parameters = resolve_targets(model, named)
-    saved = list(section.modules_to_save) or None
+    saved = resolve_saved(model, section.modules_to_save) or None
+    modules, _ = resolve_targets(model, section.targets)
     if modules or saved:
         # peft wants a target: "$^" is none.
         model.add_adapter(LoraConfig(r=section.rank, target_modules=modules or "$^", modules_to_save=saved))
-    one = next(iter(experts_modules(model)))
-    of_experts = any(
-        f"{one}.{name}".endswith(f".{end}") for end in parameters for name in ("gate_up_proj", "down_proj")
-    )
-    if not of_experts and not {"experts", "all-linear"} & set(section.targets):
+    if not section.adapts_experts:
         return 0
-    experts = model.get_submodule(one)
+    experts = model.get_submodule(next(iter(experts_modules(model))))
     weights = [weight for weight in experts.parameters() if weight.dim() == 3]
     return sum(section.rank * sum(weight.shape[1:]) for weight in weights)
 
@@ -176,10 +172,11 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
         ValueError: a target that the model does not have."""
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = model.get_output_embeddings()
-    layers = rides(model)
-    routers = {
-        name: router for name in layers or experts_modules(model) if (router := find_router(model, name)) is not None
-    }
+    # Before layers ride, as in estimates, nobody has asked what they compute.
+    layers = {name: (own.experts, own.function) for name, own in rides(model).items()}
+    for name in () if layers else experts_modules(model):
+        layers[name] = (experts := model.get_submodule(name)), expert_function(experts)
+    routers = {name: router for name in layers if (router := find_router(model, name)) is not None}
     # peft takes these names for experts' of former releases of Transformers, also where it loads the adapter again.
     renamed = names_of_former_experts(model)
     linear = {name for name in linear if name.rpartition(".")[2] not in renamed}
@@ -201,7 +198,7 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                     and _in_attention(model, name) == (group == "attention")
                 }
             elif group == "experts":
-                parameters |= {f"{name}.{weight}" for name, own in layers.items() for weight in _expert_weights(own)}
+                parameters |= {f"{name}.{weight}" for name, one in layers.items() for weight in _expert_weights(*one)}
             elif group == "router":
                 for router in routers.values():
                     name = names[id(router)]
@@ -212,10 +209,9 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                     else:
                         found |= {one for one in linear if one.startswith(f"{name}.")}
             else:
-                found |= {name for name in linear if name == group or name.endswith(f".{group}")}
+                found |= {name for name in linear if _is_named(name, group)}
                 if not found:
-                    named = (name for name, _ in model.named_parameters())
-                    parameters |= {name for name in named if name == group or name.endswith(f".{group}")}
+                    parameters |= {name for name, _ in model.named_parameters() if _is_named(name, group)}
         nothing = not found and len(parameters) == before
         if nothing and target.rpartition(".")[2] in renamed:
             raise ValueError(
@@ -238,18 +234,43 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
     return _short(modules, names.values(), 1), _short(parameters, everything, 3)
 
 
-def check_saved(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise ValueError if a model has no module of a name, or with that end, in `adapter.modules_to_save`."""
-    named = (name.split(".") for name, _ in model.named_modules())
-    ends = {".".join(parts[at:]) for parts in named for at in range(len(parts))}
+def resolve_saved(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """What peft takes for the modules in `adapter.modules_to_save`, which are given by the ends of their names. peft
+    compares letters: to it, "norm" is the end of "q_norm", too. Where that would be more, these are whole names.
+
+    Raises:
+        ValueError: a name that no module has, or of modules without parameters, or with routed experts."""
+    everything, experts = dict(model.named_modules()), experts_modules(model)
+    saved: list[str] = []
     for name in names:
-        if name not in ends:
-            # The last part alone is what people give.
-            close = nearest(name, sorted(end for end in ends if end.count(".") <= name.count(".")))
+        found = [one for one in everything if one == name or one.endswith(f".{name}")]
+        if not found:
+            parts = [one.split(".") for one in everything]
+            # As many parts as were given, or fewer: the last part alone is what people give.
+            ends = {".".join(one[-size:]) for one in parts for size in range(1, 2 + name.count("."))}
+            close = nearest(name, sorted(ends))
             raise ValueError(
                 f"adapter.modules_to_save: this model has no module {name!r}"
                 + (f"; did you mean {close}?" if close else "; give the end of a name, such as lm_head")
             )
+        if inside := [one for one in experts for own in found if f"{one}.".startswith(f"{own}.")]:
+            raise ValueError(
+                f"adapter.modules_to_save: {name!r} has routed experts in it ({inside[0]}), which cannot be copied; "
+                "name modules without them, and adapt experts by adapter.targets"
+            )
+        if not any(True for one in found for _ in everything[one].parameters()):
+            raise ValueError(f"adapter.modules_to_save: {name!r} has no parameters that could be trained; leave it out")
+        more = any(one.endswith(name) and one not in found for one in everything)
+        saved += found if more else [name]
+    return saved
+
+
+def _is_named(name: str, target: str) -> bool:
+    """Whether a target of peft's means it: by its end, or as a pattern of the whole name."""
+    try:
+        return name == target or name.endswith(f".{target}") or re.fullmatch(target, name) is not None
+    except re.error:
+        return False
 
 
 def _short(names: set[str], everything: Iterable[str], parts: int) -> list[str]:
@@ -270,10 +291,11 @@ def _in_attention(model: nn.Module, name: str) -> bool:
     return any(word in one for one in around if not one.endswith(_WHOLE_LAYERS) for word in _MIXES)
 
 
-def _expert_weights(own: ExpertRides) -> tuple[str, ...]:
-    if own.function is None:
+def _expert_weights(experts: nn.Module, function: ExpertFunction | None) -> tuple[str, ...]:
+    if function is None:
+        name = type(experts).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"adapter.targets: {own.name} runs the model's own forward, whose experts cannot be adapted; choose other "
+            f"adapter.targets: {name} runs the model's own forward, whose experts cannot be adapted; choose other "
             "targets"
         )
-    return weight_names(own.experts)[:2]
+    return weight_names(experts)[:2]

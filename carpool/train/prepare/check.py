@@ -18,6 +18,7 @@ from carpool.planner.decisions.chosen import Decisions
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
+from carpool.train.config.fine_tuning import of_adapter
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import check_encoder
 from carpool.train.data.formats import are_packed
@@ -63,6 +64,8 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
 
     Raises:
         ValueError: it cannot be."""
+    if checkpoint is None and config.adapter.path is not None:
+        of_adapter(config.adapter.path, config.adapter.model_dump())
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
     check_encoder(config.data, tokenizer, config.model.path)
     blueprint = Blueprint.of_config(config, tokenizer)

@@ -221,7 +221,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if run.adapted:
         adapter = run.config.adapter
         say(
-            f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}: trains {run.adapted:,} "
+            f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}"
+            f"{f', from {adapter.path}' if adapter.path else ''}: trains {run.adapted:,} "
             f"parameters, {run.adapted / blueprint.size.total:.2%} of the model's"
         )
     sequences, held_out = run.data.sequences.describe(), len(run.data.corpus.eval)
