@@ -37,7 +37,7 @@ from carpool.hf import compile_layers, install, quantise_experts
 from carpool.hf.building.model import build_model
 from carpool.hf.compute.packed import unpacked
 from carpool.kernels.capture import capturing
-from carpool.train.model.source import model_config
+from carpool.train.blueprint import model_config
 
 # Before a capture, in which nothing may be compiled or made for the first time.
 EAGER_STEPS = 2

@@ -39,9 +39,9 @@ from carpool.hf.seam.rides import buffers_of_rides
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.tokenizer import Tokenizer
-from carpool.train.estimate.memory import tensors_of
 from carpool.train.launch.machine import rank_device
-from carpool.train.prepare.prepare import Prepared
+from carpool.train.plan.estimate import tensors_of
+from carpool.train.plan.resolve import Prepared
 from carpool.train.run.loop import Run
 from tools.random_checkpoint import plan, write
 

@@ -21,7 +21,7 @@ from carpool.bench.model.contenders import free_memory
 from carpool.bench.model.settings import STEPS_ALONE
 from carpool.bench.options import find_ranks
 from carpool.observe.clock import slowest
-from carpool.train.assembly.kept_times import groups_before
+from carpool.train.build.policy_times import groups_before
 from carpool.train.config import Config, load_config
 from carpool.train.launch.failure import RankFailure
 from carpool.train.launch.start import run as start_ranks

@@ -17,9 +17,9 @@ from pathlib import Path
 import transformers
 
 from carpool.hf.seam.layers import experts_modules
+from carpool.train.blueprint import meta_model, model_config, top_k_of
 from carpool.train.config.published import published_models
-from carpool.train.model.flops import model_size
-from carpool.train.model.source import meta_model, model_config, top_k_of
+from carpool.train.flops import model_size
 from tests.hf import parity
 from tests.hf.tiny_models import MoEArchitecture, discover
 from tests.ranks import Ranks

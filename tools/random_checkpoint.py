@@ -25,9 +25,9 @@ from transformers import PreTrainedConfig
 
 from carpool.hf.weights.original_layout import OriginalLayout
 from carpool.hf.weights.tensor_file import Entry
+from carpool.train.blueprint import meta_model, model_config
 from carpool.train.checkpoints.export import check_space
 from carpool.train.config.published import FROM
-from carpool.train.model.source import meta_model, model_config
 
 # GB of the files of published checkpoints: 16 files, 3 files.
 SHARD_GB = {"qwen3-30b-a3b": 4.0, "olmoe-1b-7b": 5.0}
@@ -41,7 +41,7 @@ def plan(
     """The configuration, and what is in which file.
 
     Args:
-        source: as `carpool.train.model.source.model_config`.
+        source: as `carpool.train.blueprint.model_config`.
         layers: of a model that is cut after so many; None: all.
         shard_gb: the most that a file holds.
     """

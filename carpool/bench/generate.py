@@ -43,10 +43,9 @@ from carpool.observe.clock import slowest
 from carpool.planner.search.plan import USABLE
 from carpool.serve.room import needed_bytes
 from carpool.serve.source import spread_model
+from carpool.train.blueprint import Blueprint, model_config
 from carpool.train.config.published import read_keys
 from carpool.train.launch.machine import rank_memory
-from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.source import model_config
 
 CONTENDERS = ("carpool", "carpool-eager", "transformers")
 WARMUP = 1

@@ -85,7 +85,7 @@ def train(
         check_paths(resolved, compare)
         if dry_run:
             with collector_paused(), said_if_slow():
-                from carpool.train.prepare.dry_run import dry_run_with_fit
+                from carpool.train.plan.dry_run import dry_run_with_fit
 
                 text, misfit = dry_run_with_fit(settings, resolved.sources, gpu)
             typer.echo(text)
@@ -101,7 +101,7 @@ def train(
             return
         from carpool.train.launch.start import run
 
-        check_ahead(resolved, "carpool.train.prepare.check:check_run", debug, compare=compare)
+        check_ahead(resolved, "carpool.train.plan.start_checks:check_run", debug, compare=compare)
         entry = "carpool.train.run.loop:train"
         run(settings, entry, debug=debug, compare=compare, command=command(), fixed=resolved.fixed)
 

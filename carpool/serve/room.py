@@ -17,8 +17,8 @@ from carpool.hf.config.sizes import head_sizes
 from carpool.hf.seam.layers import experts_modules
 from carpool.memory.host import check_host_memory
 from carpool.serve.experts import ON_DEVICE, ExpertTier
+from carpool.train.blueprint import meta_model
 from carpool.train.launch.machine import rank_memory
-from carpool.train.model.source import meta_model
 
 # Rows that travel are held where they leave, where they arrive, and as sums on both sides; and so are a layer's own.
 _COPIES = 8

@@ -32,14 +32,14 @@ from carpool.serve.experts import ON_DEVICE, PREDICTORS, ExpertTier
 from carpool.serve.folder import check_folder
 from carpool.serve.room import check_room
 from carpool.serve.text import Text
+from carpool.train.blueprint import model_source, top_k_of
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.source import SOURCE
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.model.adapter import attach_adapter
-from carpool.train.model.source import model_source, top_k_of
+from carpool.train.lora import attach_adapter
 from carpool.train.records.files import ADAPTER
 from carpool.transport import HierarchicalOptions
 

@@ -21,7 +21,7 @@ from carpool.cli.train import check_paths
 from carpool.train.config import Config, resolve_config
 from carpool.train.config.load import Resolved
 from carpool.train.launch.machine import imagine_machine
-from carpool.train.prepare.check import check_fits, foresee
+from carpool.train.plan.start_checks import check_fits, foresee
 
 GPU = "h200"
 

@@ -33,8 +33,8 @@ from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.planner.machine.hardware import CPU, HARDWARE
 from carpool.profile.kinds import IDLE, KINDS
-from carpool.train.model.flops import ModelSize
-from carpool.train.model.source import model_config
+from carpool.train.blueprint import model_config
+from carpool.train.flops import ModelSize
 from tests.ranks import Ranks
 
 TINY = {

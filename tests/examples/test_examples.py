@@ -88,7 +88,7 @@ def test_the_configuration_is_valid() -> None:
 def test_the_large_configuration_fits() -> None:
     """At most 12 keys, and on two H200 there is little room: whatever a run takes more of is seen here."""
     from carpool.train.config import load_config
-    from carpool.train.prepare.dry_run import dry_run
+    from carpool.train.plan.dry_run import dry_run
 
     path = EXAMPLES / "train_from_config" / "qwen3_30b_a3b.toml"
     assert sum(map(len, tomllib.loads(path.read_text()).values())) <= 12

@@ -10,8 +10,8 @@ from transformers import GptOssForCausalLM, Qwen3MoeForCausalLM
 
 from carpool.hf.compute.attention import FLEX, attention_of_any_length, fused_attention
 from carpool.parallel.degrees import Degrees
+from carpool.train.blueprint import attention_of
 from carpool.train.config import load_config
-from carpool.train.model.implementations import attention_of
 
 
 def test_models_with_sinks_take_flex_attention() -> None:

@@ -23,7 +23,7 @@ from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
 from carpool.hf.seam.layers import experts_modules
 from carpool.hf.weights.fit import check_weights
-from carpool.train.model.source import meta_model
+from carpool.train.blueprint import meta_model
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks

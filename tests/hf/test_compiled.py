@@ -19,7 +19,7 @@ from carpool.hf.seam.layers import decoder_layers
 from carpool.parallel.clip import grad_norm
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters
-from carpool.train.model.division import distributed_config
+from carpool.train.plan.division import distributed_config
 from tests.ranks import Ranks
 
 SIZES = {

@@ -15,7 +15,7 @@ from carpool.hf.config.source import make_config
 from carpool.hf.memory import head as head_module
 from carpool.hf.memory.head import HeadLoss, next_tokens, output_layer, why_whole
 from carpool.parallel.degrees import Degrees
-from carpool.train.model.division import distributed_config
+from carpool.train.plan.division import distributed_config
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import EXCEPTIONS, full_gradients, relative_error
 from tests.hf.tiny_models import discover, tiny_model

@@ -14,10 +14,10 @@ from carpool.hf.building.model import build_model
 from carpool.hf.building.narrow import is_narrow, row_size
 from carpool.hf.seam.layers import experts_modules
 from carpool.parallel.degrees import Degrees
+from carpool.train.blueprint import meta_model
 from carpool.train.config import load_config
-from carpool.train.model.division import distributed_config
-from carpool.train.model.source import meta_model
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.division import distributed_config
+from carpool.train.plan.dry_run import dry_run
 from carpool.train.steps.objective import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet

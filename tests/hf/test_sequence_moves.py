@@ -15,7 +15,7 @@ from carpool.layout.topology import Topology
 from carpool.observe.traffic import MOVES, VERBS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import hardware_of
-from carpool.train.model.division import distributed_config
+from carpool.train.plan.division import distributed_config
 from carpool.train.steps.objective import Objective
 from carpool.transport import set_topology
 from tests.hf.meshes import reuse_meshes

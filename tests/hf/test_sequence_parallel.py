@@ -19,7 +19,7 @@ from carpool.parallel import sequence
 from carpool.parallel.degrees import Degrees
 from carpool.recipes import load
 from carpool.recipes.resolve import resolve
-from carpool.train.model.division import distributed_config
+from carpool.train.plan.division import distributed_config
 from carpool.train.steps.objective import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from carpool.hf.config.sizes import check_sizes
 from carpool.hf.config.source import make_config
 from carpool.train.config import load_config
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.dry_run import dry_run
 
 PUBLISHED = (
     "olmoe", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe",

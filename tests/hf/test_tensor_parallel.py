@@ -11,7 +11,7 @@ import pytest
 
 from carpool.train.config import load_config
 from carpool.train.launch.machine import imagine_machine
-from carpool.train.prepare.check import foresee
+from carpool.train.plan.start_checks import foresee
 from tests.hf.fake_ranks import PASSED, REFUSED
 
 # What fails inside and is not refused, and why.

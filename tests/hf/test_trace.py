@@ -20,7 +20,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.train.checkpoints.trace import record, sequences
 from carpool.train.config import load_config
-from carpool.train.model.division import distributed_config
+from carpool.train.plan.division import distributed_config
 from carpool.train.run.loop import train
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import quiet

@@ -13,7 +13,7 @@ from carpool.hf.axes.dense import keep_experts, replicate_dense
 from carpool.hf.building.model import build_model
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.model.division import distributed_config
+from carpool.train.plan.division import distributed_config
 from carpool.train.steps.objective import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet

@@ -27,7 +27,7 @@ from carpool.hf.seam.layouts import is_logical, logical_order
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.assembly.assemble import Assembled
+from carpool.train.build.assemble import Assembled
 from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import TrainLoader

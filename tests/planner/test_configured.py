@@ -22,7 +22,7 @@ from carpool.planner.step.events import execute
 from carpool.planner.step.lengths import Lengths
 from carpool.planner.step.prediction import predict
 from carpool.train.config import load_config
-from carpool.train.decisions.dense import decide_dense
+from carpool.train.plan.division import decide_dense
 from tests.environment import TRACES
 
 H100 = find_hardware("H100")

@@ -8,9 +8,9 @@ import torch
 from carpool.hf.memory.activations import measure_activations
 from carpool.hf.seam.layers import experts_modules
 from carpool.planner.model.shape import ModelShape
+from carpool.train.blueprint import meta_model, model_config, top_k_of
 from carpool.train.config.published import published_models, read_keys
-from carpool.train.model.flops import flops_per_token, model_size
-from carpool.train.model.source import meta_model, model_config, top_k_of
+from carpool.train.flops import flops_per_token, model_size
 
 
 @pytest.mark.parametrize("name", published_models())

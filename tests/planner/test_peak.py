@@ -18,10 +18,10 @@ from carpool.planner.memory.peak import _loss, memory_of
 from carpool.planner.memory.sizes import sizes_of
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
+from carpool.train.blueprint import meta_model, model_config
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
-from carpool.train.estimate.memory import MemoryEstimate
-from carpool.train.model.source import meta_model, model_config
+from carpool.train.plan.estimate import MemoryEstimate
 from tests.ranks import Ranks
 
 QWEN = "qwen3-30b-a3b"

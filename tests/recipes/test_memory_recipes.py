@@ -20,7 +20,7 @@ from carpool.memory.optimizer import AdamW
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.recipes import load, names
 from carpool.recipes.mechanisms import find
-from carpool.train.assembly.tiers import loading_of
+from carpool.train.build.offloaded import loading_of
 from carpool.train.config import Config, load_config
 from carpool.train.steps.optimizer import make_optimizer
 from tests.memory.test_host_experts import LAYERS, batch, loss_of, model_of

@@ -15,8 +15,8 @@ from carpool.hf import rides, set_schedule, set_transport
 from carpool.hf.seam.layouts import slots_kept
 from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
+from carpool.train.build import schedule_choice as schedules
 from carpool.train.config.schema_moe import MoeSection
-from carpool.train.decisions import schedules
 from carpool.train.steps.objective import Objective
 from tests.hf.parity import full_gradients
 from tests.ranks import Ranks

@@ -27,8 +27,8 @@ from carpool.serve.source import find_source, open_model
 from carpool.train.checkpoints.source import keep_source
 from carpool.train.config import load_config
 from carpool.train.config.schema_adapter import AdapterSection
-from carpool.train.model.adapter import add_adapter, attach_adapter, check_adapter, resolve_saved, resolve_targets
-from carpool.train.prepare.check import check_run
+from carpool.train.lora import add_adapter, attach_adapter, check_adapter, resolve_saved, resolve_targets
+from carpool.train.plan.start_checks import check_run
 from carpool.train.run.loop import train
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model

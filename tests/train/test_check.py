@@ -21,8 +21,8 @@ from carpool.train.checkpoints.reading import check_model
 from carpool.train.config import Config, resolve_config
 from carpool.train.launch.ahead import look_ahead
 from carpool.train.launch.worker import find_entry
-from carpool.train.prepare.check import check_run
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.dry_run import dry_run
+from carpool.train.plan.start_checks import check_run
 from carpool.train.records.record import Recorder
 
 REFUSED = [
@@ -84,7 +84,7 @@ def test_the_run_and_its_dry_run_refuse_the_same(tmp_path: Path, setting: str, m
 
 def test_what_clearly_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("carpool.train.launch.machine.rank_memory", lambda cuda, ranks: 2**20)
-    monkeypatch.setattr("carpool.train.estimate.fit.advise", lambda *_: [])
+    monkeypatch.setattr("carpool.train.plan.memory_fit.advise", lambda *_: [])
     found = resolve_config(None, ["parallelism.device=cpu", f"training.output_dir={tmp_path}"])
     with pytest.raises(ValueError, match="this run does not fit"):
         check_run(found.config, found.fixed)

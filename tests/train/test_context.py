@@ -27,8 +27,8 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.config import load_config
-from carpool.train.model.division import distributed_config
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.division import distributed_config
+from carpool.train.plan.dry_run import dry_run
 from carpool.train.steps.objective import Objective
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
-from carpool.train.decisions.dense import decide_dense
+from carpool.train.plan.division import decide_dense
 from tests.ranks import Ranks
 from tests.train import test_loop
 from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from carpool.train.steps.determinism import determinism
+from carpool.train.steps.diagnose import determinism
 
 
 @pytest.mark.parametrize("on", [False, True])

@@ -8,8 +8,8 @@ import pytest
 
 from carpool.planner.configuration.eager import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS
 from carpool.train.config import load_config
-from carpool.train.prepare.check import check_run
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.dry_run import dry_run
+from carpool.train.plan.start_checks import check_run
 from tests.train.test_cli import carpool_command, error_of
 
 LARGE = ["model.config=qwen3-30b-a3b", "model.dtype=bfloat16", "parallelism.num_ranks=4", "--gpu", "h100"]

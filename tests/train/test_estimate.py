@@ -7,7 +7,7 @@ import re
 import pytest
 
 from carpool.train.config import load_config
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.dry_run import dry_run
 
 DEMO_SHAPE = [
     "parallelism.device=cpu", "parallelism.num_ranks=2", "data.sequence_length=256", "model.config.num_experts=16",

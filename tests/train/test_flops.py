@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from carpool.hf.config.sizes import head_sizes
 from carpool.hf.seam.layers import experts_modules
-from carpool.train.model.flops import ModelSize, flops_per_token, model_size
-from carpool.train.model.source import model_config, top_k_of
+from carpool.train.blueprint import model_config, top_k_of
+from carpool.train.flops import ModelSize, flops_per_token, model_size
 
 
 def _size(config: PreTrainedConfig) -> ModelSize:

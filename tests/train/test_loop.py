@@ -352,7 +352,7 @@ def test_a_damaged_checkpoint_names_the_one_before(
 
 
 def _without_a_look(output: str, overrides: Sequence[str]) -> str:
-    with mock.patch("carpool.train.prepare.check.check_idle"):
+    with mock.patch("carpool.train.plan.start_checks.check_idle"):
         return run(output, overrides)
 
 

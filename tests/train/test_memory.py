@@ -12,15 +12,15 @@ from transformers import AutoConfig
 from carpool.planner.configuration.candidate import POLICIES
 from carpool.planner.decisions.chosen import Decisions
 from carpool.planner.machine.hardware import CPU
-from carpool.train.assembly.kept_times import small_config, small_model
+from carpool.train.blueprint import expert_counts, meta_model, model_source
+from carpool.train.build.policy_times import small_config, small_model
 from carpool.train.config import load_config
 from carpool.train.config.sizes import size_of
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.decisions.kept import MEMORY_KIND, choose_memory
-from carpool.train.decisions.recorded import decisions_of
-from carpool.train.estimate.memory import MemoryEstimate
-from carpool.train.model.source import expert_counts, meta_model, model_source
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.dry_run import dry_run
+from carpool.train.plan.estimate import MemoryEstimate
+from carpool.train.plan.memory_fit import MEMORY_KIND, choose_memory
+from carpool.train.plan.start_checks import decisions_of
 from carpool.train.run.loop import Run
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start, text

@@ -19,15 +19,14 @@ from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import predict
 from carpool.planner.step.streaming import break_even_tokens
+from carpool.train.blueprint import meta_model, model_source
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.estimate import fit
-from carpool.train.estimate.copies import Copies, copies_of
-from carpool.train.estimate.memory import MemoryEstimate, tensors_of
 from carpool.train.launch.machine import find_gpu
-from carpool.train.model.source import meta_model, model_source
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan import memory_fit as fit
+from carpool.train.plan.dry_run import dry_run
+from carpool.train.plan.estimate import Copies, MemoryEstimate, copies_of, tensors_of
 from carpool.train.run.loop import Run
 from tests.ranks import Ranks
 

@@ -16,8 +16,8 @@ from carpool.memory.optimizer import streamed
 from carpool.parallel import consumed
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.planner.decisions.chosen import Decisions
+from carpool.train.build.offloaded import COUNTS, choose_few_tokens, measured_times, most_tokens
 from carpool.train.config import load_config
-from carpool.train.decisions.few_tokens import COUNTS, choose_few_tokens, measured_times, most_tokens
 from tests.memory.test_host_experts import model_of
 from tests.ranks import Ranks
 from tests.train import test_loop

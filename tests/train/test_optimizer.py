@@ -10,7 +10,7 @@ import torch
 
 from carpool.memory.optimizer import AdamW
 from carpool.train.config import load_config
-from carpool.train.estimate.memory import state_bytes
+from carpool.train.plan.estimate import state_bytes
 from carpool.train.steps.optimizer import describe_optimizer, make_optimizer
 
 

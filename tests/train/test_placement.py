@@ -18,7 +18,7 @@ from carpool.layout.layouts import Layouts
 from carpool.report import write_report
 from carpool.train.config import load_config
 from carpool.train.moving.solve import NOT_WRITTEN, Solving
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.dry_run import dry_run
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, run, text, weights
 

@@ -13,12 +13,22 @@ from carpool.planner.machine.hardware import HARDWARE
 from carpool.planner.search.plan import USABLE
 from carpool.report.page import plan_rows
 from carpool.report.read import read_run
+from carpool.train.blueprint import meta_model, model_config, model_source
 from carpool.train.config import Config, load_config, resolve_config
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.decisions.plan import PLAN_KIND, Planned, Predicted, free_keys, make_plan, with_settings
-from carpool.train.decisions.plan_check import MEASURED, SKIPPED, describe, measured_beside
-from carpool.train.model.source import meta_model, model_config, model_source
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.auto_plan import (
+    MEASURED,
+    PLAN_KIND,
+    SKIPPED,
+    Planned,
+    Predicted,
+    describe,
+    free_keys,
+    make_plan,
+    measured_beside,
+    with_settings,
+)
+from carpool.train.plan.dry_run import dry_run
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import Run
 from tests.ranks import Ranks
@@ -128,11 +138,11 @@ def test_plans_that_cannot_be_run_are_passed_over(monkeypatch: pytest.MonkeyPatc
             seen.append(degrees.pp)
         return "not here" if whole and degrees.pp == 1 else None
 
-    monkeypatch.setattr("carpool.train.decisions.plan._refused", refused)
+    monkeypatch.setattr("carpool.train.plan.auto_plan._refused", refused)
     taken = planned("parallelism=auto", "memory=auto", "data.sequence_length=512", "parallelism.tp_size=1")[2]
     assert seen.count(1) > 5 and taken.taken.settings["parallelism.pp_size"] > 1
     assert all(one.settings["parallelism.pp_size"] > 1 for one in taken.others)
-    monkeypatch.setattr("carpool.train.decisions.plan._refused", lambda *_, whole=False: "not here" if whole else None)
+    monkeypatch.setattr("carpool.train.plan.auto_plan._refused", lambda *_, whole=False: "not here" if whole else None)
     with pytest.raises(ValueError, match=r"no plan that fits can be run: not here \([0-9]+\)"):
         planned("memory=auto", "parallelism.dense=fsdp")
 

@@ -13,11 +13,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from carpool.hf.config.keys import keys_read
 from carpool.hf.config.source import make_config
+from carpool.train.blueprint import model_config, model_source
 from carpool.train.config import load_config
 from carpool.train.config.published import published_models, read_keys
 from carpool.train.data.tokenizer import BytesTokenizer
-from carpool.train.model.source import model_config, model_source
-from carpool.train.prepare.dry_run import dry_run
+from carpool.train.plan.dry_run import dry_run
 from tools.models_table import DOCS, published_row
 
 # Of the weights that were published; without the layers that predict further tokens, which transformers leaves out.

@@ -15,10 +15,10 @@ from carpool.ride.plain import PLAIN
 from carpool.schedule import Schedule
 from carpool.schedule.chunks import ChunkedOrder
 from carpool.schedule.orders import order_of
+from carpool.train.build import schedule_choice as schedules
+from carpool.train.build.schedule_choice import SCHEDULE_KIND, TILES, choose_schedule, decide, neighbours
 from carpool.train.config import load_config
 from carpool.train.config.schema_moe import MoeSection
-from carpool.train.decisions import schedules
-from carpool.train.decisions.schedules import SCHEDULE_KIND, TILES, choose_schedule, decide, neighbours
 from carpool.transport import NVLinkOptions
 from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import ExchangeTransport
@@ -165,8 +165,8 @@ def test_chunks_reach_the_layers(two_ranks: Ranks, text: list[str], tmp_path: Pa
 def run_measured(output: str, overrides: list[str]) -> str:
     """As on a GPU: the schedule is timed. What is timed here is real, only that it can be faster is not."""
     with (
-        mock.patch("carpool.train.decisions.schedules.HIDES_NOTHING", ()),
-        mock.patch("carpool.train.decisions.schedules.CANDIDATES", (Schedule("chunks", 3), Schedule("chunks", 2))),
+        mock.patch("carpool.train.build.schedule_choice.HIDES_NOTHING", ()),
+        mock.patch("carpool.train.build.schedule_choice.CANDIDATES", (Schedule("chunks", 3), Schedule("chunks", 2))),
     ):
         return run(output, overrides)
 

@@ -17,8 +17,8 @@ from carpool.experts import Activation, Choices
 from carpool.experts.choices import STAGES
 from carpool.experts.measure import Measured, _Problem
 from carpool.planner.decisions.chosen import Chosen
+from carpool.train.build.expert_kernels import STAGES_KIND, Shape, decide, describe_ways, explain, mean_over_ranks
 from carpool.train.config import describe, load_config
-from carpool.train.decisions.stages import STAGES_KIND, Shape, decide, describe_ways, explain, mean_over_ranks
 from carpool.train.records.files import read_record
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import Run
@@ -277,8 +277,8 @@ def timed(*sizes: Any, bias: bool, use_arena: bool, adapter_rank: int) -> Measur
 
 def run_timed(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:
     with (
-        mock.patch("carpool.train.decisions.stages.why_no_kernels", return_value=""),
-        mock.patch("carpool.train.decisions.stages.measure_choices", timed),
+        mock.patch("carpool.train.build.expert_kernels.why_no_kernels", return_value=""),
+        mock.patch("carpool.train.build.expert_kernels.measure_choices", timed),
     ):
         return run(output, overrides)
 

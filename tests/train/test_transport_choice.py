@@ -16,16 +16,16 @@ from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import find_hardware
 from carpool.train.config.schema import Config
-from carpool.train.decisions.recorded import decisions_of
-from carpool.train.decisions.transports import TRANSPORT_KIND, choose_way, likely_transport
 from carpool.train.launch.machine import Machine
+from carpool.train.plan.start_checks import decisions_of
+from carpool.train.plan.transport_choice import TRANSPORT_KIND, choose_way, likely_transport
 from carpool.transport import NVLinkOptions
 
 
 def way(wanted: str, unfit: str | None = "there is no CUDA device", folder: Path | None = None) -> Any:
     layer: Any = SimpleNamespace(compute=object(), group=None, num_ranks=4)
     reasons = {} if unfit is None else {"nvlink": unfit}
-    with mock.patch("carpool.train.decisions.transports.unfit_transports", lambda *args, **kwargs: reasons):
+    with mock.patch("carpool.train.plan.transport_choice.unfit_transports", lambda *args, **kwargs: reasons):
         decisions = decisions_of([] if folder is None else [folder])
         return choose_way(wanted, layer, 8, 64, NVLinkOptions(), torch.device("cpu"), decisions)
 

@@ -38,15 +38,15 @@ from carpool.hf.seam.layers import decoder_layers, experts_modules
 from carpool.hf.seam.rides import buffers_of_rides
 from carpool.planner.decisions.chosen import Decisions
 from carpool.profile.kinds import LOSS, OPTIMIZER
+from carpool.train.blueprint import Blueprint
+from carpool.train.build.run_data import MakeCorpus, read_data
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
 from carpool.train.launch.machine import find_machine, rank_device
 from carpool.train.launch.ranks import from_rank_0
-from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.division import distributed_config
-from carpool.train.prepare.data import MakeCorpus, read_data
-from carpool.train.prepare.prepare import Prepared, prepare
+from carpool.train.plan.division import distributed_config
+from carpool.train.plan.resolve import Prepared, prepare
 from carpool.train.records.files import CONFIG, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
 from carpool.train.run.numbers import step_numbers

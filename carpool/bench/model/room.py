@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from carpool.planner.search.plan import USABLE
-from carpool.train.estimate.memory import Memory
+from carpool.train.plan.estimate import Memory
 
 CERTAIN = ("parameters", "gradients", "optimizer")
 STAYS = ("parameters", "optimizer", "transport", "process")
@@ -15,7 +15,7 @@ def check_room(estimates: Mapping[str, Memory], memory: int) -> list[str]:
     """Sentences about contenders that may run out of memory.
 
     Args:
-        estimates: of each contender (`carpool.train.estimate.memory`).
+        estimates: of each contender (`carpool.train.plan.estimate`).
         memory: bytes of a rank.
 
     Raises:

@@ -40,14 +40,14 @@ from carpool.bench.timing import host_waits, rounds
 from carpool.observe.clock import slowest, synchronize
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.trace import STEP, load
+from carpool.train.blueprint import Blueprint
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.decisions.transports import likely_transport
-from carpool.train.estimate.memory import Memory, MemoryEstimate
+from carpool.train.flops import flops_per_token, peak_flops
 from carpool.train.launch.machine import find_machine
 from carpool.train.launch.ranks import gather
-from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.flops import flops_per_token, peak_flops
-from carpool.train.steps.determinism import determinism
+from carpool.train.plan.estimate import Memory, MemoryEstimate
+from carpool.train.plan.transport_choice import likely_transport
+from carpool.train.steps.diagnose import determinism
 
 # More than the eager steps before a capture (`carpool.train.steps.graphs`).
 WARMUP = 4

@@ -123,7 +123,7 @@ class Candidate:
     @property
     def divides_tokens(self) -> bool:
         """Whether tensor-parallel ranks divide tokens where blocks do not need all of them, if the model can
-        (`carpool.train.model.division.divides_tokens`)."""
+        (`carpool.train.plan.division.divides_tokens`)."""
         return self.degrees.tp > 1 and not self.compiled and self.gradients == "kept"
 
     @property

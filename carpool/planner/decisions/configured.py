@@ -60,7 +60,7 @@ def model_of(settings: Settings, keys: Mapping[str, Any]) -> ModelShape:
     unfused = settings["parallelism"]["cp_size"] > 1 or settings["training"]["full_determinism"]
     shape = ModelShape.read(keys, attention)
     if attention is None and shape.sinks and unfused:
-        # As `carpool.train.model.implementations.attention_of`.
+        # As `carpool.train.blueprint.attention_of`.
         shape = ModelShape.read(keys, "eager")
     top_k = model["num_experts_per_tok"]
     return shape if top_k is None else replace(shape, top_k=top_k)

@@ -9,7 +9,7 @@ what is computed. So combinations are compared, and not items by milliseconds pe
 the one that keeps most items is taken, and then the one with fewer bytes on the device.
 
 A run measures what each policy of each item costs before it chooses, and adds these costs (`measured_milliseconds`,
-`carpool.train.assembly.kept_times`). Whoever cannot run anything asks the planner's model of a step for its length
+`carpool.train.build.policy_times`). Whoever cannot run anything asks the planner's model of a step for its length
 under each combination (`modelled_milliseconds`).
 """
 

@@ -2,7 +2,7 @@
 from.
 
 They come from two places. A plan has a config.json and counts (`sizes_of`); a run has the model itself, without memory,
-and its settings (`carpool.train.estimate.rank_sizes`): exact parameters, what its own forward keeps, adapters,
+and its settings (`carpool.train.plan.estimate`): exact parameters, what its own forward keeps, adapters,
 quantised bases, experts in host memory.
 """
 
@@ -58,7 +58,7 @@ class RankSizes:
         adapters: parameters of a rank, in float32.
         here: bytes of experts on the device of a rank whose others are in host memory or on disk; None: all are here.
         slots, arrived, late: bytes of a layer's slots, of what came for slots, and of gradients on their way
-            (`carpool.train.estimate.copies`).
+            (`carpool.train.plan.estimate`).
         cuda: on a GPU.
     """
 

@@ -12,7 +12,7 @@ With a host that costs nothing and dispatch and combine of equal length a, exper
 T(r) = max(2 r a, 2 a + r c, (r + 1) a + c) of pipelined MoE layers (FSMoE, arXiv 2501.10714), but for
 a < c < 2 a, where the links wait once for the first chunk's experts, because no third dispatch is under way.
 
-Runs do not ask this model how many chunks to take: they measure (`carpool.train.decisions.schedules`).
+Runs do not ask this model how many chunks to take: they measure (`carpool.train.build.schedule_choice`).
 `benchmarks/chunks.py` compares it with what is measured.
 """
 

@@ -24,6 +24,7 @@ from carpool.hf.building.narrow import is_narrow
 from carpool.hf.config.source import read_config
 from carpool.hf.weights.original_layout import OriginalLayout
 from carpool.hf.weights.tensor_file import Entry
+from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.files import (
     MODEL,
     CheckpointError,
@@ -40,7 +41,6 @@ from carpool.train.checkpoints.manager import CheckpointManager, step_of
 from carpool.train.checkpoints.read_back import ReadBack
 from carpool.train.checkpoints.source import Source, copy_source, read_source
 from carpool.train.launch.ranks import gather, rank, together, world
-from carpool.train.model.source import meta_model
 from carpool.train.records.files import ADAPTER
 
 Parts = dict[str, tuple[TensorStorageMetadata, list[Path]]]

@@ -22,10 +22,10 @@ from torch import nn
 from carpool.hf.config.source import read_config
 from carpool.hf.weights.files import stored_weights
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
+from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.export import Exported, check_target, write_model
 from carpool.train.checkpoints.source import read_source
 from carpool.train.checkpoints.unmerged import NAME, AdapterModules, MergeCheck
-from carpool.train.model.source import meta_model
 from carpool.train.records.files import ADAPTER
 
 

@@ -17,7 +17,7 @@ import torch
 
 from carpool.hf.weights.files import stored_weights
 from carpool.hf.weights.original_layout import Group, OriginalLayout, OriginalWeights
-from carpool.train.model.source import meta_model
+from carpool.train.blueprint import meta_model
 
 # Values that are compared at once.
 _PIECE = 1 << 22

@@ -22,13 +22,13 @@ from carpool.hf import install
 from carpool.hf.building.model import build_model
 from carpool.hf.observe.trace import TraceRecorder
 from carpool.placement.trace import Trace
+from carpool.train.blueprint import model_source
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import prepare
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
-from carpool.train.model.source import model_source
 
 
 def record(

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 from carpool.hf.seam.experts_module import expert_function
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
 from carpool.memory.host import SHARE, free_host_memory
+from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.read_back import ReadBack, check_values, unit_roundoff
-from carpool.train.model.source import meta_model
 
 NAME = "default"
 # Of products and logits in float32: sums in another order.

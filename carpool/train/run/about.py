@@ -17,12 +17,11 @@ from carpool.hf.compute.compiled import shards_inside
 from carpool.hf.seam.layers import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.layout.uniform import uniform_copies
+from carpool.train.build.expert_kernels import describe_ways
+from carpool.train.build.offloaded import FEW_KIND
 from carpool.train.checkpoints.source import keep_source
-from carpool.train.decisions.few_tokens import FEW_KIND
-from carpool.train.decisions.plan import Planned
-from carpool.train.decisions.plan_check import describe, measured_beside
-from carpool.train.decisions.stages import describe_ways
 from carpool.train.launch.ranks import from_rank_0, together
+from carpool.train.plan.auto_plan import Planned, describe, measured_beside
 from carpool.train.records.environment import environment
 from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.state import RunState

@@ -34,8 +34,7 @@ from carpool.train.run.evaluate import evaluate
 from carpool.train.run.finish import finish, leave, save
 from carpool.train.run.numbers import StepNumbers, record_step, start_numbers, step_numbers
 from carpool.train.run.setup import Setup
-from carpool.train.steps.determinism import determinism
-from carpool.train.steps.diagnose import NonFiniteError, explain
+from carpool.train.steps.diagnose import NonFiniteError, determinism, explain
 from carpool.train.steps.objective import Batch, Losses
 from carpool.train.steps.optimizer import learning_rate
 

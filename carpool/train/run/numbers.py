@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from carpool.hf.observe.metrics import LaterRecord
-from carpool.train.decisions.plan_check import MEASURED, SKIPPED
+from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.records.environment import peak_memory
 from carpool.train.run.about import record_plan
 from carpool.train.run.state import RunState

@@ -30,7 +30,7 @@ from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config import Config
-from carpool.train.prepare.check import check_start
+from carpool.train.plan.start_checks import check_start
 from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
 
@@ -38,8 +38,8 @@ PROFILE = "profile"
 
 
 def check_profile(config: Config, fixed: Collection[str]) -> None:
-    """Refuse what the ranks of this machine would refuse before their first step (`carpool.train.prepare.check`). The
-    run in the folder stays as it is, whatever it is.
+    """Refuse what the ranks of this machine would refuse before their first step (`carpool.train.plan.start_checks`).
+    The run in the folder stays as it is, whatever it is.
 
     Args:
         fixed: settings that the user has said, by SECTION.KEY.

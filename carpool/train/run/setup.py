@@ -15,26 +15,31 @@ import torch.distributed as dist
 
 from carpool.hf.seam.layouts import is_logical, logical_like, physical_order
 from carpool.hf.seam.rides import buffers_of_rides
-from carpool.train.assembly.kept_times import measure_on_small_model
+from carpool.train.blueprint import Blueprint
+from carpool.train.build.policy_times import measure_on_small_model
+from carpool.train.build.run_data import MakeCorpus, read_data
 from carpool.train.checkpoints.files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import check_steps_left
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.estimate.fit import check_fits
+from carpool.train.flops import flops_per_token, peak_flops
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
 from carpool.train.launch.ranks import from_rank_0, gather, together
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
-from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.flops import flops_per_token, peak_flops
 from carpool.train.moving.cost import Facts
 from carpool.train.moving.runtime import Placement
-from carpool.train.prepare.alike import check_same_data, check_same_settings
-from carpool.train.prepare.check import check_choices, decisions_from, find_checkpoint
-from carpool.train.prepare.data import MakeCorpus, read_data
-from carpool.train.prepare.prepare import Prepared, prepare
+from carpool.train.plan.memory_fit import check_fits
+from carpool.train.plan.resolve import Prepared, prepare
+from carpool.train.plan.start_checks import (
+    check_choices,
+    check_same_data,
+    check_same_settings,
+    decisions_from,
+    find_checkpoint,
+)
 from carpool.train.records.display import Display
 from carpool.train.records.environment import peak_memory
 from carpool.train.records.files import why_not_writable

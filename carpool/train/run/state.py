@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from carpool.hf.seam.layouts import current_layouts, slots_of_rides_kept
 from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
 from carpool.layout.layouts import Layouts
-from carpool.train.assembly.assemble import Assembled
+from carpool.train.build.assemble import Assembled
+from carpool.train.build.run_data import RunData
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.runtime import Placement
-from carpool.train.prepare.data import RunData
 from carpool.train.records.display import Display
 from carpool.train.records.record import Recorder
 from carpool.train.steps.objective import Batch

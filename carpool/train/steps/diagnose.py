@@ -1,4 +1,8 @@
-"""Where a number that is no number came from.
+"""What is done where equal runs are to be bitwise equal, and where a number that is no number came from.
+
+Carpool's own kernels add in a fixed order, always. PyTorch's do not all: the backward of fused attention adds what
+blocks of keys contribute to a query in the order in which they finish, and two equal runs differ from the second step
+on. PyTorch has deterministic algorithms for that, which are slower (`determinism`).
 
 A loss that is NaN or infinite says nothing about its cause. So the forward runs once more on the same batch with a
 hook on every module, and the first one whose output is not finite is named; if the forward is clean, the parameters
@@ -7,7 +11,9 @@ whose gradients are not finite are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +22,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.parallel.replicated import sharded_parameters
+
+
+@contextmanager
+def determinism(on: bool) -> Iterator[None]:
+    """Inside, PyTorch uses deterministic algorithms, and raises RuntimeError where it has none."""
+    if not on:
+        yield
+        return
+    # A module whose attributes are made on first use.
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    # cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # It would find code that reads what nobody wrote, at the cost of writing every buffer.
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 class NonFiniteError(ArithmeticError):

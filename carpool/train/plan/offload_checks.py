@@ -1,4 +1,4 @@
-"""Whether what a run wants in host memory or on disk (`carpool.train.assembly.tiers`) can be there."""
+"""Whether what a run wants in host memory or on disk (`carpool.train.build.offloaded`) can be there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,12 @@
-"""How many tokens an expert in host memory may have for the CPU to compute it (see
-`carpool.planner.decisions.chosen` for when that is chosen).
+"""What of a run is in host memory or on disk: the optimizer's state, experts; and gradients that are not kept at all.
+
+training.optimizer_state = "host"     moments and low bits                carpool/memory/optimizer/streamed.py
+training.gradients = "consumed"       gradients, used in the backward     carpool/parallel/consumed.py
+memory.experts = "host"               experts' parameters                 carpool/memory/host_experts.py
+both = "disk"                         in files                            carpool/memory/disk.py, read_experts.py
+
+How many tokens an expert in host memory may have for the CPU to compute it (see
+`carpool.planner.decisions.chosen` for when that is chosen):
 
     memory.few_tokens   a run that starts                        a run that is resumed
     auto                measured, before the first step          as recorded in run.json
@@ -13,13 +20,30 @@ repeated the same.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+import torch
+from transformers import PreTrainedModel
+from carpool.hf.memory.host_experts import keep_experts_in_host_memory
+from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.weights.stored_experts import StoredExperts
+from carpool.memory.host_experts import HostExperts
+from carpool.memory.optimizer import AdamW
+from carpool.memory.popularity import Popularity
+from carpool.parallel.consumed import ConsumedGradients
+from carpool.planner.decisions.chosen import Decisions
+from carpool.train.config.schema import Config, MemorySection
+from carpool.train.blueprint import meta_model
+from carpool.train.plan.offload_checks import check_layouts_of_tiers, disk_folder
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-
 import torch
 import torch.distributed as dist
-
 from carpool.experts import ExpertWeights
 from carpool.experts.reference import expert_rows
 from carpool.hf.seam.experts_module import weight_names
@@ -28,6 +52,64 @@ from carpool.memory.host import host_zeros
 from carpool.observe.clock import synchronize
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.train.launch.machine import device_name
+
+
+def make_tiers(
+    config: Config,
+    model: PreTrainedModel,
+    layers: Sequence[ExpertRides],
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype,
+    halves: bool,
+    device: torch.device,
+    decisions: Decisions,
+) -> tuple[ConsumedGradients | None, HostExperts | None]:
+    """(what uses gradients in the backward, what keeps experts away from the device), of a model that has its
+    optimizer; None: nothing does. All ranks together.
+
+    Args:
+        layers: those of the model that ride.
+        dtype: experts compute in it.
+        halves: two batches run at a time.
+
+    Raises:
+        ValueError: what is asked for cannot be with this model, layout or schedule."""
+    training, memory, away = config.training, config.memory, None
+    check_layouts_of_tiers(config, [own.layout for own in layers], halves)
+    if memory.experts != "device":
+        on_disk = _on_disk(config, layers) if memory.experts == "disk" else {}
+        few = 0
+        if memory.few_tokens:
+            few = choose_few_tokens(memory.few_tokens, layers[0], dtype, device, decisions).answer
+        away = keep_experts_in_host_memory(model, **on_disk, **loading_of(memory, few))
+    if training.gradients == "kept":
+        return None, away
+    assert isinstance(optimizer, AdamW)
+    return ConsumedGradients(model, optimizer, away, training.max_grad_norm or math.inf), away
+
+
+def _on_disk(config: Config, layers: Sequence[ExpertRides]) -> dict[str, Any]:
+    """Where the experts of a run are on disk: in the files of its checkpoint, or, if they are trained or from scratch,
+    in files of their own."""
+    frozen = not any(parameter.requires_grad for own in layers for parameter in own.experts.parameters())
+    if not frozen or config.model.from_scratch:
+        return {"folder": disk_folder(config)}
+    path = Path(str(config.model.path))
+    blueprint = meta_model(path)
+    modules = set(experts_modules(blueprint))
+    ordered = [name for name, _ in blueprint.named_modules() if name in modules]
+    first = layers[0].layout.homes[layers[0].rank][0]
+    return {"files": StoredExperts(path, blueprint, ordered, first)}
+
+
+def loading_of(memory: MemorySection, few: int) -> dict[str, Any]:
+    """Which experts come, and which stay, as `keep_experts_in_host_memory` takes it. `few`: tokens of an expert that
+    the CPU computes."""
+    device, host = memory.experts_bytes
+    if memory.expert_loading == "layers":
+        return {"host_bytes": host}
+    return {"predictor": partial(Popularity, few=few), "cache_bytes": device, "host_bytes": host, "few": few}
+
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Different experts, so that none is in the CPU's caches.

@@ -14,14 +14,14 @@ from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import predict
 from carpool.planner.step.streaming import break_even_tokens
+from carpool.train.blueprint import planned_attention
 from carpool.train.config.schema import Config, keys
-from carpool.train.estimate.fit import describe_fit
-from carpool.train.estimate.memory import state_bytes
+from carpool.train.flops import flops_per_token
 from carpool.train.launch.machine import imagine_machine
-from carpool.train.model.flops import flops_per_token
-from carpool.train.model.implementations import planned_attention
-from carpool.train.prepare.check import check_choices, find_checkpoint, foresee
-from carpool.train.prepare.prepare import Prepared
+from carpool.train.plan.estimate import state_bytes
+from carpool.train.plan.memory_fit import describe_fit
+from carpool.train.plan.resolve import Prepared
+from carpool.train.plan.start_checks import check_choices, find_checkpoint, foresee
 from carpool.train.steps.graphs import describe_graphs
 
 NOT_COUNTED = {

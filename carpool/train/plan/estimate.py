@@ -1,8 +1,15 @@
-"""What a rank of a run takes and keeps, of its model and its settings, before anything is built: for the memory of a
-step (`carpool.planner.memory.peak`), which is predicted for plans in the same way.
+"""The memory that a rank will need, before anything is built: the planner's account of a step
+(`carpool.planner.memory.peak`, which says what it assumes) of what the model itself takes and keeps.
 
 Parameters are exact sums of what each rank holds, and what decoder layers keep is measured by the model's own forward
-without memory (`carpool.hf.memory.activations`).
+without memory (`carpool.hf.memory.activations`). `memory_peak_bytes` of a run is PyTorch's own count on GPUs, hence
+without context, NCCL and fragments (`tensors_of`), and the growth of the resident set on CPUs.
+
+Replicas of experts: a layer whose slots are not its homes fills them anew: weights of all its slots, homes among them,
+are kept until its backward. What came from other ranks is kept for the whole step, in all layers, and serves every
+micro-batch (`carpool.parallel.slot_steps`). On several nodes a rank also gets what others of its node want
+(`carpool.parallel.node_slots`). Gradients that are late are there from a layer's backward to its next one: those that
+were sent, those that came, and those of own slots.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ import copy
 import math
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -26,21 +33,64 @@ from carpool.hf.memory.head import output_layer, why_whole
 from carpool.hf.memory.recompute import draws_random_numbers
 from carpool.hf.seam.layers import experts_modules
 from carpool.kernels.cross_entropy import piece_size
+from carpool.layout.layouts import Layouts
+from carpool.memory.disk import BUFFERS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.configuration.candidate import Candidate
 from carpool.planner.configuration.eager import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, by_settings
-from carpool.planner.memory.held import scores_bytes
+from carpool.planner.memory.held import BESIDE_TENSORS, scores_bytes
+from carpool.planner.memory.peak import Peak, peak_of
 from carpool.planner.memory.sizes import Parameters, RankSizes, stage_part
 from carpool.planner.model.shape import kept_if_compiled
+from carpool.train.blueprint import attention_of, top_k_of
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
-from carpool.train.estimate.copies import copies_of, most_copies
-from carpool.train.model.adapter import outline_adapter
-from carpool.train.model.division import context_cut, divides_tokens
-from carpool.train.model.implementations import attention_of
-from carpool.train.model.source import top_k_of
+from carpool.train.lora import outline_adapter
+from carpool.train.plan.division import context_cut, divides_tokens
 from carpool.train.steps.room import transport_options
 from carpool.transport import find_transport
+
+
+class Copies(NamedTuple):
+    """Bytes: of a layer's slots; of what came for slots, in all layers; and of gradients on their way, in all."""
+
+    slots: float = 0.0
+    arrived: float = 0.0
+    late: float = 0.0
+
+
+def most_copies(config: Config) -> int:
+    """Of experts, on a rank that has room for them."""
+    copies = config.placement.replicas if config.placement.every is not None else 0
+    if config.moe.layout != "contiguous":
+        file = Layouts.load(config.moe.layout)
+        for layout in [file.same] if file.same is not None else file.values():
+            pairs = zip(layout.slots, layout.homes, strict=True)
+            copies = max(copies, *(len(slots) - len(homes) for slots, homes in pairs))
+    return copies
+
+
+def copies_of(config: Config, degrees: Degrees, row: float, rows: int, layers: int, nodes: int) -> Copies:
+    """With as many copies on each rank as there is room for.
+
+    Args:
+        row: bytes of an expert's weights in a layer, or of a slice of it, as it computes.
+        rows: experts of a layer, or slices.
+        layers: with experts.
+        nodes: on which the ranks of an expert-parallel group are."""
+    copies = most_copies(config)
+    homes = -(-rows // degrees.expert_ranks)
+    away = rows - homes
+    copies = min(copies, away)
+    if copies <= 0:
+        return Copies()
+    # For others of the node; where every rank wants all, it wants these itself.
+    held = min(copies, (nodes - 1) * homes) * (1 - copies / away)
+    # FSDP that divides a rank's experts, and tiers, wait for gradients.
+    waits = not config.placement.prefetch or degrees.efsdp > 1 or config.memory.experts != "device"
+    late = 0.0 if waits else layers * (2 * copies + min(homes, copies)) * row
+    return Copies((homes + copies) * row, layers * (copies + held) * row, late)
+
 
 STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -228,3 +278,63 @@ def _stored_bytes(parameter: torch.nn.Parameter, config: Config, stored: int) ->
     if kind is None or parameter.dim() != 3:
         return parameter.numel() * stored
     return quantised_bytes(kind, parameter.shape)
+
+
+Memory = dict[str, int]
+
+
+class MemoryEstimate(ModelSizes):
+    """Predicts the memory of one rank of a run. Its arguments are those of `ModelSizes`."""
+
+    def changed(self, config: Config) -> MemoryEstimate:
+        """The same of a run with other settings, on the same ranks."""
+        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self.nodes, self)
+
+    def __call__(self, transport: str, dense: str) -> Memory:
+        """Predicted bytes of each component on one rank when memory is highest, and their total.
+
+        Args:
+            transport: the one that is used, not "auto".
+            dense: "fsdp" or "replicate", as `parallelism.dense`.
+
+        Returns:
+            parameters, gradients, optimizer, activations, logits, transport, copies (of experts that came from other
+            ranks) if there are any, and loading where that is more; on GPUs context, nccl and fragments, and graphs if
+            steps are captured; on CPUs process and allocator; total.
+        """
+        found = {name: math.ceil(size) for name, size in self._peak(transport, dense).parts.items()}
+        return {**found, "total": sum(found.values())}
+
+    def _peak(self, transport: str, dense: str) -> Peak:
+        """Of the fullest rank of the pipeline."""
+        candidate = self.candidate(transport, dense)
+        found = (peak_of(self.of_stage(candidate, one), candidate, one) for one in sorted({0, self.degrees.pp - 1}))
+        return max(found, key=lambda one: one.total)
+
+    def host_bytes(self, transport: str) -> int:
+        """What a rank keeps in host memory: state of the optimizer, experts, and activations that are offloaded."""
+        on_disk = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
+        experts = 0
+        own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
+        if self.config.memory.experts == "host":
+            experts = own
+        elif self.config.memory.experts == "disk":
+            # Buffers for layers that are read ahead; and what stays there.
+            stays = min(own, self.config.memory.experts_bytes[1])
+            buffers = (BUFFERS if self.experts.trained else 2) * own / self.moe_layers
+            experts = math.ceil(buffers + stays if self.experts.trained else max(buffers, stays))
+        return max(0, int(self._peak(transport, "fsdp").host - on_disk)) + experts
+
+    def disk_bytes(self) -> int:
+        """What a rank keeps in files: state of the optimizer, and experts that are trained."""
+        state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
+        experts = 0
+        if self.config.memory.experts == "disk" and (self.experts.trained or self.config.model.from_scratch):
+            own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
+            experts = max(0, own - self.config.memory.experts_bytes[1])
+        return int(state) + experts
+
+
+def tensors_of(memory: Memory) -> int:
+    """Of an estimate: the bytes of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
+    return sum(size for name, size in memory.items() if name not in (*BESIDE_TENSORS, "process", "allocator", "total"))

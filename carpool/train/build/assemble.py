@@ -16,13 +16,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
-
 from carpool.experts import Choices
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
 from carpool.hf.axes.context import ContextParallel
@@ -50,19 +48,19 @@ from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
 from carpool.schedule import Schedule
-from carpool.train.assembly.tiers import make_tiers
+from carpool.train.build.offloaded import make_tiers
 from carpool.train.config.fine_tuning import adapter_folder
-from carpool.train.decisions.schedules import choose_schedule, rides_first
-from carpool.train.decisions.stages import choose_stages
-from carpool.train.decisions.transports import TRANSPORT_KIND, choose_way
+from carpool.train.build.schedule_choice import choose_schedule, rides_first
+from carpool.train.build.expert_kernels import choose_stages
+from carpool.train.plan.transport_choice import TRANSPORT_KIND, choose_way
 from carpool.train.launch.machine import ranks_of
 from carpool.train.launch.ranks import gather
-from carpool.train.model.adapter import add_adapter
-from carpool.train.model.division import distributed_config
-from carpool.train.model.source import top_k_of
+from carpool.train.lora import add_adapter
+from carpool.train.plan.division import distributed_config
+from carpool.train.blueprint import top_k_of
 from carpool.train.moving.layouts import first_layouts
-from carpool.train.prepare.prepare import Prepared
-from carpool.train.prepare.tiers import disk_folder
+from carpool.train.plan.resolve import Prepared
+from carpool.train.plan.offload_checks import disk_folder
 from carpool.train.records.files import ADAPTER
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.objective import Objective
@@ -71,6 +69,7 @@ from carpool.train.steps.pipeline import PipelineObjective
 from carpool.train.steps.room import most_tokens, transport_options
 from carpool.train.steps.stage_graphs import StageGraphs
 from carpool.transport import TransportOptions, set_topology
+
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
 DEEPSEEK_RATE = 0.001

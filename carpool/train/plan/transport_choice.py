@@ -16,10 +16,10 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.planner.decisions.transport import automatic_transport
 from carpool.planner.machine.hardware import Hardware, hardware_of
+from carpool.train.blueprint import Blueprint
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
-from carpool.train.model.blueprint import Blueprint
 from carpool.train.steps.room import most_tokens, transport_options
 from carpool.transport import (
     TRANSPORTS,

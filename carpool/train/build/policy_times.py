@@ -20,12 +20,10 @@ import gc
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from transformers import PreTrainedConfig
-
 from carpool.hf import set_kept
 from carpool.hf.building.narrow import row_size
 from carpool.hf.memory.offload import offload_layers
@@ -36,15 +34,16 @@ from carpool.memory.policies import KeptPolicies
 from carpool.observe.clock import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.configuration.candidate import POLICIES
-from carpool.train.assembly.assemble import Assembled
+from carpool.train.build.assemble import Assembled
 from carpool.train.config.schema import Config
-from carpool.train.decisions.kept import Times, open_items
-from carpool.train.decisions.recorded import decisions_of
+from carpool.train.plan.memory_fit import Times, open_items
+from carpool.train.plan.start_checks import decisions_of
 from carpool.train.launch.machine import Machine, rank_device
-from carpool.train.model.blueprint import Blueprint
-from carpool.train.prepare.prepare import prepare
+from carpool.train.blueprint import Blueprint
+from carpool.train.plan.resolve import prepare
 from carpool.train.steps.graphs import EAGER_STEPS
 from carpool.train.steps.room import make_room
+
 
 WARM_UP, ROUNDS = 2, 3
 LAYERS = 3

@@ -20,21 +20,25 @@ from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Decisions
 from carpool.planner.decisions.policies import Policies
+from carpool.train.blueprint import Blueprint, attention_of, check_implementations
 from carpool.train.config.schema import Config
-from carpool.train.decisions.dense import choose_dense
-from carpool.train.decisions.kept import Times, choose_memory, with_policies
-from carpool.train.decisions.plan import Planned, choose_plan, with_settings
-from carpool.train.decisions.speeds import with_speeds
-from carpool.train.decisions.transports import likely_transport
-from carpool.train.estimate.memory import MemoryEstimate
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
-from carpool.train.model.adapter import check_adapter
-from carpool.train.model.blueprint import Blueprint
-from carpool.train.model.division import SEQUENCE_KIND, context_cut, distributed_config, divides_tokens
-from carpool.train.model.implementations import attention_of, check_implementations
+from carpool.train.lora import check_adapter
 from carpool.train.moving.layouts import check_layout_file
-from carpool.train.prepare.tiers import check_experts_away, check_layouts_of_tiers, check_tiers
+from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
+from carpool.train.plan.division import (
+    SEQUENCE_KIND,
+    choose_dense,
+    context_cut,
+    distributed_config,
+    divides_tokens,
+    with_speeds,
+)
+from carpool.train.plan.estimate import MemoryEstimate
+from carpool.train.plan.memory_fit import Times, choose_memory, with_policies
+from carpool.train.plan.offload_checks import check_experts_away, check_layouts_of_tiers, check_tiers
+from carpool.train.plan.transport_choice import likely_transport
 from carpool.train.steps.pipeline import CutModel, cut_into_stages
 
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-
 import torch
-
-from carpool.hf.compute.packed import why_not_packed
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.sequences import Sequences, eval_sequences, train_sequences
-from carpool.train.data.sources import find_sources
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.ranks import patiently, together
-from carpool.train.prepare.prepare import Prepared
+from carpool.train.plan.resolve import Prepared
+from carpool.train.plan.start_checks import check_sequences
 
-LITTLE = 1 << 20  # bytes of files that are read before a run
+
 MakeCorpus = Callable[[Prepared, Tokenizer], Corpus]
 
 
@@ -87,36 +83,6 @@ def read_corpus(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
             corpus = corpora.prepare(config.data, tokenizer, config.model.path, build=False)
     assert corpus is not None
     return corpus
-
-
-def check_amount(prepared: Prepared, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if one step takes more sequences than there are. Of little data alone: it is read for that, as
-    the run will read it, and nothing is kept."""
-    config, training = prepared.config, prepared.config.training
-    sources = find_sources(config.data.train, "data.train")
-    if sum(size for source in sources for _, size, _ in source.signature()) > LITTLE:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        data = config.data.model_copy(update={"cache_dir": folder})
-        sequences = train_sequences(corpora.prepare(data, tokenizer, config.model.path), data)
-        TrainLoader(
-            sequences,
-            batch_size=training.per_device_train_batch_size,
-            accumulation=training.gradient_accumulation_steps,
-            dp_size=prepared.degrees.dp,
-        )
-
-
-def check_sequences(prepared: Prepared, packed: bool) -> None:
-    """Raise ValueError for a model that cannot be given examples so, or sequences of them that are to move."""
-    config = prepared.config
-    if packed and (why := why_not_packed(prepared.blueprint.model)) is not None:
-        raise ValueError(f'{why}, so examples cannot be packed: set data.packing="off" (one in a sequence)')
-    if config.moe.move_sequences is not None and (packed or config.data.packing == "off"):
-        raise ValueError(
-            "moe.move_sequences moves sequences of running text (data.packing = 'stream'), not of examples, whose "
-            "masks and padding would have to move, too: leave one of them out"
-        )
 
 
 def check_vocabulary(corpus: Corpus, vocabulary: int) -> None:

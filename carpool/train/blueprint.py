@@ -1,0 +1,272 @@
+"""A model before it is built: what transformers builds for a `[model]` section, its shapes and names, what follows from
+them, and which implementation computes its attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from carpool.hf.building.narrow import narrow_experts, row_size
+from carpool.hf.compute.attention import fused_attention
+from carpool.hf.compute.documents import DOCUMENTS, why_no_bounds
+from carpool.hf.config.sizes import TOP_K, check_sizes, first_key
+from carpool.hf.config.source import make_config, read_config
+from carpool.hf.seam.layers import experts_modules
+from carpool.parallel.degrees import Degrees
+from carpool.plugins.nearest import nearest
+from carpool.train.config.published import FROM, read_keys
+from carpool.train.config.schema import Config, ModelSection
+from carpool.train.data.formats import are_packed
+from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.flops import ModelSize, model_size
+
+
+def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration of a published model, for a model from scratch.
+
+    Args:
+        source: a short name (`carpool.train.config.published`), the path of a `config.json`, or its keys, which may
+            say under `from` which of the former they change.
+
+    Raises:
+        ValueError: as `read_keys` and `make_config`, or nothing says its model_type.
+    """
+    return make_config(*_type_and_keys(source))
+
+
+def _type_and_keys(source: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    keys = read_keys(source)
+    model_type = keys.pop("model_type", None)
+    if not isinstance(model_type, str):
+        where = source if isinstance(source, str) else source.get(FROM, "the configuration")
+        raise ValueError(f"{where} does not say its model_type, hence not what model it is of")
+    return model_type, keys
+
+
+def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Path:
+    """What to build: a checkpoint folder, or a transformers configuration for a model from scratch.
+
+    Raises:
+        ValueError: an architecture or an attention that transformers does not have, a configuration key that it
+            does not know, a vocabulary smaller than the tokenizer's, or settings for a checkpoint, which has its own.
+    """
+    model = config.model
+    check_attention(model)
+    keys, model_type = dict(model.config), model.model_type
+    if model.path is not None:
+        if not model.from_scratch:
+            if model.config or model.num_experts_per_tok is not None:
+                raise ValueError(
+                    "model.config and model.num_experts_per_tok configure a model from scratch, but model.path = "
+                    f"{model.path} names a checkpoint, which has a configuration: leave them out, or edit its "
+                    "config.json"
+                )
+            return Path(model.path)
+        model_type, keys = _type_and_keys({FROM: model.path, **keys})
+    # Of a model with several parts, these are keys of its language model.
+    language = keys
+    if isinstance(keys.get("text_config"), dict):
+        language = keys["text_config"] = dict(keys["text_config"])
+    vocabulary = language.setdefault("vocab_size", tokenizer.vocab_size)
+    if isinstance(vocabulary, int) and vocabulary < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.config.vocab_size = {vocabulary} is smaller than the tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size}; leave it out to have it taken from the tokenizer"
+        )
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # The defaults of a configuration class mean tokens of another vocabulary, and so do those of a published one
+        # whose vocabulary was made smaller.
+        if key not in language or _is_beyond(language[key], vocabulary):
+            language[key] = tokenizer.eos_id if key == "eos_token_id" else None
+    if model.num_experts_per_tok is not None:
+        language["num_experts_per_tok"] = model.num_experts_per_tok
+    made = make_config(model_type or _model_type(model.architecture or ""), keys)
+    if model.travel_size is not None:
+        made.get_text_config().travel_size = model.travel_size
+    return made
+
+
+def _is_beyond(token: Any, vocabulary: Any) -> bool:
+    """Is this id, or one of these, no token of a vocabulary of that size?"""
+    tokens = token if isinstance(token, list) else [token]
+    return isinstance(vocabulary, int) and any(isinstance(one, int) and one >= vocabulary for one in tokens)
+
+
+def _model_type(architecture: str) -> str:
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    types = {cls: model_type for model_type, cls in names.items()}
+    if architecture not in types:
+        close = nearest(architecture, list(types))
+        hint = f"; did you mean {close}?" if close else ""
+        raise ValueError(f"model.architecture = {architecture!r} is no causal language model of transformers{hint}")
+    return types[architecture]
+
+
+def expert_counts(model: PreTrainedModel) -> dict[str, int]:
+    """The number of experts in each experts module of an unsharded model.
+
+    Raises:
+        ValueError: there are none.
+    """
+    counts = experts_modules(model)
+    if not counts:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that Carpool can spread over ranks; see docs/models.md for those "
+            "that it can, or train this model with transformers alone"
+        )
+    return counts
+
+
+def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
+    """The model without values: shapes and module names only."""
+    config = read_config(source) if isinstance(source, Path) else source
+    check_sizes(config)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        narrow_experts(model, experts_modules(model))
+    return model
+
+
+def top_k_of(model: nn.Module) -> int:
+    """K of a transformers model's router."""
+    config: Any = model.config
+    text = config.get_text_config()
+    key = first_key(text, TOP_K)
+    if key is None:
+        raise ValueError(
+            f"{type(model).__name__} does not say how many experts a token visits; tried {', '.join(TOP_K)} of its "
+            "config"
+        )
+    return int(getattr(text, key))
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The model of a run without values.
+
+    Attributes:
+        source: what is built: a checkpoint folder, or a configuration for a model from scratch.
+        model: on the meta device.
+        expert_counts: E of each experts module, by name.
+        top_k: K.
+        size: its parameters.
+    """
+
+    source: PreTrainedConfig | Path
+    model: PreTrainedModel
+    expert_counts: dict[str, int]
+    top_k: int
+    size: ModelSize
+
+    @classmethod
+    def of(cls, source: PreTrainedConfig | Path) -> Blueprint:
+        """Raises ValueError for a model without experts, or one whose configuration does not go together."""
+        model = meta_model(source)
+        counts, top_k = expert_counts(model), top_k_of(model)
+        return cls(source, model, counts, top_k, model_size(model, counts, top_k))
+
+    @classmethod
+    def of_config(cls, config: Config, tokenizer: Tokenizer) -> Blueprint:
+        """Raises ValueError as `model_source` and `of`."""
+        return cls.of(model_source(config, tokenizer))
+
+    @property
+    def architecture(self) -> str:
+        """The class of Transformers, as it is called before FSDP renames it."""
+        return type(self.model).__name__
+
+    def balance_loss(self, weight: float | None) -> tuple[float, str]:
+        """The weight of the balance loss, and what says so. A checkpoint is fine-tuned as Transformers' Trainer and TRL
+        do: without such a loss, unless its configuration has `output_router_logits`. A model from scratch needs one.
+
+        Args:
+            weight: `moe.router_aux_loss_coef`; None: nothing was said."""
+        if weight is not None:
+            return weight, "moe.router_aux_loss_coef"
+        config = self.model.config
+        own = getattr(config, "router_aux_loss_coef", None) or 0.0
+        if own and isinstance(self.source, Path) and not getattr(config, "output_router_logits", False):
+            return 0.0, "the checkpoint's output_router_logits is false; moe.router_aux_loss_coef sets a weight"
+        return own, "the model's own router_aux_loss_coef" if own else "the model's configuration has no weight for one"
+
+    def describe_balance_loss(self, weight: float | None) -> str:
+        weight, why = self.balance_loss(weight)
+        return f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})"
+
+    @property
+    def row_size(self) -> int:
+        """Elements of a row that travels."""
+        return row_size(self.model.config)
+
+    def why_long(self, tokens: int) -> str | None:
+        """What is odd about sequences of so many tokens, in words; None: nothing. Longer ones than a model was made for
+        may be meant, and compute."""
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not isinstance(most, int) or not 0 < most < tokens:
+            return None
+        return (
+            f"sequences of {tokens:,} tokens (data.sequence_length) are longer than the {most:,} that the model is "
+            "made for (its max_position_embeddings)"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+
+def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda: bool) -> str | None:
+    """What computes attention, as Transformers names it; None: its default."""
+    if config.model.attn_implementation is not None:
+        return config.model.attn_implementation
+    packed, training = are_packed(config.data), config.training
+    # Not shown to be right, or bitwise repeatable, with these.
+    unsure = degrees.cp > 1 or training.full_determinism
+    if packed and not unsure:
+        half = config.model.dtype == "bfloat16" or training.computes_in_bf16(cuda)
+        # Without a GPU the host reads where documents end, which no compiled layer can.
+        compiled = training.torch_compile and not cuda
+        return None if compiled or why_no_bounds(model, cuda, half) else DOCUMENTS
+    return fused_attention(model) if cuda and not packed and not unsure else None
+
+
+def planned_attention(config: Config, degrees: Degrees, model: PreTrainedModel, cuda: bool) -> str | None:
+    """The same as the planner reads it (`carpool.planner.model.shape`), to which what is not "eager" is fused."""
+    return attention_of(config, degrees, model, cuda) or ("eager" if fused_attention(model) else None)
+
+
+def check_attention(model: ModelSection) -> None:
+    """Raise ValueError for an attention that transformers does not know. Those with a slash are its kernels."""
+    name, known = model.attn_implementation, ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+    if name is not None and name not in known and "/" not in name:
+        close = nearest(name, known)
+        hint = f" (did you mean {close}?)" if close else ""
+        raise ValueError(f"model.attn_implementation = {name!r}: expected one of {', '.join(sorted(known))}{hint}")
+
+
+def check_implementations(section: ModelSection, model: PreTrainedModel) -> None:
+    """Raise ValueError for attention or experts that this model, or this machine, does not have. What names a kernel of
+    a repository (with a slash) is known when it is loaded."""
+    if (name := section.attn_implementation) is not None and "/" not in name:
+        with _refused(f"model.attn_implementation = {name!r}"):
+            model.get_correct_attn_implementation(name, is_init_check=True)
+    if (name := section.experts_implementation) is not None and "/" not in name:
+        with _refused(f"model.experts_implementation = {name!r}"):
+            model.get_correct_experts_implementation(name)
+
+
+@contextmanager
+def _refused(setting: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{setting}: {error}") from None

@@ -1,1 +1,0 @@
-"""How much memory will a rank need, and does the run fit?"""

@@ -1,0 +1,205 @@
+"""How a model is divided over the ranks of a run: its parameters, its sequences, the tokens between its layers, and
+each micro-batch among ranks of different speeds.
+
+Non-expert parameters (see `carpool.planner.decisions.chosen` for when it is chosen):
+
+    parallelism.dense   a run that starts                                        a run that is resumed
+    auto                replicate, if it fits into memory; otherwise fsdp        as recorded in run.json
+    any other           that one                                                 that one
+
+Checkpoints are the same files under both, so a run may change this when it is resumed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from carpool.hf.axes.context import choose_way
+from carpool.hf.axes.sequence_parallel import why_not_sequence_parallel
+from carpool.observe.clock import synchronize
+from carpool.parallel.context import Cut
+from carpool.parallel.degrees import Degrees
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
+from carpool.planner.decisions.dense import dense_by_rule, why_not_whole
+from carpool.train.config.schema import Config
+from carpool.train.data.formats import are_packed
+
+
+def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: int = 0) -> Cut | None:
+    """Which part of every sequence a rank has; None: whole ones.
+
+    Args:
+        model: may be on the meta device.
+
+    Raises:
+        ValueError: a model, sequences or heads that cannot be divided so."""
+    if degrees.cp == 1:
+        return None
+    way = choose_way(
+        model,
+        degrees.cp,
+        config.data.sequence_length,
+        config.parallelism.cp_attention,
+        heads_divided=degrees.tp,
+        packed=are_packed(config.data),
+        implementation=config.model.attn_implementation,
+    )
+    return Cut(degrees.cp, degrees.coordinate(rank, "cp"), way)
+
+
+def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
+    """The mesh for transformers: FSDP2 x TP for dense parameters, FSDP2 x EP for experts."""
+    return DistributedConfig(
+        tp_size=degrees.tp,
+        # Ranks that share sequences shard dense parameters, too.
+        fsdp_size=degrees.fsdp * degrees.cp,
+        dp_replicate_size=degrees.dp_replicate,
+        # For transformers a slice of an expert is an expert.
+        ep_size=degrees.expert_ranks,
+        ep_implementation="carpool",
+        fsdp_mixed_precision=bf16,
+    )
+
+
+SEQUENCE_KIND: Kind[bool] = Kind("sequence_parallel", lambda on: {"on": on}, lambda record: bool(record["on"]))
+
+
+def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> tuple[bool, str]:
+    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.axes.sequence_parallel`), and
+    why.
+
+    Raises:
+        ValueError: that was asked for, and cannot be."""
+    asked, reason = config.parallelism.sequence_parallel, None
+    if degrees.tp == 1:
+        reason = "there is one tensor-parallel rank"
+    elif config.training.torch_compile:
+        reason = "training.torch_compile compiles whole layers"
+    elif config.training.gradients == "consumed":
+        reason = "training.gradients = 'consumed' uses gradients before they are summed over ranks"
+    else:
+        reason = why_not_sequence_parallel(blueprint, degrees.ep)
+    if asked == "on" and reason is not None:
+        raise ValueError(f"parallelism.sequence_parallel = 'on' cannot be: {reason}; use 'auto' or 'off'")
+    if asked == "off" or reason is not None:
+        return False, reason or "asked for"
+    return True, "fewer bytes between ranks, and norms and routers are computed once"
+
+
+def _read_dense(record: Record) -> str:
+    if record["name"] not in ("fsdp", "replicate"):
+        raise ValueError(f"dense = {record['name']!r} is not known")
+    return str(record["name"])
+
+
+DENSE_KIND: Kind[str] = Kind("dense", lambda name: {"name": name}, _read_dense)
+
+
+def choose_dense(
+    config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int, decisions: Decisions
+) -> Chosen[str]:
+    """Choose "fsdp" or "replicate". All ranks together.
+
+    Args:
+        predict: the bytes that a rank will need with one or the other.
+        memory: the bytes that it has.
+        decisions: of the run.
+
+    Raises:
+        ValueError: what was asked for cannot be.
+    """
+    shape: Mapping[str, Any] = {
+        "requested": config.parallelism.dense,
+        **degrees.record(),
+        "memory": memory,
+        "priority": config.moe.priority,
+    }
+
+    def decide(kept: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
+        answer, why = decide_dense(config, degrees, predict, memory)
+        if config.parallelism.dense != "auto":
+            return Chosen(answer, shape, "given", why), False
+        return kept or Chosen(answer, shape, "default", why + note), False
+
+    return decisions.choose(DENSE_KIND, shape, decide)
+
+
+def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int) -> tuple[str, str]:
+    """("fsdp" or "replicate", why), as `choose_dense`, in one process and without a record."""
+    wanted = config.parallelism.dense
+    if degrees.dp_cp == 1:
+        return dense_by_rule(degrees, config.moe.priority, lambda: predict("replicate"), memory)
+    reason = why_not_whole(degrees, config.moe.priority)
+    if wanted == "replicate" and reason is not None:
+        raise ValueError(f"parallelism.dense = 'replicate' cannot be used here: {reason}; use 'fsdp' or 'auto'")
+    if wanted != "auto":
+        return wanted, "asked for"
+    if reason is None and config.adapter.base_dtype is not None:
+        return "replicate", "experts that are quantised are beside whole dense parameters"
+    return dense_by_rule(degrees, config.moe.priority, lambda: predict("replicate"), memory)
+
+
+Speeds = tuple[float, ...]
+# Of the fastest: ranks that differ by less are equally fast, and the difference is that of two measurements.
+NOISE = 0.05
+SIZE = {"cuda": 8192, "cpu": 768}
+REPEATS = 15
+
+
+def _read_speeds(record: Record) -> Speeds:
+    return tuple(float(speed) for speed in record["speeds"])
+
+
+SPEEDS_KIND: Kind[Speeds] = Kind("rank_speeds", lambda speeds: {"speeds": list(speeds)}, _read_speeds)
+
+
+def with_speeds(config: Config, device: torch.device, devices: list[str], decisions: Decisions) -> Config:
+    """The configuration with `parallelism.rank_speeds` as numbers, or none if the ranks are equally fast. All ranks
+    together.
+
+    Args:
+        devices: what each rank computes on; other devices are measured anew."""
+    if config.parallelism.rank_speeds is None:
+        return config
+    shape: Mapping[str, Any] = {"requested": config.parallelism.model_dump(mode="json")["rank_speeds"], "on": devices}
+
+    def decide(kept: Chosen[Speeds] | None, note: str) -> tuple[Chosen[Speeds], bool]:
+        given = config.parallelism.rank_speeds
+        if isinstance(given, tuple):
+            return Chosen(given, shape, "given", "asked for"), False
+        return kept or Chosen((), shape, "measured", f"products on all ranks at once{note}"), kept is None
+
+    def measure(chosen: Chosen[Speeds]) -> Chosen[Speeds]:
+        return Chosen(_measured(device), shape, chosen.how, chosen.why)
+
+    speeds = decisions.choose(SPEEDS_KIND, shape, decide, measure).answer
+    equal = min(speeds) >= (1 - NOISE) * max(speeds)
+    section = config.parallelism.model_copy(update={"rank_speeds": None if equal else speeds})
+    return config.model_copy(update={"parallelism": section})
+
+
+def _measured(device: torch.device) -> Speeds:
+    """The speed of each rank against the fastest, in hundredths: of a matrix product, while all compute."""
+    a_NN = torch.randn(SIZE[device.type], SIZE[device.type], device=device)
+    if device.type == "cuda":
+        a_NN = a_NN.bfloat16()
+    times = []
+    dist.barrier()
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        a_NN @ a_NN
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    rate = torch.tensor([1 / statistics.median(times[REPEATS // 3 :])], dtype=torch.float64, device=device)
+    rates = [torch.empty_like(rate) for _ in range(dist.get_world_size())]
+    dist.all_gather(rates, rate)
+    found = [float(one) for one in rates]
+    return tuple(max(0.01, round(one / max(found), 2)) for one in found)

@@ -1,0 +1,217 @@
+"""What would stop a run, found before there are ranks: by `carpool train` before it starts them, and by its dry run.
+
+settings that no rank accepts -> the checkpoint to go on from -> the first row of the data -> the model -> `prepare`
+
+The ranks look again (`carpool.train.run.setup`): they alone know their machine, and under torchrun or Slurm nobody
+looks before them. They also compare what must be the same on all of them, settings and data: whoever starts ranks by
+hand, or by a script for each node, may start them with different ones. Most differences would not show, and train a
+model that nobody asked for; others would end in a collective that nobody understands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from carpool.hf.compute.compiled import check_backend
+from carpool.hf.compute.packed import why_not_packed
+from carpool.hf.weights.fit import check_weights
+from carpool.planner.decisions.chosen import Decisions
+from carpool.train.blueprint import Blueprint
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.reading import check_model
+from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
+from carpool.train.config.fine_tuning import of_adapter
+from carpool.train.config.schema import Config
+from carpool.train.data import corpus as corpora
+from carpool.train.data.corpus import Corpus, check_encoder
+from carpool.train.data.formats import are_packed
+from carpool.train.data.loader import TrainLoader
+from carpool.train.data.sequences import train_sequences
+from carpool.train.data.sources import find_sources
+from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+from carpool.train.launch.machine import Machine, imagine_machine
+from carpool.train.launch.ranks import from_rank_0, gather
+from carpool.train.plan.memory_fit import check_fits
+from carpool.train.plan.resolve import Prepared, prepare
+from carpool.train.records.files import DECISIONS, check_idle, read_record
+from carpool.train.records.record import check_trackers
+from carpool.train.steps.graphs import check_graphs
+from carpool.transport import check_transport
+
+
+def check_run(config: Config, fixed: Collection[str], compare: str | None = None) -> None:
+    """Refuse what the ranks of this machine would refuse before their first step. Loads no weights, and data only if it
+    is little.
+
+    Args:
+        fixed: settings that the user has said, by SECTION.KEY.
+        compare: a transport whose step times are to be compared at the end.
+
+    Raises:
+        ValueError: that."""
+    checkpoint, _ = find_checkpoint(config)
+    check_start(config, fixed, checkpoint, compare)
+
+
+def check_start(config: Config, fixed: Collection[str], checkpoint: Path | None, compare: str | None = None) -> None:
+    """The same, of a run that goes on from a checkpoint that was looked at, or from none."""
+    check_choices(config, compare)
+    run = foresee(config, fixed, imagine_machine(config, None), checkpoint)
+    check_fits(run.estimate, run.likely_transport, run.dense.answer, run.rank_memory)
+
+
+def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint: Path | None = None) -> Prepared:
+    """What a run will be, as far as this process can tell without its ranks.
+
+    Args:
+        checkpoint: to go on from.
+
+    Raises:
+        ValueError: it cannot be."""
+    if checkpoint is None and config.adapter.path is not None:
+        of_adapter(config.adapter.path, config.adapter.model_dump())
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    check_encoder(config.data, tokenizer, config.model.path)
+    blueprint = Blueprint.of_config(config, tokenizer)
+    if isinstance(blueprint.source, Path):
+        check_weights(blueprint.source, blueprint.model)
+    run = prepare(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
+    # Adapters are not in the blueprint, and stages name what they have.
+    if checkpoint is not None and config.adapter.kind is None and run.degrees.pp == 1:
+        check_model(checkpoint, blueprint.model)
+    check_sequences(run, are_packed(config.data))
+    check_amount(run, tokenizer)
+    if config.training.cuda_graphs == "on":
+        # By its transport and its dense parameters only the ranks can tell.
+        one = run.estimate.candidate(run.likely_transport, run.dense.answer)
+        check_graphs(one.eager or one.why_eager_by_plan)
+    return run
+
+
+def check_amount(prepared: Prepared, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if one step takes more sequences than there are. Of little data alone: it is read for that, as
+    the run will read it, and nothing is kept."""
+    config, training = prepared.config, prepared.config.training
+    sources = find_sources(config.data.train, "data.train")
+    if sum(size for source in sources for _, size, _ in source.signature()) > LITTLE:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data = config.data.model_copy(update={"cache_dir": folder})
+        sequences = train_sequences(corpora.prepare(data, tokenizer, config.model.path), data)
+        TrainLoader(
+            sequences,
+            batch_size=training.per_device_train_batch_size,
+            accumulation=training.gradient_accumulation_steps,
+            dp_size=prepared.degrees.dp,
+        )
+
+
+def check_sequences(prepared: Prepared, packed: bool) -> None:
+    """Raise ValueError for a model that cannot be given examples so, or sequences of them that are to move."""
+    config = prepared.config
+    if packed and (why := why_not_packed(prepared.blueprint.model)) is not None:
+        raise ValueError(f'{why}, so examples cannot be packed: set data.packing="off" (one in a sequence)')
+    if config.moe.move_sequences is not None and (packed or config.data.packing == "off"):
+        raise ValueError(
+            "moe.move_sequences moves sequences of running text (data.packing = 'stream'), not of examples, whose "
+            "masks and padding would have to move, too: leave one of them out"
+        )
+
+
+def check_choices(config: Config, compare_with: str | None) -> None:
+    """Refuse trackers, compilers and transports that this machine does not have, as far as one process can tell."""
+    check_trackers(config.training.report_to)
+    if config.training.torch_compile:
+        check_backend(config.training.torch_compile_backend)
+    for name in (config.moe.transport, compare_with or "auto"):
+        check_transport(name, None)
+
+
+def find_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that a run goes on from, and what it says beside weights; (None, {}) for one that starts.
+
+    Raises:
+        ValueError: none is there, it is damaged, these settings do not go on from it, a run is in the folder now, or a
+            start where one was."""
+    training = config.training
+    folder = Path(training.output_dir)
+    check_idle(folder)
+    checkpoints = CheckpointManager(folder, training.save_total_limit)
+    found = checkpoint_to_resume(training.resume_from_checkpoint, folder, checkpoints)
+    if found is None:
+        return None, {}
+    state = read_run_state(found)
+    check_goes_on(found, state, config)
+    return found, state
+
+
+def decisions_from(config: Config, checkpoint: Path | None) -> Decisions:
+    """What was chosen in the run that this checkpoint is of, to be taken again."""
+    return decisions_of([] if checkpoint is None else [checkpoint.parent.parent, Path(config.training.output_dir)])
+
+
+LITTLE = 1 << 20  # bytes of files that are read before a run
+# Nodes may have copies of the same files in places of their own.
+_PLACES = (
+    "data.train", "data.eval", "data.tokenizer", "data.chat_template", "data.cache_dir",
+    "model.path", "memory.disk_folder", "parallelism.hardware",
+)  # fmt: skip
+
+
+def check_same_settings(config: Config, compare_with: str | None) -> None:
+    """Collective.
+
+    Raises:
+        ValueError: on all ranks, if one has other settings than rank 0; names them."""
+    own = {"--compare": str(compare_with), **_flat(config.model_dump(mode="json"))}
+    # Thousands of ranks send a digest each. Who differs is asked for more.
+    if len(set(gather(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()))) == 1:
+        return
+    found = gather(own)
+    for rank, other in enumerate(found):
+        if differ := [f"{key} = {other.get(key)}, not {found[0].get(key)}" for key in _differing(found[0], other)]:
+            raise ValueError(
+                f"rank {rank} was started with other settings than rank 0: {'; '.join(differ)}. Start all ranks with "
+                "the same command and the same configuration"
+            )
+
+
+def check_same_data(corpus: Corpus) -> None:
+    """Collective.
+
+    Raises:
+        ValueError: on all ranks, if one has read other data than rank 0."""
+    found = gather({"data.train": corpus.fingerprint, "data.eval": str(len(corpus.eval)), "source": corpus.source})
+    for rank, other in enumerate(found):
+        differ = [key for key in _differing(found[0], other) if key != "source"]
+        if differ:
+            raise ValueError(
+                f"rank {rank} has read another {' and '.join(differ)} than rank 0: {other['source']} there, and "
+                f"{found[0]['source']} on rank 0. Give all nodes the same files"
+            )
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """`{"model": {"config": {"hidden_size": 64}}}` -> `{"model.config.hidden_size": "64"}`, without places."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        name = f"{before}{key}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{name}.")
+        elif name not in _PLACES:
+            flat[name] = json.dumps(value, sort_keys=True)
+    return flat
+
+
+def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return [key for key in {**first, **other} if other.get(key) != first.get(key)]
+
+
+def decisions_of(folders: Sequence[Path]) -> Decisions:
+    """What a run chooses that goes on from these run directories, of which the first with a run.json counts."""
+    return Decisions(lambda: read_record(folders, DECISIONS), from_rank_0)
