@@ -2,7 +2,7 @@
 
     python -m benchmarks.moments --steps 500 --work work --out moments.json
 
-Trains the demo's model on one rank (`carpool train`, AdamW of `carpool.memory.optimizer`), once for each contender. The
+Trains the demo's model on one rank (`carpool train`, AdamW of `carpool.optim`), once for each contender. The
 first one, float32 throughout, runs a second time with another seed of the initial weights and of the order of the data,
 which says what a difference means.
 

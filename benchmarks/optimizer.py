@@ -30,9 +30,9 @@ import torch
 
 from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns, medians
-from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import Took, timed
-from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
+from carpool.optim import AdamW
+from carpool.optim.clip import clip_factor, clip_grad_norm, grad_norm
 
 WARMUP, MAX_NORM = 2, 1.0
 Step = Callable[[], None]

@@ -28,9 +28,9 @@ from torch import nn
 
 from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns
-from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import timed
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim import AdamW
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.machine.hardware import hardware_of
 from carpool.planner.step.streaming import break_even_tokens
 from carpool.train.launch.machine import device_name

@@ -33,7 +33,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("report", "profile", "hf"),
     ("moe", "layer"),
     ("schedule", "ride"),
-    ("placement", "planner", "parallel"),
+    ("placement", "planner", "parallel", "optim"),
     ("routing", "transport", "experts", "memory"),
     ("observe",),
     ("layout",),

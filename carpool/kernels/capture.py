@@ -55,7 +55,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """On which work is captured. Kernels of a graph keep its priority, and go before what runs beside them on ordinary
-    streams (`carpool.parallel.consumed`)."""
+    streams (`carpool.optim.in_backward`)."""
     return torch.cuda.Stream(device, priority=-1)
 
 

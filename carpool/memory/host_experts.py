@@ -11,7 +11,7 @@ a third, on its way out.)
                 out                  | 3       | 2       | 1, 0      what the update has made of them
 
 Copies run on streams of their own. Each parameter is updated while it is on the device: as soon as its gradient is
-there (`carpool.parallel.consumed`), with optimizer state that may come from host memory in the same way. So gradients
+there (`carpool.optim.in_backward`), with optimizer state that may come from host memory in the same way. So gradients
 never leave the device, and a step moves each parameter in twice and out once. ZeRO-Infinity (arXiv 2104.07857) and
 ES-MoE (ICML 2024) send gradients out and update on the CPU.
 

@@ -35,8 +35,10 @@ kernels, and buckets are reduced in one order, the same on all ranks. Nothing he
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +48,6 @@ from torch.distributed.tensor import DTensor
 from carpool.memory.host_experts import host_experts
 from carpool.parallel import fsdp
 from carpool.parallel.flat import Bucket, FlatBuffers, Place
-from carpool.parallel.hooks import on_gradient
 
 # Axes of the mesh of dense parameters: the last one shards, the one before copies.
 MESH_AXES = {"dp_replicate", "fsdp"}
@@ -331,3 +332,22 @@ def _sharded(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module,
             if isinstance(parameter, DTensor) and (id(module), name) not in known:
                 found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
     return list(found.values())
+
+
+def on_gradient(parameter: torch.Tensor, method: Callable[..., None], *arguments: Any) -> None:
+    """From now on, call `method(*arguments, parameter)` whenever a backward has made the parameter's gradient.
+
+    Python's garbage collector does not see what such a hook holds. One that held what owns the parameter would keep
+    both for good, with all that the owner has. So the method's object is held weakly.
+
+    Args:
+        method: of an object that lives as long as the parameter is trained.
+        arguments: nothing that holds a parameter.
+    """
+    held = weakref.WeakMethod(method)
+
+    def came(parameter: torch.Tensor) -> None:
+        if (call := held()) is not None:
+            call(*arguments, parameter)
+
+    parameter.register_post_accumulate_grad_hook(came)

@@ -19,9 +19,10 @@ from carpool.hf.memory.host_experts import keep_experts_in_host_memory
 from carpool.hf.routing.forced import force_choices
 from carpool.hf.seam.rides import rides
 from carpool.memory.host_experts import host_experts
-from carpool.memory.optimizer import AdamW, streamed
 from carpool.memory.popularity import Popularity
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim import AdamW
+from carpool.optim import offloaded_state as streamed
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
 from carpool.serve.experts import ExpertTier
 from carpool.serve.source import find_source, open_model

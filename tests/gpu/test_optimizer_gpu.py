@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from carpool.kernels.capture import capturing
-from carpool.memory.optimizer import AdamW, Moments, streamed, update
-from carpool.memory.optimizer.moments import DTYPES
-from carpool.parallel import consumed
+from carpool.optim import AdamW, Moments, update
+from carpool.optim import in_backward as consumed
+from carpool.optim import offloaded_state as streamed
+from carpool.optim.state_bits import DTYPES
 from tests.optimizer_problem import gradients, groups, masters, parameters, train
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from carpool.hf.memory.recompute import recompute_layers
 from carpool.hf.routing.balance import balance_loss
 from carpool.hf.routing.router_logits import RouterLogits, traced_logits
 from carpool.hf.seam.layers import decoder_layers
-from carpool.parallel.clip import grad_norm
+from carpool.optim.clip import grad_norm
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters
 from carpool.train.plan.division import distributed_config

@@ -17,7 +17,7 @@ import carpool.hf  # noqa: F401  registers the layers
 from carpool.hf.axes.dense import keep_experts, replicate_dense
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
-from carpool.parallel.clip import clip_grad_norm
+from carpool.optim.clip import clip_grad_norm
 from carpool.parallel.replicated import sharded_parameters
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes

@@ -15,9 +15,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
-from carpool.memory.optimizer import AdamW, streamed, update
-from carpool.memory.optimizer.kernel import SIGNED_BOUNDS, UNSIGNED_BOUNDS, _code
-from carpool.memory.optimizer.moments import DTYPES, LEAST_SCALE, dynamic_map, quantise, thresholds
+from carpool.optim import AdamW, update
+from carpool.optim import offloaded_state as streamed
+from carpool.optim.kernel import SIGNED_BOUNDS, UNSIGNED_BOUNDS, _code
+from carpool.optim.state_bits import DTYPES, LEAST_SCALE, dynamic_map, quantise, thresholds
 from tests.optimizer_problem import groups, masters, parameters, train
 
 

@@ -20,9 +20,9 @@ from carpool.memory.activation_matrix import ActivationMatrices
 from carpool.memory.expert_cache import ExpertCache, expert_bytes
 from carpool.memory.host_experts import HostExperts, host_experts
 from carpool.memory.next_experts import NextExperts, Predictor
-from carpool.memory.optimizer import AdamW
 from carpool.memory.popularity import Popularity
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim import AdamW
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
 from carpool.schedule import Schedule
 
@@ -83,7 +83,7 @@ def test_training_has_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpointing: bool, disk: bool
 ) -> None:
     monkeypatch.setattr("carpool.hf.memory.host_experts.HostExperts", Watched)
-    monkeypatch.setattr("carpool.parallel.consumed.LEAST_ELEMENTS", 1)
+    monkeypatch.setattr("carpool.optim.in_backward.LEAST_ELEMENTS", 1)
     ended = []
     for host in (False, True):
         model = model_of(checkpointing)
@@ -278,7 +278,7 @@ def test_in_training_those_come_that_are_chosen(
     monkeypatch: pytest.MonkeyPatch, frozen: bool, checkpointing: bool, cached: int
 ) -> None:
     monkeypatch.setattr("carpool.hf.memory.host_experts.HostExperts", Watched)
-    monkeypatch.setattr("carpool.parallel.consumed.LEAST_ELEMENTS", 1)
+    monkeypatch.setattr("carpool.optim.in_backward.LEAST_ELEMENTS", 1)
     ended, bytes_in = [], []
     for predictor in (None, Popularity):
         model = model_of(checkpointing)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from carpool.memory import host
-from carpool.memory.optimizer import AdamW, streamed
-from carpool.memory.optimizer.tiles import Slab, cut
+from carpool.optim import AdamW
+from carpool.optim import offloaded_state as streamed
+from carpool.optim.state_tiles import Slab, cut
 from tests.optimizer_problem import SHAPES, gradients, groups, masters, parameters, train
 
 DTYPES = [torch.float32, torch.bfloat16]

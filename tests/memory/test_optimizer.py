@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from carpool.memory.optimizer import AdamW
-from carpool.memory.optimizer.masters import join, split
-from carpool.memory.optimizer.moments import dequantise, dynamic_map, quantise, round_stochastically
-from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
+from carpool.optim import AdamW
+from carpool.optim.clip import clip_factor, clip_grad_norm, grad_norm
+from carpool.optim.state_bits import dequantise, dynamic_map, join, quantise, round_stochastically, split
 from tests.optimizer_problem import SHAPES, gradients, groups, masters, parameters, train
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
@@ -141,7 +140,7 @@ def test_a_block_whose_largest_has_no_inverse_is_zero(signed: bool) -> None:
 
 
 def test_rounding_is_right_on_average() -> None:
-    from carpool.memory.optimizer.moments import noise
+    from carpool.optim.state_bits import noise
 
     values = torch.full((200_000,), 1.0) + 0.3 * 2**-7
     means = [

@@ -20,7 +20,8 @@ import carpool
 from carpool.hf.axes import tensor_parallel as heads
 from carpool.hf.routing import balance
 from carpool.layout import assigning
-from carpool.parallel import clip, flat, fsdp, sequence, slots
+from carpool.optim import clip
+from carpool.parallel import flat, fsdp, sequence, slots
 from carpool.parallel.degrees import Degrees
 from carpool.train.steps.objective import Objective
 from tests.meshes.cases import Case

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from carpool.parallel.clip import clip_grad_norm
+from carpool.optim.clip import clip_grad_norm
 from tests.ranks import Ranks, mesh
 
 # What FSDP2 gives experts that are split over ep first and over efsdp second.

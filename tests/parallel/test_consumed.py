@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from carpool.memory.optimizer import AdamW
-from carpool.parallel import consumed
-from carpool.parallel.clip import clip_factor, grad_norm
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim import AdamW
+from carpool.optim import in_backward as consumed
+from carpool.optim.clip import clip_factor, grad_norm
+from carpool.optim.in_backward import ConsumedGradients
 
 
 class _Layers(nn.Module):

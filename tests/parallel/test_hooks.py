@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from carpool.parallel.hooks import on_gradient
+from carpool.parallel.replicated import on_gradient
 
 
 class Owner:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import carpool
 from carpool.layout import ExpertLayout
-from carpool.memory.optimizer import AdamW
+from carpool.optim import AdamW
 from carpool.parallel import migrate
 from carpool.parallel.migrate import RowMove, check_can_move, move_experts
 from tests.layouts import EXPERTS, layout_of

@@ -16,8 +16,8 @@ from carpool.memory.activation_matrix import ActivationMatrices
 from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.host_experts import HostExperts
 from carpool.memory.next_experts import NextExperts
-from carpool.memory.optimizer import AdamW
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim import AdamW
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.recipes import load, names
 from carpool.recipes.mechanisms import find
 from carpool.train.build.offloaded import loading_of
@@ -102,7 +102,7 @@ ONCE = {one: name for name, parts in reversed(SYSTEMS.items()) for one in sorted
 def test_a_mechanism_changes_what_travels(
     name: str, mechanism: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("carpool.parallel.consumed.LEAST_ELEMENTS", 1)
+    monkeypatch.setattr("carpool.optim.in_backward.LEAST_ELEMENTS", 1)
     recipe, one = load(name), find(mechanism)
     assert one is not None
     config = load_config(recipe.path, [])

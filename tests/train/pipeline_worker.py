@@ -19,8 +19,8 @@ from carpool.hf.memory.recompute import recompute_layers
 from carpool.hf.routing.router_logits import find_routers
 from carpool.hf.seam.settings import set_schedule
 from carpool.hf.seam.shared import compute_shared_beside
+from carpool.optim.clip import grad_norm
 from carpool.parallel import fsdp
-from carpool.parallel.clip import grad_norm
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes

@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
-from carpool.memory.optimizer import AdamW
+from carpool.optim import AdamW
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.files import (
     STATE_FILE,

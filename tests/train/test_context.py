@@ -21,7 +21,7 @@ from carpool.hf.compute.compiled import compile_layers
 from carpool.hf.compute.packed import packed, packed_settings, unpacked
 from carpool.hf.memory.recompute import recompute_layers
 from carpool.hf.routing.router_logits import RouterLogits
-from carpool.parallel.clip import grad_norm
+from carpool.optim.clip import grad_norm
 from carpool.parallel.context import Cut, Way
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes

@@ -15,10 +15,10 @@ from torch.autograd import profiler
 
 from carpool.memory import Arena
 from carpool.memory.offload import Offloader
-from carpool.memory.optimizer import AdamW
 from carpool.memory.rows import Rows
-from carpool.parallel import consumed
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim import AdamW
+from carpool.optim import in_backward as consumed
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.degrees import Degrees
 from carpool.planner.configuration.candidate import Candidate
 from carpool.planner.decisions.chosen import Decisions

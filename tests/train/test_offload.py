@@ -12,9 +12,9 @@ import torch
 
 from carpool.hf.seam.rides import rides
 from carpool.memory import host
-from carpool.memory.optimizer import streamed
-from carpool.parallel import consumed
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim import in_backward as consumed
+from carpool.optim import offloaded_state as streamed
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.decisions.chosen import Decisions
 from carpool.train.build.offloaded import COUNTS, choose_few_tokens, measured_times, most_tokens
 from carpool.train.config import load_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.memory.optimizer import AdamW
+from carpool.optim import AdamW
 from carpool.train.config import load_config
 from carpool.train.plan.estimate import state_bytes
 from carpool.train.steps.optimizer import describe_optimizer, make_optimizer

@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
-from carpool.memory.optimizer import AdamW
+from carpool.optim import AdamW
 from carpool.train.checkpoints.files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load

@@ -23,9 +23,9 @@ from carpool.bench.hardware.links import seconds_of
 from carpool.bench.timing import begin_together
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.hf.compute.attention import fastest_attention
-from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import slowest
 from carpool.observe.stats import LayerStats
+from carpool.optim import AdamW
 from carpool.planner.machine.work import Work, fit_work
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing

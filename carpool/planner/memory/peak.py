@@ -48,7 +48,7 @@ from carpool.planner.memory.sizes import RankSizes, sizes_of
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 
-# As in `carpool.parallel.replicated`, `carpool.memory.optimizer.streamed` and `carpool.parallel.consumed`: of gradients
+# As in `carpool.parallel.replicated`, `carpool.optim.offloaded_state` and `carpool.optim.in_backward`: of gradients
 # that wait for their updates, in elements of the largest parameter.
 BUCKET, TILES, HELD = 100 * MiB, 8 * 64 * MiB, 2
 # On CPUs, beside PyTorch's tensors; see above.

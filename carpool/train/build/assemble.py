@@ -43,7 +43,7 @@ from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.memory.host_experts import HostExperts
 from carpool.observe.meter import NSIGHT
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen

@@ -1,7 +1,7 @@
 """What of a run is in host memory or on disk: the optimizer's state, experts; and gradients that are not kept at all.
 
-training.optimizer_state = "host"     moments and low bits                carpool/memory/optimizer/streamed.py
-training.gradients = "consumed"       gradients, used in the backward     carpool/parallel/consumed.py
+training.optimizer_state = "host"     moments and low bits                carpool/optim/offloaded_state.py
+training.gradients = "consumed"       gradients, used in the backward     carpool/optim/in_backward.py
 memory.experts = "host"               experts' parameters                 carpool/memory/host_experts.py
 both = "disk"                         in files                            carpool/memory/disk.py, read_experts.py
 
@@ -32,9 +32,9 @@ from carpool.hf.seam.layers import experts_modules
 from carpool.hf.seam.rides import ExpertRides
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.memory.host_experts import HostExperts
-from carpool.memory.optimizer import AdamW
+from carpool.optim import AdamW
 from carpool.memory.popularity import Popularity
-from carpool.parallel.consumed import ConsumedGradients
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.decisions.chosen import Decisions
 from carpool.train.config.schema import Config, MemorySection
 from carpool.train.blueprint import meta_model

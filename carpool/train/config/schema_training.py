@@ -59,7 +59,7 @@ class TrainingSection(Section):
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
     optimizer: Literal["auto", "one-pass", "torch"] = Field(
         default="auto",
-        description="one-pass: AdamW of carpool.memory.optimizer, one kernel on GPUs, with float32 masters of bfloat16 "
+        description="one-pass: AdamW of carpool.optim, one kernel on GPUs, with float32 masters of bfloat16 "
         "parameters (16 more bits each). torch: torch.optim.AdamW, which updates bfloat16 parameters and moments in "
         "bfloat16 (lossy). auto: torch for parameters and moments in float32, and for float16; else one-pass.",
     )

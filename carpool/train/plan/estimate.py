@@ -96,7 +96,7 @@ STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def state_bytes(config: Config) -> float:
-    """What the optimizer keeps of a parameter; see `carpool.memory.optimizer.adamw`."""
+    """What the optimizer keeps of a parameter; see `carpool.optim.adamw`."""
     dtype, training = config.model.dtype or "float32", config.training
     if not training.one_pass(dtype):
         return 2 * STORED[dtype]

@@ -25,8 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.hf.compute.compiled import eagerly
 from carpool.hf.observe.metrics import LaterRecord
 from carpool.hf.seam.rides import rooms_of_rides
-from carpool.memory.optimizer import AdamW
-from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
+from carpool.optim import AdamW
+from carpool.optim.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated
 from carpool.train.config.schema import Config
 from carpool.train.launch.stopping import STOP_SIGNALS, Stopped

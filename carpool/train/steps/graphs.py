@@ -38,8 +38,8 @@ from carpool.kernels.capture import Recorder
 from carpool.memory.offload import Offloader
 from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel import fsdp
-from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import replicated
 from carpool.planner.configuration.candidate import Candidate
 from carpool.planner.configuration.eager import COPIES, FSDP, LENGTHS, RANDOM, RANDOM_HALVES, by_settings, of_transport

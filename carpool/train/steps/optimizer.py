@@ -1,4 +1,4 @@
-"""The optimizer of a run and its learning rate: AdamW, PyTorch's or Carpool's own (`carpool.memory.optimizer`)."""
+"""The optimizer of a run and its learning rate: AdamW, PyTorch's or Carpool's own (`carpool.optim`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.memory.optimizer import AdamW
+from carpool.optim import AdamW
 from carpool.train.config.schema import TrainingSection
 
 

@@ -19,7 +19,7 @@ copied to buffers and back by plain copies.
 State on disk (ZeRO-Infinity, arXiv 2104.07857) comes and goes through page-locked buffers, which a thread reads ahead
 and writes behind; all else is the same.
 
-A CUDA graph may hold all of it but state on disk (`carpool.memory.optimizer.adamw`): memory in slabs and buffers stays
+A CUDA graph may hold all of it but state on disk (`carpool.optim.adamw`): memory in slabs and buffers stays
 where it is, so the copies of a replay are those of the capture. The three streams are forked into the capture by
 `count` and joined by `join`, which waits for copies out, too: nothing of a graph is under way when it ends. Tables are
 those of the eager steps before, in which tiles came in the same turns.
@@ -37,9 +37,9 @@ import torch
 
 from carpool.kernels.device import on_gpu
 from carpool.memory.disk import Staging
-from carpool.memory.optimizer import plain
-from carpool.memory.optimizer.tiles import SCALES, Segment, Slab, Tile, cut
-from carpool.memory.optimizer.update import KINDS, State, Update, Use, _Table, local, make_table
+from carpool.optim import adamw_reference as plain
+from carpool.optim.state_tiles import SCALES, Segment, Slab, Tile, cut
+from carpool.optim.update import KINDS, State, Update, Use, _Table, local, make_table
 
 # Of state in a buffer: at 50 GB/s more than a millisecond each way, which the host's work for a tile is hidden behind.
 TILE_BYTES = 64 * 2**20

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from carpool.memory.optimizer.masters import join, split
-from carpool.memory.optimizer.moments import dequantise, noise, quantise, round_stochastically
+from carpool.optim.state_bits import dequantise, join, noise, quantise, round_stochastically, split
 
 
 class Coefficients(NamedTuple):

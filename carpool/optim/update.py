@@ -19,8 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from carpool.kernels.device import on_gpu
-from carpool.memory.optimizer import plain
-from carpool.memory.optimizer.moments import BLOCK
+from carpool.optim import adamw_reference as plain
+from carpool.optim.state_bits import BLOCK
 
 State = dict[str, torch.Tensor]
 # What a row of the kernel's table has addresses of, after the weight.
@@ -206,7 +206,7 @@ class Update:
             self._launch_table(table, grads, use)
 
     def _launch_table(self, table: _Table, grads: dict[int, torch.Tensor], use: Use) -> None:
-        from carpool.memory.optimizer.kernel import code_tables, launch
+        from carpool.optim.kernel import code_tables, launch
 
         if self._codes is None:
             self._codes = code_tables(self.device)
@@ -263,7 +263,7 @@ def make_table(
         rows: of each: its row of `kernel.launch`'s table, and the first block that is updated; the row's number of
             blocks says where that ends.
     """
-    from carpool.memory.optimizer.kernel import PIECE
+    from carpool.optim.kernel import PIECE
 
     pieces = []
     for place, (row, first) in enumerate(rows):

@@ -7,8 +7,8 @@ CPUs.
     optimizer.step(factor=clip_factor(norm, 1.0), zero_grads=True)
 
 The same pass clips, updates and, if asked, zeroes the gradients. It is exact AdamW for float32 parameters. Those in
-bfloat16 have float32 masters, of which the optimizer keeps the other 16 bits (`masters`). Moments may be kept in fewer
-bits, which is lossy (`moments`). Bytes for each parameter, with its gradient:
+bfloat16 have float32 masters, of which the optimizer keeps the other 16 bits. Moments may be kept in fewer
+bits, which is lossy (`state_bits`). Bytes for each parameter, with its gradient:
 
     parameters    moments      weight  gradient  low bits  moments   in all
     float32       float32      4       4                   8         16
@@ -17,8 +17,8 @@ bits, which is lossy (`moments`). Bytes for each parameter, with its gradient:
     bfloat16      bfloat16     2       2         2         4         10
     bfloat16      int8         2       2         2         2.03      8.03
 
-With `offload=True` low bits and moments are in host memory, and go through the device in tiles (`streamed`): the same
-kernel, the same bits.
+With `offload=True` low bits and moments are in host memory, and go through the device in tiles (`offloaded_state`): the
+same kernel, the same bits.
 
 Where nothing waits for the norm of all gradients, each may be used and freed as soon as it is there:
 
@@ -45,10 +45,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from carpool.memory.optimizer.moments import DTYPES, ZERO_CODE, can_be_blocks, dequantise, quantise, scale_shape
-from carpool.memory.optimizer.streamed import StreamedUpdate
-from carpool.memory.optimizer.tiles import Slab
-from carpool.memory.optimizer.update import State, Update, Use, local
+from carpool.optim.offloaded_state import StreamedUpdate
+from carpool.optim.state_bits import DTYPES, ZERO_CODE, can_be_blocks, dequantise, quantise, scale_shape
+from carpool.optim.state_tiles import Slab
+from carpool.optim.update import State, Update, Use, local
 
 Moments = Literal["float32", "bfloat16", "int8"]
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}

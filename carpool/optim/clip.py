@@ -43,7 +43,7 @@ LARGE = 2**24
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, ranks: int | None = None) -> torch.Tensor:
     """Scales the gradients of `parameters` in place so that their global norm is at most `max_norm`.
 
-    An optimizer that takes a factor (`carpool.memory.optimizer.AdamW`) does without this second pass over the
+    An optimizer that takes a factor (`carpool.optim.AdamW`) does without this second pass over the
     gradients: give it `clip_factor(grad_norm(parameters), max_norm)`.
 
     Args:

@@ -23,7 +23,7 @@ import torch
 
 from carpool.memory.disk import mapped_zeros
 from carpool.memory.host import host_zeros
-from carpool.memory.optimizer.moments import BLOCK, scale_shape
+from carpool.optim.state_bits import BLOCK, scale_shape
 
 # Parameters begin at multiples of so many elements: the kernel reads round addresses faster.
 ALIGNMENT = 64

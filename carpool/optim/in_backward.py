@@ -47,11 +47,10 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.memory.host_experts import HostExperts
-from carpool.memory.optimizer import AdamW
-from carpool.memory.optimizer.update import local
-from carpool.parallel.clip import clip_factor, copies_of
-from carpool.parallel.hooks import on_gradient
-from carpool.parallel.replicated import replicated
+from carpool.optim import AdamW
+from carpool.optim.clip import clip_factor, copies_of
+from carpool.optim.update import local
+from carpool.parallel.replicated import on_gradient, replicated
 
 # Gradients wait until there are so many elements, and go in one launch.
 LEAST_ELEMENTS = 2**20

@@ -1,4 +1,4 @@
-"""The update of many parameters in one launch; `plain.update` defines what it computes.
+"""The update of many parameters in one launch; `adamw_reference.update` defines what it computes.
 
 A table has one row of addresses and sizes for each parameter. A program updates one piece of one parameter:
 
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
-from carpool.memory.optimizer.moments import BELOW_2, EIGHT_NINTHS, LEAST_SCALE, NINTH, dynamic_map, thresholds
+from carpool.optim.state_bits import BELOW_2, EIGHT_NINTHS, LEAST_SCALE, NINTH, dynamic_map, thresholds
 
 # Of a row of the table.
 COLUMNS = 10
@@ -221,7 +221,7 @@ def launch(
             none), elements of a row of blocks, blocks, blocks of a row, number of the parameter.
         gradients: `(parameters,)` int64, their addresses; 0: the parameter has none.
         pieces: `(n, 2)` int32, row of the table and first block.
-        coefficients: `(numbers, 7)` float32, `plain.Coefficients` by number.
+        coefficients: `(numbers, 7)` float32, `adamw_reference.Coefficients` by number.
         steps: `(numbers,)` float32.
         factor: one float32, for all gradients. NaN: nothing is updated.
         tables: of `code_tables`.
