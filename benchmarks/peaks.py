@@ -41,8 +41,9 @@ from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.machine import rank_device
 from carpool.train.plan.estimate import tensors_of
-from carpool.train.plan.resolve import Prepared
-from carpool.train.run.loop import Run
+from carpool.train.plan.resolve import Plan
+from carpool.train.run.loop import record, update
+from carpool.train.run.run import Run
 from tools.random_checkpoint import plan, write
 
 QWEN = [
@@ -85,9 +86,9 @@ EAGER_STEPS = 3
 ALLOCATED = {"tensors", "stays", "kept", "setup", "forward", "backward"}
 
 
-def examples(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
+def examples(plan: Plan, tokenizer: Tokenizer) -> Corpus:
     """Packed examples of many lengths."""
-    stream, length = random_corpus(prepared, tokenizer), prepared.config.data.sequence_length
+    stream, length = random_corpus(plan, tokenizer), plan.config.data.sequence_length
     drawn = np.random.default_rng(0).integers(length // 8, length, size=8 * len(stream.train) // length)
     ends = drawn.cumsum()
     ends = ends[ends <= len(stream.train)]
@@ -147,11 +148,12 @@ def measure_one(name: str, config: Config, steps: int, device: torch.device, fir
     make_corpus = examples if name == "packed" else random_corpus
     run = CarpoolContender(config, "balanced", "benchmarks.peaks", make_corpus)
     try:
-        if run.objective.graphs is not None:
+        plan, built = run.run.plan, run.run.built
+        if built.objective.graphs is not None:
             steps += EAGER_STEPS - 1
-        numbers = peaks_on_cpu(run, steps) if device.type == "cpu" else peaks_on_gpu(run, steps, device)
-        transport, dense, graphs = run.transport_choice.answer, run.dense.answer, run.objective.graphs
-        memory, host = run.estimate(transport, dense), run.estimate.host_bytes(transport)
+        numbers = peaks_on_cpu(run.run, steps) if device.type == "cpu" else peaks_on_gpu(run, steps, device)
+        transport, dense, graphs = built.transport.answer, plan.dense.answer, built.objective.graphs
+        memory, host = plan.estimate(transport, dense), plan.estimate.host_bytes(transport)
         captured = graphs is not None and graphs.bytes > 0
         what = run.what
     finally:
@@ -182,11 +184,11 @@ def measure_one(name: str, config: Config, steps: int, device: torch.device, fir
 
 def peaks_on_gpu(run: CarpoolContender, steps: int, device: torch.device) -> dict[str, float]:
     """Bytes of this rank; see the module's docstring."""
-    buffers = buffers_of_rides(run.rides)
+    objective, buffers = run.run.built.objective, buffers_of_rides(run.run.built.rides)
     found: dict[str, float] = {"setup": torch.cuda.max_memory_allocated(device)}
     torch.cuda.reset_peak_memory_stats(device)
     peaks = {"forward": 0, "backward": 0, "kept": 0}
-    forward = run.objective._loss
+    forward = objective._loss
 
     def loss(*args: Any) -> torch.Tensor:
         value = forward(*args)
@@ -195,20 +197,20 @@ def peaks_on_gpu(run: CarpoolContender, steps: int, device: torch.device) -> dic
         torch.cuda.reset_peak_memory_stats(device)
         return value
 
-    run.objective._loss = loss  # type: ignore[method-assign]
+    objective._loss = loss  # type: ignore[method-assign, assignment]
     for _ in range(steps):
         run.take_step()
         torch.cuda.synchronize(device)
         peaks["backward"] = max(peaks["backward"], torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
-    run.record()
+    record(run.run)
     symmetric = sum(one.symmetric for one in buffers)
     found |= {name: size + symmetric for name, size in peaks.items()}
     found["tensors"] = max(found["forward"], found["backward"], found["setup"])
     found["symmetric"] = symmetric
     found["stays"] = torch.cuda.memory_allocated(device) + symmetric
     found["reserved"] = torch.cuda.memory_reserved(device)
-    found["graphs"] = 0 if run.objective.graphs is None else run.objective.graphs.bytes
+    found["graphs"] = 0 if objective.graphs is None else objective.graphs.bytes
     found["used"] = used_bytes(device)
     return found
 
@@ -216,9 +218,9 @@ def peaks_on_gpu(run: CarpoolContender, steps: int, device: torch.device) -> dic
 def peaks_on_cpu(run: Run, steps: int = 1) -> dict[str, float]:
     """Bytes of PyTorch's tensors at the peak of a step: those that are there before it, and what the profiler sees."""
     for _ in range(steps):
-        run.update()
+        update(run)
     stays = live_bytes()
-    most = stays + growth(run.update)
+    most = stays + growth(lambda: update(run))
     return {"tensors": most, "stays": stays}
 
 

@@ -167,20 +167,22 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
         rounds = [time_steps(run, settings["steps"], device)[:2] for _ in range(settings["rounds"])]
         peak = torch.cuda.max_memory_allocated(device) - before + run.buffer_bytes if cuda else 0
         milliseconds, host = medians(rounds)
+        plan, built = run.run.plan, run.run.built
+        graphs = built.objective.graphs
         return {
             "milliseconds": milliseconds,
             "rounds": rounds,
             "host_milliseconds": host,
             "peak_bytes": int(slowest([peak], device)[0]),
             "left_bytes": before,
-            "predicted_bytes": run.estimate(run.transport_choice.answer, run.dense.answer)["total"],
+            "predicted_bytes": plan.estimate(built.transport.answer, plan.dense.answer)["total"],
             "load_max_over_mean": loads,
-            "degrees": run.degrees.record(),
-            "transport": run.transport_choice.answer,
-            "dense": run.dense.answer,
-            "schedule": str(run.schedule.answer),
-            "graph_bytes": 0 if run.objective.graphs is None else run.objective.graphs.bytes,
-            "captured": run.objective.graphs is not None and run.objective.graphs.bytes > 0,
+            "degrees": plan.degrees.record(),
+            "transport": built.transport.answer,
+            "dense": plan.dense.answer,
+            "schedule": str(built.schedule.answer),
+            "graph_bytes": 0 if graphs is None else graphs.bytes,
+            "captured": graphs is not None and graphs.bytes > 0,
             "what": run.what,
             "routing": routing,
             "config": config.model_dump(mode="json", exclude_unset=True, exclude={"training": {"output_dir"}}),

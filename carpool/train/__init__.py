@@ -11,7 +11,7 @@ A folder answers one question, and imports only folders that stand above it here
     steps/         How is a step computed? Eagerly, as CUDA graphs, or through the stages of a pipeline.
     plan/          What will a run be? Settings and a machine in, all decisions out, each with its reason; a dry run.
     build/         How does a plan become a model on these ranks, with its data, optimizer and objective?
-    run/           How does it go, from its first line to its last? setup.py makes it, loop.py takes its steps.
+    run/           How does it go, from its first line to its last? run.py makes it, loop.py takes its steps.
 
 Three files stand in the folder itself: blueprint.py and flops.py say what is known of a model before it is built, and
 lora.py puts adapters into it.

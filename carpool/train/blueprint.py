@@ -199,10 +199,6 @@ class Blueprint:
             return 0.0, "the checkpoint's output_router_logits is false; moe.router_aux_loss_coef sets a weight"
         return own, "the model's own router_aux_loss_coef" if own else "the model's configuration has no weight for one"
 
-    def describe_balance_loss(self, weight: float | None) -> str:
-        weight, why = self.balance_loss(weight)
-        return f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})"
-
     @property
     def row_size(self) -> int:
         """Elements of a row that travels."""

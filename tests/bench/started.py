@@ -38,9 +38,7 @@ def check_steps(resolved: Resolved) -> None:
 
 
 def check_fits_on_gpus(config: Config, fixed: Collection[str]) -> None:
-    run = foresee(config, fixed, imagine_machine(config, GPU), None)
-    if config.training.check_memory:
-        check_fits(run.estimate, run.likely_transport, run.dense.answer, run.rank_memory)
+    check_fits(foresee(config, fixed, imagine_machine(config, GPU), None))
 
 
 def check_bench(words: Sequence[str], gpus: int) -> None:

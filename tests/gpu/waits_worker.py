@@ -8,12 +8,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import carpool
 from carpool.train.config import load_config
-from carpool.train.run.loop import Run
+from carpool.train.run import loop
+from carpool.train.run.run import start_run
 from tests.gpu.ranks import run_mode
 
 PACKAGE = str(Path(carpool.__file__).parent)
@@ -23,19 +25,20 @@ FIRST = 6
 ALLOWED = {"train/run/loop.py", "transport/nvlink/buffers.py", "train/steps/room.py"}
 
 
-class Steps(Run):
-    """Counts the places once the run is warm."""
+def update(run):  # type: ignore[no-untyped-def]
+    """A step, in which the places that wait are counted once the run is warm."""
+    torch.cuda.set_sync_debug_mode("warn" if run.step > FIRST else "default")
+    return take_step(run)
 
-    def update(self):  # type: ignore[no-untyped-def]
-        torch.cuda.set_sync_debug_mode("warn" if self.step > FIRST else "default")
-        return super().update()
+
+take_step = loop.update
 
 
 def waits(output: str, *settings: str) -> tuple[bool, str]:
-    run = Steps(load_config(None, [f"training.output_dir={output}", *settings]), None, "test")
-    with warnings.catch_warnings(record=True) as caught, run.stop:
+    run = start_run(load_config(None, [f"training.output_dir={output}", *settings]), None, "test")
+    with warnings.catch_warnings(record=True) as caught, run.stop, mock.patch.object(loop, "update", update):
         warnings.simplefilter("always")
-        run.loop()
+        loop.loop(run)
     torch.cuda.set_sync_debug_mode("default")
     run.close()
     places: Counter[str] = Counter()

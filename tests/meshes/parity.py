@@ -1,6 +1,6 @@
 """One case of the matrix on the ranks of a pool: the trainer's own set-up and step beside one process.
 
-What is under test is the trainer: `Step` is a run (`carpool.train.run.loop.Run`) with drawn data and without files, and
+What is under test is the trainer: `Step` is a run (`carpool.train.run.run.Run`) with drawn data and without files, and
 takes its first step as a run does, up to the norm of the gradient. The reference knows nothing of Carpool: the model of
 transformers with the same weights, each document by itself, the balance loss as its formula says.
 
@@ -27,13 +27,14 @@ from carpool.hf.seam.layouts import is_logical, logical_order
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.build.assemble import Assembled
+from carpool.train.build.assemble import build
 from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import train_sequences
-from carpool.train.launch.stopping import StopRequest
-from carpool.train.run.loop import Run
+from carpool.train.moving.layouts import first_layouts
+from carpool.train.run.loop import gradients
+from carpool.train.run.run import Run, plan_on_ranks, with_data
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.meshes import breakages
@@ -130,33 +131,33 @@ def compare(found: Found, expected: Found) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------ the trainer
 
 
-class Step(Run):
+class Step:
     """A run of a case with drawn data, up to its first gradient; nothing is written."""
 
     def __init__(self, case: Case, folder: str) -> None:
-        self.case = case
-        prepared, *_ = self._prepare(config_of(case, folder), None, resumes=False)
-        self._read(prepared, lambda *_: corpus_of(case.packing))
-        Assembled.__init__(self, prepared, {})
-        self.stop = StopRequest()
+        plan, tokenizer, *_ = plan_on_ranks(config_of(case, folder), resumes=False)
+        plan, data = with_data(plan, tokenizer, lambda *_: corpus_of(case.packing))
 
-    def first_layouts(self, saved: dict[str, Any]) -> tuple[Layouts, str]:
-        first, source = super().first_layouts(saved)
-        if self.case.layout == "contiguous":
-            return first, source
-        return Layouts({name: layout_of(self.case.layout, one) for name, one in first.items()}), "the case"
+        def layouts(*args: Any) -> tuple[Layouts, str]:
+            first, source = first_layouts(*args)
+            if case.layout == "contiguous":
+                return first, source
+            return Layouts({name: layout_of(case.layout, one) for name, one in first.items()}), "the case"
+
+        self.run = Run(plan, build(plan, {}, layouts), data, tokenizer)
 
     def found(self) -> Found:
         """What the step found, on every rank; gradients are whole."""
-        batches = [self.to_device(batch) for batch in next(self.data.train)]
-        means, norm = self._gradients(batches)
+        run, model = self.run, self.run.built.model
+        batches = [run.to_device(batch) for batch in next(run.data.train)]
+        means, norm = gradients(run, batches)
         loss, balance = means[:2].tolist()
-        with sharded_parameters(self.model):
-            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        if not is_logical(self.model):
-            gradients = logical_order(self.model, gradients)
-        self.data.train.close()
-        return Found(loss, balance, float(norm), {name: full_tensor(one) for name, one in gradients.items()})
+        with sharded_parameters(model):
+            whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if not is_logical(model):
+            whole = logical_order(model, whole)
+        run.data.train.close()
+        return Found(loss, balance, float(norm), {name: full_tensor(one) for name, one in whole.items()})
 
 
 def layout_of(kind: str, first: ExpertLayout) -> ExpertLayout:

@@ -28,7 +28,7 @@ from carpool.placement.volume import predict
 from carpool.planner.machine.cost import CostModel
 from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run
-from carpool.train.steps.room import most_tokens, transport_options
+from carpool.train.plan.transport_choice import most_tokens, transport_options
 from carpool.transport import TRANSPORTS, NVLinkOptions, TransportOptions, choose_transport, make_transport
 from tests.ranks import Ranks, mesh
 from tests.train.test_loop import MODEL, losses, run, text

@@ -28,7 +28,7 @@ from carpool.planner.model.shape import ModelShape
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema import Config
-from carpool.train.run.about import record_graphs
+from carpool.train.run.run_records import Records, record_graphs
 from carpool.train.steps import graphs
 from carpool.train.steps.graphs import StepGraphs, why_no_graphs
 from carpool.transport import TRANSPORTS
@@ -234,7 +234,9 @@ class Unreached:
 def test_run_json_says_whether_steps_are_graphs(tmp_path: Path) -> None:
     said: list[str] = []
     run: Any = SimpleNamespace(
-        folder=tmp_path, main=True, info={"seed": 1}, decisions=Decisions(), display=SimpleNamespace(say=said.append)
+        plan=SimpleNamespace(decisions=Decisions()),
+        built=SimpleNamespace(no_graphs=None),
+        records=Records(tmp_path, True, None, SimpleNamespace(say=said.append), {"seed": 1}),  # type: ignore[arg-type]
     )
     for why_not in (None, "RuntimeError: no"):
         record_graphs(run, why_not)

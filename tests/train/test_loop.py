@@ -35,9 +35,9 @@ from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
 from carpool.train.data import corpus as corpora
 from carpool.train.records.files import why_not_writable
-from carpool.train.run.about import _earlier_starts
 from carpool.train.run.evaluate import sample
 from carpool.train.run.loop import train
+from carpool.train.run.run_records import _earlier_starts
 from carpool.train.steps.optimizer import learning_rate
 from tests.ranks import Ranks
 

@@ -21,7 +21,7 @@ from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.estimate import MemoryEstimate
 from carpool.train.plan.memory_fit import MEMORY_KIND, choose_memory
 from carpool.train.plan.start_checks import decisions_of
-from carpool.train.run.loop import Run
+from carpool.train.run.run import start_run
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start, text
 
@@ -44,9 +44,9 @@ def test_sizes_that_are_none(size: str) -> None:
 def run(output: str, settings: list[str]) -> dict[str, Any]:
     """What run.json says of a run that has begun."""
     config = load_config(None, [*MODEL, *settings, f"training.output_dir={output}"])
-    one = Run(config, None, "test")
+    one = start_run(config, None, "test")
     one.close()
-    kept = {own.policies for own in one.rides}
+    kept = {own.policies for own in one.built.rides}
     assert len(kept) == 1 and kept.pop() == one.config.memory.kept
     info: dict[str, Any] = json.loads((Path(output) / "run.json").read_text()) if one.main else {}
     return info

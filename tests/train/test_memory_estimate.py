@@ -27,7 +27,7 @@ from carpool.train.launch.machine import find_gpu
 from carpool.train.plan import memory_fit as fit
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.estimate import Copies, MemoryEstimate, copies_of, tensors_of
-from carpool.train.run.loop import Run
+from carpool.train.run.run import start_run
 from tests.ranks import Ranks
 
 SHAPE = [
@@ -62,16 +62,17 @@ def peak(output: str, overrides: list[str], alone: bool = False) -> tuple[int, i
     settings of `SHAPE`."""
     before = live_bytes()
     shape = [] if alone else SHAPE
-    run = Run(load_config(None, [f"training.output_dir={output}", *shape, *overrides]), None, "test")
+    run = start_run(load_config(None, [f"training.output_dir={output}", *shape, *overrides]), None, "test")
     try:
         tokens = run.config.training.per_device_train_batch_size * run.config.data.sequence_length
-        experts = run.rides[0].num_experts
+        experts = run.built.rides[0].num_experts
         choices = {
-            name: balanced_choices(tokens, experts, run.blueprint.top_k, n) for n, name in enumerate(rides(run.model))
+            name: balanced_choices(tokens, experts, run.plan.blueprint.top_k, n)
+            for n, name in enumerate(rides(run.built.model))
         }
-        force_choices(run.model, choices, experts)
+        force_choices(run.built.model, choices, experts)
         measured = int(peaks_on_cpu(run)["tensors"]) - before
-        return measured, tensors_of(run.info["predicted"]["memory_per_rank_bytes"])
+        return measured, tensors_of(run.records.info["predicted"]["memory_per_rank_bytes"])
     finally:
         run.close()
 
@@ -277,7 +278,7 @@ def test_names_of_gpus() -> None:
 
 def start(output: str, overrides: list[str]) -> str:
     try:
-        Run(load_config(None, [f"training.output_dir={output}", *overrides]), None, "test").close()
+        start_run(load_config(None, [f"training.output_dir={output}", *overrides]), None, "test").close()
     except ValueError as error:
         return str(error)
     return ""

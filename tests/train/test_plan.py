@@ -30,7 +30,8 @@ from carpool.train.plan.auto_plan import (
 )
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.run.finish import finish
-from carpool.train.run.loop import Run
+from carpool.train.run.loop import loop
+from carpool.train.run.run import start_run
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, text
 
@@ -211,11 +212,11 @@ def test_without_times_of_parts_the_step_corrects_all() -> None:
 def run(output: str, overrides: list[str]) -> tuple[str, dict[str, Any]]:
     """On a rank: train; the degrees, and what run.json says."""
     resolved = resolve_config(None, [*MODEL, *overrides, f"training.output_dir={output}"])
-    one = Run(resolved.config, None, "test", resolved.fixed)
+    one = start_run(resolved.config, None, "test", resolved.fixed)
     try:
-        one.loop()
+        loop(one)
         finish(one)
-        return str(one.degrees), one.info
+        return str(one.plan.degrees), one.records.info
     finally:
         one.close()
 
@@ -264,9 +265,9 @@ def test_rules_of_a_run_are_decisions_too(two_ranks: Ranks, text: list[str], tmp
 
 def begin(output: str, overrides: list[str]) -> tuple[str, dict[str, Any]]:
     """On a rank: what a run says before its first step."""
-    one = Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test")
+    one = start_run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test")
     one.close()
-    return str(one.degrees), one.info
+    return str(one.plan.degrees), one.records.info
 
 
 def test_a_dry_run_shows_the_plan() -> None:

@@ -18,8 +18,9 @@ from carpool.parallel.degrees import Degrees
 from carpool.train.config import Config, load_config
 from carpool.train.config import load as configuration
 from carpool.train.config.schema import NvlinkSection
+from carpool.train.plan.transport_choice import most_tokens, transport_options
 from carpool.train.run.loop import train
-from carpool.train.steps.room import make_room, most_tokens, transport_options
+from carpool.train.steps.room import make_room
 from carpool.transport import Codecs
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from tests.ranks import Ranks
@@ -116,7 +117,7 @@ class Cramped(Buffers):
 
 def _train(output: str, settings: list[str], cramped: bool) -> int:
     buffers: list[Any] = [Cramped()] if cramped else []
-    with unittest.mock.patch("carpool.train.run.state.rooms_of_rides", lambda layers: buffers):
+    with unittest.mock.patch("carpool.train.run.run.rooms_of_rides", lambda layers: buffers):
         train(load_config(None, [*MODEL, *settings, *CUT, f"training.output_dir={output}"]))
     return buffers[0].capacity if cramped else 0
 

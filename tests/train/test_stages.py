@@ -21,7 +21,8 @@ from carpool.train.build.expert_kernels import STAGES_KIND, Shape, decide, descr
 from carpool.train.config import describe, load_config
 from carpool.train.records.files import read_record
 from carpool.train.run.finish import finish
-from carpool.train.run.loop import Run
+from carpool.train.run.loop import loop
+from carpool.train.run.run import start_run
 from tests.ranks import Ranks
 from tests.train import test_loop
 from tests.train.test_loop import text
@@ -204,13 +205,13 @@ MODEL = [
 
 def run(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:
     """On a rank: train, and give back how each layer's experts were computed."""
-    one = Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test")
+    one = start_run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test")
     try:
-        one.loop()
+        loop(one)
         finish(one)
     finally:
         one.close()
-    return [(own.compute.choices, own.compute.recompute) for own in one.rides]  # type: ignore[union-attr]
+    return [(own.compute.choices, own.compute.recompute) for own in one.built.rides]  # type: ignore[union-attr]
 
 
 def info(output: Path) -> dict[str, Any]:
@@ -296,7 +297,7 @@ def test_what_is_measured_reaches_the_layers_and_the_record(ranks: Ranks, text: 
 
 
 def name_of(output: str, overrides: Sequence[str]) -> None:
-    Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test").close()
+    start_run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test").close()
 
 
 def test_experts_without_stages_are_recorded_by_name(ranks: Ranks, text: list[str], tmp_path: Path) -> None:

@@ -18,16 +18,23 @@ from carpool.planner.machine.hardware import find_hardware
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine
 from carpool.train.plan.start_checks import decisions_of
-from carpool.train.plan.transport_choice import TRANSPORT_KIND, choose_way, likely_transport
-from carpool.transport import NVLinkOptions
+from carpool.train.plan.transport_choice import TRANSPORT_KIND, choose_on_ranks, expected_transport
 
 
 def way(wanted: str, unfit: str | None = "there is no CUDA device", folder: Path | None = None) -> Any:
     layer: Any = SimpleNamespace(compute=object(), group=None, num_ranks=4)
     reasons = {} if unfit is None else {"nvlink": unfit}
+    config = Config()
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"transport": wanted})})
     with mock.patch("carpool.train.plan.transport_choice.unfit_transports", lambda *args, **kwargs: reasons):
-        decisions = decisions_of([] if folder is None else [folder])
-        return choose_way(wanted, layer, 8, 64, NVLinkOptions(), torch.device("cpu"), decisions)
+        plan: Any = SimpleNamespace(
+            config=config,
+            degrees=Degrees(fsdp=4, ep=4),
+            machine=Machine(Topology.even(4), find_hardware("cpu"), 0, cuda=False, device=torch.device("cpu")),
+            blueprint=SimpleNamespace(top_k=8, row_size=64),
+            decisions=decisions_of([] if folder is None else [folder]),
+        )
+        return choose_on_ranks(plan, layer)[0]
 
 
 def blueprint(top_k: int) -> Any:
@@ -49,14 +56,14 @@ def test_as_asked_for_or_by_the_rule() -> None:
 )
 def test_a_prediction_knows_the_rule_for_several_nodes(nodes: int, top_k: int, gpu: str, answer: str) -> None:
     machine = Machine(Topology.even(16, nodes), find_hardware(gpu), 0, cuda=True, here=False)
-    way, why = likely_transport(Config(), Degrees(fsdp=16, ep=16), blueprint(top_k), machine)
-    assert way == answer, why
+    way = expected_transport(Config(), Degrees(fsdp=16, ep=16), blueprint(top_k), machine)
+    assert way.answer == answer, way.why
 
 
 def test_without_nvlink_nobody_reaches_peers_memory() -> None:
     machine = Machine(Topology.even(4), replace(find_hardware("H100"), nvlink=None), 0, cuda=True, here=False)
-    way, why = likely_transport(Config(), Degrees(fsdp=4, ep=4), blueprint(8), machine)
-    assert way == "dedup" and "H100 has no NVLink" in why
+    way = expected_transport(Config(), Degrees(fsdp=4, ep=4), blueprint(8), machine)
+    assert way.answer == "dedup" and "H100 has no NVLink" in way.why
 
 
 def test_a_resumed_run_takes_what_it_recorded_while_it_can(tmp_path: Path) -> None:

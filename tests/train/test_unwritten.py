@@ -156,23 +156,17 @@ def test_why_a_run_ended_is_written_though_its_numbers_are_lost(monkeypatch: pyt
     """As after an error of the device, which every further call repeats."""
     written: list[dict[str, Any]] = []
 
-    class Lost:
-        stop, step = contextlib.nullcontext(), 7
-        recorder: Any = SimpleNamespace(write=lambda kind, step, **fields: written.append({kind: step, **fields}))
+    def lost(run: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
 
-        def __init__(self, *_: Any) -> None:
-            pass
+    def lost_again(run: Any, wait: bool = True) -> None:
+        raise RuntimeError("CUDA error: again")
 
-        def loop(self) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access")
-
-        def record(self, wait: bool = True) -> None:
-            raise RuntimeError("CUDA error: again")
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(loop, "Run", Lost)
+    records = SimpleNamespace(write=lambda kind, step, **fields: written.append({kind: step, **fields}))
+    run = SimpleNamespace(stop=contextlib.nullcontext(), step=7, records=records, close=lambda: None)
+    monkeypatch.setattr(loop, "start_run", lambda *_: run)
+    monkeypatch.setattr(loop, "loop", lost)
+    monkeypatch.setattr(loop, "record", lost_again)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         loop.train(load_config(None, []))
     assert written == [{"stopped": 7, "why": "CUDA error: an illegal memory access", "signal": None, "finite": None}]

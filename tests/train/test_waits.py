@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import carpool
 from carpool.train.config import load_config
-from carpool.train.run.loop import Run
+from carpool.train.run.loop import loop
+from carpool.train.run.run import start_run
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, records, text
 
@@ -43,7 +44,7 @@ class Reads(TorchDispatchMode):
 
 def reads(output: str, overrides: list[str]) -> Counter[str]:
     """On a rank: where the steps of a run read tensors, without what rides on a CPU must know on the host."""
-    run = Run(load_config(None, [f"training.output_dir={output}", *overrides]), None, "test")
+    run = start_run(load_config(None, [f"training.output_dir={output}", *overrides]), None, "test")
     whole = torch.Tensor.tolist
     try:
         with run.stop, Reads() as found:
@@ -53,7 +54,7 @@ def reads(output: str, overrides: list[str]) -> Counter[str]:
                 return whole(tensor)
 
             with mock.patch.object(torch.Tensor, "tolist", tolist):
-                run.loop()
+                loop(run)
     finally:
         run.close()
     rooms = ("ride", "transport", "layer", "layout", "experts", "routing")

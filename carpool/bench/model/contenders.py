@@ -1,6 +1,6 @@
 """Who takes a training step in `carpool bench model`: from the same weights, on the same tokens, to the same loss.
 
-    carpool                 the trainer itself (`carpool.train.run.loop.Run`), with a configuration as users write it
+    carpool                 the trainer itself (`carpool.train.run.run.Run`), with a configuration as users write it
     carpool-compiled        the same with training.torch_compile
     transformers            transformers' own expert parallelism (`all_to_all`) with its grouped experts, FSDP2 through
                             its `DistributedConfig`, its loss, and what its Trainer does then: the norm over all meshes,
@@ -46,10 +46,11 @@ from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
 from carpool.train.launch.machine import find_machine, rank_device
 from carpool.train.launch.ranks import from_rank_0
 from carpool.train.plan.division import distributed_config
-from carpool.train.plan.resolve import Prepared, prepare
+from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.records.files import CONFIG, INFO, LAYOUT, METRICS
-from carpool.train.run.loop import Run
+from carpool.train.run.loop import record, update
 from carpool.train.run.numbers import step_numbers
+from carpool.train.run.run import start_run
 
 # Steps' worth of different tokens, which are then taken again.
 DIFFERENT_STEPS = 8
@@ -93,83 +94,88 @@ class Contender(Protocol):
         """Let go of the model."""
 
 
-def random_corpus(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
+def random_corpus(plan: Plan, tokenizer: Tokenizer) -> Corpus:
     """Tokens drawn at random, from the whole vocabulary of the model."""
-    training, length = prepared.config.training, prepared.config.data.sequence_length
-    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * prepared.degrees.dp
+    training, length = plan.config.training, plan.config.data.sequence_length
+    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * plan.degrees.dp
     count = DIFFERENT_STEPS * sequences * (length - 1) + 1
-    vocabulary = prepared.blueprint.vocab_size
+    vocabulary = plan.blueprint.vocab_size
     tokens = np.random.default_rng(training.seed).integers(vocabulary, size=count, dtype=np.uint32)
     return Corpus(tokens, tokens[:0], 1, 0, f"random-{training.seed}-{vocabulary}-{count}", "random tokens")
 
 
-def force_routing(model: nn.Module, prepared: Prepared, routing: str) -> None:
+def force_routing(model: nn.Module, plan: Plan, routing: str) -> None:
     """Force the choices of experts on this rank (`carpool.bench.model.routing`)."""
-    config, degrees, blueprint = prepared.config, prepared.degrees, prepared.blueprint
+    config, degrees, blueprint = plan.config, plan.degrees, plan.blueprint
     tokens = config.training.per_device_train_batch_size * config.data.sequence_length // degrees.cp
-    rank = degrees.dp_cp_rank(prepared.machine.rank)
+    rank = degrees.dp_cp_rank(plan.machine.rank)
     route(model, blueprint.expert_counts, blueprint.top_k, tokens, routing, rank, degrees.dp_cp)
 
 
-class CarpoolContender(Run):
+class CarpoolContender:
     """The trainer, step by step.
 
     Raises:
         ValueError: a configuration that cannot be."""
 
     def __init__(self, config: Config, routing: str, command: str, make_corpus: MakeCorpus = random_corpus) -> None:
-        super().__init__(config, None, command, make_corpus=make_corpus)
+        self.run = run = start_run(config, None, command, make_corpus=make_corpus)
+        self.config = run.config
         # What it says of its steps; the benchmark says more.
-        self.display.close()
-        self.display.console.quiet = True
-        force_routing(self.model, self, routing)
-        if self.objective.graphs is not None:
+        run.records.display.close()
+        run.records.display.console.quiet = True
+        force_routing(run.built.model, run.plan, routing)
+        if run.built.objective.graphs is not None:
             # The step that is profiled is one of those that are timed. Kinds of kernels are known by their names.
-            self.objective.graphs.replays_watched = True
-        if self.placement.on and self.placement.section.every is not None:
+            run.built.objective.graphs.replays_watched = True
+        if run.placement.on and run.placement.section.every is not None:
             # So that experts are placed while it warms up, and then as often as it says.
-            self.step = max(0, self.placement.section.every - LOOK_AT)
+            run.step = max(0, run.placement.section.every - LOOK_AT)
 
     def take_step(self) -> tuple[float, float]:
         """As the trainer's loop takes it, its record included."""
-        begin = time.perf_counter()
-        self.step += 1
-        losses, norm, _ = self.update()
-        self.unrecorded = step_numbers(self, losses, norm, self.rode, begin)
-        if self.placement.decides(self.step):
-            self.record()
-        self.placement.after_step(self.step)
+        run, begin = self.run, time.perf_counter()
+        run.step += 1
+        losses, norm, _ = update(run)
+        run.unrecorded = step_numbers(run, losses, norm, run.rode, begin)
+        if run.placement.decides(run.step):
+            record(run)
+        run.placement.after_step(run.step)
         return losses.loss, norm
 
     @property
     def load(self) -> float | None:
-        self.record()
-        return float(self.step_records[-1]["load_max_over_mean"])
+        record(self.run)
+        return float(self.run.records.steps[-1]["load_max_over_mean"])
 
     @property
     def bytes_remote(self) -> int | None:
-        self.record()
-        return int(self.step_records[-1]["bytes_remote"] + self.step_records[-1]["bytes_replicas"])
+        record(self.run)
+        return int(self.run.records.steps[-1]["bytes_remote"] + self.run.records.steps[-1]["bytes_replicas"])
 
     @property
     def lossy(self) -> Sequence[str]:
-        return list(self.info["lossy_reasons"])
+        return list(self.run.records.info["lossy_reasons"])
 
     @property
     def captured(self) -> bool:
-        return self.no_graphs is None
+        return self.run.built.no_graphs is None
 
     @property
     def buffer_bytes(self) -> int:
-        graphs = 0 if self.objective.graphs is None else self.objective.graphs.bytes
-        return sum(buffers.symmetric for buffers in buffers_of_rides(self.rides)) + graphs
+        built = self.run.built
+        graphs = 0 if built.objective.graphs is None else built.objective.graphs.bytes
+        return sum(buffers.symmetric for buffers in buffers_of_rides(built.rides)) + graphs
 
     @property
     def what(self) -> str:
-        name, schedule = self.transport_choice.answer, self.schedule.answer
-        parts = [f"{self.degrees}", f"dense {self.dense.answer}", f"transport {name}", f"schedule {schedule}"]
-        graphs = "CUDA graphs" if self.captured else f"no CUDA graphs ({self.no_graphs})"
+        plan, name, schedule = self.run.plan, self.run.built.transport.answer, self.run.built.schedule.answer
+        parts = [f"{plan.degrees}", f"dense {plan.dense.answer}", f"transport {name}", f"schedule {schedule}"]
+        graphs = "CUDA graphs" if self.captured else f"no CUDA graphs ({self.run.built.no_graphs})"
         return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager", graphs])
+
+    def close(self) -> None:
+        self.run.close()
 
 
 class TransformersContender:
@@ -187,13 +193,13 @@ class TransformersContender:
         self.device = rank_device()
         tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
         machine, blueprint = find_machine(config.parallelism, self.device), Blueprint.of_config(config, tokenizer)
-        prepared = prepare(config, machine, blueprint, Decisions(from_rank_0=from_rank_0))
-        if prepared.cut is not None:
+        plan = resolve(config, machine, blueprint, Decisions(from_rank_0=from_rank_0))
+        if plan.cut is not None:
             raise ValueError("transformers has no context parallelism (parallelism.cp_size)")
-        self.prepared, self.config, self.degrees = prepared, prepared.config, prepared.degrees
-        self.loader = read_data(prepared, tokenizer, self.device, random_corpus).train
+        self.plan, self.config, self.degrees = plan, plan.config, plan.degrees
+        self.loader = read_data(plan, tokenizer, self.device, random_corpus).train
         self.model = self._build_model()
-        force_routing(self.model, prepared, routing)
+        force_routing(self.model, plan, routing)
         self.balance = self._balance()
         # Its own loss, in a range by which a profile knows it.
         self.model.loss_function = _InRange(self.model.loss_function)
@@ -206,13 +212,13 @@ class TransformersContender:
         config, training = self.config, self.config.training
         bf16 = training.computes_in_bf16(self.device.type == "cuda")
         model = build_model(
-            self.prepared.blueprint.source,
+            self.plan.blueprint.source,
             distributed_config=dataclasses.replace(
                 distributed_config(self.degrees, bf16), ep_implementation="all_to_all"
             ),
             dtype=getattr(torch, config.model.dtype or "float32"),
             seed=training.seed,
-            attn_implementation=self.prepared.attention,
+            attn_implementation=self.plan.attention,
             experts_implementation=config.model.experts_implementation,
         )
         if config.memory.dense == "recompute":
@@ -221,7 +227,7 @@ class TransformersContender:
 
     def _balance(self) -> float:
         """What the model's balance loss is weighed with; 0: it has none."""
-        coef, _ = self.prepared.blueprint.balance_loss(self.config.moe.router_aux_loss_coef)
+        coef, _ = self.plan.balance_loss
         if not coef or "output_router_logits" not in inspect.signature(self.model.forward).parameters:
             return 0.0
         self.model.router_aux_loss_coef = coef

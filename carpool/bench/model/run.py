@@ -46,7 +46,7 @@ from carpool.train.flops import flops_per_token, peak_flops
 from carpool.train.launch.machine import find_machine
 from carpool.train.launch.ranks import gather
 from carpool.train.plan.estimate import Memory, MemoryEstimate
-from carpool.train.plan.transport_choice import likely_transport
+from carpool.train.plan.transport_choice import expected_transport
 from carpool.train.steps.diagnose import determinism
 
 # More than the eager steps before a capture (`carpool.train.steps.graphs`).
@@ -128,7 +128,7 @@ class ModelBenchmark:
         way, config = "alltoall", self.configs[name]
         degrees = config.parallelism.resolve(self.world, min(self.counts.values()))
         if not self.settings.is_theirs(name):
-            way, _ = likely_transport(config, degrees, self.blueprint, self.machine)
+            way = expected_transport(config, degrees, self.blueprint, self.machine).answer
         return MemoryEstimate(config, degrees, self.blueprint.model, self.machine.cuda)(way, "fsdp")
 
     def _case(self, groups: list[list[str]], warnings: list[str], estimates: dict[str, Memory]) -> Case:

@@ -1,26 +1,27 @@
-"""The model of a run as it is trained on these ranks: built, and with all that a step needs but data.
+"""The model of a run as it is trained on these ranks: built by a plan, and with all that a step needs but data.
 
-`Prepared` -> model (FSDP x EP) -> where experts live, which choices count -> how rows ride, how experts compute, what
+plan -> model (FSDP x EP) -> where experts live, which choices count -> how tokens travel, how experts compute, what
 runs beside what -> loss and optimizer
 
-Setup goes on from here (`carpool.train.run.setup`). Measurements of a few layers before a run stop here
-(`kept_times.py`).
+A run goes on from here (`carpool.train.run`). Measurements of a few layers before a run stop here (`policy_times.py`).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
 from carpool.experts import Choices
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
 from carpool.hf.axes.context import ContextParallel
@@ -48,63 +49,53 @@ from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
 from carpool.schedule import Schedule
-from carpool.train.build.offloaded import make_tiers
-from carpool.train.config.fine_tuning import adapter_folder
-from carpool.train.build.schedule_choice import choose_schedule, rides_first
+from carpool.train.blueprint import top_k_of
 from carpool.train.build.expert_kernels import choose_stages
-from carpool.train.plan.transport_choice import TRANSPORT_KIND, choose_way
+from carpool.train.build.offloaded import make_tiers
+from carpool.train.build.schedule_choice import choose_schedule, rides_first
+from carpool.train.config.fine_tuning import adapter_folder
+from carpool.train.config.schema import Config
 from carpool.train.launch.machine import ranks_of
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import add_adapter
-from carpool.train.plan.division import distributed_config
-from carpool.train.blueprint import top_k_of
 from carpool.train.moving.layouts import first_layouts
-from carpool.train.plan.resolve import Prepared
+from carpool.train.plan.division import distributed_config
 from carpool.train.plan.offload_checks import disk_folder
+from carpool.train.plan.resolve import Plan
+from carpool.train.plan.transport_choice import choose_on_ranks
 from carpool.train.records.files import ADAPTER
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.objective import Objective
 from carpool.train.steps.optimizer import make_optimizer
 from carpool.train.steps.pipeline import PipelineObjective
-from carpool.train.steps.room import most_tokens, transport_options
 from carpool.train.steps.stage_graphs import StageGraphs
 from carpool.transport import TransportOptions, set_topology
 
-
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
 DEEPSEEK_RATE = 0.001
+FirstLayouts = Callable[[Config, dict[str, ExpertRides], dict[str, Any]], tuple[Layouts, str]]
 
 
-class Assembled(Prepared):
-    """What was prepared, and the model with its loss and optimizer. All ranks construct it alike.
-
-    Args:
-        saved: what the checkpoint that is resumed says beside weights; {}: there is none.
+@dataclass
+class Built:
+    """The model of a run on this rank, with its loss and optimizer.
 
     Attributes:
-        rank, world, main: this rank, their number, whether this is rank 0.
         load_seconds: until all ranks had the model.
         adapted: parameters of the adapter; 0: the model itself is trained.
         ep_topology: of this rank's expert-parallel group.
         layout_source: what says where experts live at the start.
-        limits_lossy, experts_lossy: how these change the model's function, for the log.
+        lossy: how routing and experts change the model's function, for the log.
         bias: moves the biases of routers; None: nothing does.
-        rides: the layers that ride.
+        rides: the layers with experts.
+        transport, kernels, schedule: the decisions that need the model; kernels: None if its experts have none.
         options: of the transport.
-        transport_choice, stages, schedule: of the decisions, those that need the model; stages: None if its experts
-            have none.
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
         consumed: uses gradients in the backward; None: they are kept until the optimizer's step.
         away: keeps experts in host memory; None: they are on the device.
         no_graphs: why steps are not captured as CUDA graphs; None: they are.
-
-    Raises:
-        ValueError: settings that this model cannot have.
     """
 
-    rank: int
-    world: int
-    main: bool
     device: torch.device
     meshes: Meshes
     model: PreTrainedModel
@@ -112,13 +103,12 @@ class Assembled(Prepared):
     adapted: int
     ep_topology: Topology
     layout_source: str
-    limits_lossy: list[str]
+    lossy: list[str]
     bias: BiasBalance | None
-    experts_lossy: list[str]
     rides: list[ExpertRides]
-    transport_choice: Chosen[str]
+    transport: Chosen[str]
     options: TransportOptions
-    stages: Chosen[Choices] | None
+    kernels: Chosen[Choices] | None
     schedule: Chosen[Schedule]
     objective: Objective
     parameters: list[nn.Parameter]
@@ -126,243 +116,228 @@ class Assembled(Prepared):
     consumed: ConsumedGradients | None
     away: HostExperts | None
     metrics: RideMetrics
-    no_graphs: str | None
+    no_graphs: str | None = None
 
-    def __init__(self, prepared: Prepared, saved: dict[str, Any]) -> None:
-        vars(self).update(vars(prepared))
-        device = prepared.machine.device
-        assert device is not None, "a run has ranks"
-        self.rank, self.world, self.device = prepared.machine.rank, prepared.machine.ranks, device
-        self.main = self.rank == 0
-        self._build_model(saved)
-        self._set_routing(saved)
-        self._set_rides()
-        self._set_objective()
-        self._set_graphs()
-        # Drop-out and the like differ between ranks with different tokens, and only between them.
-        torch.manual_seed(self.config.training.seed + self.degrees.dp_cp_rank(self.rank))
 
-    @property
-    def bf16(self) -> bool:
-        """Whether it computes in bfloat16."""
-        return self.config.training.computes_in_bf16(self.machine.cuda)
+def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_layouts) -> Built:
+    """Build what was planned. All ranks together.
 
-    @property
-    def element_size(self) -> int:
-        """Bytes of an element of a row that travels, before a codec."""
-        return 2 if self.bf16 else self.model.dtype.itemsize
+    Args:
+        saved: what the checkpoint that is resumed says beside weights; {}: there is none.
+        layouts_of: where the experts of each layer are at the start, and what says so.
 
-    def _build_model(self, saved: dict[str, Any]) -> None:
-        config, training = self.config, self.config.training
-        self.meshes = Meshes(self.degrees, self.device.type)
-        with loading_shown(self.main):
-            began = time.perf_counter()
-            self.model = build_model(
-                self.blueprint.source,
-                distributed_config=distributed_config(self.degrees, self.bf16),
-                dtype=getattr(torch, config.model.dtype or "float32"),
-                seed=training.seed,
-                attn_implementation=self.attention,
-                experts_implementation=config.model.experts_implementation,
-                dense=self.dense.answer,
-                base_dtype=config.adapter.base_dtype,
-                meshes=self.meshes,
-                sequence_parallel=self.divides_tokens,
-                slices=self.degrees.etp,
-                parts=() if self.pipeline is None else self.pipeline.own,
-            )
-            dist.barrier()
-            self.load_seconds = time.perf_counter() - began
-        install(self.model)
-        if training.freeze == "dense":
-            freeze_dense(self.model)
-        elif training.freeze == "experts":
-            freeze_experts(self.model, rides(self.model))
-        self.adapted = 0
-        if config.adapter.kind is not None:
-            start, own = config.adapter.path, Path(training.output_dir, ADAPTER)
-            # What a run began with may be gone when it goes on, with the checkpoint's values.
-            folder = own if start and saved and own.is_dir() else start and adapter_folder(start)
-            whole = self.dense.answer == "replicate"
-            self.adapted = add_adapter(self.model, config.adapter, training.seed, whole, folder or None)
-        if self.dense.answer == "replicate":
-            replicate_dense(self.model, self.bf16)
-        elif not self.adapted:
-            # With adapters all else is frozen, and their gradients are averaged (`carpool.hf.finetune.adapters`), not
-            # summed.
-            keep_experts(self.model)
+    Raises:
+        ValueError: settings that this model cannot have."""
+    config, machine, device = plan.config, plan.machine, plan.machine.device
+    assert device is not None, "a run has ranks"
+    began = time.perf_counter()
+    meshes = Meshes(plan.degrees, device.type)
+    model = _load(plan, meshes)
+    load_seconds = time.perf_counter() - began
+    adapted = _set_trained(plan, model, saved)
 
-    def _set_routing(self, saved: dict[str, Any]) -> None:
-        """Where experts live, and which of a token's choices count."""
-        moe = self.config.moe
-        # Before slots are filled, and before there is a transport: both ask which ranks share a node.
-        group = next(iter(rides(self.model).values())).group
-        self.ep_topology = self.machine.topology.of(ranks_of(group))
-        set_topology(group, self.ep_topology)
-        layouts, self.layout_source = self.first_layouts(saved)
-        set_layout(self.model, layouts)
-        if moe.router_float32:
-            route_in_float32(self.model)
-        # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
-        self.limits_lossy = limit_routing(self.model, moe.limits(self.ep_topology))
-        self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
-        self.bias = self._bias_balance()
+    layers = rides(model)
+    # Before slots are filled, and before there is a transport: both ask which ranks share a node.
+    group = next(iter(layers.values())).group
+    ep_topology = machine.topology.of(ranks_of(group))
+    set_topology(group, ep_topology)
+    layouts, layout_source = layouts_of(config, layers, saved)
+    set_layout(model, layouts)
+    if config.moe.router_float32:
+        route_in_float32(model)
+    # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
+    lossy = limit_routing(model, config.moe.limits(ep_topology))
+    lossy += drop_choices(model, config.moe.drops, top_k_of(model))
+    bias = _bias_balance(plan, model, meshes)
 
-    def first_layouts(self, saved: dict[str, Any]) -> tuple[Layouts, str]:
-        """Where the experts of each layer are at the start, and what says so."""
-        return first_layouts(self.config, rides(self.model), saved)
+    experts_lossy = set_experts(model, config.moe.experts, **config.moe.expert_options)
+    own = list(layers.values())
+    transport, options, kernels, schedule = _set_rides(plan, model, own)
+    two_batch = schedule.answer.name == "two-batch"
+    objective = _objective(plan, model, meshes, two_batch, ep_topology)
+    with sharded_parameters(model):
+        parameters = list(model.parameters())
+        on_disk = config.training.optimizer_state == "disk"
+        optimizer = make_optimizer(model, config.training, disk_folder(config) if on_disk else None)
+    computed = torch.bfloat16 if plan.bf16 else model.dtype
+    consumed, away = make_tiers(config, model, own, optimizer, computed, two_batch, device, plan.decisions)
+    metrics = RideMetrics(model, None if plan.pipeline is None else plan.pipeline.moe_layers)
+    built = Built(
+        device=device,
+        meshes=meshes,
+        model=model,
+        load_seconds=load_seconds,
+        adapted=adapted,
+        ep_topology=ep_topology,
+        layout_source=layout_source,
+        lossy=[*experts_lossy, *lossy],
+        bias=bias,
+        rides=own,
+        transport=transport,
+        options=options,
+        kernels=kernels,
+        schedule=schedule,
+        objective=objective,
+        parameters=parameters,
+        optimizer=optimizer,
+        consumed=consumed,
+        away=away,
+        metrics=metrics,
+    )
+    _set_graphs(plan, built)
+    # Drop-out and the like differ between ranks with different tokens, and only between them.
+    torch.manual_seed(config.training.seed + plan.degrees.dp_cp_rank(machine.rank))
+    return built
 
-    def _bias_balance(self) -> BiasBalance | None:
-        """What moves the biases of the model's routers; None if nothing does."""
-        rate = self.config.moe.bias_update_rate
-        if rate is None:
-            # A fine-tune goes on as its checkpoint was left, unless somebody says otherwise.
-            from_scratch = self.config.model.from_scratch and bool(find_biases(self.model))
-            rate = DEEPSEEK_RATE if from_scratch else 0.0
-        group = None if self.pipeline is None else self.meshes.stage_group()
-        return BiasBalance(self.model, rate, group) if rate else None
 
-    def _set_rides(self) -> None:
-        """How rows travel, how experts compute, and what runs beside what."""
-        config, moe = self.config, self.config.moe
-        self.experts_lossy = set_experts(self.model, moe.experts, **moe.expert_options)
-        set_kept(self.model, config.memory.kept)
-        if config.memory.dense == "recompute":
-            recompute_layers(self.model, config.memory.sums == "recompute")
-        self.rides = list(rides(self.model).values())
-        name_layers(self.model)
-        if (schedule := moe.asked_schedule()) is not None:
-            # Before there are buffers: those of chunks are smaller.
-            for own in self.rides:
-                own.set_schedule(schedule)
-        self.transport_choice, self.options = self._choose_transport()
-        set_transport(self.model, self.transport_choice.answer, options=self.options)
-        self._prepare_rides()
-        self._choose_stages_and_schedule()
-        compute_shared_beside(self.model, self.schedule.answer.name != "none")
-        self._prepare_rides()
-        if config.training.torch_compile:
-            compile_layers(self.model, config.training.torch_compile_backend)
-        if config.memory.dense == "offload":
-            offload_layers(self.model)
-
-    def _choose_transport(self) -> tuple[Chosen[str], TransportOptions]:
-        """The transport of all layers, and its options as the ranks can have them."""
-        config, layer = self.config, self.rides[0]
-        hidden, top_k, size = self.blueprint.row_size, self.blueprint.top_k, self.element_size
-        codecs = config.codec.codecs.for_rows_of(size)
-        chosen = choose_way(
-            config.moe.transport,
-            layer,
-            top_k,
-            hidden,
-            TransportOptions(most_tokens(config, self.degrees), codecs),
-            self.device,
-            self.decisions,
-            element_size=size,
-            hardware=self.machine.hardware,
+def _load(plan: Plan, meshes: Meshes) -> PreTrainedModel:
+    """The model with its weights, on these ranks."""
+    config, training = plan.config, plan.config.training
+    with loading_shown(plan.machine.rank == 0):
+        model = build_model(
+            plan.blueprint.source,
+            distributed_config=distributed_config(plan.degrees, plan.bf16),
+            dtype=getattr(torch, config.model.dtype or "float32"),
+            seed=training.seed,
+            attn_implementation=plan.attention,
+            experts_implementation=config.model.experts_implementation,
+            dense=plan.dense.answer,
+            base_dtype=config.adapter.base_dtype,
+            meshes=meshes,
+            sequence_parallel=plan.sequence_parallel.answer,
+            slices=plan.degrees.etp,
+            parts=() if plan.pipeline is None else plan.pipeline.own,
         )
-        options = replace(transport_options(config, self.degrees, chosen.answer), codecs=codecs)
-        own_forward = any(own.compute is None for own in self.rides)
-        settled, note = options.settled(layer.group, top_k, hidden, own_forward)
-        if note:
-            chosen = self.decisions.add(TRANSPORT_KIND, replace(chosen, why=f"{chosen.why}; {note}"))
-        return chosen, settled
+        dist.barrier()
+    return model
 
-    def _choose_stages_and_schedule(self) -> None:
-        """What may be measured of a layer's ride, for layers that have a transport."""
-        config, training, moe = self.config, self.config.training, self.config.moe
-        measured: dict[str, Any] = {
-            "tokens": self.degrees.tokens_per_rank(training.per_device_train_batch_size * config.data.sequence_length),
-            "top_k": self.blueprint.top_k,
-            "dtype": torch.bfloat16 if self.bf16 else self.model.dtype,
-            "device": self.device,
-            "decisions": self.decisions,
-        }
-        self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
-        if self.stages is not None:
-            set_experts(self.model, moe.experts, choices=self.stages.answer, **moe.expert_options)
-        # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
-        measured |= {"hidden": self.blueprint.row_size, "in_parts": not config.memory.few_tokens}
-        self.schedule = choose_schedule(moe.asked_schedule(), self.rides, **measured)
 
-    def _prepare_rides(self) -> None:
-        """Make the buffers of all layers."""
-        for own in self.rides:
-            own.prepare(self.blueprint.top_k, self.blueprint.row_size)
+def _set_trained(plan: Plan, model: PreTrainedModel, saved: dict[str, Any]) -> int:
+    """Freeze what is not trained and add the adapter; how many parameters it has, 0 without one."""
+    config, training, adapted = plan.config, plan.config.training, 0
+    install(model)
+    if training.freeze == "dense":
+        freeze_dense(model)
+    elif training.freeze == "experts":
+        freeze_experts(model, rides(model))
+    whole = plan.dense.answer == "replicate"
+    if config.adapter.kind is not None:
+        start, own = config.adapter.path, Path(training.output_dir, ADAPTER)
+        # What a run began with may be gone when it goes on, with the checkpoint's values.
+        folder = own if start and saved and own.is_dir() else start and adapter_folder(start)
+        adapted = add_adapter(model, config.adapter, training.seed, whole, folder or None)
+    if whole:
+        replicate_dense(model, plan.bf16)
+    elif not adapted:
+        # With adapters all else is frozen, and their gradients are averaged (`carpool.hf.finetune.adapters`), not
+        # summed.
+        keep_experts(model)
+    return adapted
 
-    def _set_objective(self) -> None:
-        training, moe = self.config.training, self.config.moe
-        settings: dict[str, Any] = dict(
-            top_k=self.blueprint.top_k,
-            aux_coef=self.blueprint.balance_loss(moe.router_aux_loss_coef)[0],
-            dp_size=self.degrees.dp_cp,
-            autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_cp == 1 else None,
-            balance_layers=moe.balance == "layer",
-            two_batch=self.schedule.answer.name == "two-batch",
-            rides_first=rides_first(self.model, moe, self.degrees.fsdp * self.degrees.cp),
-            loss_chunk=training.loss_chunk,
-            context=self._context_parallel(),
+
+def _bias_balance(plan: Plan, model: PreTrainedModel, meshes: Meshes) -> BiasBalance | None:
+    """What moves the biases of the model's routers; None if nothing does."""
+    rate = plan.config.moe.bias_update_rate
+    if rate is None:
+        # A fine-tune goes on as its checkpoint was left, unless somebody says otherwise.
+        from_scratch = plan.config.model.from_scratch and bool(find_biases(model))
+        rate = DEEPSEEK_RATE if from_scratch else 0.0
+    return BiasBalance(model, rate, None if plan.pipeline is None else meshes.stage_group()) if rate else None
+
+
+def _set_rides(
+    plan: Plan, model: PreTrainedModel, layers: list[ExpertRides]
+) -> tuple[Chosen[str], TransportOptions, Chosen[Choices] | None, Chosen[Schedule]]:
+    """Choose how tokens travel, which kernels compute experts, and what runs beside what, and let the layers do so."""
+    config, training, moe, device = plan.config, plan.config.training, plan.config.moe, plan.machine.device
+    assert device is not None
+    set_kept(model, config.memory.kept)
+    if config.memory.dense == "recompute":
+        recompute_layers(model, config.memory.sums == "recompute")
+    name_layers(model)
+    if (asked := moe.asked_schedule()) is not None:
+        # Before there are buffers: those of chunks are smaller.
+        for own in layers:
+            own.set_schedule(asked)
+    top_k, hidden = plan.blueprint.top_k, plan.blueprint.row_size
+    transport, options = choose_on_ranks(plan, layers[0], any(own.compute is None for own in layers))
+    set_transport(model, transport.answer, options=options)
+    _make_buffers(plan, layers)
+    tokens = plan.degrees.tokens_per_rank(training.per_device_train_batch_size * config.data.sequence_length)
+    dtype = torch.bfloat16 if plan.bf16 else model.dtype
+    kernels = choose_stages(moe.expert_stages, layers, tokens, top_k, dtype, device, plan.decisions)
+    if kernels is not None:
+        set_experts(model, moe.experts, choices=kernels.answer, **moe.expert_options)
+    # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
+    in_parts = not config.memory.few_tokens
+    schedule = choose_schedule(asked, layers, tokens, top_k, hidden, dtype, device, plan.decisions, in_parts)
+    compute_shared_beside(model, schedule.answer.name != "none")
+    _make_buffers(plan, layers)
+    if training.torch_compile:
+        compile_layers(model, training.torch_compile_backend)
+    if config.memory.dense == "offload":
+        offload_layers(model)
+    return transport, options, kernels, schedule
+
+
+def _make_buffers(plan: Plan, layers: list[ExpertRides]) -> None:
+    for own in layers:
+        own.prepare(plan.blueprint.top_k, plan.blueprint.row_size)
+
+
+def _objective(
+    plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bool, ep_topology: Topology
+) -> Objective:
+    config, moe, degrees = plan.config, plan.config.moe, plan.degrees
+    group = meshes.group("cp")
+    autocast = torch.bfloat16 if plan.bf16 and degrees.dp_cp == 1 else None
+    settings: dict[str, Any] = dict(
+        top_k=plan.blueprint.top_k,
+        aux_coef=plan.balance_loss[0],
+        dp_size=degrees.dp_cp,
+        autocast=autocast,
+        balance_layers=moe.balance == "layer",
+        two_batch=two_batch,
+        rides_first=rides_first(model, moe, degrees.fsdp * degrees.cp),
+        loss_chunk=config.training.loss_chunk,
+        context=None if plan.cut is None or group is None else ContextParallel(model, plan.cut, group),
+    )
+    if plan.pipeline is not None:
+        dtype = torch.bfloat16 if plan.bf16 and autocast is None else model.dtype
+        return plan.pipeline.objective(model, meshes, dtype, settings)
+    moving = None
+    if moe.move_sequences is not None:
+        hardware = plan.machine.hardware
+        moving = MovingSequences(model, moe.move_sequences, plan.blueprint.top_k, ep_topology, hardware)
+    return Objective(model, **settings, moving=moving)
+
+
+def _set_graphs(plan: Plan, built: Built) -> None:
+    """Let steps be CUDA graphs, where they can be."""
+    asked, objective, layers = plan.config.training.cuda_graphs, built.objective, built.rides
+    one = plan.estimate.candidate(built.transport.answer, plan.dense.answer)
+    one = replace(one, schedule=built.schedule.answer.name)
+    why = why_no_graphs(plan.config, one, built.model, layers)
+    if why is None and NSIGHT:
+        why = "Nsight watches, and a graph has no names of layers"
+    # NCCL wants an operation captured by all ranks or by none. Nsight may watch one of them, and stages differ.
+    built.no_graphs = next((found for found in gather(why) if found is not None), None)
+
+    def known(why_not: str | None) -> None:
+        built.no_graphs = why_not
+        note_graphs(plan.decisions, why_not is None, why_not)
+
+    if built.no_graphs is not None:
+        if asked == "on":
+            check_graphs(built.no_graphs)
+    elif isinstance(objective, PipelineObjective):
+        objective.graphs = StageGraphs(objective, layers, known, asked == "on")
+    else:
+        compute, at_once = objective.run_together, objective.at_once
+        objective.graphs = StepGraphs(
+            built.model, layers, compute, known, asked == "on", built.consumed, at_once=at_once
         )
-        if self.pipeline is None:
-            self.objective = Objective(self.model, **settings, moving=self._moving_sequences())
-        else:
-            dtype = torch.bfloat16 if self.bf16 and settings["autocast"] is None else self.model.dtype
-            self.objective = self.pipeline.objective(self.model, self.meshes, dtype, settings)
-        with sharded_parameters(self.model):
-            self.parameters = list(self.model.parameters())
-            on_disk = training.optimizer_state == "disk"
-            self.optimizer = make_optimizer(self.model, training, disk_folder(self.config) if on_disk else None)
-        self.consumed, self.away = make_tiers(
-            self.config,
-            self.model,
-            self.rides,
-            self.optimizer,
-            torch.bfloat16 if self.bf16 else self.model.dtype,
-            self.schedule.answer.name == "two-batch",
-            self.device,
-            self.decisions,
-        )
-        self.metrics = RideMetrics(self.model, None if self.pipeline is None else self.pipeline.moe_layers)
-
-    def _moving_sequences(self) -> MovingSequences | None:
-        every = self.config.moe.move_sequences
-        if every is None:
-            return None
-        return MovingSequences(self.model, every, self.blueprint.top_k, self.ep_topology, self.machine.hardware)
-
-    def _context_parallel(self) -> ContextParallel | None:
-        group = self.meshes.group("cp")
-        if self.cut is None or group is None:
-            return None
-        return ContextParallel(self.model, self.cut, group)
-
-    def _set_graphs(self) -> None:
-        asked = self.config.training.cuda_graphs
-        one = self.estimate.candidate(self.transport_choice.answer, self.dense.answer)
-        one = replace(one, schedule=self.schedule.answer.name)
-        why = why_no_graphs(self.config, one, self.model, self.rides)
-        if why is None and NSIGHT:
-            why = "Nsight watches, and a graph has no names of layers"
-        # NCCL wants an operation captured by all ranks or by none. Nsight may watch one of them, and stages differ.
-        self.no_graphs = next((found for found in gather(why) if found is not None), None)
-        if self.no_graphs is None:
-            known, required = self.note_graphs, asked == "on"
-            if isinstance(self.objective, PipelineObjective):
-                self.objective.graphs = StageGraphs(self.objective, self.rides, known, required)
-            else:
-                compute, at_once = self.objective.run_together, self.objective.at_once
-                self.objective.graphs = StepGraphs(
-                    self.model, self.rides, compute, known, required, self.consumed, at_once=at_once
-                )
-        elif asked == "on":
-            check_graphs(self.no_graphs)
-        note_graphs(self.decisions, None if self.no_graphs is None else False, self.no_graphs)
-
-    def note_graphs(self, why_not: str | None) -> None:
-        """Note whether steps are CUDA graphs, once the first one has been captured. `why_not`: None if they are."""
-        self.no_graphs = why_not
-        note_graphs(self.decisions, why_not is None, why_not)
+    note_graphs(plan.decisions, None if built.no_graphs is None else False, built.no_graphs)
 
 
 @contextmanager

@@ -17,8 +17,10 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+
 import torch
 import torch.distributed as dist
+
 from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
 from carpool.experts.choices import LIBRARY, STAGES, WAYS, default_choices
 from carpool.experts.measure import Measured, pick
@@ -27,7 +29,6 @@ from carpool.hf.seam.rides import ExpertRides
 from carpool.layout.uniform import uniform_copies
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.train.launch.machine import device_name
-
 
 BY_SHAPE = "by the shape"
 log = logging.getLogger("carpool")

@@ -21,37 +21,34 @@ repeated the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
+
+from carpool.experts import ExpertWeights
+from carpool.experts.reference import expert_rows
 from carpool.hf.memory.host_experts import keep_experts_in_host_memory
+from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.layers import experts_modules
 from carpool.hf.seam.rides import ExpertRides
 from carpool.hf.weights.stored_experts import StoredExperts
+from carpool.memory.host import host_zeros
 from carpool.memory.host_experts import HostExperts
 from carpool.optim import AdamW
 from carpool.memory.popularity import Popularity
-from carpool.optim.in_backward import ConsumedGradients
-from carpool.planner.decisions.chosen import Decisions
-from carpool.train.config.schema import Config, MemorySection
-from carpool.train.blueprint import meta_model
-from carpool.train.plan.offload_checks import check_layouts_of_tiers, disk_folder
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
-import torch
-import torch.distributed as dist
-from carpool.experts import ExpertWeights
-from carpool.experts.reference import expert_rows
-from carpool.hf.seam.experts_module import weight_names
-from carpool.hf.seam.rides import ExpertRides
-from carpool.memory.host import host_zeros
 from carpool.observe.clock import synchronize
+from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
+from carpool.train.blueprint import meta_model
+from carpool.train.config.schema import Config, MemorySection
 from carpool.train.launch.machine import device_name
+from carpool.train.plan.offload_checks import check_layouts_of_tiers, disk_folder
 
 
 def make_tiers(

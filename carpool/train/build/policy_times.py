@@ -20,10 +20,12 @@ import gc
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from transformers import PreTrainedConfig
+
 from carpool.hf import set_kept
 from carpool.hf.building.narrow import row_size
 from carpool.hf.memory.offload import offload_layers
@@ -34,16 +36,15 @@ from carpool.memory.policies import KeptPolicies
 from carpool.observe.clock import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.configuration.candidate import POLICIES
-from carpool.train.build.assemble import Assembled
-from carpool.train.config.schema import Config
-from carpool.train.plan.memory_fit import Times, open_items
-from carpool.train.plan.start_checks import decisions_of
-from carpool.train.launch.machine import Machine, rank_device
 from carpool.train.blueprint import Blueprint
-from carpool.train.plan.resolve import prepare
+from carpool.train.build.assemble import Built, build
+from carpool.train.config.schema import Config
+from carpool.train.launch.machine import Machine, rank_device
+from carpool.train.plan.memory_fit import Times, open_items
+from carpool.train.plan.resolve import Plan, resolve
+from carpool.train.plan.start_checks import decisions_of
 from carpool.train.steps.graphs import EAGER_STEPS
 from carpool.train.steps.room import make_room
-
 
 WARM_UP, ROUNDS = 2, 3
 LAYERS = 3
@@ -58,8 +59,9 @@ def measure_on_small_model(config: Config, machine: Machine, blueprint: Blueprin
     experts = blueprint.model.get_submodule(next(iter(blueprint.expert_counts)))
     first = next(n for n, layer in enumerate(layers) if any(one is experts for one in layer.modules()))
     model = Blueprint.of(small_model(blueprint.model.config, first))
-    small = Assembled(prepare(small_config(config), machine, model, decisions_of([])), {})
-    times = measure_policies(small, open_items(config), len(layers), len(blueprint.expert_counts))
+    plan = resolve(small_config(config), machine, model, decisions_of([]))
+    small = build(plan, {})
+    times = measure_policies(plan, small, open_items(config), len(layers), len(blueprint.expert_counts))
     del small
     gc.collect()
     if device.type == "cuda":
@@ -106,24 +108,24 @@ def small_model(config: PreTrainedConfig, first: int) -> PreTrainedConfig:
     return small
 
 
-def measure_policies(run: Assembled, given: Mapping[str, str | None], layers: int, moe_layers: int) -> Times:
+def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], layers: int, moe_layers: int) -> Times:
     """Milliseconds that each open policy adds to a micro-batch of the whole model: those of the slowest rank. All ranks
     together.
 
     Args:
-        run: of the small model, without a step so far. It cannot be used any more.
+        plan, built: of the small model, without a step so far. It cannot be used any more.
         given: policies that are no question, by item.
         layers, moe_layers: of the whole model."""
-    device, model = run.device, run.model
-    training, length = run.config.training, run.config.data.sequence_length
-    generator = torch.Generator().manual_seed(run.rank)
+    device, model = built.device, built.model
+    training, length = plan.config.training, plan.config.data.sequence_length
+    generator = torch.Generator().manual_seed(plan.machine.rank)
     ids_BL = torch.randint(
-        0, run.blueprint.vocab_size, (training.per_device_train_batch_size, length), generator=generator
+        0, plan.blueprint.vocab_size, (training.per_device_train_batch_size, length), generator=generator
     )
     batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
-    tokens = batch["labels"][:, 1:].numel() * run.degrees.dp_cp
+    tokens = batch["labels"][:, 1:].numel() * plan.degrees.dp_cp
     whole = replicated(model)
-    rooms, graphs = rooms_of_rides(run.rides), run.objective.graphs
+    rooms, graphs = rooms_of_rides(built.rides), built.objective.graphs
 
     def forget() -> None:
         if graphs is not None:
@@ -133,11 +135,11 @@ def measure_policies(run: Assembled, given: Mapping[str, str | None], layers: in
         if graphs is not None:
             # Policies that cannot be captured cost what they cost eagerly, also in the run.
             graphs.try_again()
-        _take(run, policies)
+        _take(plan, built, policies)
 
     def micro_batch() -> None:
         while True:
-            run.objective.accumulate([batch], tokens)
+            built.objective.accumulate([batch], tokens)
             if whole is not None:
                 whole.finish()
             model.zero_grad(set_to_none=True)
@@ -172,7 +174,7 @@ def measure_policies(run: Assembled, given: Mapping[str, str | None], layers: in
     forget()
     share = {"dense": layers, "sums": moe_layers, "rows": moe_layers, "hidden": moe_layers}
     here = {"dense": model.config.get_text_config().num_hidden_layers} | dict.fromkeys(
-        ("sums", "rows", "hidden"), len(run.rides)
+        ("sums", "rows", "hidden"), len(built.rides)
     )
     found: Times = {item: {} for item in POLICIES}
     for way in ways[1:]:
@@ -197,17 +199,17 @@ def _questions(given: Mapping[str, str | None]) -> list[dict[str, str]]:
     return asked
 
 
-def _take(run: Assembled, policies: Mapping[str, str]) -> None:
+def _take(plan: Plan, built: Built, policies: Mapping[str, str]) -> None:
     """Let the next forward keep what these say. All ranks together."""
     kept: Any = {item: policies[item] for item in ("rows", "hidden")}
-    set_kept(run.model, KeptPolicies(**kept))
+    set_kept(built.model, KeptPolicies(**kept))
     if policies["dense"] == "recompute":
-        recompute_layers(run.model, policies["sums"] == "recompute")
+        recompute_layers(built.model, policies["sums"] == "recompute")
     else:
-        run.model.gradient_checkpointing_disable()
-    hidden = row_size(run.model.config)
-    for own in run.rides:
-        own.prepare(run.blueprint.top_k, hidden)
+        built.model.gradient_checkpointing_disable()
+    hidden = row_size(built.model.config)
+    for own in built.rides:
+        own.prepare(plan.blueprint.top_k, hidden)
 
 
 def groups_before(device: torch.device) -> Callable[[], None]:

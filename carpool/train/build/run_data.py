@@ -6,7 +6,9 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+
 import torch
+
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.loader import EvalLoader, TrainLoader
@@ -14,11 +16,10 @@ from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.sequences import Sequences, eval_sequences, train_sequences
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.ranks import patiently, together
-from carpool.train.plan.resolve import Prepared
+from carpool.train.plan.resolve import Plan
 from carpool.train.plan.start_checks import check_sequences
 
-
-MakeCorpus = Callable[[Prepared, Tokenizer], Corpus]
+MakeCorpus = Callable[[Plan, Tokenizer], Corpus]
 
 
 @dataclass
@@ -33,7 +34,7 @@ class RunData:
 
 
 def read_data(
-    prepared: Prepared, tokenizer: Tokenizer, device: torch.device, make_corpus: MakeCorpus | None = None
+    plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpus: MakeCorpus | None = None
 ) -> RunData:
     """Read text, or the tokens that an earlier run has made of it. All ranks together.
 
@@ -42,23 +43,23 @@ def read_data(
 
     Raises:
         ValueError: text that cannot be used, or not by this model."""
-    config, training = prepared.config, prepared.config.training
-    corpus = (make_corpus or read_corpus)(prepared, tokenizer)
-    check_vocabulary(corpus, prepared.blueprint.vocab_size)
+    config, training = plan.config, plan.config.training
+    corpus = (make_corpus or read_corpus)(plan, tokenizer)
+    check_vocabulary(corpus, plan.blueprint.vocab_size)
     # Ranks that share a sequence cut it into 2 * cp equal parts at most.
-    multiple = math.lcm(8, 2 * prepared.degrees.cp)
+    multiple = math.lcm(8, 2 * plan.degrees.cp)
     sequences = train_sequences(corpus, config.data, multiple)
     held_out = eval_sequences(corpus, config.data, multiple)
-    check_sequences(prepared, sequences.packed)
-    dp_rank = prepared.degrees.dp_rank(prepared.machine.rank)
-    share = {"dp_size": prepared.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
+    check_sequences(plan, sequences.packed)
+    dp_rank = plan.degrees.dp_rank(plan.machine.rank)
+    share = {"dp_size": plan.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
     train = TrainLoader(
         sequences,
         batch_size=training.per_device_train_batch_size,
         accumulation=training.gradient_accumulation_steps,
         seed=training.seed,
-        shares=prepared.batch_sizes,
-        alike=prepared.degrees.pp > 1,
+        shares=plan.batch_sizes,
+        alike=plan.degrees.pp > 1,
         **share,
     )
     evaluation = EvalLoader(
@@ -71,9 +72,9 @@ def read_data(
     return RunData(corpus, sequences, Prefetch(train, device), evaluation, steps_per_epoch)
 
 
-def read_corpus(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
+def read_corpus(plan: Plan, tokenizer: Tokenizer) -> Corpus:
     """The text that `[data]` names, as tokens. All ranks together."""
-    config, corpus = prepared.config, None
+    config, corpus = plan.config, None
     # Only these, of all ranks, may have to tokenize, which can take hours.
     with together(ValueError, ""), patiently():
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:

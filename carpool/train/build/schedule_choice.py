@@ -17,8 +17,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
+
 import torch
 from torch import nn
+
 from carpool.experts import ExpertWeights
 from carpool.experts.parts import why_no_parts
 from carpool.hf.seam.experts_module import weight_names
@@ -35,7 +37,6 @@ from carpool.train.config.schema_moe import MoeSection
 from carpool.train.launch.machine import device_name
 from carpool.train.steps.room import make_room
 from carpool.transport import TransportOptions
-
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
 TILES = (Schedule("tiles", 2), Schedule("tiles", 4))

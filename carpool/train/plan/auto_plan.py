@@ -165,7 +165,7 @@ def make_plan(
         sizes = Degrees(tp=tp, ep=tp)
         try:
             check_parallelism(
-                model, distributed_config(sizes, False), sequence_parallel=divides_tokens(config, sizes, model)[0]
+                model, distributed_config(sizes, False), sequence_parallel=divides_tokens(config, sizes, model).answer
             )
         except ValueError as error:
             return str(error)

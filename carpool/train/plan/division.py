@@ -72,7 +72,7 @@ def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
 SEQUENCE_KIND: Kind[bool] = Kind("sequence_parallel", lambda on: {"on": on}, lambda record: bool(record["on"]))
 
 
-def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> tuple[bool, str]:
+def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> Chosen[bool]:
     """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.axes.sequence_parallel`), and
     why.
 
@@ -89,9 +89,10 @@ def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel)
         reason = why_not_sequence_parallel(blueprint, degrees.ep)
     if asked == "on" and reason is not None:
         raise ValueError(f"parallelism.sequence_parallel = 'on' cannot be: {reason}; use 'auto' or 'off'")
+    how = "default" if asked == "auto" else "given"
     if asked == "off" or reason is not None:
-        return False, reason or "asked for"
-    return True, "fewer bytes between ranks, and norms and routers are computed once"
+        return Chosen(False, {}, how, reason or "asked for")
+    return Chosen(True, {}, how, "fewer bytes between ranks, and norms and routers are computed once")
 
 
 def _read_dense(record: Record) -> str:

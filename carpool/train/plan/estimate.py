@@ -47,7 +47,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.lora import outline_adapter
 from carpool.train.plan.division import context_cut, divides_tokens
-from carpool.train.steps.room import transport_options
+from carpool.train.plan.transport_choice import transport_options
 from carpool.transport import find_transport
 
 
@@ -185,7 +185,7 @@ class ModelSizes:
         self.head: Any = output_layer(model)
         self.tied = bool(getattr(model.config, "tie_word_embeddings", False))
         # Of all tokens of a tensor-parallel group, what this rank has between two blocks, and in the loss.
-        self.divided, _ = divides_tokens(config, degrees, model)
+        self.divided = divides_tokens(config, degrees, model).answer
         over_words = degrees.tp > 1 and not self.divided
         self.whole_logits = training.loss_chunk == 0 or over_words or why_whole(model) is not None
         self.trained = math.ceil(self.dense.trained / degrees.dense_shards / degrees.pp)

@@ -77,19 +77,6 @@ def describe_fit(estimate: MemoryEstimate, transport: str, dense: str, memory: i
     return lines
 
 
-def check_fits(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> None:
-    """Refuse a run that clearly does not fit. Before anything is loaded.
-
-    Raises:
-        ValueError: unless `training.check_memory` is false."""
-    if not estimate.config.training.check_memory or estimate(transport, dense)["total"] <= CLEARLY * memory:
-        return
-    lines = describe_fit(estimate, transport, dense, memory, f"the {memory / GiB:,.1f} GiB of a rank")
-    raise ValueError(
-        "\n".join(["this run " + lines[0], *lines[1:], "to try it all the same: training.check_memory=false"])
-    )
-
-
 def advise(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:
     """Changes, each on top of those before it, until it fits."""
     total = estimate(transport, dense)["total"]

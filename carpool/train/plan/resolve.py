@@ -1,16 +1,22 @@
 """What a run is, before there is a model: all that follows from its settings, its machine and its model's shapes.
 
-settings, machine, blueprint -> the plan, if one was asked for -> degrees, and what each rank has -> the likely
-transport -> what layers keep, how dense parameters lie -> or an error that says what cannot be, with nothing loaded
+settings, machine, blueprint -> the searched plan, if one was asked for -> degrees, and what each rank has -> the
+expected transport -> what layers save, how non-expert parameters lie -> or an error that says what cannot be, with
+nothing loaded
 
 A run and its dry run (`dry_run.py`) come through here alike. The ranks of a run call it together, and measure where
-that is asked for; a dry run has no ranks, and models the same.
+that is asked for; a dry run has no ranks, and models the same. What only ranks with a model can choose, such as the
+transport that all of them can use, the kernels of experts and the schedule, `carpool.train.build` chooses and notes in
+the same `Plan.decisions`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
 
 from carpool.hf.axes.sequence_moves import check_moves
 from carpool.hf.axes.slices import SlicedExperts
@@ -18,6 +24,7 @@ from carpool.hf.building.checks import check_parallelism
 from carpool.hf.routing.bias import check_biases, find_biases
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
+from carpool.planner.configuration.candidate import Candidate
 from carpool.planner.decisions.chosen import Chosen, Decisions
 from carpool.planner.decisions.policies import Policies
 from carpool.train.blueprint import Blueprint, attention_of, check_implementations
@@ -35,71 +42,125 @@ from carpool.train.plan.division import (
     divides_tokens,
     with_speeds,
 )
-from carpool.train.plan.estimate import MemoryEstimate
+from carpool.train.plan.estimate import Memory, MemoryEstimate
 from carpool.train.plan.memory_fit import Times, choose_memory, with_policies
 from carpool.train.plan.offload_checks import check_experts_away, check_layouts_of_tiers, check_tiers
-from carpool.train.plan.transport_choice import likely_transport
+from carpool.train.plan.transport_choice import expected_transport
 from carpool.train.steps.pipeline import CutModel, cut_into_stages
 
 
-@dataclass
-class Prepared:
-    """All that is decided of a run before there is a model.
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided of a run before there is a model, each choice with its reason.
 
     Attributes:
         config: the settings, with those that were left to a plan, to a budget or to a measurement.
-        machine, blueprint: what it was prepared for.
-        decisions: all that was chosen (`carpool.planner.decisions.chosen`); of these, plan (None if nothing was left to
-            it), kept and dense are asked for elsewhere.
+        machine, blueprint: what it was made for.
+        decisions: the record of all choices, in which those that need the model are noted, too.
+        degrees: of parallelism.
         batch_sizes: sequences of each data-parallel rank in a micro-batch.
         attention: what computes it, as Transformers names it; None: its default.
         cut: the part of each sequence that this rank has; None: whole ones.
         pipeline: the stages of the model; None: it has one.
-        divides_tokens: tensor-parallel ranks divide their tokens among themselves; why_divided: or why they do not.
-        likely_transport: what the estimate takes the ranks to choose; why_likely: and why.
-        rank_memory: bytes that a rank may use, the budget included.
+        memory: bytes that a rank may use, the budget included.
+        estimate: of the memory that a rank needs.
+        searched: what the planner's search has set; None: nothing was left to it.
+        sequence_parallel: whether tensor-parallel ranks divide their tokens among themselves.
+        transport: what the ranks are expected to choose.
+        policies: what is saved for the backward.
+        dense: "fsdp" or "replicate".
     """
 
     config: Config
     machine: Machine
     blueprint: Blueprint
     decisions: Decisions
-    plan: Chosen[Planned] | None
     degrees: Degrees
     batch_sizes: tuple[int, ...]
     attention: str | None
     cut: Cut | None
     pipeline: CutModel | None
-    divides_tokens: bool
-    why_divided: str
-    likely_transport: str
-    why_likely: str
-    rank_memory: int
+    memory: int
     estimate: MemoryEstimate
-    kept: Chosen[Policies]
+    searched: Chosen[Planned] | None
+    sequence_parallel: Chosen[bool]
+    transport: Chosen[str]
+    policies: Chosen[Policies]
     dense: Chosen[str]
 
+    @property
+    def bf16(self) -> bool:
+        """Whether the run computes in bfloat16."""
+        return self.config.training.computes_in_bf16(self.machine.cuda)
 
-def prepare(
+    @property
+    def candidate(self) -> Candidate:
+        """The run in the planner's words."""
+        return self.estimate.candidate(self.transport.answer, self.dense.answer)
+
+    @cached_property
+    def needs(self) -> Memory:
+        """Predicted bytes of a rank, by component."""
+        return self.estimate(self.transport.answer, self.dense.answer)
+
+    @property
+    def balance_loss(self) -> tuple[float, str]:
+        """The weight of the balance loss, and what says so."""
+        return self.blueprint.balance_loss(self.config.moe.router_aux_loss_coef)
+
+    def describe(self) -> list[str]:
+        """Lines for people: what a run and its dry run say alike."""
+        config, degrees, machine, size = self.config, self.degrees, self.machine, self.blueprint.size
+        backend = "" if machine.device is None else f" ({dist.get_backend()})"
+        experts = f"{max(self.blueprint.expert_counts.values())} experts, top-{self.blueprint.top_k}"
+        lines = [
+            f"{self.blueprint.architecture}: {size.total:,} parameters, {size.active:,} active per token, {experts}"
+        ]
+        if self.searched is not None:
+            lines.append(f"plan: {self.searched.why}")
+            if machine.device is None:
+                lines += [f"  then {one.step_ms[1]:,.1f} ms: {one.label}" for one in self.searched.answer.others]
+        where = "" if machine.here else f" on {machine.hardware.name}"
+        lines.append(f"{machine.ranks} ranks{backend}{where}: {degrees}")
+        if config.parallelism.rank_speeds == "measured":
+            lines.append("speeds of ranks: measured when the run starts; here they are equal")
+        elif (speeds := config.parallelism.rank_speeds) is not None:
+            lines.append(
+                f"speeds of ranks: {speeds}; sequences in a micro-batch: {', '.join(map(str, self.batch_sizes))}"
+            )
+        if degrees.tp > 1:
+            on = "on" if self.sequence_parallel.answer else "off"
+            lines.append(f"sequence parallelism: {on}: {self.sequence_parallel.why}")
+        if self.cut is not None:
+            lines.append(f"context: {self.cut}")
+        lines.append(f"dense parameters: {self.dense.answer}: {self.dense.why}")
+        weight, why = self.balance_loss
+        lines.append(f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})")
+        if (long := self.blueprint.why_long(config.data.sequence_length)) is not None:
+            lines.append(long)
+        return lines
+
+
+def resolve(
     config: Config,
     machine: Machine,
     blueprint: Blueprint,
     decisions: Decisions,
     fixed: Collection[str] = (),
     measure_policies: Callable[[Config, Machine, Blueprint], Times] | None = None,
-) -> Prepared:
+) -> Plan:
     """Decide it all. Where `decisions` are of several ranks, these call it together.
 
     Args:
         fixed: settings that the user has said, by SECTION.KEY; a plan leaves them.
-        measure_policies: what each policy of what is kept costs, for a budget. None: that is modelled.
+        measure_policies: what each policy of what is saved costs, for a budget. None: that is modelled.
 
     Raises:
         ValueError: settings that this model or this machine cannot have."""
     model, counts = blueprint.model, blueprint.expert_counts
-    plan = choose_plan(config, fixed, blueprint, machine, decisions)
-    if plan is not None:
-        config = with_settings(config, plan.answer.taken.settings)
+    searched = choose_plan(config, fixed, blueprint, machine, decisions)
+    if searched is not None:
+        config = with_settings(config, searched.answer.taken.settings)
     degrees = config.parallelism.resolve(machine.ranks, min(counts.values()))
     config.check_supported(degrees.sizes)
     layouts = check_layout_file(config, model.config.model_type, counts, degrees)
@@ -113,49 +174,45 @@ def prepare(
         config = with_speeds(config, machine.device, gather(device_name(machine.device)), decisions)
     batch_sizes = config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees)
     _check_halves(config, batch_sizes)
-    divided, why_divided = divides_tokens(config, degrees, model)
+    sequence_parallel = divides_tokens(config, degrees, model)
     if degrees.tp > 1:
-        how = "default" if config.parallelism.sequence_parallel == "auto" else "given"
-        decisions.add(SEQUENCE_KIND, Chosen(divided, {}, how, why_divided))
+        decisions.add(SEQUENCE_KIND, sequence_parallel)
     cut = context_cut(config, degrees, model, machine.rank)
     pipeline = cut_into_stages(config, degrees, model, machine.rank)
-    attention = attention_of(config, degrees, model, machine.cuda)
     if machine.here:
         check_implementations(config.model, model)
 
-    transport, why_transport = likely_transport(config, degrees, blueprint, machine)
+    transport = expected_transport(config, degrees, blueprint, machine)
     nodes = machine.topology.of(degrees.ranks_along(0, "ep", "etp")).num_nodes
     estimate, memory = MemoryEstimate(config, degrees, model, machine.cuda, nodes), machine.memory
     measure = None if measure_policies is None else lambda: measure_policies(config, machine, blueprint)
     per_node = machine.topology.ranks_beside(0)
-    kept = choose_memory(estimate, transport, machine.hardware, decisions, measure, per_node)
+    policies = choose_memory(estimate, transport.answer, machine.hardware, decisions, measure, per_node)
     if (budget := config.memory.budget_bytes) is not None:
         # All that follows reads one configuration.
-        config, memory = with_policies(config, kept.answer), min(memory, budget)
+        config, memory = with_policies(config, policies.answer), min(memory, budget)
         estimate = estimate.changed(config)
     if machine.here:
-        check_tiers(config, machine, estimate.host_bytes(transport), estimate.disk_bytes())
-    dense = choose_dense(config, degrees, lambda one: estimate(transport, one)["total"], memory, decisions)
-    check_parallelism(model, distributed_config(degrees, estimate.bf16), dense.answer, divided)
+        check_tiers(config, machine, estimate.host_bytes(transport.answer), estimate.disk_bytes())
+    dense = choose_dense(config, degrees, lambda one: estimate(transport.answer, one)["total"], memory, decisions)
+    check_parallelism(model, distributed_config(degrees, estimate.bf16), dense.answer, sequence_parallel.answer)
     check_adapter(config, degrees, dense.answer, estimate.bf16)
-    return Prepared(
+    return Plan(
         config=config,
         machine=machine,
         blueprint=blueprint,
         decisions=decisions,
-        plan=plan,
         degrees=degrees,
         batch_sizes=batch_sizes,
-        attention=attention,
+        attention=attention_of(config, degrees, model, machine.cuda),
         cut=cut,
         pipeline=pipeline,
-        divides_tokens=divided,
-        why_divided=why_divided,
-        likely_transport=transport,
-        why_likely=why_transport,
-        rank_memory=memory,
+        memory=memory,
         estimate=estimate,
-        kept=kept,
+        searched=searched,
+        sequence_parallel=sequence_parallel,
+        transport=transport,
+        policies=policies,
         dense=dense,
     )
 

@@ -1,8 +1,8 @@
 """What would stop a run, found before there are ranks: by `carpool train` before it starts them, and by its dry run.
 
-settings that no rank accepts -> the checkpoint to go on from -> the first row of the data -> the model -> `prepare`
+settings that no rank accepts -> the checkpoint to go on from -> the first row of the data -> the model -> `resolve`
 
-The ranks look again (`carpool.train.run.setup`): they alone know their machine, and under torchrun or Slurm nobody
+The ranks look again (`carpool.train.run.run`): they alone know their machine, and under torchrun or Slurm nobody
 looks before them. They also compare what must be the same on all of them, settings and data: whoever starts ranks by
 hand, or by a script for each node, may start them with different ones. Most differences would not show, and train a
 model that nobody asked for; others would end in a collective that nobody understands.
@@ -36,8 +36,8 @@ from carpool.train.data.sources import find_sources
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
 from carpool.train.launch.machine import Machine, imagine_machine
 from carpool.train.launch.ranks import from_rank_0, gather
-from carpool.train.plan.memory_fit import check_fits
-from carpool.train.plan.resolve import Prepared, prepare
+from carpool.train.plan.memory_fit import CLEARLY, GiB, describe_fit
+from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.records.files import DECISIONS, check_idle, read_record
 from carpool.train.records.record import check_trackers
 from carpool.train.steps.graphs import check_graphs
@@ -61,11 +61,10 @@ def check_run(config: Config, fixed: Collection[str], compare: str | None = None
 def check_start(config: Config, fixed: Collection[str], checkpoint: Path | None, compare: str | None = None) -> None:
     """The same, of a run that goes on from a checkpoint that was looked at, or from none."""
     check_choices(config, compare)
-    run = foresee(config, fixed, imagine_machine(config, None), checkpoint)
-    check_fits(run.estimate, run.likely_transport, run.dense.answer, run.rank_memory)
+    check_fits(foresee(config, fixed, imagine_machine(config, None), checkpoint))
 
 
-def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint: Path | None = None) -> Prepared:
+def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint: Path | None = None) -> Plan:
     """What a run will be, as far as this process can tell without its ranks.
 
     Args:
@@ -80,23 +79,34 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
     blueprint = Blueprint.of_config(config, tokenizer)
     if isinstance(blueprint.source, Path):
         check_weights(blueprint.source, blueprint.model)
-    run = prepare(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
+    plan = resolve(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
     # Adapters are not in the blueprint, and stages name what they have.
-    if checkpoint is not None and config.adapter.kind is None and run.degrees.pp == 1:
+    if checkpoint is not None and config.adapter.kind is None and plan.degrees.pp == 1:
         check_model(checkpoint, blueprint.model)
-    check_sequences(run, are_packed(config.data))
-    check_amount(run, tokenizer)
+    check_sequences(plan, are_packed(config.data))
+    check_amount(plan, tokenizer)
     if config.training.cuda_graphs == "on":
         # By its transport and its dense parameters only the ranks can tell.
-        one = run.estimate.candidate(run.likely_transport, run.dense.answer)
-        check_graphs(one.eager or one.why_eager_by_plan)
-    return run
+        check_graphs(plan.candidate.eager or plan.candidate.why_eager_by_plan)
+    return plan
 
 
-def check_amount(prepared: Prepared, tokenizer: Tokenizer) -> None:
+def check_fits(plan: Plan) -> None:
+    """Refuse a run that clearly does not fit into memory. Before anything is loaded.
+
+    Raises:
+        ValueError: unless `training.check_memory` is false."""
+    if not plan.config.training.check_memory or plan.needs["total"] <= CLEARLY * plan.memory:
+        return
+    name = f"the {plan.memory / GiB:,.1f} GiB of a rank"
+    first, *lines = describe_fit(plan.estimate, plan.transport.answer, plan.dense.answer, plan.memory, name)
+    raise ValueError("\n".join([f"this run {first}", *lines, "to try it all the same: training.check_memory=false"]))
+
+
+def check_amount(plan: Plan, tokenizer: Tokenizer) -> None:
     """Raise ValueError if one step takes more sequences than there are. Of little data alone: it is read for that, as
     the run will read it, and nothing is kept."""
-    config, training = prepared.config, prepared.config.training
+    config, training = plan.config, plan.config.training
     sources = find_sources(config.data.train, "data.train")
     if sum(size for source in sources for _, size, _ in source.signature()) > LITTLE:
         return
@@ -107,14 +117,14 @@ def check_amount(prepared: Prepared, tokenizer: Tokenizer) -> None:
             sequences,
             batch_size=training.per_device_train_batch_size,
             accumulation=training.gradient_accumulation_steps,
-            dp_size=prepared.degrees.dp,
+            dp_size=plan.degrees.dp,
         )
 
 
-def check_sequences(prepared: Prepared, packed: bool) -> None:
+def check_sequences(plan: Plan, packed: bool) -> None:
     """Raise ValueError for a model that cannot be given examples so, or sequences of them that are to move."""
-    config = prepared.config
-    if packed and (why := why_not_packed(prepared.blueprint.model)) is not None:
+    config = plan.config
+    if packed and (why := why_not_packed(plan.blueprint.model)) is not None:
         raise ValueError(f'{why}, so examples cannot be packed: set data.packing="off" (one in a sequence)')
     if config.moe.move_sequences is not None and (packed or config.data.packing == "off"):
         raise ValueError(

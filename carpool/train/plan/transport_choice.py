@@ -1,108 +1,65 @@
-"""How the rows of a run travel (see `carpool.planner.decisions.chosen` for when it is chosen).
+"""How the tokens of a run travel: its transport, and what the settings say to it.
 
 moe.transport       a run that starts                              a run that is resumed
 auto                by the rule of `choose_transport`, of those    as recorded in run.json, if the ranks can still
                     that every rank can use; on several nodes      use the same ones
                     by `carpool.planner.decisions.transport`
 any other           that one                                       that one
+
+A plan has the transport that is expected, as far as one process can tell (`expected_transport`). The ranks choose by
+the same rule, of what all of them can use (`choose_on_ranks`).
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from carpool.hf.seam.rides import ExpertRides
+from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
-from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
+from carpool.planner.decisions.chosen import Chosen, Kind
 from carpool.planner.decisions.transport import automatic_transport
-from carpool.planner.machine.hardware import Hardware, hardware_of
 from carpool.train.blueprint import Blueprint
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
-from carpool.train.steps.room import most_tokens, transport_options
 from carpool.transport import (
     TRANSPORTS,
+    HierarchicalOptions,
     TransportOptions,
     check_topology,
     check_transport,
     choose_transport,
+    find_transport,
     topology_of,
     unfit_transports,
     why_not_nodes,
 )
+from carpool.transport.options import RunSizes
+
+if TYPE_CHECKING:
+    from carpool.train.plan.resolve import Plan
 
 TRANSPORT_KIND: Kind[str] = Kind("transport", lambda name: {"name": name}, lambda record: str(record["name"]))
 
 
-def choose_way(
-    wanted: str,
-    layer: ExpertRides,
-    top_k: int,
-    hidden: int,
-    options: TransportOptions,
-    device: torch.device,
-    decisions: Decisions,
-    *,
-    element_size: int = 2,
-    hardware: Hardware | None = None,
-) -> Chosen[str]:
-    """Choose a transport for all layers. All ranks together.
-
-    Args:
-        wanted: `moe.transport`.
-        layer: any of the run.
-        hidden: H.
-        options: what means something to any transport.
-        element_size: bytes of an element of a row.
-        hardware: rates of the machine; None: of the device.
-        decisions: of the run.
+def expected_transport(config: Config, degrees: Degrees, blueprint: Blueprint, machine: Machine) -> Chosen[str]:
+    """What the ranks will choose, as far as this process can tell without them.
 
     Raises:
-        ValueError: an unknown transport.
-    """
-    unfit: dict[str, str] | None = None
-    several_nodes = False
-    if wanted == "auto":
-        # Expert-parallel groups may be on different hosts; all take the same way.
-        reasons = gather(unfit_transports(layer.group, hidden, options, own_forward=layer.compute is None))
-        unfit = {name: reason for of_rank in reversed(reasons) for name, reason in of_rank.items()}
-        several_nodes = layer.group is not None and not any(gather(why_not_nodes(layer.group)))
-    machine = hardware or hardware_of(device_name(device))
-    shape = {
-        "requested": wanted,
-        "device": device_name(device),
-        "ranks": layer.num_ranks,
-        "top_k": top_k,
-        "hidden": hidden,
-        "unfit": sorted(unfit or ()),
-    }
-
-    def decide(kept: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
-        if wanted != "auto":
-            name, why = choose_transport(wanted, layer.num_ranks, top_k)
-            return Chosen(name, shape, "given", why), False
-        name, why = automatic_transport(
-            layer.num_ranks, top_k, unfit, topology_of(layer.group) if several_nodes else None, hidden=hidden,
-            element_size=element_size, tokens=options.max_tokens, hardware=machine,
-            limited=several_nodes and layer.limit is not None,
-        )  # fmt: skip
-        return kept or Chosen(name, shape, "default", why + note), False
-
-    return decisions.choose(TRANSPORT_KIND, shape, decide)
-
-
-def likely_transport(config: Config, degrees: Degrees, blueprint: Blueprint, machine: Machine) -> tuple[str, str]:
-    """What the ranks will choose, and why, as far as this process can tell without them."""
-    moe, hardware, here = config.moe, machine.hardware, machine.here
-    group, hidden = machine.topology.of(degrees.ranks_along(0, "ep", "etp")), blueprint.row_size
-    if moe.transport != "auto":
+        ValueError: an unknown transport, or one that this machine or its nodes cannot have."""
+    asked, here = config.moe.transport, machine.here
+    group = machine.topology.of(degrees.ranks_along(0, "ep", "etp"))
+    if asked != "auto":
         if here:
-            check_transport(moe.transport, None)
-        check_topology(moe.transport, group)
-        return choose_transport(moe.transport, degrees.expert_ranks, blueprint.top_k)
+            check_transport(asked, None)
+        check_topology(asked, group)
+        return _given(asked, degrees, blueprint, {})
     unfit: dict[str, str] | None = None
     if machine.cuda and degrees.expert_ranks > 1:
+        hardware, hidden = machine.hardware, blueprint.row_size
         reasons = {
             cls.name: cls.why_not_on(group)
             or (None if here or hardware.nvlink is not None else f"{hardware.name} has no NVLink")
@@ -113,8 +70,110 @@ def likely_transport(config: Config, degrees: Degrees, blueprint: Blueprint, mac
             if cls.automatic and not cls.anywhere
         }
         unfit = {one: reason for one, reason in reasons.items() if reason is not None}
-    half = config.training.computes_in_bf16(machine.cuda) or config.model.dtype in ("bfloat16", "float16")
+    limited = config.moe.limits(group).active(group.num_ranks)
+    name, why = _by_rule(config, degrees, blueprint, machine, unfit, group, limited)
+    return Chosen(name, {}, "default", why)
+
+
+def choose_on_ranks(plan: Plan, layer: ExpertRides, own_forward: bool = False) -> tuple[Chosen[str], TransportOptions]:
+    """The transport of all layers, and its options as the ranks can have them. All ranks together.
+
+    Args:
+        layer: any of the run.
+        own_forward: some layer's experts run the model's own forward.
+
+    Raises:
+        ValueError: an unknown transport, or options that it cannot have."""
+    config, machine, asked = plan.config, plan.machine, plan.config.moe.transport
+    hidden, top_k = plan.blueprint.row_size, plan.blueprint.top_k
+    codecs = config.codec.codecs.for_rows_of(element_size(config, machine.cuda))
+    assert machine.device is not None, "ranks choose"
+    unfit: dict[str, str] | None = None
+    nodes: Topology | None = None
+    if asked == "auto":
+        # Expert-parallel groups may be on different hosts; all take the same way.
+        options = TransportOptions(most_tokens(config, plan.degrees), codecs)
+        reasons = gather(unfit_transports(layer.group, hidden, options, own_forward=layer.compute is None))
+        unfit = {name: reason for of_rank in reversed(reasons) for name, reason in of_rank.items()}
+        if layer.group is not None and not any(gather(why_not_nodes(layer.group))):
+            nodes = topology_of(layer.group)
+    shape = {
+        "requested": asked,
+        "device": device_name(machine.device),
+        "ranks": layer.num_ranks,
+        "top_k": top_k,
+        "hidden": hidden,
+        "unfit": sorted(unfit or ()),
+    }
+
+    def decide(recorded: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
+        if asked != "auto":
+            return _given(asked, plan.degrees, plan.blueprint, shape), False
+        limited = nodes is not None and layer.limit is not None
+        name, why = _by_rule(config, plan.degrees, plan.blueprint, machine, unfit, nodes, limited)
+        return recorded or Chosen(name, shape, "default", why + note), False
+
+    chosen = plan.decisions.choose(TRANSPORT_KIND, shape, decide)
+    options = replace(transport_options(config, plan.degrees, chosen.answer), codecs=codecs)
+    settled, note = options.settled(layer.group, top_k, hidden, own_forward)
+    if note:
+        chosen = plan.decisions.add(TRANSPORT_KIND, replace(chosen, why=f"{chosen.why}; {note}"))
+    return chosen, settled
+
+
+def _given(asked: str, degrees: Degrees, blueprint: Blueprint, shape: Mapping[str, object]) -> Chosen[str]:
+    name, why = choose_transport(asked, degrees.expert_ranks, blueprint.top_k)
+    return Chosen(name, shape, "given", why)
+
+
+def _by_rule(
+    config: Config,
+    degrees: Degrees,
+    blueprint: Blueprint,
+    machine: Machine,
+    unfit: Mapping[str, str] | None,
+    nodes: Topology | None,
+    limited: bool,
+) -> tuple[str, str]:
+    """(what "auto" is, why). `unfit`, `nodes`, `limited`: as of `automatic_transport`."""
     return automatic_transport(
-        degrees.expert_ranks, blueprint.top_k, unfit, group, hidden=hidden, element_size=2 if half else 4,
-        tokens=most_tokens(config, degrees), hardware=hardware, limited=moe.limits(group).active(group.num_ranks),
+        degrees.expert_ranks, blueprint.top_k, unfit, nodes, hidden=blueprint.row_size,
+        element_size=element_size(config, machine.cuda), tokens=most_tokens(config, degrees),
+        hardware=machine.hardware, limited=limited,
     )  # fmt: skip
+
+
+def element_size(config: Config, cuda: bool) -> int:
+    """Bytes of an element of a token that travels, before a codec."""
+    half = config.training.computes_in_bf16(cuda) or config.model.dtype in ("bfloat16", "float16")
+    return 2 if half else 4
+
+
+def most_tokens(config: Config, degrees: Degrees) -> int:
+    """Tokens of a rank in the largest forward of a run, of training or evaluation. Ranks of a tensor-parallel group
+    share theirs."""
+    evaluated = config.training.eval_batch_size * config.data.sequence_length
+    return max(_step_tokens(config, degrees), degrees.tokens_per_rank(evaluated))
+
+
+def _step_tokens(config: Config, degrees: Degrees) -> int:
+    """Of training alone."""
+    largest = max(config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees))
+    return degrees.tokens_per_rank(largest * config.data.sequence_length)
+
+
+def transport_options(config: Config, degrees: Degrees, name: str) -> TransportOptions:
+    """What the configuration says to the transport of that name.
+
+    Raises:
+        ValueError: values that cannot be."""
+    options_class, most = find_transport(name).options_class, most_tokens(config, degrees)
+    codecs = config.codec.codecs
+    if options_class is None:
+        return TransportOptions(most, codecs)
+    sequence_tokens = degrees.tokens_per_rank(config.data.sequence_length)
+    sizes = RunSizes(most, sequence_tokens, float(config.parallelism.timeout_seconds))
+    options = options_class.from_settings(config.settings_of_transport(name), sizes, codecs)
+    if isinstance(options, HierarchicalOptions):
+        options = replace(options, step_tokens=_step_tokens(config, degrees))
+    return options

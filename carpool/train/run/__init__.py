@@ -1,1 +1,1 @@
-"""How does a run go, from its first line to its last? `setup.py` makes it, `loop.py` takes its steps."""
+"""How does a run go, from its first line to its last? `run.py` makes it, `loop.py` takes its steps."""

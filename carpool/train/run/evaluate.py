@@ -15,57 +15,57 @@ from carpool.hf.generation.generate import Sampling, generate
 from carpool.hf.seam.rides import rooms_of_rides
 from carpool.train.data.loader import count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed
-from carpool.train.run.state import RunState
+from carpool.train.run.run import Run
 from carpool.train.steps.room import room_for_all
 
 
-def evaluate(run: RunState) -> None:
+def evaluate(run: Run) -> None:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
-    with room_for_all(rooms_of_rides(run.rides)):
+    with room_for_all(rooms_of_rides(run.built.rides)):
         _evaluate(run)
 
 
-def _evaluate(run: RunState) -> None:
+def _evaluate(run: Run) -> None:
     if len(run.data.held_out):
         loss, tokens = _held_out(run)
-        run.recorder.write("eval", run.step, loss=loss, tokens=tokens)
+        run.records.write("eval", run.step, loss=loss, tokens=tokens)
         if run.losses["first_eval_loss"] is None:
             run.losses["first_eval_loss"] = loss
         run.losses["final_eval_loss"] = loss
-        run.display.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
+        run.records.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
     training = run.config.training
     # The stages of a pipeline do not generate.
-    if training.sample_prompt is not None and run.pipeline is None:
-        context = run.objective.context
-        with eagerly(), run.objective.cast(run.device), nullcontext() if context is None else context.off():
+    if training.sample_prompt is not None and run.plan.pipeline is None:
+        context = run.built.objective.context
+        with eagerly(), run.built.objective.cast(run.built.device), nullcontext() if context is None else context.off():
             text = sample(
-                run.model,
+                run.built.model,
                 run.tokenizer,
                 training.sample_prompt,
                 max_new_tokens=training.sample_tokens,
                 seed=training.seed,
                 context=run.config.data.sequence_length,
             )
-        run.recorder.write("sample", run.step, prompt=training.sample_prompt, text=text)
+        run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
 
 
-def _held_out(run: RunState) -> tuple[float, int]:
+def _held_out(run: Run) -> tuple[float, int]:
     """The mean loss over all held-out tokens, and their number."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
-    run.model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.built.device)
+    run.built.model.eval()
     with torch.no_grad(), run.slots_kept():
         for batch in run.data.held_out:
             # Counted before it goes to the device, for which nobody waits until the end.
             sums[1] += count_targets(batch["labels"])
-            ce, _ = run.with_room(partial(run.objective.forward, run.to_device(batch)))
+            ce, _ = run.with_room(partial(run.built.objective.forward, run.to_device(batch)))
             sums[0] += ce
-    run.model.train()
+    run.built.model.train()
     dist.all_reduce(sums)
     total, tokens = sums.tolist()
     run.check_rides()
     # Ranks that share sequences have each counted all of their tokens, and compute the loss of all or of some.
-    tokens /= run.objective.ranks_per_sequence
-    return total / run.objective.cross_entropy.copies / tokens, int(tokens)
+    tokens /= run.built.objective.ranks_per_sequence
+    return total / run.built.objective.cross_entropy.copies / tokens, int(tokens)
 
 
 def sample(

@@ -25,51 +25,51 @@ from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteErro
 from carpool.train.checkpoints.manager import checkpoint_name
 from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
+from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.files import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.evaluate import evaluate
 from carpool.train.run.probe import compare, summarise
-from carpool.train.run.state import RunState
-from carpool.train.steps.room import transport_options
+from carpool.train.run.run import Run
 
 
 class UnwrittenError(OSError):
     """A run came to its end, but some of it is not on the disk."""
 
 
-def save(run: RunState) -> Path | None:
+def save(run: Run) -> Path | None:
     """Write a checkpoint of the step; None, on all ranks, if it could not be written. Collective."""
     state = {
         "totals": run.totals,
         "losses": run.losses,
         "loader": run.data.train.state_dict(),
         "placement": run.placement.state(),
-        "norm": None if run.consumed is None else run.consumed.norm.item(),
+        "norm": None if run.built.consumed is None else run.built.consumed.norm.item(),
     }
-    to_logical = None if is_logical(run.model) else partial(logical_order, run.model)
+    to_logical = None if is_logical(run.built.model) else partial(logical_order, run.built.model)
     try:
         saved = run.checkpoints.save(
             run.step,
-            run.model,
-            run.optimizer,
+            run.built.model,
+            run.built.optimizer,
             state,
             to_logical=to_logical,
             write_files=run.placement.write_files,
         )
     except CheckpointWriteError as error:
-        run.unwritten["checkpoint"] = str(error)
-        run.display.say(f"warning: step {run.step}: {error}")
+        run.records.unwritten["checkpoint"] = str(error)
+        run.records.say(f"warning: step {run.step}: {error}")
         return None
-    if run.adapted:
+    if run.built.adapted:
         _save_adapter(run)
-    run.unwritten.pop("checkpoint", None)
+    run.records.unwritten.pop("checkpoint", None)
     run.saved_at = run.step
     path = str(saved.path.relative_to(run.folder))
-    run.recorder.write("checkpoint", run.step, path=path, bytes=saved.bytes, seconds=saved.seconds)
-    run.display.say(f"step {run.step}: checkpoint {saved.path}")
+    run.records.write("checkpoint", run.step, path=path, bytes=saved.bytes, seconds=saved.seconds)
+    run.records.say(f"step {run.step}: checkpoint {saved.path}")
     return saved.path
 
 
-def leave(run: RunState, signum: int) -> None:
+def leave(run: Run, signum: int) -> None:
     """End the run after this step, because a rank was asked to by a signal. Collective.
 
     Raises:
@@ -77,10 +77,10 @@ def leave(run: RunState, signum: int) -> None:
         UnwrittenError: there is none.
     """
     name = signal.Signals(signum).name
-    run.display.say(f"step {run.step}: {name}: writing a checkpoint, then leaving")
+    run.records.say(f"step {run.step}: {name}: writing a checkpoint, then leaving")
     path = save(run) if run.saved_at != run.step else run.checkpoints.latest()
     check_written(run)
-    run.display.close()
+    run.records.display.close()
     raise Stopped(
         f"stopped by {name} after step {run.step} of {run.config.training.steps}; continue from {path} with the "
         "same command and training.resume_from_checkpoint=last",
@@ -88,7 +88,7 @@ def leave(run: RunState, signum: int) -> None:
     )
 
 
-def finish(run: RunState) -> None:
+def finish(run: Run) -> None:
     """What comes after the last step. Collective.
 
     Raises:
@@ -101,47 +101,47 @@ def finish(run: RunState) -> None:
     evaluate(run)
     if run.saved_at != run.step:
         save(run)
-    elif run.adapted and run.start == run.step:
+    elif run.built.adapted and run.start == run.step:
         _save_adapter(run)  # whoever took the last step may have ended between the two
-    if training.save_pretrained and not run.adapted and not narrow and run.step == training.steps:
+    if training.save_pretrained and not run.built.adapted and not narrow and run.step == training.steps:
         _export(run)
     comparison = _compare(run)
-    if run.away is not None:
-        run.display.say(f"experts: on a rank {run.away.what_moved()}")
-    run.display.close()
+    if run.built.away is not None:
+        run.records.say(f"experts: on a rank {run.built.away.what_moved()}")
+    run.records.display.close()
     summary = _summary(run, comparison)
     if run.main:
         try:
             replace_text(run.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
         except OSError as error:
-            run.unwritten["summary"] = f"{run.folder / SUMMARY} was not written: {error.strerror}"
-        run.display.say("")
-        run.display.say(text_block(summary, run.info, run.step_records))
+            run.records.unwritten["summary"] = f"{run.folder / SUMMARY} was not written: {error.strerror}"
+        run.records.say("")
+        run.records.say(text_block(summary, run.records.info, run.records.steps))
     check_written(run)
-    if run.adapted:
-        run.display.say(f"adapter for peft: {run.folder / ADAPTER}   merged: carpool merge {run.folder} --out DIR")
-    run.display.say(f"\nrun directory: {run.folder}   report: carpool report {run.folder}")
+    if run.built.adapted:
+        run.records.say(f"adapter for peft: {run.folder / ADAPTER}   merged: carpool merge {run.folder} --out DIR")
+    run.records.say(f"\nrun directory: {run.folder}   report: carpool report {run.folder}")
 
 
-def check_written(run: RunState) -> None:
+def check_written(run: Run) -> None:
     """Raise UnwrittenError, on all ranks alike, if something of the run is not on the disk. Collective."""
-    missing = gather([*run.unwritten.values(), *run.recorder.lost()])[0]
+    missing = gather([*run.records.unwritten.values(), *run.records.recorder.lost()])[0]
     if missing:
         raise UnwrittenError(f"the run came to step {run.step}, but not all of it was written: {'; '.join(missing)}")
 
 
-def _save_adapter(run: RunState) -> None:
+def _save_adapter(run: Run) -> None:
     """The adapter as it is now, in peft's format."""
     try:
-        save_adapter(run.model, run.folder / ADAPTER)
+        save_adapter(run.built.model, run.folder / ADAPTER)
     except CheckpointWriteError as error:
-        run.unwritten["adapter"] = str(error)
-        run.display.say(f"warning: {error}")
+        run.records.unwritten["adapter"] = str(error)
+        run.records.say(f"warning: {error}")
         return
-    run.unwritten.pop("adapter", None)
+    run.records.unwritten.pop("adapter", None)
 
 
-def _export(run: RunState) -> None:
+def _export(run: Run) -> None:
     target = run.folder / "model"
     try:
         if run.saved_at != run.step:
@@ -149,53 +149,53 @@ def _export(run: RunState) -> None:
         checkpoint = run.checkpoints.folder / checkpoint_name(run.step)
         exported = export_checkpoint(run.folder, checkpoint, target, replace=True)
     except (CheckpointError, CheckpointWriteError) as error:
-        run.unwritten["model"] = str(error)
-        run.display.say(f"warning: {error}")
+        run.records.unwritten["model"] = str(error)
+        run.records.say(f"warning: {error}")
         return
-    run.display.say(f"model for transformers: {exported}")
+    run.records.say(f"model for transformers: {exported}")
 
 
-def _compare(run: RunState) -> dict[str, Any] | None:
+def _compare(run: Run) -> dict[str, Any] | None:
     """Step times of this run's transport beside another's, if one was asked for."""
     if run.compare_with is None:
         return None
-    layer = run.rides[0]
+    layer = run.built.rides[0]
     ours = layer.transport.name if layer.transport is not None else layer.requested
     batches = [run.to_device(batch) for batch in next(run.data.train)]
     # Graphs hold this run's transport.
-    run.objective.graphs = None
-    run.display.say(f"comparing {ours} with {run.compare_with} in interleaved probe steps")
+    run.built.objective.graphs = None
+    run.records.say(f"comparing {ours} with {run.compare_with} in interleaved probe steps")
     result = compare(
-        run.model,
-        {name: transport_options(run.config, run.degrees, name) for name in (ours, run.compare_with)},
-        lambda: run.objective.backward(batches, run.data.train.targets),
-        run.metrics,
-        run.device,
+        run.built.model,
+        {name: transport_options(run.config, run.plan.degrees, name) for name in (ours, run.compare_with)},
+        lambda: run.built.objective.backward(batches, run.data.train.targets),
+        run.built.metrics,
+        run.built.device,
     )
     for name, values in result.items():
-        run.recorder.write("probe", run.step, transport=name, **values)
+        run.records.write("probe", run.step, transport=name, **values)
     return summarise(result, ours, run.compare_with)
 
 
-def _summary(run: RunState, comparison: dict[str, Any] | None) -> dict[str, Any]:
+def _summary(run: Run, comparison: dict[str, Any] | None) -> dict[str, Any]:
     start = run.start
     if start == run.step:
-        start = max((one["from_step"] for one in run.info["history"] if one["from_step"] < run.step), default=0)
-        run.step_records = _recorded_after(run, start)
+        start = max((one["from_step"] for one in run.records.info["history"] if one["from_step"] < run.step), default=0)
+        run.records.steps = _recorded_after(run, start)
     return {
         "steps": run.step,
         **run.totals,
         **run.losses,
-        **summarise_steps([Train.model_validate(r) for r in run.step_records], {start + 1}),
-        "num_experts_per_tok": run.blueprint.top_k,
+        **summarise_steps([Train.model_validate(r) for r in run.records.steps], {start + 1}),
+        "num_experts_per_tok": run.plan.blueprint.top_k,
         "compare": comparison,
-        "exact": run.info["exact"],
-        "lossy_reasons": run.info["lossy_reasons"],
-        "buffer_bytes": sum(buffers.size for buffers in buffers_of_rides(run.rides)),
+        "exact": run.records.info["exact"],
+        "lossy_reasons": run.records.info["lossy_reasons"],
+        "buffer_bytes": sum(buffers.size for buffers in buffers_of_rides(run.built.rides)),
     }
 
 
-def _recorded_after(run: RunState, step: int) -> list[dict[str, Any]]:
+def _recorded_after(run: Run, step: int) -> list[dict[str, Any]]:
     """Records of later steps, on rank 0: of a run that was cut short at its end, whose steps another process took."""
     if not run.main:
         return []

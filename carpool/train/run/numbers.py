@@ -10,47 +10,37 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import NamedTuple
 
 from carpool.hf.observe.metrics import LaterRecord
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.records.environment import peak_memory
-from carpool.train.run.about import record_plan
-from carpool.train.run.state import RunState
+from carpool.train.run.run import Run, StepNumbers
+from carpool.train.run.run_records import record_plan
 from carpool.train.steps.objective import Losses
 from carpool.train.steps.optimizer import learning_rate
 
 
-class StepNumbers(NamedTuple):
-    """Of a step that was done, while those of its rides are on their way to the host. `tokens`: that it has, of which
-    it may predict fewer."""
-
-    step: int
-    tokens: int
-    losses: Losses
-    norm: float
-    rode: LaterRecord
-    step_ms: float
-
-
-def start_numbers(run: RunState) -> LaterRecord:
+def start_numbers(run: Run) -> LaterRecord:
     """The numbers of the rides of the step that is being computed, and its peak of memory up to here. Collective; waits
     for the end of its rides if they are timed."""
-    return run.metrics.start(run.device, beside=(peak_memory(run.device) - run.memory_before,))
+    device = run.built.device
+    return run.built.metrics.start(device, beside=(peak_memory(device) - run.memory_before,))
 
 
-def step_numbers(run: RunState, losses: Losses, norm: float, rode: LaterRecord, begin: float) -> StepNumbers:
+def step_numbers(run: Run, losses: Losses, norm: float, rode: LaterRecord, begin: float) -> StepNumbers:
     """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`)."""
     return StepNumbers(run.step, run.data.train.tokens, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
 
 
-def record_step(run: RunState, numbers: StepNumbers) -> None:
+def record_step(run: Run, numbers: StepNumbers) -> None:
     """Record them. Waits until they are there."""
-    training, (step, tokens, losses, norm, later, step_ms) = run.config.training, numbers
+    training, records, info = run.config.training, run.records, run.records.info
+    step, tokens, losses, norm, later, step_ms = numbers
     rode = later.read()
     run.placement.count(rode)
     per_second = tokens / step_ms * 1e3
-    used = run.flops * per_second / run.world / run.peak if run.peak else None
+    flops, peak = info["predicted"]["flops_per_token"], info["peak_flops"]
+    used = flops * per_second / run.plan.machine.ranks / peak if peak else None
     run.totals["tokens"] += losses.tokens
     for key in ("bytes_remote", "bytes_remote_alltoall", "bytes_network"):
         if key in rode.record:
@@ -71,10 +61,10 @@ def record_step(run: RunState, numbers: StepNumbers) -> None:
         "memory_peak_bytes": int(rode.most[0]),
     }
     run.losses["final_loss"] = losses.loss
-    run.step_records.append({"step": step, **record})
+    records.steps.append({"step": step, **record})
     if step % training.logging_steps == 0 or step in (run.start + 1, run.last_step):
-        run.recorder.write("train", step, **record)
-        run.recorder.write(
+        records.write("train", step, **record)
+        records.write(
             "layers",
             step,
             load=rode.load_LE,
@@ -83,16 +73,16 @@ def record_step(run: RunState, numbers: StepNumbers) -> None:
             rank_load=rode.rank_load_W,
             rank_ms=rode.rank_ms,
         )
-        run.display.step(step, record)
-    if run.plan is not None and len(run.step_records) == SKIPPED + MEASURED:
-        record_plan(run, run.plan.answer)
+        records.display.step(step, record)
+    if run.plan.searched is not None and len(records.steps) == SKIPPED + MEASURED:
+        record_plan(records, run.plan.searched.answer)
 
 
-def _computed_again(run: RunState) -> float:
+def _computed_again(run: Run) -> float:
     """What is computed, recomputation included, over what a step needs: a forward is a third of it."""
     memory = run.config.memory
     if memory.dense != "recompute":
         return 1.0
-    size = run.blueprint.size
+    size = run.plan.blueprint.size
     rest = size.active - (size.total - size.experts)
     return 1 + (1 - rest / size.active if memory.sums != "recompute" else 1) / 3

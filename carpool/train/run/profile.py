@@ -32,7 +32,8 @@ from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume
 from carpool.train.config import Config
 from carpool.train.plan.start_checks import check_start
 from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
-from carpool.train.run.loop import Run
+from carpool.train.run.loop import update
+from carpool.train.run.run import Run, start_run
 
 PROFILE = "profile"
 
@@ -83,16 +84,18 @@ def profile(
         recorded.mkdir(parents=True, exist_ok=True)
         _remove_old(recorded)
     dist.barrier()
-    run = Run(_as_profiled(config, folder, recorded), None, command, fixed)
+    run = start_run(_as_profiled(config, folder, recorded), None, command, fixed)
     try:
         own, plain_ms = _record(run, steps, recorded)
-        everyone: list[Any] = [None] * run.world
+        everyone: list[Any] = [None] * run.plan.machine.ranks
         dist.gather_object((own.model_dump(), plain_ms), everyone if run.main else None)
         if run.main:
-            run.display.close()
+            run.records.display.close()
             ranks = [RankNumbers.model_validate(numbers) for numbers, _ in everyone]
             plain = max((ms for _, ms in everyone if ms is not None), default=None)
-            found = Profile(about=_about(run.info), on_device=run.device.type == "cuda", plain_ms=plain, ranks=ranks)
+            found = Profile(
+                about=_about(run.records.info), on_device=run.built.device.type == "cuda", plain_ms=plain, ranks=ranks
+            )
             _write(run, found, folder, compare)
         dist.barrier()
     finally:
@@ -137,13 +140,14 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
 def _record(run: Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | None]:
     """Run the steps, write this rank's trace, and measure it. Also the milliseconds of the last step of which the
     profiler saw nothing; None if there is none besides the very first."""
-    cuda = run.device.type == "cuda"
+    cuda = run.built.device.type == "cuda"
     options: dict[str, Any] = {}
-    if run.schedule.answer.name == "two-batch":
+    if run.built.schedule.answer.name == "two-batch":
         # The thread of the second half is older than the profiler, which would not see it.
         options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    path, plain_ms = recorded / f"rank{run.rank}.json.gz", None
-    run.display.say(f"profiling: {steps - 1} steps to warm up, and one that is recorded")
+    rank, plain_ms = run.plan.machine.rank, None
+    path = recorded / f"rank{rank}.json.gz"
+    run.records.say(f"profiling: {steps - 1} steps to warm up, and one that is recorded")
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
         schedule=torch.profiler.schedule(wait=steps - 2, warmup=1, active=1, repeat=1),
@@ -153,34 +157,34 @@ def _record(run: Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | 
         for number in range(steps):
             # All begin together, or the first rides would wait for whoever was late before the step.
             dist.barrier()
-            synchronize(run.device)
+            synchronize(run.built.device)
             begin = time.perf_counter()
             with record_function(STEP):
-                run.update()
-                synchronize(run.device)
+                update(run)
+                synchronize(run.built.device)
             if 0 < number < steps - 2:
                 plain_ms = 1e3 * (time.perf_counter() - begin)
             profiler.step()
     found = read(load(path))
     if cuda and not found.on_device:
         raise ValueError(
-            f"PyTorch's profiler saw no kernel on the GPU of rank {run.rank}: another profiler (nsys, ncu, dcgm) may "
+            f"PyTorch's profiler saw no kernel on the GPU of rank {rank}: another profiler (nsys, ncu, dcgm) may "
             "hold it, or this user may not use it (the driver's NVreg_RestrictProfilingToAdminUsers)"
         )
-    return measure(found, run.rank), plain_ms
+    return measure(found, rank), plain_ms
 
 
 def _write(run: Run, found: Profile, folder: Path, compare: str | None) -> None:
-    recorded, say = folder / PROFILE, run.display.say
+    recorded, say, ranks = folder / PROFILE, run.records.say, run.plan.machine.ranks
     save_profile(found, recorded / "profile.json")
-    files = {rank: recorded / f"rank{rank}.json.gz" for rank in range(run.world)}
+    files = {rank: recorded / f"rank{rank}.json.gz" for rank in range(ranks)}
     if missing := [rank for rank, path in files.items() if not path.is_file()]:
         say(f"traces of ranks {missing} are on other machines, and not in trace.json.gz")
     merge({rank: path for rank, path in files.items() if path.is_file()}, recorded / "trace.json.gz")
     page = write_profile(folder, Path(compare) if compare is not None else None)
     mean = found.mean()
     say(
-        f"step {mean.step:.2f} ms (mean of {run.world} ranks, under the profiler): rides {mean.ride:.2f} ms, exposed "
+        f"step {mean.step:.2f} ms (mean of {ranks} ranks, under the profiler): rides {mean.ride:.2f} ms, exposed "
         f"{mean.exposed:.2f} ms = {100 * mean.exposed / mean.step:.1f} %; other communication exposed "
         f"{mean.other_exposed:.2f} ms; idle {mean.idle:.2f} ms"
     )

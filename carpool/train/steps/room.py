@@ -18,52 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from carpool.memory import Arena
-from carpool.parallel.degrees import Degrees
 from carpool.planner.memory.held import ARENA_ROOM
-from carpool.train.config.schema import Config
-from carpool.transport import HierarchicalOptions, TransportOptions, find_transport
 from carpool.transport.nvlink import Buffers
-from carpool.transport.options import RunSizes
 from carpool.transport.room import GROWN, NodeRoom, Room
 
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
-
-
-def most_tokens(config: Config, degrees: Degrees) -> int:
-    """Tokens of a rank in the largest forward of a run, of training or evaluation. Ranks of a tensor-parallel group
-    share theirs."""
-    evaluated = config.training.eval_batch_size * config.data.sequence_length
-    return max(_step_tokens(config, degrees), degrees.tokens_per_rank(evaluated))
-
-
-def _step_tokens(config: Config, degrees: Degrees) -> int:
-    """Of training alone."""
-    largest = max(config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees))
-    return degrees.tokens_per_rank(largest * config.data.sequence_length)
-
-
-def transport_options(config: Config, degrees: Degrees, name: str) -> TransportOptions:
-    """What the configuration says to the transport of that name.
-
-    Raises:
-        ValueError: values that cannot be."""
-    options_class, most = find_transport(name).options_class, most_tokens(config, degrees)
-    codecs = config.codec.codecs
-    if options_class is None:
-        return TransportOptions(most, codecs)
-    sequence_tokens = degrees.tokens_per_rank(config.data.sequence_length)
-    sizes = RunSizes(most, sequence_tokens, float(config.parallelism.timeout_seconds))
-    options = options_class.from_settings(config.settings_of_transport(name), sizes, codecs)
-    if isinstance(options, HierarchicalOptions):
-        options = replace(options, step_tokens=_step_tokens(config, degrees))
-    return options
 
 
 class Made(NamedTuple):

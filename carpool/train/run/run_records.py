@@ -1,0 +1,342 @@
+"""What a run says of itself: run.json, config.toml and layout.json, and lines on the terminal."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from rich.filesize import decimal
+
+import carpool
+from carpool.hf.compute.compiled import shards_inside
+from carpool.hf.seam.layers import decoder_layers
+from carpool.layout.layouts import Layouts
+from carpool.layout.uniform import uniform_copies
+from carpool.train.build.expert_kernels import describe_ways
+from carpool.train.build.offloaded import FEW_KIND
+from carpool.train.checkpoints.source import keep_source
+from carpool.train.flops import flops_per_token, peak_flops
+from carpool.train.launch.ranks import from_rank_0, together
+from carpool.train.plan.auto_plan import Planned, describe, measured_beside
+from carpool.train.plan.transport_choice import element_size
+from carpool.train.records.display import Display
+from carpool.train.records.environment import environment
+from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
+from carpool.train.records.record import Recorder
+from carpool.train.steps.graphs import describe_graphs, note_graphs
+from carpool.train.steps.optimizer import describe_optimizer
+from carpool.transport import TransportOptions
+
+if TYPE_CHECKING:
+    from carpool.train.run.run import Run
+
+
+@dataclass
+class Records:
+    """Where a run writes and what it says.
+
+    Attributes:
+        info: run.json.
+        steps: the record of each step of this process.
+        unwritten: what could not be written so far and may be yet, by name.
+    """
+
+    folder: Path
+    main: bool
+    recorder: Recorder
+    display: Display
+    info: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    unwritten: dict[str, str] = field(default_factory=dict)
+
+    def say(self, text: str) -> None:
+        self.display.say(text)
+
+    def write(self, kind: str, step: int, **fields: Any) -> None:
+        self.recorder.write(kind, step, **fields)
+
+    def write_info(self) -> None:
+        """Write run.json again, on rank 0."""
+        if self.main:
+            with suppress(OSError):  # a full disk is told when what must be written is
+                replace_text(self.folder / INFO, json.dumps(self.info, indent=1) + "\n")
+
+    def close(self) -> None:
+        self.recorder.close()
+        self.display.close()
+
+
+def open_records(run: Run, command: str, resume: Path | None) -> Records:
+    """From here on, files are written."""
+    training = run.config.training
+    if run.main:
+        run.folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    display = Display(run.main, run.last_step, run.step)
+    with together(ValueError, ""):
+        recorder = Recorder(
+            run.folder,
+            run.main,
+            training.report_to,
+            run.config.model_dump(mode="json"),
+            training.steps,
+            say=display.say,
+            begins=resume is None,
+            restore=lambda: write_files(run, records.info),
+        )
+    records = Records(run.folder, run.main, recorder, display)
+    records.info = run_info(run, command, resume)
+    with together(OSError, f"{run.folder} cannot be written: "):
+        if run.main:
+            write_files(run, records.info)
+    records.write("layout", run.step, **run.layouts().to_dict())
+    for line in hello(run, records.info, resume):
+        records.say(line)
+    return records
+
+
+def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
+    """What run.json says. All ranks together."""
+    plan, built, config = run.plan, run.built, run.config
+    layer, blueprint, degrees, text = built.rides[0], plan.blueprint, plan.degrees, built.model.config.get_text_config()
+    layouts = run.layouts()
+    assert layer.transport is not None
+    lossy = lossy_reasons(run)
+    history = _earlier_starts(run.folder) if resume is not None else []
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    resumed_from = str(resume) if resume is not None else None
+    history.append({"started": started, "from_step": run.start, "resumed_from": resumed_from})
+    peak, peak_source = peak_flops(built.device, config.training.peak_flops)
+    unequal = {}
+    if isinstance(speeds := config.parallelism.rank_speeds, tuple):
+        unequal = {"rank_speeds": list(speeds), "sequences_per_micro_batch": list(plan.batch_sizes)}
+    return {
+        "carpool_version": carpool.__version__,
+        "started": history[0]["started"],
+        "command": command,
+        "history": history,
+        "environment": {"hostname": socket.gethostname(), **environment(built.device, plan.machine.ranks)},
+        "model": {
+            "architecture": blueprint.architecture,
+            "attention": text._attn_implementation,
+            "parameters": blueprint.size.total,
+            "active_parameters": blueprint.size.active,
+            "num_experts": layer.num_experts,
+            "num_experts_per_tok": blueprint.top_k,
+            "moe_layers": list(layouts),
+            "hidden_size": text.hidden_size,
+            "moe_intermediate_size": getattr(text, "moe_intermediate_size", None) or text.intermediate_size,
+        },
+        "topology": plan.machine.topology.to_dict(),
+        "hardware": plan.machine.hardware.to_dict(),
+        "parallelism": {
+            **degrees.record(),
+            "sequence_parallel": plan.sequence_parallel.answer,
+            **unequal,
+            "cp_attention": None if plan.cut is None else plan.cut.way,
+            "pp_schedule": None if plan.pipeline is None else plan.pipeline.schedule,
+            "backend": dist.get_backend(),
+        },
+        DECISIONS: plan.decisions.record(),
+        "transport": {
+            "name": layer.transport.name,
+            "requested": config.moe.transport,
+            "buffer_bytes": layer.transport.buffer_bytes(
+                _options(run),
+                layer.num_ranks,
+                blueprint.row_size,
+                element_size(config, plan.machine.cuda),
+                blueprint.top_k,
+            ),
+        },
+        "experts": layer.compute.name if layer.compute is not None else "the model's own",
+        "optimizer": describe_optimizer(built.optimizer)[0],
+        "layout": layout_record(layouts, built.layout_source),
+        "bias_update_rate": built.bias.rate if built.bias is not None else 0.0,
+        "exact": not lossy,
+        "lossy_reasons": lossy,
+        "predicted": {
+            "memory_per_rank_bytes": plan.estimate(layer.transport.name, plan.dense.answer),
+            "copies_per_token_uniform": degrees.etp
+            * layer.transport.copies_per_token(layer.num_experts, blueprint.top_k, degrees.ep),
+            "flops_per_token": flops_per_token(blueprint.size, config.data.sequence_length),
+        },
+        "peak_flops": peak,
+        "peak_flops_source": peak_source,
+        "seed": config.training.seed,
+        "data": {
+            "source": run.data.corpus.source,
+            "train_tokens": len(run.data.corpus.train),
+            "eval_tokens": len(run.data.corpus.eval),
+            "tokenizer": run.tokenizer.name,
+            **run.data.sequences.numbers(),
+        },
+    }
+
+
+def lossy_reasons(run: Run) -> list[str]:
+    """What in a run changes the model's function or its update."""
+    built, training = run.built, run.config.training
+    lossy = [*describe_optimizer(built.optimizer)[1], *built.lossy, *built.options.lossy_reasons]
+    halves = built.schedule.answer.name == "two-batch" and training.gradient_accumulation_steps == 1
+    if halves and built.objective.aux_coef:
+        lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
+    if training.clip_by == "previous" and training.max_grad_norm:
+        lossy.append("gradients are clipped by the norm of the step before")
+    if run.config.adapter.base_dtype is not None:
+        lossy.append(f"the frozen experts are kept in {run.config.adapter.base_dtype}")
+    return lossy
+
+
+def _options(run: Run) -> TransportOptions:
+    """Of the transport, under the schedule that the run has."""
+    return run.built.options.under(run.built.schedule.answer, run.config.memory.kept.rows == "resend")
+
+
+def write_files(run: Run, info: dict[str, Any]) -> None:
+    """What a run directory says of its run, on rank 0."""
+    replace_text(run.folder / INFO, json.dumps(info, indent=1) + "\n")
+    replace_text(run.folder / CONFIG, run.config.to_toml())
+    replace_text(run.folder / LAYOUT, json.dumps(run.layouts().to_dict()) + "\n")
+    path = None if run.config.model.from_scratch else run.config.model.path
+    data = run.config.data
+    end = None if data.eos_token is None else run.tokenizer.eos_id
+    keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name, data.chat_template, end)
+
+
+def record_graphs(run: Run, why_not: str | None) -> None:
+    """Write into run.json whether steps are CUDA graphs, once that is known. `why_not`: None if they are."""
+    run.built.no_graphs = why_not
+    note_graphs(run.plan.decisions, why_not is None, why_not)
+    run.records.info[DECISIONS] = run.plan.decisions.record()
+    if why_not is not None:
+        run.records.say(f"steps are not captured as CUDA graphs: {why_not}")
+    run.records.write_info()
+
+
+def record_plan(records: Records, plan: Planned) -> None:
+    """Say what the first steps measured beside what was predicted, and write it into run.json."""
+    measured = measured_beside(plan, records.steps)
+    if measured is None:
+        return
+    taken = plan.taken
+    predicted = {
+        "step_ms": taken.step_ms,
+        "memory_bytes": taken.tensor_bytes,
+        "exposed_share": taken.exposed_share,
+        "kinds_ms": taken.kinds_ms,
+    }
+    records.info["plan"] = {"predicted": predicted, "measured": measured}
+    for line in describe(plan, measured):
+        records.say(line)
+    records.write_info()
+
+
+def _earlier_starts(folder: Path) -> list[dict[str, Any]]:
+    """`history` of the run.json that a resumed run replaces. Rank 0 reads and tells the others, because it also writes
+    that file, and may do so before they look."""
+
+    def read() -> list[dict[str, Any]]:
+        found = (read_info(folder) or {}).get("history", [])
+        if not isinstance(found, list) or not all(isinstance(one, dict) and "started" in one for one in found):
+            raise ValueError(f"{folder / INFO} is damaged (its history is no list of starts); delete it to go on")
+        return found
+
+    return from_rank_0(read)
+
+
+def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:
+    """Where experts live at the start, as in run.json. `source`: what says so."""
+    kinds = sorted({layout.kind for layout in layouts.values()})
+    first = next(iter(layouts.values()))
+    return {
+        "kind": kinds[0] if len(kinds) == 1 else "mixed",
+        "per_layer": len(set(layouts.values())) > 1,
+        "experts_per_rank": [len(rank) for rank in first.homes],
+        "replicas": sum(layout.num_replicas for layout in layouts.values()),
+        "source": source,
+    }
+
+
+def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
+    """The first lines on the terminal."""
+    plan, built, config = run.plan, run.built, run.config
+    blueprint, degrees, adapter = plan.blueprint, plan.degrees, config.adapter
+    transport, placement = info["transport"], config.placement
+    lines = plan.describe()
+    say = lines.append
+    if config.model.path is not None and config.model.from_scratch:
+        say(f"from scratch: {config.model.path} has a config.json and no weights")
+    if (narrow := config.model.travel_size) is not None:
+        say(f"ANOTHER MODEL: rows are projected to {narrow} elements before they travel (model.travel_size)")
+    if (every := config.moe.move_sequences) is not None:
+        often = "each layer with experts" if every == 1 else f"every {every} layers with experts"
+        say(f"sequences may move to other ranks before {often} but the first")
+    if built.adapted:
+        say(
+            f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}"
+            f"{f', from {adapter.path}' if adapter.path else ''}: trains {built.adapted:,} "
+            f"parameters, {built.adapted / blueprint.size.total:.2%} of the model's"
+        )
+    sequences, held_out = run.data.sequences.describe(), len(run.data.corpus.eval)
+    say(f"data: {info['data']['source']}, {sequences}; {held_out:,} tokens held out")
+    if isinstance(blueprint.source, Path):
+        size = sum(path.stat().st_size for path in blueprint.source.glob("*.safetensors"))
+        rate = decimal(int(size / built.load_seconds))
+        say(f"weights: {decimal(size)} loaded in {built.load_seconds:.1f} s by all ranks together, {rate}/s")
+    say(f"transport {transport['name']}: {built.transport.why}")
+    visits = degrees.etp * uniform_copies(info["model"]["num_experts"], blueprint.top_k, degrees.ep)
+    expected = "if its experts are chosen uniformly and stay in order"
+    say(f"a token visits {visits:.2f} of {degrees.expert_ranks} ranks, {expected}")
+    if (copies := info["predicted"]["copies_per_token_uniform"]) > visits + 0.005:
+        say(f"transport {transport['name']} makes {copies:.2f} copies of it, and not one for each of these")
+    if size := transport["buffer_bytes"]:
+        say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {_options(run).max_tokens:,} tokens")
+    compiles_again = config.training.torch_compile and config.memory.dense == "recompute"
+    if compiles_again and any(shards_inside(layer) for layer in decoder_layers(built.model)):
+        say("layers are computed again eagerly, and not compiled: FSDP shards their experts by themselves")
+    if config.memory.budget is not None:
+        policies = ", ".join(f"{item} {policy}" for item, policy in plan.policies.answer.items())
+        say(f"memory: {policies}: {plan.policies.why}")
+    if built.kernels is not None:
+        say(f"experts {info['experts']}, stages {describe_ways(built.kernels.answer)}: {built.kernels.why}")
+    elif config.moe.expert_stages != "default":
+        say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
+    if built.schedule.answer.name != "none" or built.schedule.times:
+        say(f"schedule {built.schedule.answer}: {built.schedule.why}")
+    if built.device.type == "cuda":
+        say(describe_graphs(built.no_graphs))
+    if why := built.objective.cross_entropy.why_whole:
+        say(f"loss: logits of a whole micro-batch at once, because {why}")
+    if (optimizer := info["optimizer"])["name"] != "torch":
+        masters = "float32 masters of bfloat16 parameters, " if optimizer["masters"] else ""
+        where = {"device": "", "host": ", in host memory", "disk": ", on disk"}[optimizer["state"]]
+        when = "; gradients are consumed in the backward" if built.consumed is not None else ""
+        say(f"optimizer {optimizer['name']}: {masters}moments in {optimizer['moments']}{where}{when}")
+    if built.away is not None:
+        where = "in host memory" if config.memory.experts == "host" else "on disk"
+        how = "layer by layer"
+        if config.memory.expert_loading == "popular":
+            how = "when they are chosen; popular ones ahead"
+        say(f"experts are {where}, and come to the device {how}")
+        if (few := plan.decisions.record().get(FEW_KIND.key)) is not None:
+            say(f"the CPU computes experts with up to {few['tokens']} tokens: {few['why']}")
+    if built.layout_source != "contiguous":
+        say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {built.layout_source}")
+    if run.placement.on:
+        what = placement.solver if placement.policy == "migrate" else "the predicted load"
+        replicas = f"{placement.replicas} replicas a rank"
+        say(f"placement: {placement.policy} by {what}, every {placement.every} steps, {replicas}")
+    if info["lossy_reasons"]:
+        say(f"LOSSY: {'; '.join(info['lossy_reasons'])}")
+    else:
+        say("EXACT: nothing in this run changes the model's function")
+    if resume is not None:
+        say(f"resumed from {resume}, step {run.start}")
+    return lines
