@@ -1,6 +1,75 @@
-"""How parameters are updated: exact AdamW in one pass, float32 masters of bfloat16 weights, moments in fewer bits,
-state in host memory, updates inside of the backward, and clipping."""
+"""How parameters are updated: a registry of optimizers, and clipping.
 
-from carpool.optim.adamw import AdamW, Moments
+`OPTIMIZERS` is the only list of what `training.optimizer` may name; `base.py` says what a class of it says of itself.
+`register` adds one from outside the package (`carpool.plugins`).
 
-__all__ = ["AdamW", "Moments"]
+`AdamW` is the package's own: exact AdamW in one pass, float32 masters of bfloat16 weights, moments in fewer bits, state
+in host memory, updates inside of the backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from carpool.optim.base import AdamWFacts, OptimizerBase, OptimizerSettings, TorchFacts
+from carpool.plugins import Registry, unknown
+
+if TYPE_CHECKING:
+    from carpool.optim.adamw import AdamW, Moments
+
+__all__ = ["OPTIMIZERS", "AdamW", "Moments", "OptimizerBase", "OptimizerSettings", "find_optimizer", "register"]
+
+
+def _check(name: str, cls: type[OptimizerBase]) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, OptimizerBase)):
+        raise ValueError(f"optimizer {name!r} ({cls!r}) is no carpool.optim.OptimizerBase")
+    if cls.state_bytes.__func__ is OptimizerBase.state_bytes.__func__:  # type: ignore[attr-defined]
+        raise ValueError(f"optimizer {name!r} ({cls!r}) has no state_bytes: see carpool.optim.base")
+
+
+OPTIMIZERS: Registry[type[OptimizerBase]] = Registry(
+    "optimizer", "carpool.optimizers", {cls.name: cls for cls in (AdamWFacts, TorchFacts)}, _check
+)
+
+
+def register(cls: type[Any]) -> type[Any]:
+    """Add an optimizer under its `name`. Returns it, so it can decorate a class.
+
+    Raises:
+        ValueError: another one has the name, or it is no `OptimizerBase` with `state_bytes`."""
+    return OPTIMIZERS.register(cls)
+
+
+def find_optimizer(
+    name: str, dtype: str = "float32", moments: str = "float32", place: str = "device", in_backward: bool = False
+) -> type[OptimizerBase]:
+    """The class that `training.optimizer` means. "auto" is PyTorch's AdamW for parameters, moments and state that it
+    can have, and the one-pass AdamW else.
+
+    Args:
+        dtype: of the parameters.
+        moments, place: training.optimizer_moments and training.optimizer_state.
+        in_backward: gradients are used in the backward.
+
+    Raises:
+        ValueError: nobody has registered the name."""
+    if name == "auto":
+        plain = (
+            dtype != "bfloat16"
+            and moments in TorchFacts.moments
+            and place in TorchFacts.places
+            and (TorchFacts.in_backward or not in_backward)
+        )
+        return TorchFacts if plain else AdamWFacts
+    if name not in OPTIMIZERS:
+        raise ValueError(unknown(OPTIMIZERS, name, "auto"))
+    return OPTIMIZERS[name]
+
+
+def __getattr__(name: str) -> Any:
+    """PyTorch is imported once somebody wants what needs it."""
+    if name in ("AdamW", "Moments"):
+        from carpool.optim import adamw
+
+        return getattr(adamw, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

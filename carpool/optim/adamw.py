@@ -45,6 +45,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from carpool.optim.base import AdamWFacts, TorchFacts
 from carpool.optim.offloaded_state import StreamedUpdate
 from carpool.optim.state_bits import DTYPES, ZERO_CODE, can_be_blocks, dequantise, quantise, scale_shape
 from carpool.optim.state_tiles import Slab
@@ -54,7 +55,11 @@ Moments = Literal["float32", "bfloat16", "int8"]
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
-class AdamW(torch.optim.Optimizer):
+class TorchAdamW(TorchFacts, torch.optim.AdamW):
+    """PyTorch's own."""
+
+
+class AdamW(AdamWFacts, torch.optim.Optimizer):
     """AdamW over plain tensors and DTensors alike: each rank updates what it holds.
 
     Args:
@@ -83,7 +88,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if moments not in DTYPES:
             raise ValueError(f"moments={moments!r} is not known; it is one of {', '.join(DTYPES)}")
-        self.moments, self.offload, self.folder = moments, offload, folder
+        self.moment_dtype, self.offload, self.folder = moments, offload, folder
         self._updates: list[Update] = []
         self._slabs: dict[torch.Tensor, tuple[Slab, int]] = {}
         self._early: set[torch.Tensor] = set()
@@ -115,8 +120,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _moments_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         # What cannot be in blocks is small, so that it stays exact.
-        blocks = self.moments != "int8" or can_be_blocks(parameter.shape, _last_dim_shards(parameter))
-        return DTYPES[self.moments] if blocks else torch.float32
+        blocks = self.moment_dtype != "int8" or can_be_blocks(parameter.shape, _last_dim_shards(parameter))
+        return DTYPES[self.moment_dtype] if blocks else torch.float32
 
     def _new_state(self, parameter: torch.Tensor) -> State:
         part, dtype = local(parameter), self._moments_dtype(parameter)
@@ -280,6 +285,13 @@ class AdamW(torch.optim.Optimizer):
             update.uncount(late, _on(update, factor))
 
     # -- its state -------------------------------------------------------------------------------------------------
+
+    def describe(self) -> tuple[dict[str, Any], list[str]]:
+        bf16 = any(p.dtype == torch.bfloat16 for group in self.param_groups for p in group["params"])
+        moments = self.moment_dtype
+        lossy = [f"the optimizer's moments are kept in {moments}"] if moments != "float32" else []
+        state = "device" if not self.offload else "host" if self.folder is None else "disk"
+        return {"name": self.name, "masters": bf16, "moments": moments, "state": state}, lossy
 
     def synchronize(self) -> None:
         """Wait until the state in host memory is that of the last step."""

@@ -47,7 +47,6 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.memory.host_experts import HostExperts
-from carpool.optim import AdamW
 from carpool.optim.clip import clip_factor, copies_of
 from carpool.optim.update import local
 from carpool.parallel.replicated import on_gradient, replicated
@@ -63,7 +62,7 @@ class ConsumedGradients:
 
     Args:
         model: its parameters have been given to the optimizer.
-        optimizer: whose `step` is not called any more.
+        optimizer: one with `in_backward` (`carpool.optim.base`), whose `step` is not called any more.
         away: what keeps experts in host memory.
         max_norm: gradients are clipped to it, by the norm of the step before.
 
@@ -72,7 +71,7 @@ class ConsumedGradients:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: AdamW, away: HostExperts | None = None, max_norm: float = math.inf
+        self, model: nn.Module, optimizer: Any, away: HostExperts | None = None, max_norm: float = math.inf
     ) -> None:
         self.optimizer, self._away, self._max_norm = optimizer, away, max_norm
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -19,11 +19,12 @@ There are three ways to add something from outside the package:
 An entry point is imported when its name is looked up, so one that cannot be imported harms only those who ask for it.
 Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look into any registry.
 
-The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.experts.EXPERTS` ("carpool.experts") and
-`carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A room that takes plug-ins makes its own.
+The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.experts.EXPERTS` ("carpool.experts"),
+`carpool.optim.OPTIMIZERS` ("carpool.optimizers") and `carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package
+that takes plug-ins makes its own.
 
-`carpool train` gives a transport and an expert computation the options that they name, and refuses others:
-moe.transport_options and moe.expert_options.
+`carpool train` gives a transport, an expert computation and an optimizer the options that they name, and refuses
+others: moe.transport_options, moe.expert_options and training.optimizer_options.
 """
 
 from __future__ import annotations

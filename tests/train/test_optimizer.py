@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from carpool.optim import AdamW
+from carpool.optim.adamw import TorchAdamW
 from carpool.train.config import load_config
 from carpool.train.plan.estimate import state_bytes
-from carpool.train.steps.optimizer import describe_optimizer, make_optimizer
+from carpool.train.steps.optimizer import make_optimizer
 
 
 def _model(dtype: str) -> torch.nn.Module:
@@ -21,14 +22,14 @@ def _model(dtype: str) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "moments", "cls", "lossy"),
     [
-        ("float32", "auto", "float32", torch.optim.AdamW, ""),
-        ("float16", "auto", "float32", torch.optim.AdamW, ""),
+        ("float32", "auto", "float32", TorchAdamW, ""),
+        ("float16", "auto", "float32", TorchAdamW, ""),
         ("float32", "auto", "int8", AdamW, "moments are kept in int8"),
         ("float32", "one-pass", "float32", AdamW, ""),
         ("bfloat16", "auto", "float32", AdamW, ""),
         ("bfloat16", "auto", "bfloat16", AdamW, "moments are kept in bfloat16"),
         ("bfloat16", "auto", "int8", AdamW, "moments are kept in int8"),
-        ("bfloat16", "torch", "float32", torch.optim.AdamW, "without masters"),
+        ("bfloat16", "torch", "float32", TorchAdamW, "without masters"),
     ],
 )
 def test_who_updates_and_what_it_keeps(dtype: str, optimizer: str, moments: str, cls: Any, lossy: str) -> None:
@@ -37,7 +38,7 @@ def test_who_updates_and_what_it_keeps(dtype: str, optimizer: str, moments: str,
     model = _model(dtype)
     made = make_optimizer(model, config.training)
     assert type(made) is cls and [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
-    said, reasons = describe_optimizer(made)
+    said, reasons = made.describe()
     assert len(reasons) == bool(lossy) and all(lossy in reason for reason in reasons)
     assert said["masters"] == (dtype == "bfloat16" and cls is AdamW)
     for parameter in model.parameters():

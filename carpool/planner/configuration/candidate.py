@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from carpool.optim import OPTIMIZERS
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED
 from carpool.planner.configuration.eager import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS, of_transport
@@ -19,8 +20,6 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
 }
 KEEP: Mapping[str, str] = dict.fromkeys(POLICIES, "keep")
 REDUCED = 4  # bytes of a gradient as it is added up over ranks
-# Bytes of one moment of AdamW.
-MOMENT_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class Candidate:
         transport, schedule: as in [moe]; "none", "chunks" or "two-batch" of the schedules.
         dense: "replicate" or "fsdp".
         policies: of what is kept, by item of `POLICIES`.
-        moments: how AdamW keeps them.
-        optimizer: "one-pass" or "torch".
+        moments: how the optimizer keeps them.
+        optimizer: a name of `carpool.optim.OPTIMIZERS`.
         optimizer_state: "device", "host" or "disk", which is priced as "host".
         gradients: "kept", or "consumed": each is used for its update in the backward, and freed.
         max_grad_norm: gradients are clipped to it; 0: they are not. Of consumed ones by the norm of the step before.
@@ -158,9 +157,24 @@ class Candidate:
             return "what layers keep of two batches goes to host memory"
         if self.degrees.pp > 1 and offloads:
             return "what a stage keeps goes to host memory in one graph, and comes back in another"
-        if self.gradients == "consumed" and self.optimizer_state == "disk":
-            return "gradients are consumed, by a state that comes from disk"
+        if self.gradients == "consumed" and self.optimizer_state not in OPTIMIZERS[self.optimizer].captured_places:
+            return f"gradients are consumed, by a state that comes from {self.optimizer_state}"
         return None
+
+    @property
+    def state_bytes(self) -> Mapping[str, float]:
+        """Of the optimizer's state, for each element of a trained parameter, by name."""
+        return OPTIMIZERS[self.optimizer].state_bytes(self.dtype, self.moments)
+
+    @property
+    def update_bytes(self) -> float:
+        """That the norm and the update read and write for each of them."""
+        return OPTIMIZERS[self.optimizer].update_bytes(self.dtype, self.moments)
+
+    @property
+    def dtype(self) -> str:
+        """Of stored parameters."""
+        return "bfloat16" if self.stored == 2 else "float32"
 
     @property
     def captured(self) -> bool:
@@ -224,7 +238,7 @@ class Candidate:
             "torch_compile": self.compiled,
             "optimizer": self.optimizer,
         }
-        if self.optimizer == "one-pass":
+        if len(OPTIMIZERS[self.optimizer].moments) > 1:
             training |= {"optimizer_moments": self.moments, "optimizer_state": self.optimizer_state}
         if self.computed == 4:
             training["bf16"] = False

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from carpool.optim import find_optimizer
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.configuration.candidate import POLICIES, Candidate
@@ -101,7 +102,7 @@ def candidate_of(
         dense=settings["parallelism"]["dense"],
         policies={item: memory[item] or "keep" for item in POLICIES},
         moments=training["optimizer_moments"],
-        optimizer="one-pass" if _one_pass(settings) else "torch",
+        optimizer=_optimizer(settings),
         optimizer_state=training["optimizer_state"],
         gradients=training["gradients"],
         max_grad_norm=training["max_grad_norm"],
@@ -134,13 +135,11 @@ def _check_stages(schedule: str, pp: int, layers: int) -> None:
         )
 
 
-def _one_pass(settings: Settings) -> bool:
-    """Whether parameters are updated by the one-pass optimizer: as `carpool train` decides "auto"."""
-    training = settings["training"]
-    if training["optimizer"] != "auto":
-        return bool(training["optimizer"] == "one-pass")
-    plain = {"optimizer_moments": "float32", "optimizer_state": "device", "gradients": "kept"}
-    return settings["model"]["dtype"] == "bfloat16" or any(training[key] != value for key, value in plain.items())
+def _optimizer(settings: Settings) -> str:
+    """The name of what updates parameters: as `carpool train` decides "auto"."""
+    training, dtype = settings["training"], settings["model"]["dtype"] or "float32"
+    moments, place = training["optimizer_moments"], training["optimizer_state"]
+    return find_optimizer(training["optimizer"], dtype, moments, place, training["gradients"] == "consumed").name
 
 
 def _transport(candidate: Candidate, shape: ModelShape, hardware: Hardware, per_node: int) -> tuple[str, str]:

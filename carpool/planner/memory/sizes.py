@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from carpool.parallel.schedules import stages_of
-from carpool.planner.configuration.candidate import MOMENT_BYTES, REDUCED, Candidate
+from carpool.planner.configuration.candidate import REDUCED, Candidate
 from carpool.planner.configuration.stages import layer_ranges
 from carpool.planner.memory.held import scores_bytes
 from carpool.planner.model.routes import Routes
@@ -117,10 +117,6 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
     }
     heads = max((layer.heads for layer in kept if layer.whole_scores), default=0)
     stored, eval_tokens = candidate.stored, candidate.sequence_length // degrees.cp
-    # Masters are the low bits beside parameters in bfloat16.
-    state = 2 * MOMENT_BYTES[candidate.moments] + (2 if stored == 2 else 0)
-    if candidate.optimizer == "torch":
-        state = 2 * stored
     copies = float(degrees.etp)
     if degrees.ep > 1:
         copies *= routes.rows(candidate.transport, shape.choice, degrees.ep, degrees.ep).arrive
@@ -139,7 +135,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
         loss_tokens=_piece(own_tokens // (degrees.tp if candidate.divides_tokens else 1), shape.vocabulary),
         eval_tokens=eval_tokens, eval_loss_tokens=_piece(eval_tokens, shape.vocabulary),
         whole_logits=degrees.tp > 1 and not candidate.divides_tokens, divided=candidate.divides_tokens,
-        state=state,
+        state=sum(candidate.state_bytes.values()),
     )  # fmt: skip
 
 

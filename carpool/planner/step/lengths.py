@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from carpool.planner.configuration.candidate import MOMENT_BYTES, REDUCED
+from carpool.planner.configuration.candidate import REDUCED
 from carpool.planner.machine.work import HEAD_SIZES, SPREAD, Source, Work
 from carpool.planner.model.shape import LayerShape
 from carpool.planner.step.streaming import stream_seconds
 from carpool.planner.step.travel import Piece, Travel
 
 REDUCTIONS = "reductions"  # the stream of reductions, beside gathers
-LOW_BITS = 2  # bytes of a master beside its parameter in bfloat16
 # Bytes moved for each byte that a layer keeps, and the forward's share; of the loss, for each byte of logits.
 MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 30.0, 1 / 3, 5.8
 # Passes over score matrices in bfloat16 where attention is not fused, forward; twice as many backward.
@@ -266,16 +265,10 @@ class Lengths(Travel):
         return dense, sum(layer.experts for layer in stage_layers) * self.experts_of_layer
 
     def update(self, dense: float, experts: float) -> Iterator[Piece]:
-        """Norm, clipping and AdamW of what a rank owns, and parameters that are gathered after it."""
+        """Norm, clipping and update of what a rank owns, and parameters that are gathered after it."""
         degrees, candidate = self.degrees, self.candidate
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
-        moments = MOMENT_BYTES[candidate.moments]
-        # The parameter, its low bits, and the gradient, read for the norm and for the update.
-        moved = 7 * candidate.stored + 4 * moments if candidate.stored == 2 else 4 * candidate.stored + 4 * moments
-        if candidate.optimizer == "torch":
-            # Fused, moments as the parameters, no masters: seven passes; the norm reads, clipping reads and writes.
-            moved = 10 * candidate.stored
-        yield self._kernel("optimizer", "optimizer", "optimizer", 0, moved * own)
+        yield self._kernel("optimizer", "optimizer", "optimizer", 0, candidate.update_bytes * own)
         if candidate.gradients == "kept":
             yield from _some(self.streamed_state(dense, experts))
         if candidate.dense == "replicate":
@@ -288,7 +281,7 @@ class Lengths(Travel):
         if candidate.optimizer_state == "device":
             return None
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
-        seconds = stream_seconds(own * (LOW_BITS + 2 * MOMENT_BYTES[candidate.moments]), self.hardware)
+        seconds = stream_seconds(own * sum(candidate.state_bytes.values()), self.hardware)
         return Piece("state", "offload", seconds, *SPREAD[self.host_source])
 
     def gathers(self, layer: LayerShape) -> Iterator[Piece]:

@@ -44,6 +44,7 @@ from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.memory.host_experts import HostExperts
 from carpool.observe.meter import NSIGHT
+from carpool.optim import OptimizerBase
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
@@ -112,7 +113,7 @@ class Built:
     schedule: Chosen[Schedule]
     objective: Objective
     parameters: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer
+    optimizer: OptimizerBase
     consumed: ConsumedGradients | None
     away: HostExperts | None
     metrics: RideMetrics

@@ -40,7 +40,7 @@ from carpool.hf.seam.rides import ExpertRides
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.memory.host import host_zeros
 from carpool.memory.host_experts import HostExperts
-from carpool.optim import AdamW
+from carpool.optim import OptimizerBase
 from carpool.memory.popularity import Popularity
 from carpool.observe.clock import synchronize
 from carpool.optim.in_backward import ConsumedGradients
@@ -55,7 +55,7 @@ def make_tiers(
     config: Config,
     model: PreTrainedModel,
     layers: Sequence[ExpertRides],
-    optimizer: torch.optim.Optimizer,
+    optimizer: OptimizerBase,
     dtype: torch.dtype,
     halves: bool,
     device: torch.device,
@@ -81,7 +81,7 @@ def make_tiers(
         away = keep_experts_in_host_memory(model, **on_disk, **loading_of(memory, few))
     if training.gradients == "kept":
         return None, away
-    assert isinstance(optimizer, AdamW)
+    assert optimizer.in_backward
     return ConsumedGradients(model, optimizer, away, training.max_grad_norm or math.inf), away
 
 

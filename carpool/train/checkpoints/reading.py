@@ -93,7 +93,7 @@ def load(
             is_there = any(name.startswith(f"{part}/") for name in content["files"])
             stored = stored_tensors(folder / part) if is_there else {}
             if part == OPTIMIZER and stored:
-                zero = _low_bits_to_zero(folder, stored, tensors)
+                zero = _zero_if_absent(folder, stored, tensors, optimizer)
                 tensors = parts[part] = {name: tensor for name, tensor in tensors.items() if name not in zero}
             wanted = tensors if logical_like is None else logical_like(tensors, True)
             _check_tensors(folder, part, stored, wanted, everywhere[part])
@@ -146,13 +146,18 @@ def _codes(names: Iterable[str]) -> bool:
     return any(name.endswith("_scale") for name in names)
 
 
-def _low_bits_to_zero(folder: Path, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> Tensors:
-    """The low bits of masters, if the checkpoint's bfloat16 parameters had no masters: these are then the weights.
+def _zero_if_absent(
+    folder: Path, stored: dict[str, TensorStorageMetadata], wanted: Tensors, optimizer: torch.optim.Optimizer | None
+) -> Tensors:
+    """State that the checkpoint lacks and that is zero then (`carpool.optim.base`), such as the low bits of masters:
+    without them the masters are the weights.
 
     Raises:
         CheckpointError: as `check_optimizer`."""
     _check_optimizer(folder, stored, bool(_low_bits(wanted)), _codes(wanted))
-    return {name: wanted[name] for name in _low_bits(wanted)} if not _low_bits(stored) else {}
+    there = {name.rsplit(".", 1)[-1] for name in stored}
+    absent: frozenset[str] = getattr(optimizer, "zero_if_absent", frozenset()) - there
+    return {name: tensor for name, tensor in wanted.items() if name.rsplit(".", 1)[-1] in absent}
 
 
 def _check_optimizer(folder: Path, stored: Iterable[str], masters: bool, codes: bool) -> None:

@@ -105,7 +105,7 @@ def _create_missing_state(optimizer: torch.optim.Optimizer) -> None:
         return
     example = examples[0]
     keys = optimizer.state[example].keys()
-    if not keys <= _ZERO_AT_START:
+    if not getattr(optimizer, "starts_at_zero", keys <= _ZERO_AT_START):
         raise ValueError(
             f"{type(optimizer).__name__} has no state yet for a parameter of shape {tuple(missing[0].shape)}, and how "
             f"its {', '.join(sorted(keys - _ZERO_AT_START))} starts is not known; save after all had a gradient"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+
+from carpool.plugins.nearest import nearest
 
 NONE_WORDS = ("none", "null")
 
@@ -43,3 +46,30 @@ def toml_value(value: Any, as_key: bool = False) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     key, _, text = tomli_w.dumps({str(value): 0} if as_key else {"v": value}).strip().partition(" = ")
     return key if as_key else text
+
+
+def known_name(key: str, name: str, names: Sequence[str]) -> str:
+    """The name, if it is one of these; ValueError with the nearest one else."""
+    if name in names:
+        return name
+    close = nearest(name, names)
+    raise ValueError(
+        f"{key} = {name!r}: expected one of {', '.join(names)}" + (f"; did you mean {close}?" if close else "")
+    )
+
+
+def listed_options(options: Mapping[str, Any]) -> str:
+    """For errors: which options there are."""
+    return f"the options {', '.join(options)}" if options else "no options of this section"
+
+
+def check_options(key: str, given: Mapping[str, Any], told: str, known: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that is not known, and for a value of another type."""
+    for name, value in given.items():
+        if name not in known:
+            close = nearest(name, list(known))
+            raise ValueError(f"unknown key {key}.{name}: {f'did you mean {key}.{close}?' if close else told}")
+        try:
+            TypeAdapter(known[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{key}.{name} = {value!r}: {error.errors()[0]['msg']}") from None

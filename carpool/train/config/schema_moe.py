@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from carpool.plugins.nearest import nearest
 from carpool.schedule import MAX_CHUNKS, Schedule
-from carpool.train.config.schema_base import Section
+from carpool.train.config.schema_base import Section, check_options, known_name, listed_options
 
 if TYPE_CHECKING:
     from carpool.layout.topology import Topology
@@ -53,16 +53,7 @@ def _known_transport(name: str) -> str:
         return name
     from carpool.transport import TRANSPORTS
 
-    return _known("transport", name, ("auto", *TRANSPORTS))
-
-
-def _known(key: str, name: str, names: Sequence[str]) -> str:
-    if name in names:
-        return name
-    close = nearest(name, names)
-    raise ValueError(
-        f"moe.{key} = {name!r}: expected one of {', '.join(names)}" + (f"; did you mean {close}?" if close else "")
-    )
+    return known_name("moe.transport", name, ("auto", *TRANSPORTS))
 
 
 def _known_experts(name: str) -> str:
@@ -70,7 +61,7 @@ def _known_experts(name: str) -> str:
         return name
     from carpool.experts import EXPERTS
 
-    return _known("experts", name, ("auto", *EXPERTS))
+    return known_name("moe.experts", name, ("auto", *EXPERTS))
 
 
 def _options_of_transport(name: str) -> tuple[str, dict[str, Any]]:
@@ -85,7 +76,7 @@ def _options_of_transport(name: str) -> tuple[str, dict[str, Any]]:
     # What other settings say: numbers of tokens, and the section [nvlink] of a transport that has it inside.
     shared = {field.name for field in fields(TransportOptions)} | {"nvlink", "step_tokens"}
     known = {} if cls is None else {key: kind for key, kind in get_type_hints(cls).items() if key not in shared}
-    return f"transport {name!r} has {_listed(known)}", known
+    return f"transport {name!r} has {listed_options(known)}", known
 
 
 def _options_of_experts(name: str) -> tuple[str, dict[str, Any]]:
@@ -94,23 +85,7 @@ def _options_of_experts(name: str) -> tuple[str, dict[str, Any]]:
 
     names = getattr(EXPERTS.get(name), "options", ())
     known = {key: Any for key in names if key not in ("choices", "recompute")}
-    return f"experts {name!r} have {_listed(known)}", known
-
-
-def _listed(options: Mapping[str, Any]) -> str:
-    return f"the options {', '.join(options)}" if options else "no options of this section"
-
-
-def _check_options(key: str, given: Mapping[str, Any], told: str, known: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name that is not known, and for a value of another type."""
-    for name, value in given.items():
-        if name not in known:
-            close = nearest(name, list(known))
-            raise ValueError(f"unknown key {key}.{name}: {f'did you mean {key}.{close}?' if close else told}")
-        try:
-            TypeAdapter(known[name]).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise ValueError(f"{key}.{name} = {value!r}: {error.errors()[0]['msg']}") from None
+    return f"experts {name!r} have {listed_options(known)}", known
 
 
 TransportName = Annotated[str, AfterValidator(_known_transport)]
@@ -303,9 +278,9 @@ class MoeSection(Section):
     def _have_options(self) -> Self:
         self.asked_schedule()
         if self.transport_options:
-            _check_options("moe.transport_options", self.transport_options, *_options_of_transport(self.transport))
+            check_options("moe.transport_options", self.transport_options, *_options_of_transport(self.transport))
         if self.expert_options:
-            _check_options("moe.expert_options", self.expert_options, *_options_of_experts(self.experts))
+            check_options("moe.expert_options", self.expert_options, *_options_of_experts(self.experts))
         return self
 
 

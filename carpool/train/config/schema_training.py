@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from carpool.train.config.schema_base import Section, Texts
+from carpool.optim import OPTIMIZERS, OptimizerBase, find_optimizer
+from carpool.train.config.schema_base import Section, Texts, check_options, known_name, listed_options
+
+
+def _known_optimizer(name: str) -> str:
+    """Names are the registry's, plug-ins' included."""
+    return known_name("training.optimizer", name, ("auto", *OPTIMIZERS))
+
+
+OptimizerName = Annotated[str, AfterValidator(_known_optimizer)]
 
 
 class TrainingSection(Section):
@@ -57,11 +66,16 @@ class TrainingSection(Section):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
     adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
-    optimizer: Literal["auto", "one-pass", "torch"] = Field(
+    optimizer: OptimizerName = Field(
         default="auto",
         description="one-pass: AdamW of carpool.optim, one kernel on GPUs, with float32 masters of bfloat16 "
         "parameters (16 more bits each). torch: torch.optim.AdamW, which updates bfloat16 parameters and moments in "
         "bfloat16 (lossy). auto: torch for parameters and moments in float32, and for float16; else one-pass.",
+    )
+    optimizer_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of that optimizer alone, such as one of a plug-in (carpool/optim/base.py): "
+        "training.optimizer_options.NAME=VALUE. Those of this package have none.",
     )
     optimizer_moments: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
@@ -201,16 +215,33 @@ class TrainingSection(Section):
         """Whether a run computes in bfloat16, on GPUs (`cuda`) or on CPUs."""
         return cuda if self.bf16 is None else self.bf16
 
-    def one_pass(self, dtype: str) -> bool:
-        """Whether parameters of this dtype are updated by the one-pass optimizer."""
-        if self.optimizer != "auto":
-            return self.optimizer == "one-pass"
-        return (
-            dtype == "bfloat16"
-            or self.optimizer_moments != "float32"
-            or self.optimizer_state != "device"
-            or self.gradients == "consumed"
-        )
+    def optimizer_class(self, dtype: str) -> type[OptimizerBase]:
+        """What updates parameters of this dtype."""
+        in_backward = self.gradients == "consumed"
+        return find_optimizer(self.optimizer, dtype, self.optimizer_moments, self.optimizer_state, in_backward)
+
+    def ablest_optimizer(self) -> type[OptimizerBase]:
+        """What would update them with other settings of moments, state and gradients: "auto" leaves that open."""
+        return find_optimizer(self.optimizer, in_backward=True)
+
+    def _check_optimizer(self) -> None:
+        """Raise ValueError for moments, state, gradients and options that the optimizer does not have."""
+
+        def lacks(cls: type[OptimizerBase]) -> str | None:
+            there = {"optimizer_moments": cls.moments, "optimizer_state": cls.places}
+            there["gradients"] = ("kept", "consumed") if cls.in_backward else ("kept",)
+            return next((name for name, values in there.items() if getattr(self, name) not in values), None)
+
+        cls = self.ablest_optimizer()
+        if (name := lacks(cls)) is not None:
+            able = " or ".join(other for other in OPTIMIZERS if lacks(OPTIMIZERS[other]) is None)
+            raise ValueError(
+                f"training.{name} = {getattr(self, name)!r} needs the {able} optimizer, but training.optimizer = "
+                f'"{self.optimizer}"; leave one of them out'
+            )
+        if self.optimizer_options:
+            has = f"optimizer {cls.name!r} has {listed_options(cls.options)}"
+            check_options("training.optimizer_options", self.optimizer_options, has, cls.options)
 
     @model_validator(mode="before")
     @classmethod
@@ -228,13 +259,7 @@ class TrainingSection(Section):
                 f"training.max_steps and training.num_train_epochs each say how long the run is, but {both}: set one "
                 "of them, such as training.num_train_epochs=2"
             )
-        one_pass = {"optimizer_moments": "float32", "optimizer_state": "device", "gradients": "kept"}
-        for name, plain in one_pass.items():
-            if self.optimizer == "torch" and (value := getattr(self, name)) != plain:
-                raise ValueError(
-                    f'training.{name} = {value!r} needs the one-pass optimizer, but training.optimizer = "torch"; '
-                    "leave one of them out"
-                )
+        self._check_optimizer()
         if self.gradients == "consumed" and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 'training.gradients = "consumed" uses each gradient for an update as soon as it is there, but '

@@ -176,8 +176,9 @@ def make_plan(
         return default if asked is None else (asked,)
 
     # State in host memory and consumed gradients take it, too.
-    one_pass = training.one_pass(config.model.dtype or "float32")
-    one_pass = one_pass or (training.optimizer == "auto" and "training.optimizer_state" in free)
+    optimizer = training.optimizer_class(config.model.dtype or "float32")
+    if "training.optimizer_state" in free:
+        optimizer = training.ablest_optimizer()
     cut = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
     batches = None if cut <= free else (training.per_device_train_batch_size,)
     stored = 4 if (config.model.dtype or "float32") == "float32" else 2
@@ -207,7 +208,7 @@ def make_plan(
             compiled=training.torch_compile,
             eager=by_settings(config.model_dump()),
             moments=training.optimizer_moments,
-            optimizer="one-pass" if one_pass else "torch",
+            optimizer=optimizer.name,
             stored=stored,
             computed=2 if training.computes_in_bf16(hardware.name != "cpu") else stored,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
@@ -344,15 +345,16 @@ def _policies(config: Config, free: Collection[str]) -> list[Mapping[str, str]]:
 
 
 def _moves_state(config: Config, free: Collection[str]) -> bool:
-    training = config.training
-    return "training.optimizer_state" in free and training.optimizer != "torch" and config.placement.every is None
+    moves = "host" in config.training.ablest_optimizer().places
+    return "training.optimizer_state" in free and moves and config.placement.every is None
 
 
 def _may_consume(config: Config, free: Collection[str]) -> bool:
     """Whether updates are the same if each gradient is used in the backward."""
     training = config.training
     moves = config.placement.every is not None or config.moe.layout != "contiguous"
-    return "training.gradients" in free and training.optimizer != "torch" and not (training.max_grad_norm or moves)
+    able = training.ablest_optimizer().in_backward
+    return "training.gradients" in free and able and not (training.max_grad_norm or moves)
 
 
 def _why_none(found: Found, memory: int) -> str:

@@ -96,12 +96,9 @@ STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def state_bytes(config: Config) -> float:
-    """What the optimizer keeps of a parameter; see `carpool.optim.adamw`."""
+    """What the optimizer keeps of each element of a parameter (`carpool.optim.base`)."""
     dtype, training = config.model.dtype or "float32", config.training
-    if not training.one_pass(dtype):
-        return 2 * STORED[dtype]
-    moments = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}[training.optimizer_moments]
-    return 2 * moments + (2 if dtype == "bfloat16" else 0)
+    return sum(training.optimizer_class(dtype).state_bytes(dtype, training.optimizer_moments).values())
 
 
 class ModelSizes:

@@ -98,22 +98,23 @@ def advise(estimate: MemoryEstimate, transport: str, dense: str, memory: int) ->
 def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
     """(as the user writes it, what makes it, its price)."""
     training, memory = config.training, config.memory
+    optimizer = training.ablest_optimizer()
     if training.loss_chunk is not None:
         yield _one("training", "loss_chunk", None, "nothing")
     if (config.model.dtype or "float32") == "float32":
         masters = "gradients, parameters and moments are rounded, without masters"
-        if training.optimizer != "torch":
+        if "low_bits" in optimizer.state_bytes("bfloat16", optimizer.moments[0]):
             masters = "gradients are rounded; masters stay float32"
         yield _one("model", "dtype", "bfloat16", masters)
-    if training.optimizer != "torch" and training.optimizer_state == "device":
-        for moments in ("bfloat16", "int8"):
+    if training.optimizer_state == "device":
+        for moments in optimizer.moments[1:]:
             if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
                 yield _one("training", "optimizer_moments", moments, "lossy, no time")
     adapter, moe, stays = config.adapter, config.moe, config.placement.every is None
     # Where micro-batches can be smaller, gradients of several are added.
     numbers = training.per_device_train_batch_size, training.gradient_accumulation_steps, config.parallelism.pp_size
     homes = stays and moe.layout == "contiguous" and adapter.kind is None
-    if training.gradients == "kept" and training.optimizer != "torch" and numbers == (1, 1, 1) and homes:
+    if training.gradients == "kept" and optimizer.in_backward and numbers == (1, 1, 1) and homes:
         consumed = {"gradients": "consumed"} | ({"clip_by": "previous"} if training.max_grad_norm else {})
         price = "clipped by the norm of the step before" if training.max_grad_norm else "nothing"
         written = " ".join(f"training.{key}={value}" for key, value in consumed.items())
@@ -134,7 +135,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
             _setter("training", per_device_train_batch_size=size, gradient_accumulation_steps=steps),
             "smaller products",
         )
-    if stays and training.optimizer != "torch" and training.optimizer_state == "device":
+    if stays and "host" in optimizer.places and training.optimizer_state == "device":
         yield _one("training", "optimizer_state", "host", "copies, hidden in steps of many tokens; host memory")
     if memory.sums != "recompute" and "offload" not in (memory.rows, memory.hidden):
         yield _one("memory", "sums", "recompute", "rides and experts again")

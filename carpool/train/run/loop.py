@@ -2,7 +2,7 @@
 
     start        plan -> data -> model (FSDP x EP) -> optimizer -> resume                run.py
     each step    batch -> loss, gradients, their norm -> all rows had a place?           here
-                 -> finite? -> AdamW -> numbers of the step before -> was anybody asked to stop?
+                 -> finite? -> update -> numbers of the step before -> was anybody asked to stop?
     now and then held-out loss and a sample; a checkpoint                                evaluate.py, finish.py
     at the end   held-out loss, checkpoint, comparison with another transport, summary   finish.py
 
@@ -23,8 +23,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compute.compiled import eagerly
 from carpool.hf.seam.rides import rooms_of_rides
-from carpool.optim import AdamW
-from carpool.optim.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.config.schema import Config
@@ -128,12 +126,8 @@ def update(run: Run) -> tuple[Losses, float, int]:
     if not (math.isfinite(losses.loss) and math.isfinite(norm)):
         _stop_not_finite(run, losses.loss, norm, batches)
     with torch.profiler.record_function("carpool::optimizer"):
-        if built.consumed is not None:
-            pass  # updated in the backward
-        elif isinstance(built.optimizer, AdamW):
-            built.optimizer.step(factor=clip_factor(measured, _max_norm(run)))
-        else:
-            built.optimizer.step()
+        if built.consumed is None:  # else updated in the backward
+            built.optimizer.clipped_step(measured, _max_norm(run))
         built.optimizer.zero_grad(set_to_none=True)
         if built.bias is not None:
             built.bias.step()
@@ -166,10 +160,7 @@ def gradients(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.T
     with torch.profiler.record_function("carpool::optimizer"):
         if built.consumed is not None:
             return means, built.consumed.finish()
-        # The one-pass optimizer clips in its step. PyTorch's needs a pass over the gradients before.
-        if isinstance(built.optimizer, AdamW):
-            return means, grad_norm(built.parameters, stages)
-        return means, clip_grad_norm(built.parameters, _max_norm(run), stages)
+        return means, built.optimizer.gradient_norm(built.parameters, _max_norm(run), stages)
 
 
 def _consume(built: Built, loss: torch.Tensor) -> None:

@@ -30,7 +30,6 @@ from carpool.train.records.environment import environment
 from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.records.record import Recorder
 from carpool.train.steps.graphs import describe_graphs, note_graphs
-from carpool.train.steps.optimizer import describe_optimizer
 from carpool.transport import TransportOptions
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
             ),
         },
         "experts": layer.compute.name if layer.compute is not None else "the model's own",
-        "optimizer": describe_optimizer(built.optimizer)[0],
+        "optimizer": built.optimizer.describe()[0],
         "layout": layout_record(layouts, built.layout_source),
         "bias_update_rate": built.bias.rate if built.bias is not None else 0.0,
         "exact": not lossy,
@@ -183,7 +182,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
 def lossy_reasons(run: Run) -> list[str]:
     """What in a run changes the model's function or its update."""
     built, training = run.built, run.config.training
-    lossy = [*describe_optimizer(built.optimizer)[1], *built.lossy, *built.options.lossy_reasons]
+    lossy = [*built.optimizer.describe()[1], *built.lossy, *built.options.lossy_reasons]
     halves = built.schedule.answer.name == "two-batch" and training.gradient_accumulation_steps == 1
     if halves and built.objective.aux_coef:
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
