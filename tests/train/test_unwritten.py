@@ -20,7 +20,7 @@ from carpool.train.records import record
 from carpool.train.records.record import Recorder
 from carpool.train.run import loop
 from carpool.train.run.finish import UnwrittenError
-from carpool.train.run.numbers import record_step
+from carpool.train.run.loop import record_step
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, records, text
 

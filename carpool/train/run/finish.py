@@ -1,20 +1,37 @@
-"""Checkpoints while a run goes on, and its end: the last step, or a signal.
+"""What interrupts the steps of a run, and its end: held-out loss and a sample, checkpoints, the comparison with another
+transport, the summary.
 
 A checkpoint that cannot be written (a full disk, a folder that became read-only) ends no run: it is said, training goes
 on, and the next one may succeed. What is still unwritten at the end makes the run fail with the list of it.
+
+The comparison alternates a few probe steps, forward and backward on one batch, between the two transports, so that a
+noisy machine is noisy for both. Nothing is updated: gradients are thrown away and the random state is put back.
 """
 
 from __future__ import annotations
 
 import json
 import signal
-from contextlib import suppress
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from carpool.hf import transport
+from carpool.hf.compute.attention import attention_of_any_length
+from carpool.hf.compute.compiled import eagerly
+from carpool.hf.generation.generate import Sampling, generate
+from carpool.hf.observe.metrics import RideMetrics
 from carpool.hf.seam.layouts import is_logical, logical_order
-from carpool.hf.seam.rides import buffers_of_rides
+from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
+from carpool.observe.clock import timed
 from carpool.report import text_block
 from carpool.report.read import read_run
 from carpool.report.schema import Train
@@ -23,13 +40,101 @@ from carpool.train.checkpoints.adapter import save_adapter
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.manager import checkpoint_name
+from carpool.train.data.loader import count_targets
+from carpool.train.data.tokenizer import Tokenizer, framed
 from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.files import ADAPTER, SUMMARY, replace_text
-from carpool.train.run.evaluate import evaluate
-from carpool.train.run.probe import compare, summarise
 from carpool.train.run.run import Run
+from carpool.train.steps.room import room_for_all
+from carpool.transport import TransportOptions
+
+
+def evaluate(run: Run) -> None:
+    """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
+    with room_for_all(rooms_of_rides(run.built.rides)):
+        _evaluate(run)
+
+
+def _evaluate(run: Run) -> None:
+    if len(run.data.held_out):
+        loss, tokens = _held_out(run)
+        run.records.write("eval", run.step, loss=loss, tokens=tokens)
+        if run.losses["first_eval_loss"] is None:
+            run.losses["first_eval_loss"] = loss
+        run.losses["final_eval_loss"] = loss
+        run.records.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
+    training = run.config.training
+    # The stages of a pipeline do not generate.
+    if training.sample_prompt is not None and run.plan.pipeline is None:
+        context = run.built.objective.context
+        with eagerly(), run.built.objective.cast(run.built.device), nullcontext() if context is None else context.off():
+            text = sample(
+                run.built.model,
+                run.tokenizer,
+                training.sample_prompt,
+                max_new_tokens=training.sample_tokens,
+                seed=training.seed,
+                context=run.config.data.sequence_length,
+            )
+        run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
+
+
+def _held_out(run: Run) -> tuple[float, int]:
+    """The mean loss over all held-out tokens, and their number."""
+    sums = torch.zeros(2, dtype=torch.float64, device=run.built.device)
+    run.built.model.eval()
+    with torch.no_grad(), run.slots_kept():
+        for batch in run.data.held_out:
+            # Counted before it goes to the device, for which nobody waits until the end.
+            sums[1] += count_targets(batch["labels"])
+            ce, _ = run.with_room(partial(run.built.objective.forward, run.to_device(batch)))
+            sums[0] += ce
+    run.built.model.train()
+    dist.all_reduce(sums)
+    total, tokens = sums.tolist()
+    run.check_rides()
+    # Ranks that share sequences have each counted all of their tokens, and compute the loss of all or of some.
+    tokens /= run.built.objective.ranks_per_sequence
+    return total / run.built.objective.cross_entropy.copies / tokens, int(tokens)
+
+
+def sample(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    context: int | None = None,
+) -> str:
+    """What the model writes after `prompt`: all ranks continue the same text together. Greedy at temperature 0; leaves
+    the global random state alone.
+
+    Args:
+        context: tokens of the prompt that the model sees at most, the last ones; None: all.
+
+    Returns:
+        The prompt with its continuation, up to the first end-of-text token.
+
+    Raises:
+        ValueError: a negative temperature or no new tokens.
+    """
+    # As documents begin, and as `carpool generate` begins.
+    tokens = framed(tokenizer.encode(prompt), tokenizer.frame[0], ()).tolist() or [tokenizer.eos_id]
+    with attention_of_any_length(model):
+        made = generate(
+            model,
+            [tokens if context is None else tokens[-context:]],
+            Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed),
+            end=[tokenizer.eos_id],
+            pad=tokenizer.eos_id,
+            # A vocabulary padded to a round size has places that mean nothing.
+            vocabulary=tokenizer.vocab_size,
+        )
+    return prompt + tokenizer.decode(made.tokens[0])
 
 
 class UnwrittenError(OSError):
@@ -202,3 +307,47 @@ def _recorded_after(run: Run, step: int) -> list[dict[str, Any]]:
     with suppress(ValueError):
         return [one.model_dump() for one in read_run(run.folder).train if one.step > step]
     return []
+
+
+REPETITIONS = 5
+
+
+def compare(
+    model: nn.Module,
+    ways: Mapping[str, TransportOptions],
+    step: Callable[[], Any],
+    metrics: RideMetrics,
+    device: torch.device,
+) -> dict[str, dict[str, Any]]:
+    """Time `step` (a forward and backward) under two transports with their options. All ranks call it together.
+
+    Returns:
+        For each name: `step_ms`, milliseconds of each repetition on the slowest rank, and `bytes_remote` of one step.
+    """
+    result: dict[str, dict[str, Any]] = {name: {"step_ms": [], "bytes_remote": 0} for name in ways}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for repetition in range(-1, REPETITIONS):
+            # Whoever goes first in one round goes second in the next.
+            for name in ways if repetition % 2 else reversed(tuple(ways)):
+                with transport(model, name, ways[name]):
+                    metrics.reset()
+                    took = timed(step, device)
+                    model.zero_grad(set_to_none=True)
+                    moved = metrics.collect(device).record["bytes_remote"]
+                if repetition >= 0:  # the first round warms up
+                    result[name]["step_ms"].append(took.ms)
+                    result[name]["bytes_remote"] = moved
+    return result
+
+
+def summarise(result: dict[str, dict[str, Any]], ours: str, theirs: str) -> dict[str, Any]:
+    """Medians and their ratio (theirs over ours: above 1, ours is faster)."""
+    ours_ms = statistics.median(result[ours]["step_ms"])
+    theirs_ms = statistics.median(result[theirs]["step_ms"])
+    return {
+        "transport": theirs,
+        "step_ms": theirs_ms,
+        "ours_step_ms": ours_ms,
+        "ratio": theirs_ms / ours_ms,
+        "repetitions": len(result[ours]["step_ms"]),
+    }

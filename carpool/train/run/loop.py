@@ -3,11 +3,14 @@
     start        plan -> data -> model (FSDP x EP) -> optimizer -> resume                run.py
     each step    batch -> loss, gradients, their norm -> all rows had a place?           here
                  -> finite? -> update -> numbers of the step before -> was anybody asked to stop?
-    now and then held-out loss and a sample; a checkpoint                                evaluate.py, finish.py
+    now and then held-out loss and a sample; a checkpoint                                finish.py
     at the end   held-out loss, checkpoint, comparison with another transport, summary   finish.py
 
 Whatever decides what happens next (is the loss finite, does a checkpoint exist, shall the run stop) is known to all
-ranks alike.
+ranks alike. The numbers of step n are recorded while step n+1 computes, so that nothing waits for them:
+
+    the host      launches step n+1   records step n, starts numbers of n+1   waits for the norm of n+1   launches n+2
+    the device              computes step n+1 ....................................................
 """
 
 from __future__ import annotations
@@ -16,21 +19,24 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compute.compiled import eagerly
+from carpool.hf.observe.metrics import LaterRecord
 from carpool.hf.seam.rides import rooms_of_rides
 from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.config.schema import Config
 from carpool.train.launch.stopping import STOP_SIGNALS, Stopped
-from carpool.train.run.evaluate import evaluate
-from carpool.train.run.finish import finish, leave, save
-from carpool.train.run.numbers import record_step, start_numbers, step_numbers
-from carpool.train.run.run import Run, start_run
+from carpool.train.plan.auto_plan import MEASURED, SKIPPED
+from carpool.train.records.environment import peak_memory
+from carpool.train.run.finish import evaluate, finish, leave, save
+from carpool.train.run.run import Run, StepNumbers, start_run
+from carpool.train.run.run_records import record_plan
 from carpool.train.steps.diagnose import NonFiniteError, determinism, explain
 from carpool.train.steps.objective import Batch, Losses
 from carpool.train.steps.optimizer import learning_rate
@@ -192,3 +198,71 @@ def _stop_not_finite(run: Run, loss: float, norm: float, batches: list[Batch]) -
         f"step {run.step}: loss {loss:g}, gradient norm {norm:g}: {where}. {made}; {good}. "
         "Lower training.learning_rate or training.max_grad_norm, or look at that layer's input"
     )
+
+
+def start_numbers(run: Run) -> LaterRecord:
+    """The numbers of the rides of the step that is being computed, and its peak of memory up to here. Collective; waits
+    for the end of its rides if they are timed."""
+    device = run.built.device
+    return run.built.metrics.start(device, beside=(peak_memory(device) - run.memory_before,))
+
+
+def step_numbers(run: Run, losses: Losses, norm: float, rode: LaterRecord, begin: float) -> StepNumbers:
+    """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`)."""
+    return StepNumbers(run.step, run.data.train.tokens, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
+
+
+def record_step(run: Run, numbers: StepNumbers) -> None:
+    """Record them. Waits until they are there."""
+    training, records, info = run.config.training, run.records, run.records.info
+    step, tokens, losses, norm, later, step_ms = numbers
+    rode = later.read()
+    run.placement.count(rode)
+    per_second = tokens / step_ms * 1e3
+    flops, peak = info["predicted"]["flops_per_token"], info["peak_flops"]
+    used = flops * per_second / run.plan.machine.ranks / peak if peak else None
+    run.totals["tokens"] += losses.tokens
+    for key in ("bytes_remote", "bytes_remote_alltoall", "bytes_network"):
+        if key in rode.record:
+            run.totals[key] = run.totals.get(key, 0) + rode.record[key]
+    record = {
+        **asdict(losses),
+        "learning_rate": learning_rate(step, training),
+        "grad_norm": norm,
+        "tokens_seen": run.totals["tokens"],
+        "bytes_remote_seen": run.totals["bytes_remote"],
+        "bytes_remote_alltoall_seen": run.totals["bytes_remote_alltoall"],
+        **({"bytes_network_seen": run.totals["bytes_network"]} if "bytes_network" in run.totals else {}),
+        "step_ms": step_ms,
+        "tokens_per_second": per_second,
+        "mfu": used,
+        "hfu": used * _computed_again(run) if used is not None else None,
+        **rode.record,
+        "memory_peak_bytes": int(rode.most[0]),
+    }
+    run.losses["final_loss"] = losses.loss
+    records.steps.append({"step": step, **record})
+    if step % training.logging_steps == 0 or step in (run.start + 1, run.last_step):
+        records.write("train", step, **record)
+        records.write(
+            "layers",
+            step,
+            load=rode.load_LE,
+            copies=rode.copies_L,
+            traffic_rows=rode.traffic_WW,
+            rank_load=rode.rank_load_W,
+            rank_ms=rode.rank_ms,
+        )
+        records.display.step(step, record)
+    if run.plan.searched is not None and len(records.steps) == SKIPPED + MEASURED:
+        record_plan(records, run.plan.searched.answer)
+
+
+def _computed_again(run: Run) -> float:
+    """What is computed, recomputation included, over what a step needs: a forward is a third of it."""
+    memory = run.config.memory
+    if memory.dense != "recompute":
+        return 1.0
+    size = run.plan.blueprint.size
+    rest = size.active - (size.total - size.experts)
+    return 1 + (1 - rest / size.active if memory.sums != "recompute" else 1) / 3
