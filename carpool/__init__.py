@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from carpool.activations import KeptPolicies
+    from carpool.activations.recompute import keep_rides
     from carpool.layer.gradients import reduce_gradients
     from carpool.layer.record import record
     from carpool.layout import ExpertLayout, assign
     from carpool.layout.layouts import Layouts
-    from carpool.memory.policies import KeptPolicies
-    from carpool.memory.recompute import keep_rides
     from carpool.moe import MoE
     from carpool.routing import Router, Routing
     from carpool.schedule import Schedule
@@ -36,14 +36,14 @@ __all__ = [
 ]
 _PLACES = {
     "ExpertLayout": "layout",
-    "KeptPolicies": "memory.policies",
+    "KeptPolicies": "activations",
     "Layouts": "layout.layouts",
     "MoE": "moe",
     "Router": "routing",
     "Routing": "routing",
     "Schedule": "schedule",
     "assign": "layout",
-    "keep_rides": "memory.recompute",
+    "keep_rides": "activations.recompute",
     "record": "layer.record",
     "reduce_gradients": "layer.gradients",
 }

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from carpool.activations import KEEP, KeptPolicies
 from carpool.experts import Choices, ExpertFunction, make_activation
 from carpool.experts.slices import check_slices
 from carpool.layer.arguments import check_dtype, check_types
@@ -32,7 +33,6 @@ from carpool.layer.module import LayerModule, check_mesh, group_of
 from carpool.layer.replay_check import check_replay
 from carpool.layer.shared_expert import SharedExpert
 from carpool.layout import ExpertLayout
-from carpool.memory import KEEP, KeptPolicies
 from carpool.routing import Router, Routing
 from carpool.routing.limit import LimitOptions
 from carpool.schedule import Schedule
@@ -63,8 +63,9 @@ class MoE(LayerModule):
         schedule: what runs beside what (carpool/schedule): `Schedule("chunks", 2)` lets one half of the tokens travel
             while the experts compute on the other. The same sums; weight gradients to rounding. Default: in turn.
         experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8/experts.py).
-        kept: what is done about the rows and the pre-activations that the backward needs (carpool/memory/policies.py):
-            they are kept, computed or sent again, or offloaded to host memory. The same bits.
+        kept: what is done about the rows and the pre-activations that the backward needs
+            (carpool/activations/__init__.py): they are kept, computed or sent again, or offloaded to host memory. The
+            same bits.
         expert_choices: of "grouped", the way of each stage (carpool/experts/choices.py). Default: by the shape;
             `carpool.experts.measure_choices` finds the fastest.
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from carpool.activations import Arena, Rows
 from carpool.experts import Activation, ExpertFunction, Experts, ExpertWeights, ReferenceExperts
 from carpool.experts.base import NUM_TRAINED, ActivationFunction, stand_in
 from carpool.experts.quantised import Kind, dequantised, quantise
-from carpool.memory import Arena, Rows
 from carpool.transport import Arrivals
 
 ACTIVATIONS = {

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
+from carpool.activations import Arena, Rows
 from carpool.experts import (
     ACTIVATIONS,
     Activation,
@@ -27,7 +28,6 @@ from carpool.experts.grouped import GroupedExperts
 from carpool.experts.measure import _Problem, measure_choices, pick
 from carpool.experts.pairs import sort_pairs
 from carpool.experts.stages import grouped_mm, grouped_outer
-from carpool.memory import Arena, Rows
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.activations import Arena, Rows
 from carpool.experts import (
     EXPERTS,
     ExpertFunction,
@@ -28,7 +29,6 @@ from carpool.experts.fp8 import stages as fp8_stages
 from carpool.experts.pairs import sort_pairs
 from carpool.kernels.packets import packet_bytes, quantise, unpack
 from carpool.kernels.packing import pack
-from carpool.memory import Arena, Rows
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing

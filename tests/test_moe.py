@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool
 from carpool import ExpertLayout, KeptPolicies, Routing
+from carpool.activations.recompute import KeptRides
 from carpool.experts import Choices, GroupedExperts
 from carpool.layer.state import gather_homes
-from carpool.memory.recompute import KeptRides
 from carpool.placement import predict
 from carpool.transport import Codecs, TransportOptions, between_ranks
 from tests.layouts import EXPERTS, LAYOUTS, layout_of

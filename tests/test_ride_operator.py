@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import carpool
+from carpool.activations import Arena, KeptPolicies
 from carpool.experts import (
     ExpertFunction,
     ExpertWeights,
@@ -22,7 +23,6 @@ from carpool.experts import (
     reference_experts,
 )
 from carpool.kernels.numbered import by_number
-from carpool.memory import Arena, KeptPolicies
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride, ride_module
 from carpool.ride import operator as ride_operator

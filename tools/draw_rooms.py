@@ -34,7 +34,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("moe", "layer"),
     ("schedule", "ride"),
     ("placement", "planner", "parallel", "optim"),
-    ("routing", "transport", "experts", "memory"),
+    ("routing", "transport", "experts", "memory", "activations"),
     ("observe",),
     ("layout",),
     ("kernels", "plugins"),

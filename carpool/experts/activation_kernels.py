@@ -23,10 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.activations import Rows
 from carpool.experts.base import Activation
 from carpool.experts.pair_kernels import accumulator, programs, tiling
 from carpool.kernels.quick import quick
-from carpool.memory import Rows
 
 
 @triton.jit

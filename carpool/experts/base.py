@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from carpool.memory import Arena, Arrivals, Rows
+from carpool.activations import Arena, Arrivals, Rows
 from carpool.plugins.nearest import nearest
 
 

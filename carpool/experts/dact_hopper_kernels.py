@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from carpool.activations import Rows
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.gemm_tiles import BAND, TILE_ROWS, in_out
@@ -45,7 +46,6 @@ from carpool.experts.table_kernels import aligned
 from carpool.kernels.hopper_copies import load_rows, load_tile, reinterpret
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import cdiv, quick
-from carpool.memory import Rows
 
 COLUMNS, DEPTH = 256, 64
 PIECE = 8

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.activations import Rows
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.adapter_kernels import Share, share_arguments, stages
 from carpool.experts.base import Activation
@@ -43,7 +44,6 @@ from carpool.experts.gemm_tiles import (
 )
 from carpool.kernels.quick import cdiv, quick
 from carpool.kernels.signals import wait_part
-from carpool.memory import Rows
 
 
 @triton.jit

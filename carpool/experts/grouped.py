@@ -37,11 +37,11 @@ from typing import Any
 
 import torch
 
+from carpool.activations import Arena, Arrivals, Rows
 from carpool.experts.base import NUM_BASE, ExpertFunction, ExpertWeights
 from carpool.experts.choices import Choices
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import Stages
-from carpool.memory import Arena, Arrivals, Rows
 
 
 class GroupedExperts:

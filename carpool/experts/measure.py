@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from carpool.activations import Arena, Rows
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.choices import LIBRARY, STAGES, WAYS, Choices
 from carpool.experts.pairs import gather_rows, sort_pairs
 from carpool.experts.stages import Stages
-from carpool.memory import Arena, Rows
 
 DELAY_CYCLES = 1_000_000  # about half a millisecond
 

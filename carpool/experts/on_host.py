@@ -9,7 +9,7 @@ needs less, because it only has to read them:
     rows to the CPU | the device computes the others
                     | the CPU computes its own            | results are added to the device's
 
-Which experts that are is known before the rows are computed (`carpool.memory.host_experts`), by the number of tokens
+Which experts that are is known before the rows are computed (`carpool.experts.host_experts`), by the number of tokens
 alone. So a step that is repeated does the same again. The sum of a row is of the device's share, rounded, and the CPU's
 in float32: equal to the device's own to rounding, and the same bits each time.
 
@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from carpool.activations import Arena, Arrivals, Rows
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertFunction, Experts, ExpertWeights
 from carpool.experts.pairs import Pairs, gather_rows
 from carpool.experts.reference import expert_rows
-from carpool.memory import Arena, Arrivals, Rows
 
 CPU = torch.device("cpu")
 

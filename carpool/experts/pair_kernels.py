@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.activations import Rows
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.memory import Rows
 
 SPLITS = 16
 
@@ -212,7 +212,8 @@ def sum_part(
     part: int,
     slab: int,
 ) -> None:
-    """`sum_pairs` of the rows of one part (`carpool.memory.arrivals.Ready`); rows without pairs stay as they are."""
+    """`sum_pairs` of the rows of one part (`carpool.activations.arrivals.Ready`); rows without pairs stay as they
+    are."""
     width = out_RH.shape[1]
     tile, block = tiling(width, 1024)
     _sum_part[programs(out_RH, tile, block, per_processor=12)](

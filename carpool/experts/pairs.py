@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
+from carpool.activations import Arena, Rows
 from carpool.experts.base import Activation, ActivationFunction
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.memory import Arena, Rows
 
 
 class Pairs(NamedTuple):

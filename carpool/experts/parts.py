@@ -1,6 +1,6 @@
 """Grouped experts on rows that come in parts, while later parts are under way (`carpool.schedule.tiles`).
 
-A part is a range of every rank's tokens (`carpool.memory.arrivals.Ready`). Pairs are sorted as ever, by slot, and
+A part is a range of every rank's tokens (`carpool.activations.arrivals.Ready`). Pairs are sorted as ever, by slot, and
 within a slot by part, so that
 
     what is of a slot      lies together: gradients of weights are one product over all parts, as without parts
@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
+from carpool.activations import Arena, Arrivals, Ready, Rows
 from carpool.experts.base import Activation, Experts, ExpertWeights
 from carpool.experts.choices import LIBRARY, Choices, default_choices
 from carpool.experts.grouped import GroupedExperts
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs
 from carpool.experts.stages import Stages, has_kernels
-from carpool.memory import Arena, Arrivals, Ready, Rows
 
 FUSED = "flat"  # the way of a stage that has to be fused, where one was chosen that cannot be used
 # Ways of which a multiprocessor holds one program. A kernel that waits must not spread over more multiprocessors than

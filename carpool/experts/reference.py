@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from carpool.activations import Arena, Arrivals, Rows
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertFunction, ExpertWeights
 from carpool.experts.quantised import dequantised
-from carpool.memory import Arena, Arrivals, Rows
 
 
 def reference_experts(

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from carpool.activations import Arena, Ready, Rows
 from carpool.experts import pairs as sides
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.choices import LIBRARY, Choices, default_choices
 from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows
 from carpool.experts.quantised import dequantise
-from carpool.memory import Arena, Ready, Rows
 
 # The gradients of an adapter's a and b.
 OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.activations import Rows
 from carpool.experts.pair_kernels import programs
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.memory import Rows
 
 
 @quick

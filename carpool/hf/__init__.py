@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 if find_spec("transformers") is None:
     raise ImportError("carpool.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'")
 
+from carpool.hf.activations.layer_policies import offload_layers
 from carpool.hf.compute.compiled import compile_layers
 from carpool.hf.finetune.adapters import synchronize_adapters, watch_adapters
 from carpool.hf.finetune.freeze import freeze_dense
 from carpool.hf.finetune.quantised_base import quantise_experts, quantised_while_loading
-from carpool.hf.memory.offload import offload_layers
 from carpool.hf.observe.trace import TraceRecorder
 from carpool.hf.routing.balance import balance_loss
 from carpool.hf.routing.bias import BiasBalance

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from carpool.activations import KEEP, KeptPolicies, Offloader
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layout import ExpertLayout, assign
-from carpool.memory import KEEP, KeptPolicies, Offloader
 from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
 from carpool.parallel.node_slots import make_filler

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from carpool.activations import KeptPolicies, Offloader
 from carpool.experts import Experts, ExpertWeights
 from carpool.experts.slices import cut, join
 from carpool.layer.core import LayerCore
 from carpool.layer.state import ORDER, PARAMETERS, gather_homes, home_order, order_error
 from carpool.layout import ExpertLayout
-from carpool.memory import KeptPolicies, Offloader
 from carpool.observe.stats import RideStats
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.routing import DropOptions, Router, Routing
@@ -64,7 +64,7 @@ class LayerModule(nn.Module):
         self._prepare()
 
     def set_kept(self, policies: KeptPolicies, offloader: Offloader | None = None) -> None:
-        """Change what is done about what the backward needs (carpool/memory/policies.py).
+        """Change what is done about what the backward needs (carpool/activations/__init__.py).
 
         Args:
             offloader: shared by the layers of a model, which run one after the other, so that what one of them has

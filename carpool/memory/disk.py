@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from carpool.memory.host import SHARE, host_zeros
+from carpool.activations.host_memory import SHARE, host_zeros
 
 # One is computed with, one comes and one goes; and one more, so that nobody waits for its turn.
 BUFFERS = 4

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from carpool.memory.host import host_zeros
+from carpool.activations.host_memory import host_zeros
 
 _ALIGNMENT = 256
 Priority = npt.NDArray[np.float64]

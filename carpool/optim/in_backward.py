@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.memory.host_experts import HostExperts
+from carpool.experts.host_experts import HostExperts
 from carpool.optim.clip import clip_factor, copies_of
 from carpool.optim.update import local
 from carpool.parallel.replicated import on_gradient, replicated

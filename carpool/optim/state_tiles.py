@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
+from carpool.activations.host_memory import host_zeros
 from carpool.memory.disk import mapped_zeros
-from carpool.memory.host import host_zeros
 from carpool.optim.state_bits import BLOCK, scale_shape
 
 # Parameters begin at multiples of so many elements: the kernel reads round addresses faster.

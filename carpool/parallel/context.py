@@ -72,7 +72,8 @@ def kv_repeats(heads: int, kv_heads: int, ranks: int) -> int:
 
 
 class Shapes:
-    """Stands for a group of ranks where shapes alone matter (`carpool.hf.memory.activations`): nothing travels."""
+    """Stands for a group of ranks where shapes alone matter (`carpool.hf.activations.activation_sizes`): nothing
+    travels."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.memory.host_experts import host_experts
+from carpool.experts.host_experts import host_experts
 from carpool.parallel import fsdp
 from carpool.parallel.flat import Bucket, FlatBuffers, Place
 

@@ -10,7 +10,7 @@ that work's backward between them:
     backward   dispatch dy, experts' backward, launch combine        | beside's backward |    combine arrives
 
 `torch.compile` sees an operator with these two as its forward and backward: `carpool.ride.operator`. A checkpointed
-layer may be computed again without its rides: `carpool.memory.recompute`.
+layer may be computed again without its rides: `carpool.activations.recompute`.
 
 For an expert module that our kernels do not know see `module.py`.
 
@@ -27,12 +27,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from carpool.activations import Away, Rows
+from carpool.activations.arrivals import Memory
+from carpool.activations.layer_offload import stay_on_device
+from carpool.activations.recompute import kept_rides, taken_before
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
-from carpool.memory import Away, Rows
-from carpool.memory.activations import stay_on_device
-from carpool.memory.recompute import kept_rides, taken_before
-from carpool.memory.rows import Memory
 from carpool.observe.recompute import in_recompute
 from carpool.ride.kept import bring_back, put_away
 from carpool.ride.operator import ride_operator

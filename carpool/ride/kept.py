@@ -1,4 +1,4 @@
-"""What the forward of a ride keeps for its backward, and what the policies of `carpool.memory.policies` do about it.
+"""What the forward of a ride keeps for its backward, and what the policies of `carpool.activations` do about it.
 
     kept = put_away(kept, setup)       after the forward: what is to be offloaded is under way to host memory
     kept = bring_back(kept, setup)     before the backward: it is on the device again
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from carpool.memory import Arena, Away, Rows
-from carpool.memory.activations import stay_on_device
+from carpool.activations import Arena, Away, Rows
+from carpool.activations.layer_offload import stay_on_device
 from carpool.ride.setup import Kept, RideSetup
 from carpool.ride.turns import half_number
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from carpool.memory import Rows
+from carpool.activations import Rows
 from carpool.observe.meter import Meter
 from carpool.ride.function import first_order
 from carpool.ride.setup import RideSetup

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from carpool.activations import Rows
+from carpool.activations.recompute import kept_rides
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertWeights
 from carpool.kernels.numbered import by_number
-from carpool.memory import Rows
-from carpool.memory.recompute import kept_rides
 from carpool.ride.kept import bring_back, put_away
 from carpool.ride.plain import ride_order
 from carpool.ride.setup import RideSetup

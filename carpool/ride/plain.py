@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from carpool.activations import Arrivals, Rows
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.processors import reserved
-from carpool.memory import Arrivals, Rows
 from carpool.observe.meter import RideSpans
 from carpool.ride.kept import arena_for
 from carpool.ride.setup import Kept, Order, RideSetup

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from carpool.activations import KEEP, KeptPolicies, Offloader, Rows
 from carpool.experts import Experts, ExpertWeights
 from carpool.kernels.numbered import Numbered
-from carpool.memory import KEEP, KeptPolicies, Offloader, Rows
 from carpool.observe.stats import LayerStats
 from carpool.ride.hooks import NO_HOOKS, RideHooks
 from carpool.ride.owed import Owed

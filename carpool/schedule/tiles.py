@@ -40,10 +40,10 @@ from typing import Any
 
 import torch
 
+from carpool.activations import Rows
 from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.experts.parts import Backward, Forward, why_no_parts
 from carpool.kernels.processors import reserved
-from carpool.memory import Rows
 from carpool.ride.kept import arena_for
 from carpool.ride.plain import Started, kept_rows
 from carpool.ride.setup import Kept, RideSetup

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from carpool.experts.host_experts import HostExperts
 from carpool.memory.activation_matrix import ActivationMatrices
-from carpool.memory.host_experts import HostExperts
 from carpool.memory.next_experts import NextExperts, Predictor
 
 Where = Literal["device", "host", "disk"]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from carpool.experts.host_experts import host_experts
 from carpool.hf.generation.decode_graph import DecodeGraphs
 from carpool.hf.generation.generate import Generated, Sampling
 from carpool.hf.generation.generate import generate as continue_prompts
-from carpool.memory.host_experts import host_experts
 from carpool.serve.experts import ExpertTier, what_came
 from carpool.serve.prompts import Prompt, check_length, deal, encode
 from carpool.serve.source import Source, find_source, open_model

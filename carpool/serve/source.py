@@ -21,12 +21,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides, set_transport
+from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
 from carpool.hf.axes.dense import replicate_dense
 from carpool.hf.building.model import build_model
 from carpool.hf.building.narrow import row_size
 from carpool.hf.config.source import read_config
 from carpool.hf.finetune.adapters import share_adapters
-from carpool.hf.memory.host_experts import keep_experts_in_host_memory
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.serve.experts import ON_DEVICE, PREDICTORS, ExpertTier
 from carpool.serve.folder import check_folder

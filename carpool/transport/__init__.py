@@ -30,8 +30,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from carpool.activations import Arrivals, Rows
 from carpool.layout.topology import Topology
-from carpool.memory import Arrivals, Rows
 from carpool.plugins import Registry, unknown
 from carpool.transport.alltoall import AllToAll
 from carpool.transport.base import BufferOverflowError, Pending, RankMissingError, Route, Transport

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from carpool.activations import Arena
 from carpool.layout.topology import Topology
-from carpool.memory import Arena
 from carpool.observe.traffic import VERBS, Traffic
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import TransportOptions

@@ -31,8 +31,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from carpool.activations import Arrivals, Rows
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.codecs import PLAIN, Codec, Codecs

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from carpool.activations import Arrivals, Rows
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.layout.topology import Topology
-from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.volume import Counts, Volume

@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from carpool.activations import Arena
 from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
-from carpool.memory import Arena
 from carpool.observe.traffic import VERBS
 from carpool.transport.base import BufferOverflowError, bytes_of_rides
 from carpool.transport.codecs import PLAIN, Codecs

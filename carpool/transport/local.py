@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from carpool.activations import Arrivals, Rows
 from carpool.layout.topology import Topology
-from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.volume import Counts

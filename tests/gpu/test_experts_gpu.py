@@ -209,8 +209,8 @@ def test_sums_of_tiles_that_run_into_each_other(m: int, n: int, gathered_first: 
 def test_ends_of_tiles_beside_products(hidden: int, inner: int, activation: str, transposed: bool) -> None:
     """dact by warps of its own, against the kernel whose warps do all in turn: of slots with no pairs, with halves of
     tiles that nobody wants, and many tiles; NaN lies past the last pair, and in rows that nobody wants."""
+    from carpool.activations import Rows
     from carpool.experts import dact_hopper_kernels, dact_kernels, gemm_tiles, table_kernels
-    from carpool.memory import Rows
 
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.activations import Rows
 from carpool.experts import FP8Experts
 from carpool.experts.fp8 import stages as fp8_stages
 from carpool.experts.fp8.stages import Columns, Quantised
 from carpool.experts.pairs import sort_pairs
 from carpool.kernels.packets import FP8, GROUP
 from carpool.kernels.packing import pack
-from carpool.memory import Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 from tests.gpu.test_experts_gpu import routed
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from carpool.hf.memory.offload import _ATTRIBUTE
-from carpool.memory.activations import ActivationOffload
+from carpool.activations.layer_offload import ActivationOffload
+from carpool.hf.activations.layer_policies import _ATTRIBUTE
 from carpool.train.steps.graphs import StepGraphs
 from tests.gpu.ranks import needs
 from tests.gpu.runs import ALONE, RUNS, TOGETHER, train

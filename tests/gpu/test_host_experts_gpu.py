@@ -11,14 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.experts.host_experts import host_experts
 from carpool.hf import install
+from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
 from carpool.hf.generation.generate import Sampling, generate
-from carpool.hf.memory.host_experts import keep_experts_in_host_memory
 from carpool.hf.routing.forced import force_choices
 from carpool.hf.seam.rides import rides
-from carpool.memory.host_experts import host_experts
 from carpool.memory.popularity import Popularity
 from carpool.optim import AdamW
 from carpool.optim import offloaded_state as streamed

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from carpool import KeptPolicies
+from carpool.activations import Offloader
+from carpool.activations.layer_offload import ActivationOffload
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.memory import Offloader
-from carpool.memory.activations import ActivationOffload
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing

@@ -8,11 +8,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import carpool.hf
+from carpool.hf.activations.layer_policies import recompute_layers
 from carpool.hf.axes.dense import keep_experts
 from carpool.hf.building.model import build_model
 from carpool.hf.compute.compiled import compile_layers, eagerly, shards_inside
 from carpool.hf.config.source import make_config
-from carpool.hf.memory.recompute import recompute_layers
 from carpool.hf.routing.balance import balance_loss
 from carpool.hf.routing.router_logits import RouterLogits, traced_logits
 from carpool.hf.seam.layers import decoder_layers

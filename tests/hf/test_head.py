@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from carpool.hf.activations import loss_head as head_module
+from carpool.hf.activations.loss_head import HeadLoss, next_tokens, output_layer, why_whole
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
-from carpool.hf.memory import head as head_module
-from carpool.hf.memory.head import HeadLoss, next_tokens, output_layer, why_whole
 from carpool.parallel.degrees import Degrees
 from carpool.train.plan.division import distributed_config
 from tests.hf.meshes import reuse_meshes

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from carpool import KeptPolicies
+from carpool.activations.host_memory import HostPool
+from carpool.activations.offload import Away, Offloader
 from carpool.hf import install, offload_layers, rides, set_kept
-from carpool.hf.memory.offload import offloaders
+from carpool.hf.activations.layer_policies import offloaders
 from carpool.hf.seam.layers import decoder_layers
-from carpool.memory.host import HostPool
-from carpool.memory.offload import Away, Offloader
 from tests.hf.parity import quiet
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 

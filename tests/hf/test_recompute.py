@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig
 
 from carpool.hf import install, rides
-from carpool.hf.memory.recompute import draws_random_numbers, recompute_layers
+from carpool.hf.activations.layer_policies import draws_random_numbers, recompute_layers
 from carpool.routing.drops import DropOptions
 
 SIZES: dict[str, Any] = {

@@ -12,8 +12,8 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
+from carpool.activations import Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.memory import Arena, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.ride import operator as ride_operator

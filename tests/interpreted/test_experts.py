@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.activations import Arena, Rows
 from carpool.experts import Activation, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts import pairs as sides
 from carpool.experts.base import ActivationFunction
 from carpool.experts.on_host import FewOnHost
 from carpool.experts.pairs import Pairs, sort_pairs
-from carpool.memory import Arena, Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":

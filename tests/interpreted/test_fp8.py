@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.activations import Arena, Rows
 from carpool.experts import Activation, FP8Experts
 from carpool.experts import pairs as sides
 from carpool.experts.fp8 import stages as fp8
@@ -22,7 +23,6 @@ from carpool.experts.fp8.stages import Columns, Quantised
 from carpool.experts.pairs import Pairs, sort_pairs
 from carpool.kernels.packets import GROUP, packet_bytes, unpack
 from carpool.kernels.packing import pack
-from carpool.memory import Arena, Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":

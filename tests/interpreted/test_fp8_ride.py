@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.activations import Arena, KeptPolicies
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.kernels.packets import packet_bytes
-from carpool.memory import Arena, KeptPolicies
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing

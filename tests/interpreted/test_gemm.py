@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.activations import Arena, Rows
 from carpool.experts import GroupedExperts, make_activation
 from carpool.experts.choices import STAGES, Choices
 from carpool.experts.pairs import Pairs, gather_rows, sort_pairs
-from carpool.memory import Arena, Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":

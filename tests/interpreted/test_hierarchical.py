@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from carpool.activations import KeptPolicies
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.memory import KeptPolicies
 from carpool.observe.stats import LayerStats
 from carpool.placement import VERBS, predict
 from carpool.ride import NO_HOOKS, RideSetup, ride

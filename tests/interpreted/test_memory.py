@@ -11,12 +11,12 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
+from carpool.activations import Arena, Rows
+from carpool.activations.arena import copy_rows
+from carpool.activations.arena_kernels import copy_slabs as copy_arenas
+from carpool.activations.arena_kernels import reserve
 from carpool.experts.pair_kernels import gather_rows
 from carpool.experts.pairs import sort_pairs
-from carpool.memory import Arena, Rows
-from carpool.memory.arena import copy_rows
-from carpool.memory.arena_kernel import reserve
-from carpool.memory.copy_kernel import copy_slabs as copy_arenas
 from carpool.transport.nvlink.keep_kernel import copy_slabs
 from carpool.transport.nvlink.rows import LeasedRows
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from carpool.activations import Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.memory import Arena, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
 from carpool.ride import NO_HOOKS, RideSetup, ride, ride_module
 from carpool.ride.plain import PLAIN

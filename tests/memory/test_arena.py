@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from carpool.memory import Arena, Rows
+from carpool.activations import Arena, Rows
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import carpool
+from carpool.activations import KEEP, Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.memory import KEEP, Arena, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
 from carpool.planner.memory.kept import LayerSizes, kept_bytes
 from carpool.ride import RideSetup, ride

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.memory import host
+from carpool.activations import host_memory as host
 from carpool.optim import AdamW
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.state_tiles import Slab, cut

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.memory import Arena
+from carpool.activations import Arena
 from carpool.parallel.pipeline import Pipeline, Tensors, Work, cut
 from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, stages_of
 from carpool.ride.turns import handover

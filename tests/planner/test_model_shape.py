@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from carpool.hf.memory.activations import measure_activations
+from carpool.hf.activations.activation_sizes import measure_activations
 from carpool.hf.seam.layers import experts_modules
 from carpool.planner.model.shape import ModelShape
 from carpool.train.blueprint import meta_model, model_config, top_k_of

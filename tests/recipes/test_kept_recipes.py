@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool
 from carpool import KeptPolicies
-from carpool.memory import Offloader
+from carpool.activations import Offloader
 from carpool.recipes import load, read
 from carpool.recipes.mechanisms import check
 from carpool.recipes.resolve import resolve

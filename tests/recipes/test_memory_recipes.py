@@ -10,11 +10,11 @@ import pytest
 import tomli_w
 import torch
 
-from carpool.hf.memory.host_experts import keep_experts_in_host_memory
+from carpool.experts.host_experts import HostExperts
+from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
 from carpool.hf.seam.rides import rides
 from carpool.memory.activation_matrix import ActivationMatrices
 from carpool.memory.expert_cache import ExpertCache
-from carpool.memory.host_experts import HostExperts
 from carpool.memory.next_experts import NextExperts
 from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients

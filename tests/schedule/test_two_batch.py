@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import carpool
+from carpool.activations import Arena
 from carpool.hf import rides, set_layout, set_transport
 from carpool.hf.axes.dense import replicate_dense
 from carpool.hf.building.model import build_model
 from carpool.hf.seam.layouts import slots_kept
 from carpool.layout import ExpertLayout
-from carpool.memory import Arena
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import sharded_parameters
 from carpool.ride.turns import HALF, handover

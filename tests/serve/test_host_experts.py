@@ -9,11 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from carpool.activations import host_memory as host
 from carpool.cli import app
+from carpool.experts.host_experts import host_experts
 from carpool.hf.generation import decode_graph
 from carpool.hf.seam.rides import rides
-from carpool.memory import host
-from carpool.memory.host_experts import host_experts
 from carpool.parallel.replicated import sharded_parameters
 from carpool.serve import room, source
 from carpool.serve.experts import ExpertTier

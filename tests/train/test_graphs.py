@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from carpool.memory import Arena
-from carpool.memory.offload import Offloader
-from carpool.memory.rows import Rows
+from carpool.activations import Arena
+from carpool.activations.arrivals import Rows
+from carpool.activations.offload import Offloader
 from carpool.optim import AdamW
 from carpool.optim import in_backward as consumed
 from carpool.optim.in_backward import ConsumedGradients

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.activations import host_memory as host
 from carpool.hf.seam.rides import rides
-from carpool.memory import host
 from carpool.optim import in_backward as consumed
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.in_backward import ConsumedGradients

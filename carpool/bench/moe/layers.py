@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 import torch
 from transformers.distributed.expert_parallel import AllToAllEP
 
+from carpool.activations import Arena
 from carpool.bench.moe.answers import Case
 from carpool.bench.moe.modules import use
 from carpool.hf import CarpoolEP
 from carpool.hf.seam.rides import buffers_of_rides
-from carpool.memory import Arena
 from carpool.transport import NVLinkOptions, check_overflow
 
 

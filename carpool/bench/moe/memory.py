@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from carpool.memory import Arena
+from carpool.activations import Arena
 
 
 def measure(

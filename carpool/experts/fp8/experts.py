@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from carpool.activations import Arena, Arrivals, Rows
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.fp8.stages import (
     Columns,
@@ -53,7 +54,6 @@ from carpool.experts.fp8.stages import (
 )
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import grouped_outer
-from carpool.memory import Arena, Arrivals, Rows
 
 
 class _Held(NamedTuple):

@@ -36,12 +36,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from carpool.activations import Rows
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
 from carpool.kernels.packets import FP8, GROUP
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import power_of_2, quick
-from carpool.memory import Rows
 
 
 class Tiling(NamedTuple):

@@ -42,12 +42,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from carpool.activations import Rows
 from carpool.experts.activation_kernels import _value
 from carpool.kernels.hopper_copies import load_rows, load_tile
 from carpool.kernels.packets import GROUP
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import quick
-from carpool.memory import Rows
 
 ROWS = 128
 STAGES = 4

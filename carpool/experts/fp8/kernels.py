@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.activations import Rows
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.fp8.gemm_kernels import _write_group
 from carpool.experts.pair_kernels import programs
 from carpool.kernels.packets import FP8, GROUP, scales_at
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.memory import Rows
 
 
 @quick

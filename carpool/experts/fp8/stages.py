@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from carpool.activations import Arena, Rows
 from carpool.experts.base import Activation
 from carpool.experts.pairs import Pairs, gather_rows, on_gpu
 from carpool.kernels.packets import FP8, FP8_MAX, GROUP, SMALLEST, quantise, unpack
-from carpool.memory import Arena, Rows
 
 
 class Quantised(NamedTuple):

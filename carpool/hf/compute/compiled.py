@@ -10,8 +10,8 @@ does not ask: carpool/hf/routing/router_logits.py), and FSDP on experts that it 
 each layer anew, from the ninth on not at all, and PyTorch's log says so: `recompile_limit`. Rides themselves are the
 same everywhere.
 
-A layer that is computed again (`carpool.hf.memory.recompute`) is compiled inside of PyTorch's checkpoint, and runs
-twice. Layers of Transformers call their checkpoint themselves, and a compiler that meets one compiles nothing.
+A layer that is computed again (`carpool.hf.activations.layer_policies`) is compiled inside of PyTorch's checkpoint, and
+runs twice. Layers of Transformers call their checkpoint themselves, and a compiler that meets one compiles nothing.
 
 What grows with each call, like the prefix of a text that is sampled, or looks into layers by hooks, runs eagerly.
 """

@@ -31,9 +31,9 @@ import torch
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
+from carpool.experts.host_experts import host_experts
 from carpool.hf.seam.rides import rides, why_experts_wait
 from carpool.kernels.capture import capturing
-from carpool.memory.host_experts import host_experts
 
 log = logging.getLogger("carpool")
 

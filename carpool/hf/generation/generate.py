@@ -32,8 +32,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from carpool.experts.host_experts import host_experts
 from carpool.hf.generation.decode_graph import DecodeGraphs
-from carpool.memory.host_experts import host_experts
 
 
 @dataclass(frozen=True)

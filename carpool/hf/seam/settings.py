@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from carpool.activations import KeptPolicies, Offloader
 from carpool.experts import Choices
 from carpool.hf.seam.rides import required_rides, rides
 from carpool.hf.seam.shared import compute_shared_beside
-from carpool.memory import KeptPolicies, Offloader
 from carpool.schedule import Schedule
 from carpool.transport import TransportOptions
 
@@ -38,7 +38,7 @@ def set_transport(
 
 def set_kept(model: nn.Module, policies: KeptPolicies) -> None:
     """Change what is done about the rows and the pre-activations that the backwards of all MoE layers of a model need
-    (carpool/memory/policies.py). Call on all ranks, between steps.
+    (carpool/activations/__init__.py). Call on all ranks, between steps.
 
     Raises:
         ValueError: the experts cannot."""

@@ -5,7 +5,7 @@
     hidden    of every MoE layer: the experts' pre-activations                                 keep, recompute, offload
     sums      of every MoE layer that is computed again: what its ride returned                keep, recompute
 
-`carpool.memory.policies` says what the policies do. What is offloaded is on the device for two layers at a time. With
+`carpool.activations` says what the policies do. What is offloaded is on the device for two layers at a time. With
 dense = "recompute" a layer keeps its input, and one layer at a time keeps all. If sums = "recompute", too, its ride is
 repeated, and one layer at a time keeps rows and pre-activations.
 

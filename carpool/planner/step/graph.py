@@ -33,7 +33,7 @@ from carpool.planner.step.pipelines import Action, add_pipeline, alternate, in_t
 from carpool.planner.step.travel import Piece
 
 _RIDE = ("dispatch", "experts", "combine")
-# Layers whose offloaded tensors need no way back (`carpool.memory.offload`).
+# Layers whose offloaded tensors need no way back (`carpool.activations.offload`).
 AT_HOME = 2
 # Reductions for which an update waits.
 LAST = 4

@@ -30,8 +30,8 @@ from carpool.hf.axes.sequence_moves import MovingSequences
 from carpool.hf.building.model import build_model
 from carpool.hf.compute.compiled import compile_layers
 from carpool.hf.finetune.freeze import freeze_dense, freeze_experts
-from carpool.hf.memory.offload import offload_layers
-from carpool.hf.memory.recompute import recompute_layers
+from carpool.hf.activations.layer_policies import offload_layers
+from carpool.hf.activations.layer_policies import recompute_layers
 from carpool.hf.observe.metrics import RideMetrics
 from carpool.hf.routing.bias import BiasBalance, find_biases
 from carpool.hf.routing.drops import drop_choices, route_in_float32
@@ -42,7 +42,7 @@ from carpool.hf.seam.rides import ExpertRides
 from carpool.hf.seam.shared import compute_shared_beside
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
-from carpool.memory.host_experts import HostExperts
+from carpool.experts.host_experts import HostExperts
 from carpool.observe.meter import NSIGHT
 from carpool.optim import OptimizerBase
 from carpool.optim.in_backward import ConsumedGradients

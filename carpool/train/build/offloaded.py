@@ -2,7 +2,7 @@
 
 training.optimizer_state = "host"     moments and low bits                carpool/optim/offloaded_state.py
 training.gradients = "consumed"       gradients, used in the backward     carpool/optim/in_backward.py
-memory.experts = "host"               experts' parameters                 carpool/memory/host_experts.py
+memory.experts = "host"               experts' parameters                 carpool/experts/host_experts.py
 both = "disk"                         in files                            carpool/memory/disk.py, read_experts.py
 
 How many tokens an expert in host memory may have for the CPU to compute it (see
@@ -33,13 +33,13 @@ from transformers import PreTrainedModel
 
 from carpool.experts import ExpertWeights
 from carpool.experts.reference import expert_rows
-from carpool.hf.memory.host_experts import keep_experts_in_host_memory
+from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
 from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.layers import experts_modules
 from carpool.hf.seam.rides import ExpertRides
 from carpool.hf.weights.stored_experts import StoredExperts
-from carpool.memory.host import host_zeros
-from carpool.memory.host_experts import HostExperts
+from carpool.activations.host_memory import host_zeros
+from carpool.experts.host_experts import HostExperts
 from carpool.optim import OptimizerBase
 from carpool.memory.popularity import Popularity
 from carpool.observe.clock import synchronize

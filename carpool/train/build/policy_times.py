@@ -28,11 +28,11 @@ from transformers import PreTrainedConfig
 
 from carpool.hf import set_kept
 from carpool.hf.building.narrow import row_size
-from carpool.hf.memory.offload import offload_layers
-from carpool.hf.memory.recompute import recompute_layers
+from carpool.hf.activations.layer_policies import offload_layers
+from carpool.hf.activations.layer_policies import recompute_layers
 from carpool.hf.seam.layers import decoder_layers
 from carpool.hf.seam.rides import rooms_of_rides
-from carpool.memory.policies import KeptPolicies
+from carpool.activations import KeptPolicies
 from carpool.observe.clock import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.configuration.candidate import POLICIES

@@ -26,9 +26,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from carpool.activations.host_memory import SHARE, free_host_memory
 from carpool.hf.seam.experts_module import expert_function
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
-from carpool.memory.host import SHARE, free_host_memory
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.read_back import ReadBack, check_values, unit_roundoff
 

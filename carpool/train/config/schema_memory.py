@@ -11,7 +11,7 @@ from carpool.train.config.schema_base import Section
 from carpool.train.config.sizes import Size, size_of
 
 if TYPE_CHECKING:
-    from carpool.memory.policies import KeptPolicies
+    from carpool.activations import KeptPolicies
 
 
 class MemorySection(Section):
@@ -101,7 +101,7 @@ class MemorySection(Section):
     @property
     def kept(self) -> KeptPolicies:
         """What rides do."""
-        from carpool.memory.policies import KeptPolicies
+        from carpool.activations import KeptPolicies
 
         return KeptPolicies(self.rows or "keep", self.hidden or "keep")
 

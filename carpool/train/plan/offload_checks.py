@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from carpool.activations.host_memory import check_host_memory
 from carpool.hf.seam.layouts import lies_logically
 from carpool.layout import ExpertLayout
 from carpool.memory.disk import check_disk
-from carpool.memory.host import check_host_memory
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine
 from carpool.train.launch.ranks import gather

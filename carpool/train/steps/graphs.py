@@ -30,12 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from carpool.activations.offload import Offloader
+from carpool.hf.activations.layer_policies import draws_random_numbers, offloaders
 from carpool.hf.compute.packed import one_row_only
-from carpool.hf.memory.offload import offloaders
-from carpool.hf.memory.recompute import draws_random_numbers
 from carpool.hf.seam.rides import ExpertRides, buffers_of_rides, why_experts_wait
 from carpool.kernels.capture import Recorder
-from carpool.memory.offload import Offloader
 from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
 from carpool.optim.in_backward import ConsumedGradients

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from carpool.hf.activations.loss_head import HeadLoss, next_tokens
 from carpool.hf.axes.context import ContextParallel
 from carpool.hf.axes.sequence_moves import MovingSequences
 from carpool.hf.axes.sequence_parallel import sequence_shard
 from carpool.hf.compute.attention import fastest_attention
 from carpool.hf.compute.packed import one_row_only, packed, packed_settings, unpacked
-from carpool.hf.memory.head import HeadLoss, next_tokens
 from carpool.hf.routing.balance import balance_loss
 from carpool.hf.routing.router_logits import RouterLogits
 from carpool.hf.seam.padding import WithoutExperts

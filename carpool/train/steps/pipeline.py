@@ -22,11 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from carpool.activations import Arena
 from carpool.hf.axes.stages import Part, Stages, check_tied, cut_model, layer_number
 from carpool.hf.routing.balance import loss_of_statistics, router_statistics
 from carpool.hf.routing.router_logits import RouterLogits, find_routers
 from carpool.hf.seam.layers import experts_modules
-from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.pipeline import Pipeline, Tensors, Work

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from carpool.memory import Arena
+from carpool.activations import Arena
 from carpool.planner.memory.held import ARENA_ROOM
 from carpool.transport.nvlink import Buffers
 from carpool.transport.room import GROWN, NodeRoom, Room

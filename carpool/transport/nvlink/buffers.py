@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from carpool.activations import Arena
 from carpool.kernels.awaited import MAX_CTAS, MAX_PARTS
-from carpool.memory import Arena
 from carpool.transport.base import RankMissingError
 
 PAGE = 256  # bytes; regions start at multiples of it

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.activations import Rows
 from carpool.kernels.quick import power_of_2, quick
-from carpool.memory import Rows
 
 
 @quick

@@ -16,7 +16,7 @@ from carpool.transport.nvlink.dispatch_kernel import dispatch_kernel
 from carpool.transport.nvlink.plan_kernel import plan_kernel
 
 if TYPE_CHECKING:
-    from carpool.memory import Ready
+    from carpool.activations import Ready
     from carpool.transport.nvlink.route import NVLinkRoute
 
 # Small in the interpreter, so that a plan of few tokens has several blocks there too.

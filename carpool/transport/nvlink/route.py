@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from carpool.memory import Ready
+from carpool.activations import Ready
 from carpool.transport.base import Route
 from carpool.transport.nvlink.buffers import Lease
 

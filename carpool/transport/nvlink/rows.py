@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from carpool.activations import Rows
+from carpool.activations.arrivals import Memory
 from carpool.kernels.packing import pack
-from carpool.memory import Rows
-from carpool.memory.rows import Memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from carpool.activations import Arena, Arrivals, Ready
 from carpool.kernels.awaited import MAX_CTAS, Awaited
 from carpool.kernels.packets import packet_bytes
 from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
-from carpool.memory import Arena, Arrivals, Ready
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, BufferOverflowError, Pending, Transport
 from carpool.transport.codecs import Codecs

@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 
-from carpool.memory.arena import Arena, copy_rows
-from carpool.memory.host import HostPool
-from carpool.memory.rows import Rows
+from carpool.activations.arena import Arena, copy_rows
+from carpool.activations.arrivals import Rows
+from carpool.activations.host_memory import HostPool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.experts import Experts, ExpertWeights
+from carpool.experts.host_experts import HostExperts
+from carpool.experts.host_layers import storage_key
 from carpool.experts.on_host import FewOnHost
 from carpool.hf.seam.experts_module import base_of, weight_names
 from carpool.hf.seam.rides import ExpertRides, required_rides
-from carpool.memory.host_experts import HostExperts
-from carpool.memory.host_layers import storage_key
 from carpool.memory.next_experts import Predictor
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated

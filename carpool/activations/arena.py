@@ -31,7 +31,7 @@ from dataclasses import replace
 
 import torch
 
-from carpool.memory.rows import Rows
+from carpool.activations.arrivals import Rows
 
 ALIGNMENT = 256  # bytes; also what an allocation of torch is aligned to
 COMPANION_BYTES = 64 * 2**20  # of a companion to start with; what the first step needs is measured in it
@@ -117,7 +117,7 @@ class Arena:
         element, row_bytes = dtype.itemsize, width * dtype.itemsize
         count, from_here = count.reshape(-1), self._drop_released()
         if self.device.type == "cuda":
-            from carpool.memory.arena_kernel import reserve
+            from carpool.activations.arena_kernels import reserve
 
             begin, start = reserve(
                 self.pointer, self.peak, count, from_here, row_bytes, element, ALIGNMENT, self.capacity
@@ -180,7 +180,7 @@ def copy_rows(rows: Rows, arena: Arena) -> Rows:
     kept = arena.reserve(rows.width, rows.data.dtype, rows.count, rows.slab)
     assert kept.start is not None
     if arena.device.type == "cuda":
-        from carpool.memory.copy_kernel import copy_slabs
+        from carpool.activations.arena_kernels import copy_slabs
 
         copy_slabs(rows, kept)
     else:

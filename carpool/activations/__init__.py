@@ -1,4 +1,6 @@
-"""What a ride keeps for its backward, item by item, and what is done about each.
+"""What is saved for the backward pass, and where.
+
+A ride keeps two items for its backward, and each has policies:
 
     rows      the rows that arrived                                 keep, resend, offload
     hidden    the experts' pre-activations, one for each pair       keep, recompute, offload
@@ -16,6 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from carpool.activations.arena import Arena
+from carpool.activations.arrivals import Arrivals, Ready, Rows
+from carpool.activations.offload import Away, Offloader
+
+__all__ = ["KEEP", "Arena", "Arrivals", "Away", "KeptPolicies", "Offloader", "Ready", "Rows"]
 
 RowsPolicy = Literal["keep", "resend", "offload"]
 HiddenPolicy = Literal["keep", "recompute", "offload"]

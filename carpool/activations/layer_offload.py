@@ -7,10 +7,10 @@
 Hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`) collect what the layer's operations save. At the end
 of the layer all of it goes to host memory together, each tensor once, however many operations have saved it. The first
 that the backward wants brings all of them back, and those of the layer before it are then under way: see
-`carpool.memory.offload`, which does both.
+`carpool.activations.offload`, which does both.
 
 What stays: parameters and their copies in another dtype, tensors of fewer than `LEAST_BYTES`, tensors with gaps between
-their elements, and what a ride keeps by a policy of its own (`carpool.memory.policies`).
+their elements, and what a ride keeps by a policy of its own (`carpool.activations`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from carpool.memory.offload import Away, Offloader
-from carpool.memory.rows import Rows
+from carpool.activations.arrivals import Rows
+from carpool.activations.offload import Away, Offloader
 
 # By the kind of device. On a GPU each copy costs some microseconds.
 LEAST_BYTES = {"cuda": 64 * 1024, "cpu": 256}

@@ -48,10 +48,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.activations.host_memory import host_zeros
+from carpool.experts.host_layers import HostLayer, HostWeight, layers_on_disk, storage_key
 from carpool.memory.disk import Staging, mapped_zeros
 from carpool.memory.expert_cache import ExpertCache
-from carpool.memory.host import host_zeros
-from carpool.memory.host_layers import HostLayer, HostWeight, layers_on_disk, storage_key
 from carpool.memory.next_experts import Counts, Predictor
 from carpool.memory.read_experts import ExpertFiles, ExpertReader
 

@@ -29,9 +29,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from carpool.hf.activations.loss_head import output_layer
 from carpool.hf.axes.context import ContextParallel
 from carpool.hf.compute.packed import packed, packed_settings, unpacked
-from carpool.hf.memory.head import output_layer
 from carpool.hf.seam.layers import decoder_layers, experts_modules
 from carpool.parallel.context import Cut, Shapes
 
