@@ -7,7 +7,7 @@
 
 Both models have the same random weights, and both are peft models of the same configuration. A step is forward,
 backward and AdamW of the adapters. peft's own forward adds b a to all weights of a layer's experts; Carpool multiplies
-rows by a, then by b (`carpool.experts.adapter_kernels`). nf4 and int8 are Carpool on experts in 4 and 8 bits
+rows by a, then by b (`carpool.experts.gemm.adapter_kernels`). nf4 and int8 are Carpool on experts in 4 and 8 bits
 (`carpool.experts.quantised`). "captured" is Carpool with forward and backward in one CUDA graph, as `carpool train`
 runs steps, "compiled" the same with compiled layers (training.torch_compile); all others are eager. The contenders take
 turns.

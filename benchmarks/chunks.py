@@ -29,7 +29,7 @@ import torch.distributed as dist
 from benchmarks.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import Clock, begin_together, medians, rounds
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
-from carpool.kernels.processors import reserved
+from carpool.kernels.device import reserved
 from carpool.layout import ExpertLayout, assign
 from carpool.observe.stats import LayerStats
 from carpool.planner.decisions.chosen import fastest as fastest_of

@@ -48,7 +48,7 @@ from carpool.bench.timing import begin_together, percentile, rounds
 from carpool.bench.transport.contenders import why_unavailable
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
 from carpool.bench.transport.settings import Shape
-from carpool.kernels.processors import reserved
+from carpool.kernels.device import reserved
 from carpool.layout import ExpertLayout
 from carpool.observe.clock import slowest
 from carpool.observe.traffic import Traffic

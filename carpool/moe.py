@@ -62,11 +62,11 @@ class MoE(LayerModule):
         transport_options: of the transport, such as `carpool.transport.NVLinkOptions`.
         schedule: what runs beside what (carpool/schedule): `Schedule("chunks", 2)` lets one half of the tokens travel
             while the experts compute on the other. The same sums; weight gradients to rounding. Default: in turn.
-        experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8/experts.py).
+        experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8/fp8_experts.py).
         kept: what is done about the rows and the pre-activations that the backward needs
             (carpool/activations/__init__.py): they are kept, computed or sent again, or offloaded to host memory. The
             same bits.
-        expert_choices: of "grouped", the way of each stage (carpool/experts/choices.py). Default: by the shape;
+        expert_choices: of "grouped", the way of each stage (carpool/experts/gemm/choices.py). Default: by the shape;
             `carpool.experts.measure_choices` finds the fastest.
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.
         shared_intermediate_size: hidden size of a shared expert, of the same activation and without biases, that serves

@@ -23,11 +23,11 @@ from carpool.experts import (
     make_experts,
 )
 from carpool.experts.base import NUM_TRAINED
-from carpool.experts.choices import STAGES, WAYS, Choices, default_choices
-from carpool.experts.grouped import GroupedExperts
-from carpool.experts.measure import _Problem, measure_choices, pick
+from carpool.experts.gemm.choices import STAGES, WAYS, Choices, default_choices
+from carpool.experts.gemm.grouped import GroupedExperts
+from carpool.experts.gemm.measure_choices import _Problem, measure_choices, pick
+from carpool.experts.gemm.products import grouped_mm, grouped_outer
 from carpool.experts.pairs import sort_pairs
-from carpool.experts.stages import grouped_mm, grouped_outer
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing

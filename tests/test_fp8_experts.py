@@ -24,8 +24,8 @@ from carpool.experts import (
     make_activation,
     make_experts,
 )
-from carpool.experts.fp8 import experts as fp8
-from carpool.experts.fp8 import stages as fp8_stages
+from carpool.experts.fp8 import fp8_experts as fp8
+from carpool.experts.fp8 import fp8_products as fp8_stages
 from carpool.experts.pairs import sort_pairs
 from carpool.kernels.packets import packet_bytes, quantise, unpack
 from carpool.kernels.packing import pack

@@ -11,7 +11,7 @@ A ride keeps two items for its backward, and each has policies:
     offload     they are copied to host memory beside the computation, and come back ahead of the layer's backward
 
 All of them give the same bits. The activated rows are no item: experts compute them again from the pre-activations in
-any case (`carpool.experts.grouped`). Routes, orders of pairs and routing weights are small, and are always kept.
+any case (`carpool.experts.gemm.grouped`). Routes, orders of pairs and routing weights are small, and are always kept.
 """
 
 from __future__ import annotations

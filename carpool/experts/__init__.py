@@ -16,10 +16,10 @@ from carpool.experts.base import (
     make_activation,
     reads_packets,
 )
-from carpool.experts.choices import Choices
 from carpool.experts.fp8 import FP8Experts
-from carpool.experts.grouped import GroupedExperts
-from carpool.experts.measure import measure_choices
+from carpool.experts.gemm.choices import Choices
+from carpool.experts.gemm.grouped import GroupedExperts
+from carpool.experts.gemm.measure_choices import measure_choices
 from carpool.experts.reference import ReferenceExperts, reference_experts
 from carpool.plugins import Registry, unknown
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from carpool.activations import Rows
-from carpool.kernels.processors import processors
+from carpool.kernels.device import processors
 from carpool.kernels.quick import cdiv, power_of_2, quick
 
 SPLITS = 16

@@ -18,7 +18,7 @@ import torch
 
 from carpool.activations import Arrivals, Rows
 from carpool.experts import ExpertWeights, reads_packets
-from carpool.kernels.processors import reserved
+from carpool.kernels.device import reserved
 from carpool.observe.meter import RideSpans
 from carpool.ride.kept import arena_for
 from carpool.ride.setup import Kept, Order, RideSetup

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from carpool.experts import ExpertWeights, reads_packets
-from carpool.kernels.processors import reserved
+from carpool.kernels.device import reserved
 from carpool.observe.meter import RideSpans
 from carpool.ride.kept import arena_for
 from carpool.ride.plain import BackwardStarted, kept_rows, readable, readable_gradients, start_backward

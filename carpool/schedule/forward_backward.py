@@ -29,7 +29,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from carpool.kernels.processors import reserved
+from carpool.kernels.device import reserved
 from carpool.parallel import fsdp
 from carpool.ride.turns import Turns
 from carpool.schedule.two_threads import TwoThreads
@@ -42,7 +42,7 @@ class ForwardBesideBackward:
 
     Args:
         model: plain, or sharded by FSDP2.
-        processors: is asked for the multiprocessors that are left to rides throughout (`carpool.kernels.processors`).
+        processors: is asked for the multiprocessors that are left to rides throughout (`carpool.kernels.device`).
     """
 
     def __init__(self, model: nn.Module, processors: Callable[[], int] = lambda: 0) -> None:

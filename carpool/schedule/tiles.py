@@ -22,7 +22,7 @@ always run; and whatever it waits for was enqueued before it, on every rank, and
 
 Compared with chunks (`chunks.py`): rows and pre-activations are kept once, there is one weight gradient, and the first
 product is one launch whatever n is. As there, a part of an expert fills its last tile only partly. Outputs and
-gradients of rows are those of the plain ride bit by bit, weight gradients to rounding (carpool/experts/parts.py).
+gradients of rows are those of the plain ride bit by bit, weight gradients to rounding (carpool/experts/gemm/parts.py).
 
 FLUX (arXiv 2406.06858) and COMET (2502.19811) give each tile of rows a signal and fuse the second product with the way
 back in one kernel. Here a signal is for a part, so that a tile of an expert is not left with the few rows of one
@@ -42,8 +42,8 @@ import torch
 
 from carpool.activations import Rows
 from carpool.experts import Experts, ExpertWeights, GroupedExperts
-from carpool.experts.parts import Backward, Forward, why_no_parts
-from carpool.kernels.processors import reserved
+from carpool.experts.gemm.parts import Backward, Forward, why_no_parts
+from carpool.kernels.device import reserved
 from carpool.ride.kept import arena_for
 from carpool.ride.plain import Started, kept_rows
 from carpool.ride.setup import Kept, RideSetup

@@ -53,7 +53,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from carpool.kernels.processors import reserved
+from carpool.kernels.device import reserved
 from carpool.ride.turns import Turns
 from carpool.schedule.shared_shards import shared_shards
 from carpool.schedule.two_threads import TwoThreads
@@ -87,7 +87,7 @@ class TwoBatch:
         Args:
             losses: two functions, each of which runs the model's forward on its half and returns a scalar. The second
                 runs in another thread.
-            processors: multiprocessors that are left to rides throughout (`carpool.kernels.processors`).
+            processors: multiprocessors that are left to rides throughout (`carpool.kernels.device`).
 
         Returns:
             Their values, detached.

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from carpool.experts import Activation, GroupedExperts, make_activation
-from carpool.experts.choices import STAGES, WAYS, Choices
-from carpool.experts.measure import measure_choices
+from carpool.experts.gemm.choices import STAGES, WAYS, Choices
+from carpool.experts.gemm.measure_choices import measure_choices
 from carpool.experts.pairs import Pairs, sort_pairs
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
 
@@ -175,7 +175,7 @@ def test_without_rows_or_slots_no_size_waits(pattern: str) -> None:
 def test_sums_of_tiles_that_run_into_each_other(m: int, n: int, gathered_first: bool) -> None:
     """Of slots with no pairs, with less than a step, whole steps, and many; NaN lies past the last pair, and in rows
     that nobody wants."""
-    from carpool.experts import gemm_tiles, outer_hopper_kernels, outer_kernels, table_kernels
+    from carpool.experts.gemm import gemm_tiles, outer_hopper_kernels, outer_kernels, table_kernels
 
     generator = torch.Generator("cuda").manual_seed(0)
     counts = [0, 1, 63, 64, 65, 230, 700, 0, 128, 5]
@@ -210,7 +210,7 @@ def test_ends_of_tiles_beside_products(hidden: int, inner: int, activation: str,
     """dact by warps of its own, against the kernel whose warps do all in turn: of slots with no pairs, with halves of
     tiles that nobody wants, and many tiles; NaN lies past the last pair, and in rows that nobody wants."""
     from carpool.activations import Rows
-    from carpool.experts import dact_hopper_kernels, dact_kernels, gemm_tiles, table_kernels
+    from carpool.experts.gemm import dact_hopper_kernels, dact_kernels, gemm_tiles, table_kernels
 
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -13,8 +13,8 @@ import torch
 
 from carpool.activations import Rows
 from carpool.experts import FP8Experts
-from carpool.experts.fp8 import stages as fp8_stages
-from carpool.experts.fp8.stages import Columns, Quantised
+from carpool.experts.fp8 import fp8_products as fp8_stages
+from carpool.experts.fp8.fp8_products import Columns, Quantised
 from carpool.experts.pairs import sort_pairs
 from carpool.kernels.packets import FP8, GROUP
 from carpool.kernels.packing import pack
@@ -38,7 +38,7 @@ def nan_in_fresh_memory() -> Iterator[None]:
 
 
 def without_hopper() -> mock._patch[mock.Mock]:
-    from carpool.experts.fp8 import hopper_kernels as fp8_hopper_kernels
+    from carpool.experts.fp8 import fp8_hopper_kernels
 
     return mock.patch.object(fp8_hopper_kernels, "takes", return_value=False)
 

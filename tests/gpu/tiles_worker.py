@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from carpool.activations import KeptPolicies
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.experts.choices import Choices
+from carpool.experts.gemm.choices import Choices
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing

@@ -18,8 +18,8 @@ import torch
 from carpool.activations import Arena, Rows
 from carpool.experts import Activation, FP8Experts
 from carpool.experts import pairs as sides
-from carpool.experts.fp8 import stages as fp8
-from carpool.experts.fp8.stages import Columns, Quantised
+from carpool.experts.fp8 import fp8_products as fp8
+from carpool.experts.fp8.fp8_products import Columns, Quantised
 from carpool.experts.pairs import Pairs, sort_pairs
 from carpool.kernels.packets import GROUP, packet_bytes, unpack
 from carpool.kernels.packing import pack

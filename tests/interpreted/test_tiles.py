@@ -18,9 +18,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.activations import Arena, KeptPolicies, Offloader
-from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts, make_activation, table_kernels
-from carpool.experts.choices import Choices
-from carpool.experts.parts import Forward, fused
+from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts, make_activation
+from carpool.experts.gemm import table_kernels
+from carpool.experts.gemm.choices import Choices
+from carpool.experts.gemm.parts import Forward, fused
 from carpool.observe.stats import LayerStats
 from carpool.observe.traffic import Traffic
 from carpool.ride import RideSetup, ride

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from carpool.experts import Activation, Choices
-from carpool.experts.choices import STAGES
-from carpool.experts.measure import Measured, _Problem
+from carpool.experts.gemm.choices import STAGES
+from carpool.experts.gemm.measure_choices import Measured, _Problem
 from carpool.planner.decisions.chosen import Chosen
 from carpool.train.build.expert_kernels import STAGES_KIND, Shape, decide, describe_ways, explain, mean_over_ranks
 from carpool.train.config import describe, load_config

@@ -18,7 +18,7 @@ from torch import nn
 
 from carpool.bench.hardware.fit import Fit, fit
 from carpool.bench.hardware.links import seconds_of
-from carpool.experts.stages import grouped_mm
+from carpool.experts.gemm.products import grouped_mm
 
 MIB = 2**20
 

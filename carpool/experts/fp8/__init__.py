@@ -1,5 +1,5 @@
 """Experts that compute in FP8. LOSSY; `experts.py` says how."""
 
-from carpool.experts.fp8.experts import FP8Experts
+from carpool.experts.fp8.fp8_experts import FP8Experts
 
 __all__ = ["FP8Experts"]

@@ -39,8 +39,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from carpool.activations import Rows
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
+from carpool.kernels.device import processors
 from carpool.kernels.packets import FP8, GROUP
-from carpool.kernels.processors import processors
 from carpool.kernels.quick import power_of_2, quick
 
 
@@ -279,7 +279,7 @@ def _launch(
     tiles = schedule(offsets_S, out.shape[0], tile.rows)
     if out.is_cuda:
         # Imported where there is a GPU: not every Triton that interprets has Gluon.
-        from carpool.experts.fp8 import hopper_kernels as fp8_hopper_kernels
+        from carpool.experts.fp8 import fp8_hopper_kernels
 
         if tile.rows == fp8_hopper_kernels.ROWS and fp8_hopper_kernels.takes(out, h, packets, inner):
             fp8_hopper_kernels.launch(

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
-from carpool.experts.choices import LIBRARY, STAGES, WAYS, default_choices
-from carpool.experts.measure import Measured, pick
+from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, default_choices
+from carpool.experts.gemm.measure_choices import Measured, pick
 from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.rides import ExpertRides
 from carpool.layout.uniform import uniform_copies

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from carpool.experts import ExpertWeights
-from carpool.experts.parts import why_no_parts
+from carpool.experts.gemm.parts import why_no_parts
 from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.rides import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign

@@ -31,7 +31,7 @@ def _stages(value: Any) -> Any:
         if value in STAGE_WORDS:
             return value
         raise refuse(f"{key} = {value!r}", value, STAGE_WORDS, 'default, measure, or a table such as {up = "flat"}')
-    from carpool.experts.choices import STAGES, WAYS
+    from carpool.experts.gemm.choices import STAGES, WAYS
 
     if not value:
         raise ValueError(f"{key} names no stage: leave it out, or name some of {', '.join(STAGES)}")

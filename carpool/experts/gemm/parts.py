@@ -28,10 +28,10 @@ import torch
 
 from carpool.activations import Arena, Arrivals, Ready, Rows
 from carpool.experts.base import Activation, Experts, ExpertWeights
-from carpool.experts.choices import LIBRARY, Choices, default_choices
-from carpool.experts.grouped import GroupedExperts
+from carpool.experts.gemm.choices import LIBRARY, Choices, default_choices
+from carpool.experts.gemm.grouped import GroupedExperts
+from carpool.experts.gemm.products import Stages, has_kernels
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs
-from carpool.experts.stages import Stages, has_kernels
 
 FUSED = "flat"  # the way of a stage that has to be fused, where one was chosen that cannot be used
 # Ways of which a multiprocessor holds one program. A kernel that waits must not spread over more multiprocessors than
@@ -163,7 +163,7 @@ def sort_parts(arrivals: Arrivals, slots: int) -> tuple[Pairs, tuple[torch.Tenso
     pairs = by_group._replace(slot_RJ=slot_RJ, offsets_S=offsets_S)
     if slots == 0 or pairs.order_P.shape[0] == 0:
         return pairs, None
-    from carpool.experts import gemm_tiles, table_kernels
+    from carpool.experts.gemm import gemm_tiles, table_kernels
 
     tiles = table_kernels.part_table(by_group.offsets_S, pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, ready.parts)
     return pairs, tiles

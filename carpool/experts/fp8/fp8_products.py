@@ -78,7 +78,7 @@ class Weight(NamedTuple):
 def quantise_weight(weight_SOI: torch.Tensor, columns: Columns, straight: bool, turned: bool) -> Weight:
     """Read once, and written in the orders that are asked for."""
     if on_gpu(weight_SOI):
-        from carpool.experts.fp8 import kernels as fp8_kernels
+        from carpool.experts.fp8 import quantise_kernels as fp8_kernels
 
         codes = fp8_kernels.quantise_weight(weight_SOI, *columns, straight, turned)
         return Weight(*(None if one is None else Quantised(*one) for one in codes))
@@ -155,7 +155,7 @@ def gather_wide(rows: Rows, hidden: int, pairs: Pairs, dtype: torch.dtype) -> to
     if rows.data.dtype != torch.uint8:
         return gather_rows(rows, pairs, dtype)
     if on_gpu(rows.data):
-        from carpool.experts.fp8 import kernels as fp8_kernels
+        from carpool.experts.fp8 import quantise_kernels as fp8_kernels
 
         return fp8_kernels.gather_wide(rows, hidden, pairs.slot_RJ, *pairs[1:3], dtype)
     return _widened(rows, hidden, pairs).to(dtype)
@@ -181,7 +181,7 @@ def activate_backward(
         dweight_RJ: of each pair <dA, a> + <dy, down bias>, zero where there is no pair.
     """
     if on_gpu(dA_PF):
-        from carpool.experts.fp8 import kernels as fp8_kernels
+        from carpool.experts.fp8 import quantise_kernels as fp8_kernels
 
         dh, dh_PW, scaled_PF, dweight_RJ = fp8_kernels.activate_backward(
             activation, columns.inner, h, dA_PF, dy_PH, bias_SH, weight_RJ, *pairs[:3], wants_wide

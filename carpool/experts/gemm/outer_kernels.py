@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.experts.gemm_tiles import BAND, TILE_ROWS, Tiling
+from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, Tiling
 from carpool.kernels.quick import cdiv, quick
 
 
@@ -103,7 +103,7 @@ def outer(
     slots, (m, n) = ranked_S4.shape[0], widths
     out_SMN = torch.empty(slots, m, n, dtype=dtype, device=ranked_S4.device)
     if tiling.flatten and out_SMN.is_cuda:
-        from carpool.experts import outer_hopper_kernels
+        from carpool.experts.gemm import outer_hopper_kernels
 
         if outer_hopper_kernels.takes(out_SMN, (a.dim() == 1) + (b.dim() == 1)):
             outer_hopper_kernels.launch(a, b, ranked_S4, out_SMN)

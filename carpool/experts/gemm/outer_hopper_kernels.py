@@ -34,10 +34,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from carpool.experts.gemm_tiles import BAND
-from carpool.experts.table_kernels import aligned
+from carpool.experts.gemm.gemm_tiles import BAND
+from carpool.experts.gemm.table_kernels import aligned
+from carpool.kernels.device import processors
 from carpool.kernels.hopper_copies import load_rows, load_tile, store_tile
-from carpool.kernels.processors import processors
 from carpool.kernels.quick import quick
 
 HEIGHT, COLUMNS, DEPTH = 128, 256, 64

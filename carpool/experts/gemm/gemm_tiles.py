@@ -42,9 +42,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from carpool.experts.table_kernels import aligned
+from carpool.experts.gemm.table_kernels import aligned
 from carpool.kernels.awaited import MAX_CTAS, Awaited
-from carpool.kernels.processors import processors
+from carpool.kernels.device import processors
 from carpool.kernels.quick import power_of_2
 from carpool.kernels.signals import SPIN
 

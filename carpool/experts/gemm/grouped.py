@@ -11,7 +11,7 @@ routing weight's gradient is the row sum of dA * A, and A is computed again from
 section 3). With `recompute` h is not kept either: the backward computes it again from the rows. Weight gradients are
 grouped products over the pairs; sums over a row's pairs are taken in float32 and in a fixed order.
 
-The work is in six stages (`carpool.experts.stages`), each with two implementations that `Choices` picks from:
+The work is in six stages (`carpool.experts.gemm.products`), each with two implementations that `Choices` picks from:
 
     forward     sort, up, down, sum
     backward    dact, dx, sum, dup, ddown      (and the sums for biases)
@@ -39,9 +39,9 @@ import torch
 
 from carpool.activations import Arena, Arrivals, Rows
 from carpool.experts.base import NUM_BASE, ExpertFunction, ExpertWeights
-from carpool.experts.choices import Choices
+from carpool.experts.gemm.choices import Choices
+from carpool.experts.gemm.products import Stages
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
-from carpool.experts.stages import Stages
 
 
 class GroupedExperts:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from carpool.activations import Arena, Ready, Rows
 from carpool.experts import pairs as sides
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
-from carpool.experts.choices import LIBRARY, Choices, default_choices
+from carpool.experts.gemm.choices import LIBRARY, Choices, default_choices
 from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows
 from carpool.experts.quantised import dequantise
 
@@ -32,8 +32,8 @@ from carpool.experts.quantised import dequantise
 OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
 
 if TYPE_CHECKING:
-    from carpool.experts.adapter_kernels import Share
-    from carpool.experts.gemm_tiles import Parts
+    from carpool.experts.gemm.adapter_kernels import Share
+    from carpool.experts.gemm.gemm_tiles import Parts
 
 
 class Stages:
@@ -72,7 +72,7 @@ class Stages:
         a_SQH, b_SFQ = weights.up_a_SQH, weights.up_b_SFQ
         way = self._fused(self.choices.up, x)
         if way and isinstance(activation, Activation) and (a_SQH is None or _share_fits(a_SQH.shape[1])):
-            from carpool.experts import gemm_tiles, table_kernels, up_kernels
+            from carpool.experts.gemm import gemm_tiles, table_kernels, up_kernels
 
             width = weights.up_SFH.shape[2 if function.transposed else 1]
             if not keep:
@@ -117,7 +117,7 @@ class Stages:
         down_a_SQF, down_b_SHQ = weights.down_a_SQF, weights.down_b_SHQ
         way = self._fused(self.choices.dact, dpartial)
         if way and isinstance(activation, Activation) and (down_a_SQF is None or _share_fits(down_a_SQF.shape[1])):
-            from carpool.experts import dact_kernels, gemm_tiles, table_kernels
+            from carpool.experts.gemm import dact_kernels, gemm_tiles, table_kernels
 
             rows = table_kernels.row_addresses(dpartial, *self._order)
             share = None
@@ -155,7 +155,7 @@ class Stages:
         assert self._du_up_PQ is not None
         rows: torch.Tensor
         if self._kernels_take(x):
-            from carpool.experts import table_kernels
+            from carpool.experts.gemm import table_kernels
 
             found = table_kernels.row_addresses(x, *self._order)
             rows = found.address_P
@@ -177,7 +177,7 @@ class Stages:
     def _thin(self, rows: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> torch.Tensor:
         """Rows, (P, I) or by their addresses, times an adapter's factor: (S, I, O), or if `turned` (S, O, I)."""
         if self._kernels_take():
-            from carpool.experts import adapter_kernels
+            from carpool.experts.gemm import adapter_kernels
 
             return adapter_kernels.inner(rows, factor, not turned, self._tiles()[0])
         return grouped_mm(rows, factor.transpose(1, 2) if turned else factor, self.pairs.offsets_S)
@@ -187,7 +187,7 @@ class Stages:
     ) -> torch.Tensor:
         """For each slot u^T row over its pairs, (S, Q, width); if `turned`, (S, width, Q)."""
         if self._kernels_take():
-            from carpool.experts import adapter_kernels
+            from carpool.experts.gemm import adapter_kernels
 
             return adapter_kernels.outer(inner_PQ, rows, width or rows.shape[1], turned, self._tiles()[1])
         pair = (rows, inner_PQ) if turned else (inner_PQ, rows)
@@ -213,7 +213,7 @@ class Stages:
         """Add what `_thin` gives. On GPUs in one pass over the rows that are there."""
         pairs = self.pairs
         if sides.on_gpu(out_PO) and out_PO.dtype != torch.float64 and pairs.order_P.numel() and pairs.offsets_S.numel():
-            from carpool.experts import adapter_kernels
+            from carpool.experts.gemm import adapter_kernels
 
             adapter_kernels.add(out_PO, self._share(rows_PQ, factor, turned), self._tiles()[0])
         else:
@@ -222,7 +222,7 @@ class Stages:
     @staticmethod
     def _share(inner_PQ: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> Share:
         """What `_thin` of these would give, for a product that adds it."""
-        from carpool.experts.adapter_kernels import Share
+        from carpool.experts.gemm.adapter_kernels import Share
 
         return Share(inner_PQ, factor, turned)
 
@@ -239,7 +239,7 @@ class Stages:
         """A grouped product, and what `_thin` gives of `thin`. The matrices lie as (S, in, out) if `in_first`, else as
         (S, out, in)."""
         if way := self._fused(way):
-            from carpool.experts import gemm_tiles, product_kernels
+            from carpool.experts.gemm import gemm_tiles, product_kernels
 
             tiles = self._tiles()
             starts_N = None if part is None else tiles[2]
@@ -258,7 +258,7 @@ class Stages:
 
     def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
         """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
-        from carpool.experts import gemm_tiles, outer_kernels, table_kernels
+        from carpool.experts.gemm import gemm_tiles, outer_kernels, table_kernels
 
         rows = table_kernels.row_addresses(gathered, *self._order)
         operands = [(rows.address_P, gathered.width), (values_PN, values_PN.shape[1])]
@@ -279,7 +279,7 @@ class Stages:
 
     def _tiles(self) -> tuple[torch.Tensor, ...]:
         if self.tiles is None:
-            from carpool.experts import gemm_tiles, table_kernels
+            from carpool.experts.gemm import gemm_tiles, table_kernels
 
             self.tiles = table_kernels.tile_table(
                 self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS
@@ -289,7 +289,7 @@ class Stages:
     def _parts(self, ready: Ready | None) -> Parts | None:
         if ready is None:
             return None
-        from carpool.experts.gemm_tiles import Parts
+        from carpool.experts.gemm.gemm_tiles import Parts
 
         return Parts(ready.parts, self._tiles()[2], ready.awaited)
 
@@ -319,7 +319,7 @@ class Stages:
 
 def _share_fits(rank: int) -> bool:
     """Whether the share of an adapter of this rank can be added inside a fused product."""
-    from carpool.experts import adapter_kernels
+    from carpool.experts.gemm import adapter_kernels
 
     return rank <= adapter_kernels.MOST
 

@@ -27,9 +27,9 @@ import triton.language as tl
 
 from carpool.activations import Rows
 from carpool.experts.activation_kernels import _value, constants
-from carpool.experts.adapter_kernels import Share, share_arguments, stages
 from carpool.experts.base import Activation
-from carpool.experts.gemm_tiles import (
+from carpool.experts.gemm.adapter_kernels import Share, share_arguments, stages
+from carpool.experts.gemm.gemm_tiles import (
     BAND,
     TILE_ROWS,
     Parts,

@@ -41,10 +41,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from carpool.activations import Rows
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
-from carpool.experts.gemm_tiles import BAND, TILE_ROWS, in_out
-from carpool.experts.table_kernels import aligned
+from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, in_out
+from carpool.experts.gemm.table_kernels import aligned
+from carpool.kernels.device import processors
 from carpool.kernels.hopper_copies import load_rows, load_tile, reinterpret
-from carpool.kernels.processors import processors
 from carpool.kernels.quick import cdiv, quick
 
 COLUMNS, DEPTH = 256, 64

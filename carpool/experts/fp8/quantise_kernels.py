@@ -1,5 +1,5 @@
-"""The CUDA side of `carpool.experts.fp8.stages`, besides the products: weights to codes, packets to rows, and back
-through the activation.
+"""The CUDA side of `carpool.experts.fp8.fp8_products`, besides the products: weights to codes, packets to rows, and
+back through the activation.
 
     quantise_weight     one program per block of 128 x 128: read once, scaled, written once, in the order that the
                         products want; turning is a transposition of a block in registers
@@ -151,7 +151,7 @@ def _activate_backward(  # type: ignore[no-untyped-def]
 def quantise_weight(
     weight_SOI: torch.Tensor, parts: int, inner: int, interleaved: bool, straight: bool, turned: bool
 ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[torch.Tensor, torch.Tensor] | None]:
-    """((code, scale), (code, scale) turned) of `carpool.experts.fp8.stages.quantise_weight`, where asked for."""
+    """((code, scale), (code, scale) turned) of `carpool.experts.fp8.fp8_products.quantise_weight`, where asked for."""
     slots, _, columns = weight_SOI.shape
     height, width = parts * -(-inner // GROUP) * GROUP, -(-columns // GROUP) * GROUP
 

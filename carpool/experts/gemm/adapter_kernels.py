@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.experts.gemm_tiles import BAND, TILE_ROWS, Tiling, _load_rows, _place, _share
+from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, Tiling, _load_rows, _place, _share
 from carpool.experts.pair_kernels import programs
 from carpool.kernels.quick import cdiv, power_of_2, quick
 

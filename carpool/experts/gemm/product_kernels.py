@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.experts.adapter_kernels import Share, share_arguments, stages
-from carpool.experts.gemm_tiles import (
+from carpool.experts.gemm.adapter_kernels import Share, share_arguments, stages
+from carpool.experts.gemm.gemm_tiles import (
     BAND,
     TILE_ROWS,
     Tiling,

@@ -13,9 +13,9 @@ import torch
 
 from carpool.activations import Arena, Rows
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
-from carpool.experts.choices import LIBRARY, STAGES, WAYS, Choices
+from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, Choices
+from carpool.experts.gemm.products import Stages
 from carpool.experts.pairs import gather_rows, sort_pairs
-from carpool.experts.stages import Stages
 
 DELAY_CYCLES = 1_000_000  # about half a millisecond
 

@@ -23,9 +23,9 @@ import triton.language as tl
 
 from carpool.activations import Rows
 from carpool.experts.activation_kernels import _slopes, constants
-from carpool.experts.adapter_kernels import Share, share_arguments, stages
 from carpool.experts.base import Activation
-from carpool.experts.gemm_tiles import (
+from carpool.experts.gemm.adapter_kernels import Share, share_arguments, stages
+from carpool.experts.gemm.gemm_tiles import (
     BAND,
     TILE_ROWS,
     Parts,
@@ -199,7 +199,7 @@ def down_backward(
     """
     assert parts is None or share is None
     if tiling.flatten and parts is None and share is None and down_weight.is_cuda:
-        from carpool.experts import dact_hopper_kernels
+        from carpool.experts.gemm import dact_hopper_kernels
 
         if dact_hopper_kernels.takes(down_weight, transposed):
             return dact_hopper_kernels.down_backward(

@@ -15,7 +15,7 @@ A choice names one way for each stage: "library", or the tiling of the fused ker
               ddown are divided among warps of their own (dact_hopper_kernels.py, outer_hopper_kernels.py)
     square    128 x 128, two programs on a multiprocessor: one multiplies while the other writes
 
-`measure.py` times all of them for a shape, on the device at hand. Times differ from run to run, and so may the
+`measure_choices.py` times all of them for a shape, on the device at hand. Times differ from run to run, and so may the
 choice, and with it the last bits of results: so whoever measures records `Choices.to_dict()` in the run and passes the
 same on resume. Nothing is measured unless asked for: `default_choices` goes by the shape alone.
 

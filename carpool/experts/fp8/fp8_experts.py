@@ -26,7 +26,7 @@ multiple of 128, so that a group never has a part of both:
     F = 200, gated      h has 512 columns: gate at 0..199, up at 256..455
     interleaved         gate is every even row of the parameter; it is put in order while it is quantised
 
-What is computed, on any device, is in `stages.py` in plain PyTorch; on CUDA kernels do it (gemm_kernels.py,
+What is computed, on any device, is in `fp8_products.py` in plain PyTorch; on CUDA kernels do it (gemm_kernels.py,
 kernels.py). Both sum in float32, in different orders.
 """
 
@@ -41,7 +41,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from carpool.activations import Arena, Arrivals, Rows
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
-from carpool.experts.fp8.stages import (
+from carpool.experts.fp8.fp8_products import (
     Columns,
     Quantised,
     Weight,
@@ -52,8 +52,8 @@ from carpool.experts.fp8.stages import (
     quantise_weight,
     up_and_activate,
 )
+from carpool.experts.gemm.products import grouped_outer
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
-from carpool.experts.stages import grouped_outer
 
 
 class _Held(NamedTuple):
