@@ -25,7 +25,7 @@ from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
 from carpool.parallel.node_slots import make_filler
 from carpool.parallel.slots import fill_slots
-from carpool.planner.decisions.transport import automatic_transport
+from carpool.planner.decisions.rules import automatic_transport
 from carpool.planner.machine.hardware import hardware_of
 from carpool.ride import NO_HOOKS, Owed, RideHooks, RideSetup, WaitingRides, ride, ride_merged, ride_module
 from carpool.routing import DropOptions, Routing

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from carpool.layout.topology import Topology
 from carpool.optim import find_optimizer
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.configuration.candidate import POLICIES, Candidate
 from carpool.planner.configuration.eager import by_settings
-from carpool.planner.decisions.dense import dense_by_rule
+from carpool.planner.decisions.rules import automatic_transport, dense_by_rule, foreseen_unfit
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.memory.peak import memory_of
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.step.lengths import Lengths
 
 DEFAULT_CHUNKS = 2  # as of `carpool train`
 # What is read of a configuration, here and for the mesh; nothing else changes what is predicted.
@@ -143,17 +143,11 @@ def _optimizer(settings: Settings) -> str:
 
 
 def _transport(candidate: Candidate, shape: ModelShape, hardware: Hardware, per_node: int) -> tuple[str, str]:
+    """What a run would take for "auto" on such GPUs."""
     degrees = candidate.degrees
-    if degrees.ep * degrees.etp == 1:
-        return "local", "experts are on one rank"
-    ways = ["dedup", "hierarchical"]
-    group, inside = Lengths(shape, hardware, replace(candidate, transport="dedup"), per_node).members_per_node("ep")
-    if inside == group.size:
-        ways = ["nvlink" if hardware.nvlink is not None else "dedup"]
-    seconds = {}
-    for way in ways:
-        lengths = Lengths(shape, hardware, replace(candidate, transport=way), per_node)
-        piece = lengths.ride("dispatch", "dispatch", "dispatch")
-        seconds[way] = 0.0 if piece is None else piece.seconds
-    best = min(seconds, key=seconds.__getitem__)
-    return best, f"a ride takes {1e3 * seconds[best]:.3g} ms, as modelled"
+    node_of = tuple(rank // per_node for rank in range(degrees.world_size))
+    group = Topology(node_of, node_of, "the settings").of(degrees.ranks_along(0, "ep", "etp"))
+    return automatic_transport(
+        degrees.expert_ranks, shape.top_k, foreseen_unfit(group, hardware, shape.hidden), group, hidden=shape.hidden,
+        element_size=candidate.computed, tokens=candidate.rank_tokens, hardware=hardware, limited=False,
+    )  # fmt: skip

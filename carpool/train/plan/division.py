@@ -28,7 +28,7 @@ from carpool.observe.clock import synchronize
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
-from carpool.planner.decisions.dense import dense_by_rule, why_not_whole
+from carpool.planner.decisions.rules import dense_by_rule, why_not_whole
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 

@@ -3,7 +3,7 @@
 moe.transport       a run that starts                              a run that is resumed
 auto                by the rule of `choose_transport`, of those    as recorded in run.json, if the ranks can still
                     that every rank can use; on several nodes      use the same ones
-                    by `carpool.planner.decisions.transport`
+                    by `carpool.planner.decisions.rules`
 any other           that one                                       that one
 
 A plan has the transport that is expected, as far as one process can tell (`expected_transport`). The ranks choose by
@@ -20,14 +20,14 @@ from carpool.hf.seam.rides import ExpertRides
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Kind
-from carpool.planner.decisions.transport import automatic_transport
+from carpool.planner.decisions.rules import automatic_transport, foreseen_unfit
 from carpool.train.blueprint import Blueprint
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
 from carpool.transport import (
-    TRANSPORTS,
     HierarchicalOptions,
+    Transport,
     TransportOptions,
     check_topology,
     check_transport,
@@ -59,17 +59,12 @@ def expected_transport(config: Config, degrees: Degrees, blueprint: Blueprint, m
         return _given(asked, degrees, blueprint, {})
     unfit: dict[str, str] | None = None
     if machine.cuda and degrees.expert_ranks > 1:
-        hardware, hidden = machine.hardware, blueprint.row_size
-        reasons = {
-            cls.name: cls.why_not_on(group)
-            or (None if here or hardware.nvlink is not None else f"{hardware.name} has no NVLink")
-            or cls.why_not_automatic(transport_options(config, degrees, cls.name))
-            or cls.why_no_rows(hidden, 2)
-            or (cls.why_not(None) if here else None)
-            for cls in (TRANSPORTS[one] for one in TRANSPORTS)
-            if cls.automatic and not cls.anywhere
-        }
-        unfit = {one: reason for one, reason in reasons.items() if reason is not None}
+
+        def why_not(cls: type[Transport]) -> str | None:
+            options = transport_options(config, degrees, cls.name)
+            return cls.why_not_automatic(options) or (cls.why_not(None) if here else None)
+
+        unfit = foreseen_unfit(group, None if here else machine.hardware, blueprint.row_size, why_not)
     limited = config.moe.limits(group).active(group.num_ranks)
     name, why = _by_rule(config, degrees, blueprint, machine, unfit, group, limited)
     return Chosen(name, {}, "default", why)

@@ -1,23 +1,85 @@
-"""Whether two hops pay: one row to each other node, passed on there, in place of one row to each rank.
+"""What "auto" becomes, for non-expert parameters and for transports: the rules of runs, of their dry runs, of layers by
+themselves, and of `carpool simulate`.
 
-2 nodes of 8 H200s, 8 experts of a token chosen uniformly, 8192 tokens of H 2048
+Non-expert parameters are whole on each rank where they fit. That spares the gathers of each layer. What is predicted is
+less than all that a run needs, so they may take no more than `HEADROOM` of the memory.
 
-dedup           3.2 rows between nodes    2.8 inside      the slower link    2.2 ms a ride
-hierarchical    1.0 between nodes         5.6 inside      both in turn       1.3 ms
+A transport is chosen by `carpool.transport.choose_transport`. On several nodes the model of costs then says whether two
+hops pay: one row to each other node, passed on there, in place of one row to each rank.
+
+    2 nodes of 8 H200s, 8 experts of a token chosen uniformly, 8192 tokens of H 2048
+
+    dedup           3.2 rows between nodes    2.8 inside      the slower link    2.2 ms a ride
+    hierarchical    1.0 between nodes         5.6 inside      both in turn       1.3 ms
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from carpool.layout.topology import Topology
+from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.cost import RIDES, CostModel
 from carpool.planner.machine.hardware import Hardware
 
+# Of a device's memory. The rest is for what the estimate does not count.
+HEADROOM = 0.8
 TWO_HOPS = "hierarchical"
+
+
+def why_not_whole(degrees: Degrees, priority: bool) -> str | None:
+    """Why dense parameters cannot be whole; None: they can."""
+    if degrees.tp > 1:
+        return "tensor parallelism divides dense parameters"
+    return "moe.priority holds back the reductions of FSDP" if priority else None
+
+
+def dense_by_rule(
+    degrees: Degrees, priority: bool, needed: Callable[[], float], memory: float | None
+) -> tuple[str, str]:
+    """("fsdp" or "replicate", why).
+
+    Args:
+        needed: the bytes of a rank if they are whole.
+        memory: the bytes that it has; None: not known, and then they are whole."""
+    if degrees.dp_cp == 1:
+        return "fsdp", "one data-parallel rank has nothing to shard"
+    if (reason := why_not_whole(degrees, priority)) is not None:
+        return "fsdp", reason
+    if memory is None:
+        return "replicate", "the memory of a rank is not known"
+    size = needed()
+    sizes = f"about {size / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
+    if size > HEADROOM * memory:
+        most = f", more than {HEADROOM:.0%}" if size <= memory else ""
+        return "fsdp", f"whole dense parameters do not fit: {sizes}{most}"
+    return "replicate", f"whole dense parameters fit: {sizes}"
+
+
+def foreseen_unfit(
+    topology: Topology, hardware: Hardware | None, hidden: int, why_not: Callable[[Any], str | None] = lambda cls: None
+) -> dict[str, str]:
+    """Why "auto" is not to take transports, by name, for GPUs that are not asked.
+
+    Args:
+        topology: of the ranks of an expert-parallel group.
+        hardware: of another machine; None: it is this one.
+        why_not: what else keeps a transport from being taken; None: nothing does."""
+    from carpool.transport import TRANSPORTS
+
+    found: dict[str, str] = {}
+    for cls in (TRANSPORTS[name] for name in TRANSPORTS):
+        if not cls.automatic or cls.anywhere:
+            continue
+        reason = cls.why_not_on(topology)
+        if reason is None and hardware is not None and hardware.nvlink is None:
+            reason = f"{hardware.name} has no NVLink"
+        if reason := reason or cls.why_no_rows(hidden, 2) or why_not(cls):
+            found[cls.name] = reason
+    return found
 
 
 def automatic_transport(
