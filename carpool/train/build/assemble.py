@@ -304,8 +304,18 @@ def _objective(
         context=None if plan.cut is None or group is None else ContextParallel(model, plan.cut, group),
     )
     if plan.pipeline is not None:
-        dtype = torch.bfloat16 if plan.bf16 and autocast is None else model.dtype
-        return plan.pipeline.objective(model, meshes, dtype, settings)
+        group = meshes.group("pp")
+        assert group is not None
+        return PipelineObjective(
+            model,
+            plan.pipeline.parts,
+            schedule=plan.pipeline.schedule,
+            group=group,
+            stage_group=meshes.stage_group(),
+            routers=plan.pipeline.routers,
+            dtype=torch.bfloat16 if plan.bf16 and autocast is None else model.dtype,
+            **settings,
+        )
     moving = None
     if moe.move_sequences is not None:
         hardware = plan.machine.hardware

@@ -42,8 +42,7 @@ from carpool.planner.search.space import Space
 from carpool.train.blueprint import Blueprint, planned_attention
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine
-from carpool.train.plan.division import context_cut, distributed_config, divides_tokens
-from carpool.train.steps.pipeline import cut_into_stages
+from carpool.train.plan.division import context_cut, cut_into_stages, distributed_config, divides_tokens
 
 AXES = ("dp_replicate", "fsdp", "cp", "tp", "pp", "ep", "etp")
 # What each section leaves to the plan.

@@ -1,5 +1,5 @@
-"""How a model is divided over the ranks of a run: its parameters, its sequences, the tokens between its layers, and
-each micro-batch among ranks of different speeds.
+"""How a model is divided over the ranks of a run: its parameters, its layers, its sequences, the tokens between
+its layers, and each micro-batch among ranks of different speeds.
 
 Non-expert parameters (see `carpool.planner.decisions.chosen` for when it is chosen):
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,13 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf.axes.context import choose_way
 from carpool.hf.axes.sequence_parallel import why_not_sequence_parallel
+from carpool.hf.axes.stages import Part, check_tied, cut_model, layer_number
+from carpool.hf.routing.router_logits import find_routers
+from carpool.hf.seam.layers import experts_modules
 from carpool.observe.clock import synchronize
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.schedules import stages_of
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.decisions.rules import dense_by_rule, why_not_whole
 from carpool.train.config.schema import Config
@@ -53,6 +57,50 @@ def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: 
         implementation=config.model.attn_implementation,
     )
     return Cut(degrees.cp, degrees.coordinate(rank, "cp"), way)
+
+
+class CutModel(NamedTuple):
+    """How a run cuts its model into stages.
+
+    Attributes:
+        schedule: one of `carpool.parallel.schedules.SCHEDULES`.
+        parts: all stages.
+        own: those of this rank.
+        routers: the layers that have a router with a balance loss, with the number of its experts.
+        moe_layers: the names of all experts modules, in order.
+    """
+
+    schedule: str
+    parts: list[Part]
+    own: list[Part]
+    routers: dict[int, int]
+    moe_layers: list[str]
+
+
+def cut_into_stages(config: Config, degrees: Degrees, blueprint: PreTrainedModel, rank: int) -> CutModel | None:
+    """The stages of a run's model; None: it has one.
+
+    Raises:
+        ValueError: the model cannot be cut so, or a rank would have no layer with experts."""
+    if degrees.pp == 1:
+        return None
+    schedule = config.parallelism.pp_schedule
+    placed = stages_of(schedule, degrees.pp)
+    parts = cut_model(blueprint, sum(map(len, placed)))
+    experts = experts_modules(blueprint)
+    numbers = {layer_number(name) for name in experts}
+    for stages in placed:
+        check_tied(blueprint, [parts[stage] for stage in stages])
+        if not any(numbers & set(parts[stage].layers) for stage in stages):
+            layers = " and ".join(f"{parts[stage].layers.start}..{parts[stage].layers.stop - 1}" for stage in stages)
+            raise ValueError(
+                f"a rank of the pipeline would have the layers {layers} alone, none of which has experts: lower "
+                'parallelism.pp_size, or set parallelism.pp_schedule="ZBVZeroBubble" or "DualPipeV", where ranks have '
+                "layers from both ends"
+            )
+    own = [parts[stage] for stage in placed[degrees.coordinate(rank, "pp")]]
+    routers = dict.fromkeys(map(layer_number, find_routers(blueprint)), max(experts.values()))
+    return CutModel(schedule, parts, own, routers, list(experts))
 
 
 def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:

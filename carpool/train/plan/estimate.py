@@ -101,8 +101,11 @@ def state_bytes(config: Config) -> float:
     return sum(training.optimizer_class(dtype).state_bytes(dtype, training.optimizer_moments).values())
 
 
-class ModelSizes:
-    """Sizes of the model of a run, whatever transport and dense parameters will be.
+Memory = dict[str, int]
+
+
+class MemoryEstimate:
+    """Predicts the memory of one rank of a run, whatever its transport and the layout of non-expert parameters.
 
     Args:
         config: the micro-batch, dtypes, optimizer and policies count.
@@ -120,7 +123,7 @@ class ModelSizes:
         model: PreTrainedModel,
         cuda: bool,
         nodes: int = 1,
-        like: ModelSizes | None = None,
+        like: MemoryEstimate | None = None,
     ) -> None:
         self.config, self.degrees, self.model, self.cuda, self.nodes = config, degrees, model, cuda, nodes
         training = config.training
@@ -187,6 +190,54 @@ class ModelSizes:
         self.whole_logits = training.loss_chunk == 0 or over_words or why_whole(model) is not None
         self.trained = math.ceil(self.dense.trained / degrees.dense_shards / degrees.pp)
         self.trained += math.ceil(self.experts.trained / degrees.expert_shards / degrees.pp)
+
+    def changed(self, config: Config) -> MemoryEstimate:
+        """The same of a run with other settings, on the same ranks."""
+        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self.nodes, self)
+
+    def __call__(self, transport: str, dense: str) -> Memory:
+        """Predicted bytes of each component on one rank when memory is highest, and their total.
+
+        Args:
+            transport: the one that is used, not "auto".
+            dense: "fsdp" or "replicate", as `parallelism.dense`.
+
+        Returns:
+            parameters, gradients, optimizer, activations, logits, transport, copies (of experts that came from other
+            ranks) if there are any, and loading where that is more; on GPUs context, nccl and fragments, and graphs if
+            steps are captured; on CPUs process and allocator; total.
+        """
+        found = {name: math.ceil(size) for name, size in self._peak(transport, dense).parts.items()}
+        return {**found, "total": sum(found.values())}
+
+    def _peak(self, transport: str, dense: str) -> Peak:
+        """Of the fullest rank of the pipeline."""
+        candidate = self.candidate(transport, dense)
+        found = (peak_of(self.of_stage(candidate, one), candidate, one) for one in sorted({0, self.degrees.pp - 1}))
+        return max(found, key=lambda one: one.total)
+
+    def host_bytes(self, transport: str) -> int:
+        """What a rank keeps in host memory: state of the optimizer, experts, and activations that are offloaded."""
+        on_disk = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
+        experts = 0
+        own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
+        if self.config.memory.experts == "host":
+            experts = own
+        elif self.config.memory.experts == "disk":
+            # Buffers for layers that are read ahead; and what stays there.
+            stays = min(own, self.config.memory.experts_bytes[1])
+            buffers = (BUFFERS if self.experts.trained else 2) * own / self.moe_layers
+            experts = math.ceil(buffers + stays if self.experts.trained else max(buffers, stays))
+        return max(0, int(self._peak(transport, "fsdp").host - on_disk)) + experts
+
+    def disk_bytes(self) -> int:
+        """What a rank keeps in files: state of the optimizer, and experts that are trained."""
+        state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
+        experts = 0
+        if self.config.memory.experts == "disk" and (self.experts.trained or self.config.model.from_scratch):
+            own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
+            experts = max(0, own - self.config.memory.experts_bytes[1])
+        return int(state) + experts
 
     def candidate(self, transport: str, dense: str) -> Candidate:
         """What the planner calls such a configuration."""
@@ -275,61 +326,6 @@ def _stored_bytes(parameter: torch.nn.Parameter, config: Config, stored: int) ->
     if kind is None or parameter.dim() != 3:
         return parameter.numel() * stored
     return quantised_bytes(kind, parameter.shape)
-
-
-Memory = dict[str, int]
-
-
-class MemoryEstimate(ModelSizes):
-    """Predicts the memory of one rank of a run. Its arguments are those of `ModelSizes`."""
-
-    def changed(self, config: Config) -> MemoryEstimate:
-        """The same of a run with other settings, on the same ranks."""
-        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self.nodes, self)
-
-    def __call__(self, transport: str, dense: str) -> Memory:
-        """Predicted bytes of each component on one rank when memory is highest, and their total.
-
-        Args:
-            transport: the one that is used, not "auto".
-            dense: "fsdp" or "replicate", as `parallelism.dense`.
-
-        Returns:
-            parameters, gradients, optimizer, activations, logits, transport, copies (of experts that came from other
-            ranks) if there are any, and loading where that is more; on GPUs context, nccl and fragments, and graphs if
-            steps are captured; on CPUs process and allocator; total.
-        """
-        found = {name: math.ceil(size) for name, size in self._peak(transport, dense).parts.items()}
-        return {**found, "total": sum(found.values())}
-
-    def _peak(self, transport: str, dense: str) -> Peak:
-        """Of the fullest rank of the pipeline."""
-        candidate = self.candidate(transport, dense)
-        found = (peak_of(self.of_stage(candidate, one), candidate, one) for one in sorted({0, self.degrees.pp - 1}))
-        return max(found, key=lambda one: one.total)
-
-    def host_bytes(self, transport: str) -> int:
-        """What a rank keeps in host memory: state of the optimizer, experts, and activations that are offloaded."""
-        on_disk = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
-        experts = 0
-        own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
-        if self.config.memory.experts == "host":
-            experts = own
-        elif self.config.memory.experts == "disk":
-            # Buffers for layers that are read ahead; and what stays there.
-            stays = min(own, self.config.memory.experts_bytes[1])
-            buffers = (BUFFERS if self.experts.trained else 2) * own / self.moe_layers
-            experts = math.ceil(buffers + stays if self.experts.trained else max(buffers, stays))
-        return max(0, int(self._peak(transport, "fsdp").host - on_disk)) + experts
-
-    def disk_bytes(self) -> int:
-        """What a rank keeps in files: state of the optimizer, and experts that are trained."""
-        state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
-        experts = 0
-        if self.config.memory.experts == "disk" and (self.experts.trained or self.config.model.from_scratch):
-            own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
-            experts = max(0, own - self.config.memory.experts_bytes[1])
-        return int(state) + experts
 
 
 def tensors_of(memory: Memory) -> int:

@@ -36,8 +36,10 @@ from carpool.train.moving.layouts import check_layout_file
 from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
 from carpool.train.plan.division import (
     SEQUENCE_KIND,
+    CutModel,
     choose_dense,
     context_cut,
+    cut_into_stages,
     distributed_config,
     divides_tokens,
     with_speeds,
@@ -46,7 +48,6 @@ from carpool.train.plan.estimate import Memory, MemoryEstimate
 from carpool.train.plan.memory_fit import Times, choose_memory, with_policies
 from carpool.train.plan.offload_checks import check_experts_away, check_layouts_of_tiers, check_tiers
 from carpool.train.plan.transport_choice import expected_transport
-from carpool.train.steps.pipeline import CutModel, cut_into_stages
 
 
 @dataclass(frozen=True)

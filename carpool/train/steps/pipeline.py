@@ -15,26 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from carpool.activations import Arena
-from carpool.hf.axes.stages import Part, Stages, check_tied, cut_model, layer_number
+from carpool.hf.axes.stages import Part, Stages
 from carpool.hf.routing.balance import loss_of_statistics, router_statistics
-from carpool.hf.routing.router_logits import RouterLogits, find_routers
-from carpool.hf.seam.layers import experts_modules
-from carpool.parallel.degrees import Degrees
-from carpool.parallel.meshes import Meshes
+from carpool.hf.routing.router_logits import RouterLogits
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
-from carpool.parallel.schedules import SCHEDULES, stages_of
+from carpool.parallel.schedules import SCHEDULES
 from carpool.parallel.sequence import gather_rows, num_rows
 from carpool.schedule.forward_backward import ForwardBesideBackward
 from carpool.schedule.split import SplitBackward
-from carpool.train.config.schema import Config
 from carpool.train.steps.graphs import Batch, BeforeBackward
 from carpool.train.steps.objective import Objective
 
@@ -216,64 +211,3 @@ class PipelineObjective(Objective):
             return before_LS.clone()
         own_LS = router_statistics(logits, self.top_k, padding_T)
         return torch.cat([before_LS[: rows.start], own_LS, before_LS[rows.stop :]])
-
-
-class CutModel(NamedTuple):
-    """How a run cuts its model into stages.
-
-    Attributes:
-        schedule: one of `carpool.parallel.schedules.SCHEDULES`.
-        parts: all stages.
-        own: those of this rank.
-        routers: the layers that have a router with a balance loss, with the number of its experts.
-        moe_layers: the names of all experts modules, in order.
-    """
-
-    schedule: str
-    parts: list[Part]
-    own: list[Part]
-    routers: dict[int, int]
-    moe_layers: list[str]
-
-    def objective(
-        self, model: Any, meshes: Meshes, dtype: torch.dtype, settings: Mapping[str, Any]
-    ) -> PipelineObjective:
-        """Of a model that has this rank's stages. Collective over all ranks. `settings`: of `Objective`."""
-        group, stage_group = meshes.group("pp"), meshes.stage_group()
-        assert group is not None
-        return PipelineObjective(
-            model,
-            self.parts,
-            schedule=self.schedule,
-            group=group,
-            stage_group=stage_group,
-            routers=self.routers,
-            dtype=dtype,
-            **settings,
-        )
-
-
-def cut_into_stages(config: Config, degrees: Degrees, blueprint: PreTrainedModel, rank: int) -> CutModel | None:
-    """The stages of a run's model; None: it has one.
-
-    Raises:
-        ValueError: the model cannot be cut so, or a rank would have no layer with experts."""
-    if degrees.pp == 1:
-        return None
-    schedule = config.parallelism.pp_schedule
-    placed = stages_of(schedule, degrees.pp)
-    parts = cut_model(blueprint, sum(map(len, placed)))
-    experts = experts_modules(blueprint)
-    numbers = {layer_number(name) for name in experts}
-    for stages in placed:
-        check_tied(blueprint, [parts[stage] for stage in stages])
-        if not any(numbers & set(parts[stage].layers) for stage in stages):
-            layers = " and ".join(f"{parts[stage].layers.start}..{parts[stage].layers.stop - 1}" for stage in stages)
-            raise ValueError(
-                f"a rank of the pipeline would have the layers {layers} alone, none of which has experts: lower "
-                'parallelism.pp_size, or set parallelism.pp_schedule="ZBVZeroBubble" or "DualPipeV", where ranks have '
-                "layers from both ends"
-            )
-    own = [parts[stage] for stage in placed[degrees.coordinate(rank, "pp")]]
-    routers = dict.fromkeys(map(layer_number, find_routers(blueprint)), max(experts.values()))
-    return CutModel(schedule, parts, own, routers, list(experts))
