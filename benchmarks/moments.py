@@ -27,9 +27,9 @@ SPAN = 50
 CONTENDERS = {
     "float32": ["training.optimizer=one-pass"],
     "float32, another seed": ["training.optimizer=one-pass", "training.seed=1"],
-    "float32, moments int8": ["training.optimizer_moments=int8"],
+    "float32, moments int8": ["training.optimizer_state_dtype=int8"],
     "bfloat16": ["model.dtype=bfloat16"],
-    "bfloat16, moments int8": ["model.dtype=bfloat16", "training.optimizer_moments=int8"],
+    "bfloat16, moments int8": ["model.dtype=bfloat16", "training.optimizer_state_dtype=int8"],
 }
 # What each is beside, and nothing else happens in it.
 ALONE = [

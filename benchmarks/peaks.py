@@ -54,31 +54,32 @@ OLMOE = [
     "model.config=olmoe-1b-7b", "model.config.num_hidden_layers=6", "model.config.num_experts=32",
     "data.sequence_length=2048", "training.per_device_train_batch_size=4", "training.cuda_graphs=off",
 ]  # fmt: skip
-EAGER, CONSUMED = "training.cuda_graphs=off", ["training.gradients=consumed", "training.max_grad_norm=0"]
+EAGER, CONSUMED = "training.cuda_graphs=off", ["training.optimizer_in_backward=true", "training.max_grad_norm=0"]
 # What is trained, and (ranks) how many it takes at least.
 SETTINGS: dict[str, tuple[list[str], int]] = {
     "plain": ([*QWEN, EAGER], 1),
     "all experts, moments of 8 bits": (
-        [*QWEN, EAGER, "model.config.num_experts=128", "training.optimizer_moments=int8"], 1,
+        [*QWEN, EAGER, "model.config.num_experts=128", "training.optimizer_state_dtype=int8"], 1,
     ),
-    "recompute": ([*QWEN, EAGER, "memory.dense=recompute", "memory.hidden=recompute"], 1),
-    "rides repeated": ([*QWEN, EAGER, "memory.dense=recompute", "memory.sums=recompute"], 1),
-    "offload": ([*QWEN, EAGER, "memory.dense=offload", "memory.hidden=offload"], 1),
+    "recompute": ([*QWEN, EAGER, "memory.layer_activations=recompute", "memory.expert_activations=recompute"], 1),
+    "rides repeated": ([*QWEN, EAGER, "memory.layer_activations=recompute", "memory.moe_outputs=recompute"], 1),
+    "offload": ([*QWEN, EAGER, "memory.layer_activations=offload", "memory.expert_activations=offload"], 1),
     "packed": ([*QWEN, EAGER, "data.packing=examples"], 1),
     "three micro-batches": ([*QWEN, EAGER, "training.gradient_accumulation_steps=3"], 1),
-    "gradients consumed": ([*QWEN, EAGER, *CONSUMED, "training.optimizer_moments=bfloat16"], 1),
-    "optimizer in host memory": ([*QWEN, EAGER, *CONSUMED, "training.optimizer_state=host"], 1),
-    "experts in host memory": ([*QWEN, EAGER, *CONSUMED, "training.optimizer_state=host", "memory.experts=host"], 1),
+    "gradients consumed": ([*QWEN, EAGER, *CONSUMED, "training.optimizer_state_dtype=bfloat16"], 1),
+    "optimizer in host memory": ([*QWEN, EAGER, *CONSUMED, "training.optimizer_offload=host"], 1),
+    "experts in host memory": ([*QWEN, EAGER, *CONSUMED, "training.optimizer_offload=host", "memory.experts=host"], 1),
     "adapters": ([*QWEN, EAGER, "adapter.kind=lora"], 1),
     "float32 parameters": ([*OLMOE], 1),
-    "logits whole": ([*OLMOE, "model.dtype=bfloat16", "training.loss_chunk=0"], 1),
-    "graphs": ([*QWEN, "training.cuda_graphs=on", "parallelism.dense=replicate"], 2),
+    "logits whole": ([*OLMOE, "model.dtype=bfloat16", "training.loss_chunk_size=0"], 1),
+    "graphs": ([*QWEN, "training.cuda_graphs=on", "parallelism.data_parallel=zero1"], 2),
     "graphs, three micro-batches": (
-        [*QWEN, "training.cuda_graphs=on", "parallelism.dense=replicate", "training.gradient_accumulation_steps=3"], 2,
+        [*QWEN, "training.cuda_graphs=on", "parallelism.data_parallel=zero1",
+         "training.gradient_accumulation_steps=3"], 2,
     ),
-    "fsdp": ([*QWEN, EAGER, "parallelism.dense=fsdp"], 2),
-    "experts whole on each rank": ([*QWEN, EAGER, "parallelism.dense=fsdp", "parallelism.ep_size=1"], 2),
-    "rows sent again": ([*QWEN, EAGER, "memory.rows=resend"], 2),
+    "fsdp": ([*QWEN, EAGER, "parallelism.data_parallel=fsdp"], 2),
+    "experts whole on each rank": ([*QWEN, EAGER, "parallelism.data_parallel=fsdp", "parallelism.ep_size=1"], 2),
+    "rows sent again": ([*QWEN, EAGER, "memory.expert_inputs=resend"], 2),
 }  # fmt: skip
 # Before the capture of CUDA graphs.
 EAGER_STEPS = 3

@@ -38,12 +38,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node {ranks}"
 QWEN3 = "-m carpool bench model --model qwen3-30b-a3b --ranks {ranks} --rounds 2 --steps 3 --out {out}"
 QWEN3 += " --contenders carpool-compiled --set training.optimizer=one-pass"
-RECOMPUTED = " --set memory.dense=recompute --set memory.hidden=recompute"
+RECOMPUTED = " --set memory.layer_activations=recompute --set memory.expert_activations=recompute"
 PAIRS = (
     "-m carpool train model.config=qwen3-30b-a3b model.config.num_hidden_layers=16 model.dtype=bfloat16 "
     "data.sequence_length=4096 training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8 "
     "training.max_steps=16 training.eval_steps=none training.eval_on_start=false training.save_steps=none "
-    "training.save_pretrained=false training.optimizer_moments=bfloat16 parallelism.pp_size=2 parallelism.ep_size=2 "
+    "training.save_pretrained=false training.optimizer_state_dtype=bfloat16 "
+    "parallelism.pp_size=2 parallelism.ep_size=2 "
     "parallelism.pp_schedule=DualPipeV model.config.tie_word_embeddings=false parallelism.num_ranks={ranks} "
     "training.output_dir={out}/run"
 )
@@ -109,31 +110,31 @@ PENDING = [
     # Qwen3-30B-A3B, all 48 layers.
     Measurement(
         "qwen3, as measured before", "measurements.md, Qwen3-30B-A3B on two GPUs, at this commit", 2, 150,
-        QWEN3 + " --set training.optimizer_moments=int8 --set training.gradients=consumed "
-        "--set training.max_grad_norm=0 --set parallelism.dense=replicate",
+        QWEN3 + " --set training.optimizer_state_dtype=int8 --set training.optimizer_in_backward=true "
+        "--set training.max_grad_norm=0 --set parallelism.data_parallel=zero1",
         least=1, fewer={1: "--layers 12"},
     ),
     Measurement(
         "qwen3, clipped by the norm before, 16-bit moments", "README's row of Qwen3-30B-A3B without its restrictions",
         2, 170,
-        QWEN3 + " --batch 1 --set training.optimizer_moments=bfloat16 --set training.gradients=consumed "
-        "--set training.clip_by=previous --set parallelism.dense=fsdp" + RECOMPUTED,
+        QWEN3 + " --batch 1 --set training.optimizer_state_dtype=bfloat16 --set training.optimizer_in_backward=true "
+        "--set training.grad_clipping=delayed --set parallelism.data_parallel=fsdp" + RECOMPUTED,
         least=1, fewer={1: "--layers 12"},
     ),
     Measurement(
         "qwen3, fsdp, gradients kept and clipped", "measurements.md, the first row of Qwen3-30B-A3B, at this commit",
         2, 180,
-        QWEN3 + " --set training.optimizer_moments=int8 --set parallelism.dense=fsdp" + RECOMPUTED,
+        QWEN3 + " --set training.optimizer_state_dtype=int8 --set parallelism.data_parallel=fsdp" + RECOMPUTED,
         least=1, fewer={1: "--layers 12"},
     ),
     Measurement(
         "qwen3, 4 GPUs, clipped, 16-bit moments", "README's row of Qwen3-30B-A3B without its restrictions", 4, 170,
-        QWEN3 + " --set training.optimizer_moments=bfloat16 --set parallelism.dense=replicate",
+        QWEN3 + " --set training.optimizer_state_dtype=bfloat16 --set parallelism.data_parallel=zero1",
     ),
     Measurement(
         "qwen3, 4 GPUs, fsdp, clipped, 16-bit moments", "README's row of Qwen3-30B-A3B without its restrictions",
         4, 180,
-        QWEN3 + " --set training.optimizer_moments=bfloat16 --set parallelism.dense=fsdp",
+        QWEN3 + " --set training.optimizer_state_dtype=bfloat16 --set parallelism.data_parallel=fsdp",
     ),
     Measurement(
         "qwen3, the example's file", "train.md: examples/train_from_config/qwen3_30b_a3b.toml, whole", 2, 300,
@@ -200,7 +201,7 @@ PENDING = [
         Measurement(
             f"sequence parallelism {way}", "parallelism.md: what it saves in time has not been measured", 2, 90,
             "-m carpool bench model --model qwen3-30b-a3b --layers 8 --ranks {ranks} --contenders carpool --steps 3 "
-            "--rounds 2 --set parallelism.tp_size=2 --set parallelism.dense=fsdp "
+            "--rounds 2 --set parallelism.tp_size=2 --set parallelism.data_parallel=fsdp "
             f"--set parallelism.sequence_parallel={way} --out {{out}}",
         )
         for way in ("on", "off")

@@ -29,6 +29,7 @@ from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import Prediction, predict
 from carpool.train.config.published import read_keys
+from carpool.train.config.renamed import translated
 
 ROOT = Path(__file__).resolve().parents[1]  # which paths of traces in points are relative to
 DIFFERENT = 0.05
@@ -62,7 +63,7 @@ class Compared(NamedTuple):
 
 def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Routes]:
     """What a measured point was."""
-    config = point["config"]
+    config = translated(point["config"])
     training, memory = config.get("training", {}), config.get("memory", {})
     keys = config["model"]["config"]
     keys = read_keys(keys) if isinstance(keys, str) else {**keys}
@@ -77,12 +78,12 @@ def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Route
         training.get("gradient_accumulation_steps", 1),
         transport=point["transport"],
         schedule=point["schedule"].split("=")[0],
-        dense=point["dense"],
+        data_parallel="fsdp" if point["dense"] == "fsdp" else "zero1",
         policies={**KEEP, **{item: memory[item] for item in KEEP if item in memory}},
-        moments=training.get("optimizer_moments", "float32"),
+        moments=training.get("optimizer_state_dtype", "float32"),
         optimizer="torch" if training.get("optimizer") == "torch" else "one-pass",
-        optimizer_state=training.get("optimizer_state", "device"),
-        gradients=training.get("gradients", "kept"),
+        optimizer_offload=training.get("optimizer_offload", "none"),
+        optimizer_in_backward=training.get("optimizer_in_backward", False),
         max_grad_norm=training.get("max_grad_norm", 1.0),
         compiled=training.get("torch_compile", False),
         eager="asked for" if training.get("cuda_graphs", "auto") == "off" else None,

@@ -31,15 +31,16 @@ from carpool.observe.clock import slowest
 from carpool.train.config import Config
 from carpool.train.launch.machine import rank_device
 
-BF16 = ["model.dtype=bfloat16", "training.optimizer_moments=bfloat16"]
+BF16 = ["model.dtype=bfloat16", "training.optimizer_state_dtype=bfloat16"]
 QWEN = ["model.config=qwen3-30b-a3b", *BF16]
 OLMOE = ["model.config=olmoe-1b-7b", *BF16]
 GPT_OSS = ["model.config=gpt-oss-20b", *BF16]
 MIXTRAL = ["model.config=mixtral-8x7b", *BF16]
 GLM = ["model.config=glm-4.5-air", *BF16]
 COMPILED, EAGER = ["training.torch_compile=true"], ["training.cuda_graphs=off"]
-CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0"]
-REPLICATE, FSDP = ["parallelism.dense=replicate"], ["parallelism.dense=fsdp"]
+RECOMPUTE = ["memory.layer_activations=recompute", "memory.expert_activations=recompute"]
+CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0"]
+REPLICATE, FSDP = ["parallelism.data_parallel=zero1"], ["parallelism.data_parallel=fsdp"]
 ROOT = Path(__file__).resolve().parents[1]
 BALANCED, TRACE = "balanced", "docs/traces/e64-1435.npz"
 WARMUP = 4
@@ -59,7 +60,7 @@ POINTS: dict[str, tuple[list[str], str]] = {
     "fit/qwen3 8 layers, compiled": ([*QWEN, *_sizes(8, 4096, 2), *REPLICATE, *COMPILED], BALANCED),
     "fit/qwen3 8 layers, eager, fsdp": ([*QWEN, *_sizes(8, 4096, 2), *FSDP], BALANCED),
     "fit/qwen3 8 layers, recompute": (
-        [*QWEN, *_sizes(8, 4096, 2), *REPLICATE, "memory.dense=recompute", "memory.hidden=recompute"], BALANCED,
+        [*QWEN, *_sizes(8, 4096, 2), *REPLICATE, *RECOMPUTE], BALANCED,
     ),
     "fit/qwen3 8 layers, dedup, eager": (
         [*QWEN, *_sizes(8, 4096, 1), *REPLICATE, *EAGER, "moe.transport=dedup"], BALANCED,
@@ -78,7 +79,7 @@ POINTS: dict[str, tuple[list[str], str]] = {
         [*QWEN, *_sizes(8, 4096, 1), *REPLICATE, "training.gradient_accumulation_steps=3"], BALANCED,
     ),
     "held/qwen3 8 layers, hidden recomputed": (
-        [*QWEN, *_sizes(8, 4096, 2), *REPLICATE, "memory.hidden=recompute"], BALANCED,
+        [*QWEN, *_sizes(8, 4096, 2), *REPLICATE, "memory.expert_activations=recompute"], BALANCED,
     ),
     "held/qwen3 6 layers, two chunks": (
         [*QWEN, *_sizes(6, 4096, 2), *REPLICATE, "moe.schedule=chunks", "moe.chunks=2"], BALANCED,
@@ -90,7 +91,7 @@ POINTS: dict[str, tuple[list[str], str]] = {
     "held/olmoe 8 layers, compiled": ([*OLMOE, *_sizes(8, 4096, 2), *REPLICATE, *COMPILED], BALANCED),
     "held/olmoe 8 layers, fsdp": ([*OLMOE, *_sizes(8, 4096, 4), *FSDP], BALANCED),
     "held/olmoe 12 layers, recompute": (
-        [*OLMOE, *_sizes(12, 4096, 4), *REPLICATE, "memory.dense=recompute", "memory.hidden=recompute"], BALANCED,
+        [*OLMOE, *_sizes(12, 4096, 4), *REPLICATE, *RECOMPUTE], BALANCED,
     ),
     "held/gpt-oss 6 layers, one sequence": ([*GPT_OSS, *_sizes(6, 4096, 1), *REPLICATE], BALANCED),
     "held/gpt-oss 4 layers, fsdp": ([*GPT_OSS, *_sizes(4, 4096, 2), *FSDP], BALANCED),
@@ -99,14 +100,14 @@ POINTS: dict[str, tuple[list[str], str]] = {
     "held/glm-4.5-air 4 layers": ([*GLM, *_sizes(4, 4096, 2), *REPLICATE], BALANCED),
     "one/qwen3 10 layers, graphs": ([*QWEN, *_sizes(10, 4096, 2)], BALANCED),
     "one/qwen3 12 layers, consumed, int8": (
-        [*QWEN, *_sizes(12, 4096, 2), "training.optimizer_moments=int8", *CONSUMED], BALANCED,
+        [*QWEN, *_sizes(12, 4096, 2), "training.optimizer_state_dtype=int8", *CONSUMED], BALANCED,
     ),
     "one/qwen3 6 layers, compiled, 16 short sequences": ([*QWEN, *_sizes(6, 1024, 16), *COMPILED], BALANCED),
     "one/qwen3 8 layers, all recomputed": (
-        [*QWEN, *_sizes(8, 4096, 8), "memory.dense=recompute", "memory.hidden=recompute"], BALANCED,
+        [*QWEN, *_sizes(8, 4096, 8), *RECOMPUTE], BALANCED,
     ),
     "one/qwen3 4 layers, state in host memory": (
-        [*QWEN, *_sizes(4, 4096, 4), "training.optimizer_state=host"], BALANCED,
+        [*QWEN, *_sizes(4, 4096, 4), "training.optimizer_offload=host"], BALANCED,
     ),
     "one/qwen3-235b 2 layers": (["model.config=qwen3-235b-a22b", *BF16, *_sizes(2, 4096, 2)], BALANCED),
     "one/olmoe 16 layers": ([*OLMOE, *_sizes(16, 4096, 2)], BALANCED),
@@ -121,11 +122,11 @@ POINTS: dict[str, tuple[list[str], str]] = {
     ),
     "one/gpt-oss 6 layers, flex": ([*GPT_OSS, *_sizes(6, 4096, 2)], BALANCED),
     "one/gpt-oss 4 layers, 8k tokens, hidden recomputed": (
-        [*GPT_OSS, *_sizes(4, 8192, 2), "memory.hidden=recompute"], BALANCED,
+        [*GPT_OSS, *_sizes(4, 8192, 2), "memory.expert_activations=recompute"], BALANCED,
     ),
     "one/mixtral 3 layers": ([*MIXTRAL, *_sizes(3, 4096, 2)], BALANCED),
     "one/mixtral 2 layers, hidden in host memory": (
-        [*MIXTRAL, *_sizes(2, 4096, 2), "memory.hidden=offload"], BALANCED,
+        [*MIXTRAL, *_sizes(2, 4096, 2), "memory.expert_activations=offload"], BALANCED,
     ),
     "one/glm-4.5-air 3 layers, compiled": ([*GLM, *_sizes(3, 4096, 2), *COMPILED], BALANCED),
     "one/ernie 6 layers, eager": (

@@ -157,7 +157,7 @@ def settings(work: Path) -> list[str]:
         "data.sequence_length=512",
         *(f"training.{key}={value}" for key, value in training.items()),
         *("training.save_pretrained=true", "training.logging_steps=1"),
-        *("moe.router_aux_loss_coef=0.01", "moe.balance=layer"),
+        *("moe.router_aux_loss_coef=0.01", "moe.balance_scope=layer"),
     ]
 
 

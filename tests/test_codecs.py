@@ -26,7 +26,7 @@ SIZES = (5, 0, 9, 3)
 LAYOUT = ExpertLayout.contiguous(E, WORLD_SIZE)
 NODES = Topology.even(WORLD_SIZE, 2)
 FP8 = Codecs("fp8", "fp8", "fp8", "fp8")
-MIXED = Codecs(dispatch="fp8", combine="bf16", combine_backward="fp8", hop="nodes")
+MIXED = Codecs(dispatch="fp8", combine="bf16", combine_backward="fp8", inter_node="nodes")
 # transport, codecs, schedule, what rides keep
 CASES: list[tuple[str, Codecs, Schedule, KeptPolicies]] = [
     ("dedup", FP8, Schedule(), KeptPolicies()),
@@ -131,7 +131,7 @@ def by_hand(transport: str, codecs: Codecs) -> dict[str, torch.Tensor]:
                 sums = sums + home(on_rank(out(x, rank != source), token, rank), rank != source)
         else:
             for node in sorted({rank // 2 for rank in ranks}):
-                middle, coded = node * 2 + source % 2, codecs.hop == "all"
+                middle, coded = node * 2 + source % 2, codecs.inter_node == "all"
                 there, part = out(x, middle != source), torch.zeros(1, H)
                 for rank in (rank for rank in ranks if rank // 2 == node):
                     on = coded and rank != middle
@@ -217,13 +217,15 @@ def test_codecs_that_cannot_be_are_refused() -> None:
         ("moe.transport=gather", "codec.dispatch=fp8"): r"transport 'gather' does not take these codecs.*dedup",
         ("moe.transport=nvlink", "codec.combine=fp8"): "what travels out to experts",
         ("moe.transport=nvlink", "codec.dispatch=bf16"): "what travels out to experts",
-        ("moe.transport=dedup", "codec.hop=nodes"): "over one hop",
-        ("codec.hop=nodes",): r"moe\.transport=hierarchical",
+        ("moe.transport=dedup", "codec.inter_node=nodes"): "over one hop",
+        ("codec.inter_node=nodes",): r"moe\.transport=hierarchical",
     }.items():
         with pytest.raises(ValueError, match=message):
             load_config(None, list(settings))
-    taken = load_config(None, ["moe.transport=hierarchical", "codec.hop=nodes", "codec.combine=bf16"]).codec.codecs
-    assert taken == Codecs(combine="bf16", hop="nodes")
+    taken = load_config(
+        None, ["moe.transport=hierarchical", "codec.inter_node=nodes", "codec.combine=bf16"]
+    ).codec.codecs
+    assert taken == Codecs(combine="bf16", inter_node="nodes")
     with pytest.raises(ValueError, match="transport 'gather' does not take"):
         make_transport("gather", None, 1, TransportOptions(codecs=FP8))
 
@@ -244,10 +246,10 @@ def test_the_cost_of_rides_is_that_of_coded_rows() -> None:
     row = CODECS["fp8"].row_bytes(H, 4)
     assert replace(plain, codecs=FP8).row_bytes == row < plain.row_bytes == 4 * H
     network = plain.hardware.rate("network")
-    for codecs, size in ((FP8, row), (replace(FP8, hop="nodes"), row), (PLAIN, 4 * H)):
+    for codecs, size in ((FP8, row), (replace(FP8, inter_node="nodes"), row), (PLAIN, 4 * H)):
         seconds = replace(plain, codecs=codecs).ride_seconds(rows_WW, NODES)
         assert seconds == pytest.approx(RIDES * (network.latency + 2000 * size / network.bytes_per_second))
-    nodes_only = replace(plain, codecs=replace(FP8, hop="nodes"))
+    nodes_only = replace(plain, codecs=replace(FP8, inter_node="nodes"))
     assert nodes_only.row_bytes == 4 * H
     ratio = nodes_only.network_weight(NODES) / plain.network_weight(NODES)
     assert ratio == pytest.approx(row / (4 * H))

@@ -389,4 +389,4 @@ def test_the_setting_says_that_it_is_lossy() -> None:
 
     assert load_config(None, []).moe.experts == "auto" and load_config(None, ["moe.experts=fp8"]).moe.experts == "fp8"
     assert "fp8: LOSSY" in str(MoeSection.model_fields["experts"].description)
-    assert load_config(None, ["moe.experts=fp8", "moe.fp8_hold_weights=true"]).moe.fp8_hold_weights
+    assert load_config(None, ["moe.experts=fp8", "moe.fp8_cache_weights=true"]).moe.fp8_cache_weights

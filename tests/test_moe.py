@@ -658,7 +658,7 @@ def gradients_of(recompute: bool, transport: str, dtype: torch.dtype) -> list[to
     """This rank's output, and the gradients of its input and all its parameters."""
     torch.manual_seed(0)
     moe = build(
-        transport=transport, bias=True, kept=KeptPolicies(hidden="recompute" if recompute else "keep"), dtype=dtype
+        transport=transport, bias=True, kept=KeptPolicies(hidden="recompute" if recompute else "save"), dtype=dtype
     )
     assert isinstance(moe.experts, GroupedExperts) and moe.experts.recompute is recompute
     x = tokens().to(dtype).requires_grad_()

@@ -60,8 +60,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "selection": ("plain", "groups", "bias"),
     "scaling": (1.0, 2.5),
     "schedule": ("none", "chunks 2", "chunks 5", "chunks 2 3", "chunks 4 1", "tiles 3"),
-    "rows": ("keep", "resend", "offload"),
-    "hidden": ("keep", "recompute", "offload"),
+    "rows": ("save", "resend", "offload"),
+    "hidden": ("save", "recompute", "offload"),
 }
 # A rank holds an expert at most once, so a single rank has no replicas.
 FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
@@ -71,7 +71,7 @@ FORBIDDEN += [{"transport": "local", "layout": one["layout"]} for one in FORBIDD
 # An expert's hidden dimension is cut into equal slices.
 FORBIDDEN += [{"layout": name, "size": (37, 19)} for name in SLICED]
 # Which keep nothing that could be computed again.
-FORBIDDEN += [{"experts": "reference", "hidden": "recompute"}]
+FORBIDDEN += [{"experts": "reference", "expert_activations": "recompute"}]
 FORBIDDEN += [{"tokens": name, "routing": "router"} for name in REPLAYED]
 PRODUCT = [
     cell
@@ -103,8 +103,8 @@ class Case:
     selection: str = "plain"
     scaling: float = 1.0
     schedule: str = "none"
-    rows: str = "keep"
-    hidden: str = "keep"
+    rows: str = "save"
+    hidden: str = "save"
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ CASES += [
     for transport in ("1d", "2d", "2dh")
     for layout, top_k, tokens, schedule, rows, routing in [
         ("replicated_permuted", 5, "empty_ranks", "chunks 2 3", "resend", "router"),
-        ("uneven", 2, "holes", "chunks 5", "keep", "recorded"),
+        ("uneven", 2, "holes", "chunks 5", "save", "recorded"),
     ]
 ]
 BF16 = [

@@ -60,7 +60,7 @@ BEFORE = {
 PREDICTS = {
     ("finetune.md", "memory.budget=76GB"),
     ("finetune.md", "carpool generate tiny"),
-    ("parallelism.md", "parallelism.tp_size=2 parallelism.dense=replicate"),
+    ("parallelism.md", "parallelism.tp_size=2 parallelism.data_parallel=zero1"),
     ("planner.md", "carpool plan"),
     ("simulate.md", "carpool simulate"),
     ("train.md", "--dry-run"),

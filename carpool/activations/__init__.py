@@ -2,10 +2,10 @@
 
 A ride keeps two items for its backward, and each has policies:
 
-    rows      the rows that arrived                                 keep, resend, offload
-    hidden    the experts' pre-activations, one for each pair       keep, recompute, offload
+    rows      the tokens that arrived                               save, resend, offload
+    hidden    the experts' pre-activations, one for each pair       save, recompute, offload
 
-    keep        they stay in the memory of the device
+    save        they stay in the memory of the device
     recompute   the up projection is computed again, from the rows
     resend      the rows are dispatched again in the backward (MPipeMoE's re-communication, IPDPS 2023)
     offload     they are copied to host memory beside the computation, and come back ahead of the layer's backward
@@ -25,8 +25,8 @@ from carpool.activations.offload import Away, Offloader
 
 __all__ = ["KEEP", "Arena", "Arrivals", "Away", "KeptPolicies", "Offloader", "Ready", "Rows"]
 
-RowsPolicy = Literal["keep", "resend", "offload"]
-HiddenPolicy = Literal["keep", "recompute", "offload"]
+RowsPolicy = Literal["save", "resend", "offload"]
+HiddenPolicy = Literal["save", "recompute", "offload"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class KeptPolicies:
     Example: KeptPolicies(rows="resend", hidden="recompute")
     """
 
-    rows: RowsPolicy = "keep"
-    hidden: HiddenPolicy = "keep"
+    rows: RowsPolicy = "save"
+    hidden: HiddenPolicy = "save"
 
     def __post_init__(self) -> None:
         for name, policies in (("rows", RowsPolicy), ("hidden", HiddenPolicy)):

@@ -118,7 +118,7 @@ def check_host_memory(
     what: str,
     ranks: int = 1,
     free: int | None = None,
-    advice: str = "Keep the moments in fewer bits (training.optimizer_moments = 'int8'), use more machines, or keep "
+    advice: str = "Keep moments in fewer bits (training.optimizer_state_dtype = 'int8'), use more machines, or keep "
     "them on the device",
 ) -> None:
     """Raise ValueError if the ranks of this machine cannot all take so much host memory.

@@ -113,7 +113,7 @@ def plan(
             Space(
                 moments=moments,
                 max_grad_norm=max_grad_norm,
-                gradients=Space.gradients if max_grad_norm else ("kept", "consumed"),
+                optimizer_in_backward=Space.optimizer_in_backward if max_grad_norm else (False, True),
             ),
             only or (),
         )

@@ -78,7 +78,7 @@ def generate(
         str | None,
         typer.Option("--experts-memory", help="Of the GPU, for experts that stay once they came, such as 20GiB."),
     ] = None,
-    experts_host_memory: Annotated[
+    expert_host_memory: Annotated[
         str | None,
         typer.Option(
             "--experts-host-memory",
@@ -126,7 +126,7 @@ def generate(
         tier: dict[str, Any] = {
             "where": experts,
             "memory": 0 if experts_memory is None else size_of(experts_memory, "--experts-memory"),
-            "host_memory": 0 if experts_host_memory is None else size_of(experts_host_memory, "--experts-host-memory"),
+            "host_memory": 0 if expert_host_memory is None else size_of(expert_host_memory, "--experts-host-memory"),
             "predictor": predictor,
         }
         there = ExpertTier(**tier)  # before ranks start

@@ -127,7 +127,8 @@ def simulate(
                 f"The file is for {asked or gpus:,} GPUs. For a plan for {gpus:,}, with as many tokens each: carpool "
                 f"plan --model {named if isinstance(named, str) else 'config.json'} --hardware {rates_name} --gpus "
                 f"{gpus} --gpus-per-node {per_node} --tokens-per-batch {found.step.tokens} --sequence-length "
-                f"{config.data.sequence_length} --moments {config.training.optimizer_moments} --out runs/plan-{gpus}"
+                f"{config.data.sequence_length} --moments {config.training.optimizer_state_dtype} "
+                f"--out runs/plan-{gpus}"
             )
         page = write_simulation(found, out, about, advice)
         if as_json:

@@ -41,14 +41,14 @@ def register(cls: type[Any]) -> type[Any]:
 
 
 def find_optimizer(
-    name: str, dtype: str = "float32", moments: str = "float32", place: str = "device", in_backward: bool = False
+    name: str, dtype: str = "float32", moments: str = "float32", place: str = "none", in_backward: bool = False
 ) -> type[OptimizerBase]:
     """The class that `training.optimizer` means. "auto" is PyTorch's AdamW for parameters, moments and state that it
     can have, and the one-pass AdamW else.
 
     Args:
         dtype: of the parameters.
-        moments, place: training.optimizer_moments and training.optimizer_state.
+        moments, place: training.optimizer_state_dtype and training.optimizer_offload.
         in_backward: gradients are used in the backward.
 
     Raises:

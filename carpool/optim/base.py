@@ -59,7 +59,7 @@ class OptimizerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     moments: str = "float32"
-    place: str = "device"
+    place: str = "none"
     folder: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,8 +72,8 @@ class OptimizerBase(_Optimizer):
         implementation: "module:Class" of what is made, a class derived from this one; "": this class itself. So that
             facts can be asked without PyTorch.
         options: names and types of what `training.optimizer_options` may give it.
-        moments: values of `training.optimizer_moments` that it has.
-        places: values of `training.optimizer_state` that it has.
+        moments: values of `training.optimizer_state_dtype` that it has.
+        places: values of `training.optimizer_offload` that it has.
         clips_in_step: `step` takes a `factor` for the gradients, so that clipping needs no pass of its own.
         in_backward: it has what `carpool.optim.in_backward` calls (`begin`, `update`, `finish`, ...), as `AdamW` has.
         captured_places: of `places`, those with which an update in the backward can be in a CUDA graph.
@@ -86,7 +86,7 @@ class OptimizerBase(_Optimizer):
     implementation: ClassVar[str] = ""
     options: ClassVar[Mapping[str, Any]] = {}
     moments: ClassVar[tuple[str, ...]] = ("float32",)
-    places: ClassVar[tuple[str, ...]] = ("device",)
+    places: ClassVar[tuple[str, ...]] = ("none",)
     clips_in_step: ClassVar[bool] = False
     in_backward: ClassVar[bool] = False
     captured_places: ClassVar[tuple[str, ...]] = ()
@@ -193,10 +193,10 @@ class AdamWFacts(OptimizerBase):
     name = "one-pass"
     implementation = "carpool.optim.adamw:AdamW"
     moments = ("float32", "bfloat16", "int8")
-    places = ("device", "host", "disk")
+    places = ("none", "host", "disk")
     clips_in_step = True
     in_backward = True
-    captured_places = ("device", "host")
+    captured_places = ("none", "host")
     # Where a checkpoint has no low bits, the masters are the weights.
     zero_if_absent = frozenset({"low_bits"})
 
@@ -218,5 +218,5 @@ class AdamWFacts(OptimizerBase):
     @classmethod
     def arguments(cls, settings: OptimizerSettings) -> dict[str, Any]:
         adam = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.epsilon}
-        offload = settings.place != "device"
+        offload = settings.place != "none"
         return adam | {"moments": settings.moments, "offload": offload, "folder": settings.folder}

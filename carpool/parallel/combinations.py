@@ -4,9 +4,9 @@ A rule names the axes and settings that do not go together, and why. A refusal s
 that works, which is found by asking the rules again: an axis is given up (its ranks go to FSDP, those of etp to ep), or
 a setting is changed.
 
-    cp 2, tp 2, parallelism.dense = "replicate"
-    -> "parallelism.tp_size = 2 with parallelism.dense = 'replicate': ... The nearest combination that works:
-        parallelism.dense = 'fsdp'"
+    cp 2, tp 2, parallelism.data_parallel = "zero1"
+    -> "parallelism.tp_size = 2 with parallelism.data_parallel = 'zero1': ... The nearest combination that works:
+        parallelism.data_parallel = 'fsdp'"
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ RULES = (
     Rule(
         (),
         "layers that are computed again would move their sequences again",
-        {"memory.dense": "keep", "memory.budget": None},
+        {"memory.layer_activations": "save", "memory.budget": None},
         lambda sizes, settings: (
             _moves(sizes, settings)
-            and (settings.get("memory.dense") == "recompute" or settings.get("memory.budget") is not None)
+            and (settings.get("memory.layer_activations") == "recompute" or settings.get("memory.budget") is not None)
         ),
     ),
     Rule(
@@ -128,8 +128,8 @@ RULES = (
     Rule(
         ("etp",),
         "blocks of int8 moments are not those of whole experts, which checkpoints have",
-        {"training.optimizer_moments": "bfloat16"},
-        lambda sizes, settings: settings.get("training.optimizer_moments") == "int8",
+        {"training.optimizer_state_dtype": "bfloat16"},
+        lambda sizes, settings: settings.get("training.optimizer_state_dtype") == "int8",
     ),
     Rule(
         ("etp",),
@@ -140,8 +140,8 @@ RULES = (
     Rule(
         ("etp",),
         "the optimizer's state in checkpoints has whole experts, and would travel between GPUs",
-        {"training.optimizer_state": "device"},
-        lambda sizes, settings: settings.get("training.optimizer_state", "device") != "device",
+        {"training.optimizer_offload": "none"},
+        lambda sizes, settings: settings.get("training.optimizer_offload", "none") != "none",
     ),
     Rule(
         ("etp",),
@@ -180,11 +180,11 @@ RULES = (
         Rule(("pp",), why, {key: instead}, _is_other(key, instead))
         for key, instead, why in (
             (
-                "training.gradients",
-                "kept",
+                "training.optimizer_in_backward",
+                False,
                 "gradients of several micro-batches are added, and one backward consumes them",
             ),
-            ("training.optimizer_state", "device", "state outside of the device is not known by stages"),
+            ("training.optimizer_offload", "none", "state outside of the device is not known by stages"),
             ("memory.budget", None, "policies are chosen for one micro-batch at a time"),
             ("moe.layout", "contiguous", "files of layouts are not read stage by stage"),
             ("placement.every", None, "layers of other stages cannot be moved"),
@@ -203,8 +203,8 @@ RULES = (
     Rule(
         ("tp",),
         "whole dense parameters are on each rank, and tensor parallelism divides them",
-        {"parallelism.dense": "fsdp"},
-        lambda sizes, settings: settings.get("parallelism.dense") == "replicate",
+        {"parallelism.data_parallel": "fsdp"},
+        lambda sizes, settings: settings.get("parallelism.data_parallel") == "zero1",
     ),
     Rule(
         ("tp",),

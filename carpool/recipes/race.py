@@ -44,7 +44,7 @@ from carpool.train.config.schema_base import toml_value
 BASELINE = "alltoall"
 # Settings by which a recipe computes something else, and what `Run` itself does not name as lossy.
 FUNCTION = (
-    "model.num_experts_per_tok", "model.config.norm_topk_prob", "moe.router_aux_loss_coef", "moe.balance",
+    "model.num_experts_per_tok", "model.config.norm_topk_prob", "moe.router_aux_loss_coef", "moe.balance_scope",
     "training.freeze",
 )  # fmt: skip
 # What publishes a way to train MoE layers, by the package that brings it, and a file in it that says so.

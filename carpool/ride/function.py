@@ -299,7 +299,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
             raise RuntimeError(
                 "rows in an arena were let go before their backward: a hook on saved tensors (save_on_cpu, offloading) "
                 "put a copy in the place of where they begin; leave out that hook, and offload them by "
-                "carpool.KeptPolicies (carpool train: memory.rows and memory.hidden)"
+                "carpool.KeptPolicies (carpool train: memory.expert_inputs and memory.expert_activations)"
             )
         return Rows(tensor if arena is None else data, width, start, slab, home, home_row, gaps, count, arena)
 

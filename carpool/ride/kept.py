@@ -28,9 +28,9 @@ def arena_for(item: Literal["rows", "hidden"], setup: RideSetup, backward: bool 
 def put_away(kept: tuple[Kept, ...], setup: RideSetup) -> tuple[Kept, ...]:
     """The same, with `Away` in the place of what is offloaded."""
     policies = setup.policies
-    if policies.rows == "keep":
+    if policies.rows == "save":
         stay_on_device(one.x.data for one in kept)
-    if policies.hidden == "keep":
+    if policies.hidden == "save":
         stay_on_device(item.data for one in kept for item in one.saved if isinstance(item, Rows))
     if setup.offloader is None:
         return kept

@@ -111,7 +111,7 @@ class PlainOrder:
         if last is not None and again is None:
             compute = partial(_last_gradients, last, span, transport.processors)
             # Rows that were offloaded are in memory that the next backward's get.
-            waits = setup.owed is not None and setup.policies.rows == "keep"
+            waits = setup.owed is not None and setup.policies.rows == "save"
             dweights = compute if waits else compute()
         dtype = dy_TH.dtype
 

@@ -178,7 +178,7 @@ def spread_model(
         implementations: as `build_model`."""
     ranks = _ranks()
     spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool") if ranks > 1 else None
-    dense = "replicate" if ranks > 1 else "fsdp"
+    dense = "zero1" if ranks > 1 else "fsdp"
     on_disk, device = experts.where == "disk", torch.device("cpu") if experts.where == "host" else None
     model = build_model(
         build,

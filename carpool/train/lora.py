@@ -1,7 +1,7 @@
 """The adapter of a run: from `[adapter]` to peft's configuration, and into the model.
 
 frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.finetune.expert_adapters`)
--> float32 -> with whole dense parameters (parallelism.dense = replicate), they are reduced with the other buckets
+-> float32 -> with whole dense parameters (parallelism.data_parallel = zero1), they are reduced with the other buckets
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> N
     FSDP shards and casts parameters, of which quantised experts have none.
 
     Args:
-        dense: "fsdp" or "replicate"."""
-    if config.adapter.modules_to_save and dense != "replicate" and degrees.world_size > 1:
+        dense: "fsdp" or "zero1"."""
+    if config.adapter.modules_to_save and dense != "zero1" and degrees.world_size > 1:
         raise ValueError(
             "adapter.modules_to_save are copied, and FSDP has given each rank a part of them: set "
-            "parallelism.dense=replicate"
+            "parallelism.data_parallel=zero1"
         )
     if config.adapter.modules_to_save and config.model.dtype in ("bfloat16", "float16") and not bf16:
         raise ValueError(
@@ -134,8 +134,8 @@ def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> N
         why = (
             f"each expert is on one rank then; set parallelism.ep_size={degrees.world_size}, and no copies of the model"
         )
-    elif dense != "replicate":
-        why = 'they are beside whole dense parameters; set parallelism.dense="replicate"'
+    elif dense != "zero1":
+        why = 'they are beside whole dense parameters; set parallelism.data_parallel="zero1"'
     elif bf16 and config.model.dtype != "bfloat16":
         why = 'FSDP casts experts that are stored in another dtype; set model.dtype="bfloat16"'
     if why is not None:

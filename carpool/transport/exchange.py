@@ -160,7 +160,7 @@ class ExchangeTransport(Transport):
 
     @classmethod
     def why_no_codecs(cls, codecs: Codecs) -> str | None:
-        return None if codecs.hop == "all" else ONE_HOP
+        return None if codecs.inter_node == "all" else ONE_HOP
 
     def __init__(
         self, group: dist.ProcessGroup | None, slots_per_rank: int, options: TransportOptions | None = None

@@ -83,7 +83,7 @@ class HierarchicalOptions(TransportOptions):
     @property
     def codecs_inside(self) -> Codecs:
         """Of hop 2."""
-        return PLAIN if self.codecs.hop == "nodes" else self.codecs
+        return PLAIN if self.codecs.inter_node == "nodes" else self.codecs
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
         return replace(self, nvlink=self.nvlink.under(schedule, resend))

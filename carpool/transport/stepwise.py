@@ -152,7 +152,7 @@ class Stepwise(MultiHop):
         hops: list[dict[str, Counts]] = []
         codecs = PLAIN if options is None else options.codecs
         for step in cls._steps(rank_TK, topology):
-            own = codecs if step.between or codecs.hop == "all" else PLAIN
+            own = codecs if step.between or codecs.inter_node == "all" else PLAIN
             row = {verb: own.of(verb).row_bytes(hidden, element_size) for verb in VERBS}
             hops.append({"plan": step.joined_WW * step.size_bytes, **bytes_of_rides(step.rows_WW, row, 1)})
         bytes_WW = {verb: np.sum([hop[verb] for hop in hops], axis=0) for verb in VERBS}
@@ -181,7 +181,7 @@ class Stepwise(MultiHop):
 def _own_options(options: TransportOptions | None) -> tuple[TransportOptions, TransportOptions]:
     """For hops between nodes, and inside them."""
     codecs = PLAIN if options is None else options.codecs
-    return TransportOptions(codecs=codecs), TransportOptions(codecs=PLAIN if codecs.hop == "nodes" else codecs)
+    return TransportOptions(codecs=codecs), TransportOptions(codecs=PLAIN if codecs.inter_node == "nodes" else codecs)
 
 
 def _inside(rows_NLL: Counts, rest: bool) -> Counts:

@@ -32,7 +32,7 @@ COMMAND = re.compile(r"(^|\s)(carpool\s+[a-z]|-m\s+(benchmarks|tools)\.|benchmar
 # What looks like a command and is none.
 NO_COMMANDS = {"carpool over alltoall"}
 # Shown with the error that it ends with.
-REFUSED = {"carpool train parallelism.num_ranks=8 parallelism.tp_size=2 parallelism.dense=replicate --dry-run"}
+REFUSED = {"carpool train parallelism.num_ranks=8 parallelism.tp_size=2 parallelism.data_parallel=zero1 --dry-run"}
 # What stands for a number or a path.
 STAND_INS = {"N": "8", "TOKENS": "1M", "model.path=...": "model.path=models/a", "data.train=...": "data.train=a.jsonl"}
 

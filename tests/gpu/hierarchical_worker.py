@@ -32,8 +32,8 @@ from tests.test_parity import Case, differences, run_cases
 HIERARCHICAL = [
     Case("hierarchical", layout, 4, top_k=8, schedule=schedule, rows=rows, tokens=tokens)
     for layout, schedule, rows, tokens in [
-        ("contiguous", "none", "keep", "ragged"),
-        ("replicated", "chunks 2", "keep", "ragged"),
+        ("contiguous", "none", "save", "ragged"),
+        ("replicated", "chunks 2", "save", "ragged"),
         ("uneven", "chunks 2 3", "resend", "empty_ranks"),
         ("replicated_permuted", "chunks 5", "offload", "ragged"),
     ]

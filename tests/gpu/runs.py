@@ -73,16 +73,20 @@ for _schedule in ("none", "chunks"):
 DENSE = {
     "float32": ("model.dtype=float32",),
     "bfloat16": ("model.dtype=bfloat16",),
-    "compiled recomputed": ("model.dtype=bfloat16", "training.torch_compile=true", "memory.dense=recompute"),
+    "compiled recomputed": (
+        "model.dtype=bfloat16",
+        "training.torch_compile=true",
+        "memory.layer_activations=recompute",
+    ),
 }
-for _kind in ("fsdp", "replicate"):
+for _kind in ("fsdp", "zero1"):
     for _name, _more in DENSE.items():
         _add(
             f"{_kind} {_name}",
             2,
             *SHORT,
             "training.gradient_accumulation_steps=2",
-            f"parallelism.dense={_kind}",
+            f"parallelism.data_parallel={_kind}",
             *_more,
         )
 
@@ -97,9 +101,9 @@ _CONTEXT = (
     *SHORT, "training.save_steps=none", "data.eval_max_sequences=16", "parallelism.timeout_seconds=120",
 )  # fmt: skip
 _SHARED = (*_CONTEXT, "parallelism.cp_size=2")
-for _kind in ("fsdp", "replicate"):
+for _kind in ("fsdp", "zero1"):
     for _bf16 in ("false", "true"):
-        _both = (f"parallelism.dense={_kind}", f"training.bf16={_bf16}")
+        _both = (f"parallelism.data_parallel={_kind}", f"training.bf16={_bf16}")
         _add(f"whole sequences {_kind} {_bf16}", 2, *_CONTEXT, *_both, "training.per_device_train_batch_size=2")
         for _way in ("ulysses", "ring") if _bf16 == "true" else ("ulysses",):
             _add(
@@ -110,7 +114,7 @@ for _way in ("ulysses", "ring"):
     for _graphs in ("off", "on"):
         _add(
             f"shared {_way} graphs {_graphs}", 2, *_SHARED, *EXACT, f"parallelism.cp_attention={_way}",
-            "parallelism.dense=replicate", f"training.cuda_graphs={_graphs}",
+            "parallelism.data_parallel=zero1", f"training.cuda_graphs={_graphs}",
         )  # fmt: skip
 _LONG = ("data.sequence_length=16384", "training.max_steps=2", "training.eval_steps=none", "model.dtype=bfloat16")
 _add("long whole", 2, *_CONTEXT, *_LONG, "training.per_device_train_batch_size=1")
@@ -149,7 +153,7 @@ for _schedule in ("1F1B", "ZBVZeroBubble"):
         )
         _add(
             f"stages {_schedule} 4 {_graphs}", 4, *_STAGES, *EXACT, _of, "parallelism.ep_size=2",
-            "parallelism.dense=replicate", f"training.cuda_graphs={_graphs}",
+            "parallelism.data_parallel=zero1", f"training.cuda_graphs={_graphs}",
         )  # fmt: skip
 for _schedule in ("DualPipeV", "Interleaved1F1B"):
     for _transport in ("alltoall", "nvlink"):
@@ -167,7 +171,7 @@ _BUDGET = (
     "training.save_pretrained=false", "training.save_steps=none", "training.sample_prompt=none",
     "data.eval_max_sequences=4", "training.per_device_eval_batch_size=2", "training.full_determinism=true",
     # By itself a run within a budget would divide dense parameters first, and have nothing left to choose.
-    "parallelism.dense=replicate",
+    "parallelism.data_parallel=zero1",
 )  # fmt: skip
 _add("no budget", 2, *_BUDGET)
 _add("budget", 2, *_BUDGET, "memory.budget=20GiB", "training.check_memory=false")
@@ -197,18 +201,22 @@ for _schedule in ("none", "chunks", "tiles", "two-batch"):
 # test_graphs_gpu.py and test_packed_gpu.py
 STEPS_OF_GRAPHS = (
     "training.max_steps=9", "training.eval_steps=5", "training.save_pretrained=false", "training.save_steps=none",
-    "parallelism.dense=replicate", *EXACT, "parallelism.timeout_seconds=120", "data.eval_max_sequences=16",
+    "parallelism.data_parallel=zero1", *EXACT, "parallelism.timeout_seconds=120", "data.eval_max_sequences=16",
 )  # fmt: skip
-_STREAMED = ("training.optimizer_state=host", "training.gradients=consumed", "training.optimizer_moments=int8")
-_OFFLOADED = ("memory.dense=offload", "memory.hidden=offload")
+_STREAMED = (
+    "training.optimizer_offload=host",
+    "training.optimizer_in_backward=true",
+    "training.optimizer_state_dtype=int8",
+)
+_OFFLOADED = ("memory.layer_activations=offload", "memory.expert_activations=offload")
 ALONE = {
     "offloaded": _OFFLOADED,
     "offloaded accumulated": (*_OFFLOADED, "training.gradient_accumulation_steps=3"),
     "two batches": ("moe.schedule=two-batch", "training.gradient_accumulation_steps=3"),
     "streamed": (*_STREAMED, "training.max_grad_norm=0"),
-    "streamed offloaded": (*_STREAMED, "training.clip_by=previous", "memory.hidden=offload"),
+    "streamed offloaded": (*_STREAMED, "training.grad_clipping=delayed", "memory.expert_activations=offload"),
     "streamed recomputed compiled": (
-        *_STREAMED, "training.max_grad_norm=0", "memory.dense=recompute", "training.torch_compile=true",
+        *_STREAMED, "training.max_grad_norm=0", "memory.layer_activations=recompute", "training.torch_compile=true",
     ),
 }  # fmt: skip
 TOGETHER = {
@@ -223,17 +231,22 @@ TOGETHER = {
         "moe.schedule=two-batch", "training.gradient_accumulation_steps=2", "training.torch_compile=true",
     ),
     "two batches, recomputed": (
-        "moe.schedule=two-batch", "training.gradient_accumulation_steps=4", "memory.dense=recompute",
+        "moe.schedule=two-batch", "training.gradient_accumulation_steps=4", "memory.layer_activations=recompute",
     ),
-    "recomputed": ("memory.dense=recompute", "memory.hidden=recompute"),
-    "recomputed compiled": ("memory.dense=recompute", "training.torch_compile=true"),
-    "offloaded": ("memory.dense=offload", "memory.rows=offload", "memory.hidden=offload"),
-    "consumed": ("training.gradients=consumed", "training.clip_by=previous", "training.optimizer_moments=int8"),
-    "consumed overflow": ("training.gradients=consumed", "training.max_grad_norm=0", "nvlink.capacity=0.125"),
-    "streamed": (*_STREAMED, "training.clip_by=previous"),
-    "tensor parallel": ("parallelism.tp_size=2", "parallelism.dense=fsdp"),
+    "recomputed": ("memory.layer_activations=recompute", "memory.expert_activations=recompute"),
+    "recomputed compiled": ("memory.layer_activations=recompute", "training.torch_compile=true"),
+    "offloaded": (
+        "memory.layer_activations=offload", "memory.expert_inputs=offload", "memory.expert_activations=offload",
+    ),
+    "consumed": (
+        "training.optimizer_in_backward=true", "training.grad_clipping=delayed", "training.optimizer_state_dtype=int8",
+    ),
+    "consumed overflow": ("training.optimizer_in_backward=true", "training.max_grad_norm=0", "nvlink.capacity=0.125"),
+    "streamed": (*_STREAMED, "training.grad_clipping=delayed"),
+    "tensor parallel": ("parallelism.tp_size=2", "parallelism.data_parallel=fsdp"),
     "offloaded overflow": (
-        "memory.rows=offload", "memory.hidden=offload", "nvlink.capacity=0.125", "training.learning_rate=0.02",
+        "memory.expert_inputs=offload", "memory.expert_activations=offload", "nvlink.capacity=0.125",
+        "training.learning_rate=0.02",
     ),
     # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
     "overflow": ("nvlink.capacity=0.125", "training.learning_rate=0.02"),

@@ -17,7 +17,7 @@ def lines(name: str, output: Path, kinds: tuple[str, ...] = ("train", "eval")) -
     return [line for line in train(name, output) if line["kind"] in kinds]
 
 
-@pytest.mark.parametrize("dense", ["fsdp", "replicate"])
+@pytest.mark.parametrize("dense", ["fsdp", "zero1"])
 @pytest.mark.parametrize(
     ("way", "bf16", "error"), [("ulysses", "false", 2e-4), ("ulysses", "true", 5e-3), ("ring", "true", 5e-3)]
 )

@@ -43,8 +43,8 @@ def train(transport: NVLink, policies: KeptPolicies, offloader: Offloader) -> li
 def test_every_policy_gives_the_same_bits_over_nvlink(arena: int) -> None:
     transport = NVLink(None, SLOTS, NVLinkOptions(max_tokens=TOKENS, arena_bytes=arena, num_leases=2))
     want = train(transport, KeptPolicies(), Offloader())
-    for rows in ("keep", "resend", "offload"):
-        for hidden in ("keep", "recompute", "offload"):
+    for rows in ("save", "resend", "offload"):
+        for hidden in ("save", "recompute", "offload"):
             policies, offloader = KeptPolicies(rows, hidden), Offloader()  # type: ignore[arg-type]
             for _ in range(3):  # the first may find the arenas of host memory too small
                 got = train(transport, policies, offloader)

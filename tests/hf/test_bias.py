@@ -130,7 +130,7 @@ def test_a_run_moves_its_biases_as_one_process_does(two_ranks: Ranks, text: list
     """On two ranks, in several micro-batches, with layers computed again; and resumed."""
     two, one, still, again = (tmp_path / name for name in ("two", "one", "still", "again"))
     rate = [*text, *MODEL, "moe.bias_update_rate=0.01"]
-    assert two_ranks(run, str(two), [*rate, *TWO, "memory.dense=recompute"]) == [""] * 2
+    assert two_ranks(run, str(two), [*rate, *TWO, "memory.layer_activations=recompute"]) == [""] * 2
     assert _alone(one, [*rate, *ONE]) == ""
     assert two_ranks(run, str(still), [*text, *MODEL, *TWO, "moe.bias_update_rate=0"]) == [""] * 2
     for step in (3, 6):
@@ -142,7 +142,7 @@ def test_a_run_moves_its_biases_as_one_process_does(two_ranks: Ranks, text: list
     uneven, even = (records(output)[6]["load_max_over_mean"] for output in (still, two))
     assert even < 0.9 * uneven, (even, uneven)
     resumed = [*rate, *TWO, f"training.resume_from_checkpoint={two}/checkpoints/step-00000003"]
-    assert two_ranks(run, str(again), [*resumed, "memory.dense=recompute"]) == [""] * 2
+    assert two_ranks(run, str(again), [*resumed, "memory.layer_activations=recompute"]) == [""] * 2
     assert all(torch.equal(bias, _biases(again, 6)[name]) for name, bias in _biases(two, 6).items())
 
 

@@ -51,10 +51,10 @@ def _steps(kind: str, dense: str, sizes: dict[str, int], dtype: str, bfloat16: b
         distributed_config=None if alone else config,
         dtype=getattr(torch, dtype),
         seed=0,
-        dense=dense if dense in ("fsdp", "replicate") else None,
+        dense=dense if dense in ("fsdp", "zero1") else None,
     )
     kept = None
-    if dense == "replicate":
+    if dense == "zero1":
         kept = replicate_dense(model, bfloat16, bucket_bytes=20_000)
     elif dense == "fsdp":
         kept = keep_experts(model)
@@ -119,7 +119,7 @@ def test_every_step_is_fsdps_and_one_processes(
     pool = two_ranks if len(sizes) == 2 and sizes["fsdp_size"] == 2 else ranks
     # Where FSDP has experts, it is transformers'.
     by_fsdp = BY_FSDP if sizes == {"fsdp_size": 2, "ep_size": 2} else ("fsdp",)
-    ours, *others = (pool(_steps, kind, dense, sizes, "float32", False)[0] for dense in ("replicate", *by_fsdp))
+    ours, *others = (pool(_steps, kind, dense, sizes, "float32", False)[0] for dense in ("zero1", *by_fsdp))
     for theirs in (*others, _steps(kind, "alone", sizes, "float32", False)):
         errors = _errors(ours, theirs)
         assert max(errors.values()) < 1e-5, errors
@@ -130,7 +130,7 @@ def test_bfloat16_steps_are_fsdps(two_ranks: Ranks, dtype: str) -> None:
     """Stored in float32, experts are FSDP's, which casts them; stored in bfloat16, nothing is."""
     sizes = {"fsdp_size": 2, "ep_size": 2}
     by_fsdp = BY_FSDP if dtype == "bfloat16" else ("fsdp",)
-    ours, *others = (two_ranks(_steps, "olmoe", dense, sizes, dtype, True)[0] for dense in ("replicate", *by_fsdp))
+    ours, *others = (two_ranks(_steps, "olmoe", dense, sizes, dtype, True)[0] for dense in ("zero1", *by_fsdp))
     for theirs in others:
         errors = _errors(ours, theirs)
         # A rounding may send a token to another expert, which then shows in the gradients of both.
@@ -140,7 +140,7 @@ def test_bfloat16_steps_are_fsdps(two_ranks: Ranks, dtype: str) -> None:
 def _saved(folder: str) -> dict[str, torch.Tensor]:
     reuse_meshes()
     config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="carpool")
-    settings = {"distributed_config": config, "dtype": torch.float32, "seed": 0, "dense": "replicate"}
+    settings = {"distributed_config": config, "dtype": torch.float32, "seed": 0, "dense": "zero1"}
     model: Any = build_model(make_config("qwen3_moe", TINY | MODELS["qwen3_moe"]), **settings)  # type: ignore[arg-type]
     kept = replicate_dense(model, bfloat16=False)
     model.save_pretrained(folder)
@@ -167,7 +167,7 @@ def _adapted() -> str:
         distributed_config=config,
         dtype=torch.float32,
         seed=0,
-        dense="replicate",
+        dense="zero1",
     )
     replicate_dense(model, bfloat16=False)
     with pytest.raises(ValueError) as error:
@@ -189,7 +189,7 @@ def _refused(rows: int, **settings: Any) -> str:
             distributed_config=distributed,
             dtype=torch.float32,
             seed=0,
-            dense="fsdp" if rows % 2 else "replicate",
+            dense="fsdp" if rows % 2 else "zero1",
         )
     except ValueError as error:
         return str(error)

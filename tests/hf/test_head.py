@@ -60,7 +60,7 @@ def test_every_model_is_known(folder: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_model_that_changes_its_logits_is_noticed() -> None:
     model = make("granitemoe", logits_scaling=2.0)
     model.__class__ = type("Later", (type(model),), {"forward": lambda self, **given: _scaled(model, **given)})
-    with pytest.raises(RuntimeError, match=r"Later changes its logits .* set training.loss_chunk=0"):
+    with pytest.raises(RuntimeError, match=r"Later changes its logits .* set training.loss_chunk_size=0"):
         HeadLoss(model)(*batch(), use_cache=False)
 
 

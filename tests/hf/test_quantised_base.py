@@ -55,7 +55,7 @@ def _curves(path: str, folder: str, kind: Kind) -> dict[str, float]:
     _save(folder, path, **SIZES[folder])
     reuse_meshes()
     mesh = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="carpool")
-    settings: Any = {"dtype": torch.float32, "seed": 0, "dense": "replicate", "base_dtype": kind}
+    settings: Any = {"dtype": torch.float32, "seed": 0, "dense": "zero1", "base_dtype": kind}
     model: Any = build_model(path, distributed_config=mesh, **settings)
     single: Any = dequantise_experts(_alone(folder, path), kind)
     for one in (model, single):

@@ -43,7 +43,7 @@ class Case:
     padded: bool = False
     micro_batches: int = 1
     recompute: str = ""
-    loss_chunk: int | None = None
+    loss_chunk_size: int | None = None
     broken: str = ""
 
 
@@ -84,9 +84,11 @@ def gradients_of(case: Case, degrees: Degrees | None, rank: int = 0) -> tuple[An
     )
     dp = 1 if degrees is None else degrees.dp
     if case.recompute:
-        keep = {"context_fn": carpool.keep_rides} if case.recompute == "keep" else {}
+        keep = {"context_fn": carpool.keep_rides} if case.recompute == "save" else {}
         model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
-    objective = Objective(model, top_k=2, aux_coef=case.aux, dp_size=dp, autocast=None, loss_chunk=case.loss_chunk)
+    objective = Objective(
+        model, top_k=2, aux_coef=case.aux, dp_size=dp, autocast=None, loss_chunk_size=case.loss_chunk_size
+    )
     if case.broken:
         BREAK[case.broken](objective)
     dp_rank = 0 if degrees is None else degrees.dp_rank(rank)
@@ -177,7 +179,7 @@ BREAK = {
 
 QUICK = [
     Case(aux=0.3, micro_batches=2),
-    Case("glm4_moe", config=(("use_qk_norm", True),), packed=True, recompute="keep"),
+    Case("glm4_moe", config=(("use_qk_norm", True),), packed=True, recompute="save"),
     # Whose plan sums gradients of norms wrongly, if it is left alone.
     Case(on=False, micro_batches=2),
 ]
@@ -190,8 +192,8 @@ SLOW = [
     Case("laguna"),
     Case("dots1", micro_batches=2),
     Case(recompute="again", packed=True),
-    Case(loss_chunk=0, aux=0.3),
-    Case("olmoe", recompute="keep"),
+    Case(loss_chunk_size=0, aux=0.3),
+    Case("olmoe", recompute="save"),
 ]
 FOUR = [
     Case(folder, ep=ep, aux=0.0 if folder == "glm4_moe" else 0.3, micro_batches=2)
@@ -264,10 +266,10 @@ def test_what_is_sent(two_ranks: Ranks) -> None:
     plain, plain_kept, on, again, kept = sent_by(
         two_ranks,
         Case(on=False),
-        Case(on=False, recompute="keep"),
+        Case(on=False, recompute="save"),
         Case(),
         Case(recompute="again"),
-        Case(recompute="keep"),
+        Case(recompute="save"),
     )
     config = blueprint(Case())
     tokens, item, layers = 4 * 7, 4, config.num_hidden_layers
@@ -283,8 +285,10 @@ def test_deepspeed_ted(two_ranks: Ranks) -> None:
     """Its mechanisms, each by what travels without it."""
     config = resolve(load("deepspeed-ted"))
     assert (config.parallelism.tp_size, config.parallelism.sequence_parallel) == (2, "off")
-    assert config.memory.policies["dense"] == "recompute" and config.memory.policies["sums"] == "keep"
-    ted = Case(on=False, recompute="keep")
+    assert (
+        config.memory.policies["layer_activations"] == "recompute" and config.memory.policies["moe_outputs"] == "save"
+    )
+    ted = Case(on=False, recompute="save")
     both, sent_again, duplicated = sent_by(
         two_ranks, ted, dataclasses.replace(ted, recompute="again"), dataclasses.replace(ted, broken="duplicates ride")
     )

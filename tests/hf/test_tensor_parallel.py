@@ -56,7 +56,7 @@ def test_heads_that_ranks_do_not_divide_are_refused_before_a_run(model_type: str
 def test_a_tied_vocabulary_that_ranks_do_not_divide_is_refused_before_a_run() -> None:
     config = load_config(
         None,
-        ["model.config.vocab_size=1001", "model.config.tie_word_embeddings=true", "parallelism.dense=fsdp",
+        ["model.config.vocab_size=1001", "model.config.tie_word_embeddings=true", "parallelism.data_parallel=fsdp",
          "parallelism.num_ranks=4", "parallelism.device=cpu", "data.tokenizer=bytes"],
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"is tied, and FSDP cannot shard its \d+ rows evenly over 4 ranks"):

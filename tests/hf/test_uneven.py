@@ -33,7 +33,7 @@ def on_rank(dense: str) -> Any:
     config = tiny_config(discover()["qwen3_moe"], **dict(EXPERTS))
     settings: dict[str, Any] = {"dtype": torch.float32, "seed": 0, "dense": dense}
     model = build_model(config, distributed_config=distributed_config(degrees, False), **settings)
-    kept = replicate_dense(model, False) if dense == "replicate" else keep_experts(model)
+    kept = replicate_dense(model, False) if dense == "zero1" else keep_experts(model)
     assert kept is not None
     objective = Objective(model, top_k=2, aux_coef=0.0, dp_size=world, autocast=None)
     losses = objective.backward(batches(Case(), rank, world))
@@ -44,7 +44,7 @@ def on_rank(dense: str) -> Any:
     return None if rank else (homes, losses.loss, gradients)
 
 
-@pytest.mark.parametrize("dense", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dense", ["fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_gradients(two_ranks: Ranks, dense: str) -> None:
     homes, loss, gradients = two_ranks(on_rank, dense)[0]
     reference, expected = reference_of(Case(config=EXPERTS, on=False))

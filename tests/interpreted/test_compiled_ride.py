@@ -39,7 +39,7 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
     if "arena" in kept:
         transport.buffers.arena = arena
     experts = GroupedExperts(ExpertFunction(make_activation("silu", gated=True)))
-    offload = "offload" if "offload" in kept else "keep"
+    offload = "offload" if "offload" in kept else "save"
     policies = KeptPolicies("resend" if kept == "resend" else offload, offload)  # type: ignore[arg-type]
     setup = RideSetup(transport, experts, LayerStats(SLOTS, 1, 0), policies=policies, offloader=Offloader())
 

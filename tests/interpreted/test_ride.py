@@ -43,8 +43,8 @@ FUNCTION = ExpertFunction(make_activation("silu", gated=True))
 def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool, chunks: int) -> None:
     generator = torch.Generator().manual_seed(0)
     experts = RANKS * SLOTS
-    rows = next((policy for policy in ("offload", "resend") if policy in kept), "keep")
-    hidden = "recompute" if "recompute" in kept else "keep" if rows == "resend" else rows
+    rows = next((policy for policy in ("offload", "resend") if policy in kept), "save")
+    hidden = "recompute" if "recompute" in kept else "save" if rows == "resend" else rows
     policies = KeptPolicies(rows, hidden)  # type: ignore[arg-type]
 
     def draw(*shape: int) -> torch.Tensor:

@@ -253,7 +253,7 @@ def test_experts_that_share_memory_are_refused() -> None:
         keep_experts_in_host_memory(model)
 
 
-def few_tokens(step: int) -> torch.Tensor:
+def cpu_expert_tokens(step: int) -> torch.Tensor:
     """Some experts are not chosen."""
     return torch.randint(0, 50, (1, 3), generator=torch.Generator().manual_seed(step))
 
@@ -265,7 +265,7 @@ def train(model: Any, away: HostExperts | None, steps: int = 3) -> tuple[list[fl
     consumed = ConsumedGradients(model, optimizer, away)
     losses = []
     for step in range(steps):
-        loss = model(input_ids=few_tokens(step), labels=few_tokens(step)).loss
+        loss = model(input_ids=cpu_expert_tokens(step), labels=cpu_expert_tokens(step)).loss
         consumed.begin(torch.isfinite(loss))
         loss.backward()
         consumed.finish()

@@ -25,7 +25,7 @@ from tests.ranks import Ranks, mesh
 CPU = torch.device("cpu")
 EVERY = [
     KeptPolicies(rows, hidden)
-    for rows, hidden in product(("keep", "resend", "offload"), ("keep", "recompute", "offload"))
+    for rows, hidden in product(("save", "resend", "offload"), ("save", "recompute", "offload"))
 ]
 # Tokens of each rank in two micro-batches.
 SIZES = ((7, 0), (12, 5))
@@ -132,7 +132,7 @@ def test_what_is_not_kept_is_not_saved() -> None:
     kept = {policies: saved_bytes(policies) for policies in EVERY}
     rows, hidden = 11 * H * 4, 11 * K * 2 * F * 4
     for policies, size in kept.items():
-        gone = (policies.rows != "keep") * rows + (policies.hidden != "keep") * hidden
+        gone = (policies.rows != "save") * rows + (policies.hidden != "save") * hidden
         ticket = 8 if policies.offloads else 0
         assert kept[KEEP] - size == gone - ticket, policies
 
@@ -152,7 +152,7 @@ def test_hooks_never_see_an_arena() -> None:
     assert all(map(torch.equal, want, [leaf.grad for leaf in plain.leaves]))
 
 
-@pytest.mark.parametrize("policy", ["keep", "offload"])
+@pytest.mark.parametrize("policy", ["save", "offload"])
 def test_a_copy_in_the_place_of_a_handle_is_refused(policy: Any) -> None:
     layer = Layer(KeptPolicies(rows=policy, hidden=policy), Arena(1 << 20, CPU))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
@@ -206,7 +206,7 @@ def test_a_graph_that_is_retained_has_its_rows_again() -> None:
 
 
 def test_policies_that_are_none() -> None:
-    with pytest.raises(ValueError, match="rows='recompute' is not known; use one of keep, resend, offload"):
+    with pytest.raises(ValueError, match="rows='recompute' is not known; use one of save, resend, offload"):
         KeptPolicies(rows="recompute")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="experts='reference' has no option 'recompute'"):
         carpool.MoE(H, F, E, K, experts="reference").set_kept(KeptPolicies(hidden="recompute"))
@@ -218,7 +218,9 @@ def test_policies_that_are_none() -> None:
 def test_predicted_bytes_are_those_that_are_saved() -> None:
     sizes = LayerSizes(1, 1, H, F, K, 0, 0, 0, 4, copies=1.0)
     for policies in EVERY:
-        now, kept = (kept_bytes(sizes, 11, {"rows": p.rows, "hidden": p.hidden}) for p in (policies, KEEP))
+        now, kept = (
+            kept_bytes(sizes, 11, {"expert_inputs": p.rows, "expert_activations": p.hidden}) for p in (policies, KEEP)
+        )
         if not policies.offloads:
             saved = saved_bytes(KEEP) - saved_bytes(policies)
             assert sum(kept.values()) - sum(now.values()) == saved, policies
@@ -227,42 +229,73 @@ def test_predicted_bytes_are_those_that_are_saved() -> None:
 def test_predicted_bytes_of_a_model() -> None:
     sizes = LayerSizes(48, 47, 2048, 768, 8, 32, 4, 128, 2, copies=3.6)
     kept = kept_bytes(sizes, 1000)
-    assert kept["rows"] == int(47 * 3.6 * 1000 * 2048 * 2) and kept["hidden"] == 47 * 8000 * 2 * 768 * 2
-    assert kept["dense"] == 48 * 1000 * 2 * (8 * 2048 + 4 * 36 * 128) and kept["sums"] == kept["host"] == 0
-    away = kept_bytes(sizes, 1000, {"rows": "offload", "hidden": "recompute", "dense": "offload"})
-    assert away["hidden"] == 0 and away["rows"] == 2 * kept["rows"] // 47 and away["dense"] == 2 * kept["dense"] // 48
-    assert away["host"] == kept["rows"] + kept["dense"]
-    again = kept_bytes(sizes, 1000, {"dense": "recompute", "rows": "resend", "hidden": "recompute"})
+    assert (
+        kept["expert_inputs"] == int(47 * 3.6 * 1000 * 2048 * 2)
+        and kept["expert_activations"] == 47 * 8000 * 2 * 768 * 2
+    )
+    assert (
+        kept["layer_activations"] == 48 * 1000 * 2 * (8 * 2048 + 4 * 36 * 128)
+        and kept["moe_outputs"] == kept["host"] == 0
+    )
+    away = kept_bytes(
+        sizes, 1000, {"expert_inputs": "offload", "expert_activations": "recompute", "layer_activations": "offload"}
+    )
+    assert (
+        away["expert_activations"] == 0
+        and away["expert_inputs"] == 2 * kept["expert_inputs"] // 47
+        and away["layer_activations"] == 2 * kept["layer_activations"] // 48
+    )
+    assert away["host"] == kept["expert_inputs"] + kept["layer_activations"]
+    again = kept_bytes(
+        sizes, 1000, {"layer_activations": "recompute", "expert_inputs": "resend", "expert_activations": "recompute"}
+    )
     row = 1000 * 2048 * 2
     assert again == {
-        "dense": 48 * row + kept["dense"] // 48,
-        "rows": 47 * row,
-        "hidden": 0,
-        "sums": 47 * row,
+        "layer_activations": 48 * row + kept["layer_activations"] // 48,
+        "expert_inputs": 47 * row,
+        "expert_activations": 0,
+        "moe_outputs": 47 * row,
         "host": 0,
     }
-    repeated = kept_bytes(sizes, 1000, {"dense": "recompute", "sums": "recompute", "rows": "resend"})
-    assert repeated["rows"] == row and repeated["sums"] == 0 and repeated["hidden"] == kept["hidden"] // 47
+    repeated = kept_bytes(
+        sizes, 1000, {"layer_activations": "recompute", "moe_outputs": "recompute", "expert_inputs": "resend"}
+    )
+    assert (
+        repeated["expert_inputs"] == row
+        and repeated["moe_outputs"] == 0
+        and repeated["expert_activations"] == kept["expert_activations"] // 47
+    )
 
 
 # -- the settings -----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_none_is_kept() -> None:
-    memory = load_config(None, ["memory.rows=resend"]).memory
-    assert memory.policies == {"rows": "resend", "hidden": "keep", "dense": "keep", "sums": "keep"}
+    memory = load_config(None, ["memory.expert_inputs=resend"]).memory
+    assert memory.policies == {
+        "expert_inputs": "resend",
+        "expert_activations": "save",
+        "layer_activations": "save",
+        "moe_outputs": "save",
+    }
     assert memory.kept == KeptPolicies(rows="resend")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["memory.rows=recompute"], "memory.rows = 'recompute'.*expected one of 'keep', 'resend' or 'offload'"),
         (
-            ["memory.dense=recompute", "memory.sums=recompute", "memory.rows=offload"],
-            "repeats whole rides, and memory.rows = 'offload'",
+            ["memory.expert_inputs=recompute"],
+            "memory.expert_inputs = 'recompute'.*expected one of 'save', 'resend' or 'offload'",
         ),
-        (["memory.hidden=recompute", "moe.experts=fp8"], "memory.hidden = 'recompute' is of grouped experts"),
+        (
+            ["memory.layer_activations=recompute", "memory.moe_outputs=recompute", "memory.expert_inputs=offload"],
+            "repeats whole rides, and memory.expert_inputs = 'offload'",
+        ),
+        (
+            ["memory.expert_activations=recompute", "moe.experts=fp8"],
+            "memory.expert_activations = 'recompute' is of grouped experts",
+        ),
     ],
 )
 def test_settings_that_are_refused(overrides: list[str], message: str) -> None:

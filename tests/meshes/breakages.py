@@ -251,7 +251,7 @@ BREAKAGES: dict[str, Broken] = {
         Broken(fsdp_averages, Case(FSDP), "q_proj", "experts"),
         Broken(experts_averaged_over_copies, Case(Degrees(fsdp=4, ep=2)), "experts", "q_proj"),
         Broken(copies_not_added, Case(HSDP), "q_proj"),
-        Broken(whole_parameters_averaged, Case(FSDP, dense="replicate"), "q_proj"),
+        Broken(whole_parameters_averaged, Case(FSDP, dense="zero1"), "q_proj"),
         Broken(loss_of_each_rank, Case(FSDP, packing="examples"), "loss", "balance"),
         Broken(sequences_of_tensor_parallel_ranks, Case(TP), "q_proj"),
         Broken(norm_of_one_rank, Case(FSDP), "norm", "q_proj"),

@@ -30,12 +30,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "layout": ("contiguous", "permuted", "replicated"),
     "schedule": ("none", "chunks", "two-batch"),
     "packing": ("stream", "examples", "off"),
-    "dense": ("fsdp", "replicate"),
+    "dense": ("fsdp", "zero1"),
     "sequence": ("auto", "off"),
     "attention": ("auto", "ring"),
-    "recompute": ("keep", "recompute", "with rides"),
-    "rows": ("keep", "resend", "offload"),
-    "hidden": ("keep", "recompute", "offload"),
+    "recompute": ("save", "recompute", "with rides"),
+    "rows": ("save", "resend", "offload"),
+    "hidden": ("save", "recompute", "offload"),
     "micro_batches": (1, 2, 4),
     "pipeline": tuple(SCHEDULES),
     "balance": ("none", "model", "layer"),
@@ -56,9 +56,9 @@ class Case:
     dense: str = "fsdp"
     sequence: str = "auto"
     attention: str = "auto"
-    recompute: str = "keep"
-    rows: str = "keep"
-    hidden: str = "keep"
+    recompute: str = "save"
+    rows: str = "save"
+    hidden: str = "save"
     micro_batches: int = 1
     pipeline: str = "1F1B"
     balance: str = "model"
@@ -77,7 +77,7 @@ class Case:
             "parallelism": {
                 "num_ranks": self.mesh.world_size,
                 "ranks_per_node": RANKS_PER_NODE,
-                "dense": self.dense,
+                "data_parallel": self.dense,
                 "sequence_parallel": self.sequence,
                 "cp_attention": self.attention,
                 "pp_schedule": self.pipeline,
@@ -94,8 +94,8 @@ class Case:
             "memory": {
                 "rows": self.rows,
                 "hidden": self.hidden,
-                "dense": "keep" if self.recompute == "keep" else "recompute",
-                "sums": "recompute" if self.recompute == "with rides" else "keep",
+                "layer_activations": "save" if self.recompute == "save" else "recompute",
+                "moe_outputs": "recompute" if self.recompute == "with rides" else "save",
             },
             "training": {
                 "per_device_train_batch_size": size,
@@ -143,7 +143,7 @@ CANNOT: tuple[Callable[[Case], bool], ...] = (
     # A single rank holds an expert once, and sends nothing.
     lambda case: (case.transport == "local") != (case.mesh.ep * case.mesh.etp == 1),
     lambda case: case.layout == "replicated" and case.mesh.ep * case.mesh.etp == 1,
-    lambda case: case.dense == "replicate" and case.mesh.dp_cp == 1,
+    lambda case: case.dense == "zero1" and case.mesh.dp_cp == 1,
     lambda case: case.experts == "reference" and case.hidden == "recompute",
     lambda case: case.recompute == "with rides" and "offload" in (case.rows, case.hidden),
     # DeepSeek-V3 has no balance loss in transformers, and gpt-oss attention of its own, which the ring does not know.

@@ -32,7 +32,7 @@ MESHES: dict[str, Sizes] = {
     "hsdp": {"dp_replicate_size": 2, "ep_size": 2},
     "cp and tp, folded": {"cp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2},
     "pp and etp": {"pp_size": 2, "ep_size": 1, "etp_size": 2},
-    "pp and cp, whole": {"pp_size": 2, "cp_size": 2, "ep_size": 2, "dense": "replicate"},
+    "pp and cp, whole": {"pp_size": 2, "cp_size": 2, "ep_size": 2, "data_parallel": "zero1"},
 }
 # Those that a pipeline of two stages needs; a balance loss is of one of them.
 MICRO_BATCHES = 2
@@ -57,7 +57,7 @@ def _train(output: str, text: str, sizes: Sizes, training: dict[str, Any]) -> st
     settings = {
         "model": {"model_type": "olmoe", "config": MODEL},
         "data": {"train": [text], "cache_dir": f"{text}/cache", "sequence_length": 32, "eval_fraction": 0.1},
-        "parallelism": {"num_ranks": 4, "dense": "fsdp", **sizes},
+        "parallelism": {"num_ranks": 4, "data_parallel": "fsdp", **sizes},
         "moe": {"router_aux_loss_coef": 0.01},
         "training": {
             "output_dir": output,

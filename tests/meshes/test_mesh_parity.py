@@ -23,7 +23,7 @@ RANKS_IMPORT = ("tests.meshes.parity",)
 # Of float32, on models of two layers.
 BOUND = 1e-5
 FEW = [
-    Case(FSDP, family="qwen3_moe", layout="replicated", packing="examples", dense="replicate", rows="resend"),
+    Case(FSDP, family="qwen3_moe", layout="replicated", packing="examples", dense="zero1", rows="resend"),
     Case(TP, family="qwen3_moe", schedule="two-batch", micro_batches=2, hidden="recompute", balance="layer"),
     Case(FSDP, schedule="chunks", recompute="recompute", hidden="offload"),
 ]
@@ -82,5 +82,5 @@ def test_the_matrix_is_large_complete_and_deterministic() -> None:
         assert {getattr(case, name) for case in every} == set(values), name
     met = {pair for case in every for pair in itertools.combinations([(n, getattr(case, n)) for n in FACTORS], 2)}
     assert (("transport", "hierarchical"), ("schedule", "two-batch")) in met
-    assert (("dense", "replicate"), ("rows", "offload")) in met
+    assert (("dense", "zero1"), ("rows", "offload")) in met
     assert Degrees(fsdp=2, tp=2, ep=4) in meshes(4)

@@ -78,12 +78,13 @@ def test_a_collective_of_any_group_may_take_as_long_as_one_of_all_ranks(ranks: R
 
 
 def test_a_refusal_names_the_axes_and_what_works() -> None:
-    check_supported({"fsdp": 4, "tp": 2, "ep": 4}, {"parallelism.dense": "fsdp"})
+    check_supported({"fsdp": 4, "tp": 2, "ep": 4}, {"parallelism.data_parallel": "fsdp"})
     with pytest.raises(ValueError) as error:
-        check_supported({"fsdp": 4, "tp": 2}, {"parallelism.dense": "replicate"})
+        check_supported({"fsdp": 4, "tp": 2}, {"parallelism.data_parallel": "zero1"})
     assert str(error.value) == (
-        "parallelism.tp_size = 2 with parallelism.dense = 'replicate': whole dense parameters are on each rank, and "
-        "tensor parallelism divides them. The nearest combination that works: parallelism.dense = 'fsdp'"
+        "parallelism.tp_size = 2 with parallelism.data_parallel = 'zero1': whole dense parameters are on each rank, "
+        "and "
+        "tensor parallelism divides them. The nearest combination that works: parallelism.data_parallel = 'fsdp'"
     )
     with pytest.raises(ValueError, match=r"tp_size = 2 with parallelism.ep_size = 1: .*ep_size = 2$"):
         check_supported({"fsdp": 4, "tp": 2, "ep": 1}, {})
@@ -96,7 +97,7 @@ def test_a_refusal_names_the_axes_and_what_works() -> None:
         ({"cp": 2}, {"moe.move_sequences": 1}, "a part of every sequence"),
         ({"tp": 2}, {"moe.move_sequences": 1}, "would have to move them alike"),
         ({}, {"moe.move_sequences": 1, "moe.schedule": "two-batch"}, "two halves of a micro-batch"),
-        ({}, {"moe.move_sequences": 1, "memory.dense": "recompute"}, "would move their sequences again"),
+        ({}, {"moe.move_sequences": 1, "memory.layer_activations": "recompute"}, "would move their sequences again"),
         ({}, {"moe.move_sequences": 1, "memory.budget": "10GB"}, "would move their sequences again"),
         ({}, {"moe.move_sequences": 1, "parallelism.rank_speeds": "measured"}, "different numbers of sequences"),
         ({"tp": 2}, {"model.travel_size": 8}, "of a part of the tokens"),
@@ -150,7 +151,7 @@ def test_a_refusal_folds_ranks_of_refused_axes_until_it_works(monkeypatch: pytes
     [
         ({"adapter.kind": "lora"}, "cut into slices have no adapters", "adapter.kind = 'none'"),
         ({"moe.limit_ranks": 2}, "a token visits every slice", "moe.limit_ranks = 'none'"),
-        ({"training.optimizer_moments": "int8"}, "blocks of int8", "training.optimizer_moments = 'bfloat16'"),
+        ({"training.optimizer_state_dtype": "int8"}, "blocks of int8", "training.optimizer_state_dtype = 'bfloat16'"),
         ({"memory.experts": "host"}, "one by one", "memory.experts = 'device'"),
         ({"placement.every": 5, "placement.policy": "migrate"}, "move whole experts", "placement.policy = 'degree'"),
     ],

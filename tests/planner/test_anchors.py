@@ -19,7 +19,13 @@ from carpool.train.config.published import read_keys
 def test_megatron_bridge_on_16_h100() -> None:
     shape, h100 = ModelShape.read(read_keys("qwen3-30b-a3b")), find_hardware("H100")
     candidate = Candidate(
-        Degrees(1, 16, 1, 8), 4096, 2, 4, dense="fsdp", policies={**KEEP, "hidden": "recompute"}, moments="bfloat16"
+        Degrees(1, 16, 1, 8),
+        4096,
+        2,
+        4,
+        data_parallel="fsdp",
+        policies={**KEEP, "expert_activations": "recompute"},
+        moments="bfloat16",
     )
     mfu = predict(shape, h100, candidate, 8).mfu
     assert mfu is not None and mfu.low < 299 / 989 < mfu.high

@@ -50,41 +50,41 @@ def _configured(**sections: dict[str, Any]):  # type: ignore[no-untyped-def]
 
 def test_settings_become_a_candidate() -> None:
     shape, candidate, notes = _configured(
-        parallelism={"num_ranks": 16, "ep_size": 4, "dense": "fsdp"},
+        parallelism={"num_ranks": 16, "ep_size": 4, "data_parallel": "fsdp"},
         moe={"transport": "dedup", "schedule": "two-batch", "experts": "grouped"},
         training={"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "optimizer": "torch"},
-        memory={"hidden": "recompute"},
+        memory={"expert_activations": "recompute"},
     )
     assert (shape.num_experts, shape.top_k, len(shape.layers)) == (64, 8, 16) and not notes
     assert candidate.degrees == Degrees(fsdp=16, ep=4)
-    assert (candidate.transport, candidate.schedule, candidate.dense) == ("dedup", "two-batch", "fsdp")
+    assert (candidate.transport, candidate.schedule, candidate.data_parallel) == ("dedup", "two-batch", "fsdp")
     assert (candidate.micro_batch, candidate.accumulation, candidate.sequence_length) == (3, 2, 4096)
     assert candidate.optimizer == "torch" and not candidate.compiled and candidate.eager is None
     auto = [_configured(model={"dtype": dtype})[1].optimizer for dtype in ("float32", "bfloat16")]
     assert auto == ["torch", "one-pass"]
-    assert candidate.policies["hidden"] == "recompute" and candidate.policies["rows"] == "keep"
+    assert candidate.policies["expert_activations"] == "recompute" and candidate.policies["expert_inputs"] == "save"
 
 
 @pytest.mark.parametrize(("ep", "transport"), [(1, "local"), (8, "nvlink")])
 def test_what_a_run_decides_is_noted(ep: int, transport: str) -> None:
     _, candidate, notes = _configured(parallelism={"ep_size": ep}, moe={"schedule": "auto"})
     assert candidate.transport == transport
-    assert set(notes) == {"moe.schedule = auto", "moe.transport = auto", "parallelism.dense = auto"}
+    assert set(notes) == {"moe.schedule = auto", "moe.transport = auto", "parallelism.data_parallel = auto"}
 
 
 @pytest.mark.parametrize("share", [0.78, 0.85])
 def test_dense_parameters_are_whole_by_the_rule_of_runs(share: float) -> None:
     given = {"parallelism": {"ep_size": 8}, "moe": {"transport": "nvlink"}}
-    _, whole, _ = _configured(**{**given, "parallelism": {"ep_size": 8, "dense": "replicate"}})
+    _, whole, _ = _configured(**{**given, "parallelism": {"ep_size": 8, "data_parallel": "zero1"}})
     config = load_config(None, ["model.config=olmoe-1b-7b", "data.sequence_length=4096", "parallelism.ep_size=8"])
     shape = model_of(config.model_dump(), config.model.config)
     needed = memory_of(shape, whole).total
     machine = replace(H100, capacity=needed / share)
     settings = config.model_dump() | {"moe": config.model_dump()["moe"] | {"transport": "nvlink"}}
     found, notes = candidate_of(settings, whole.degrees, shape, machine, 8)
-    assert found.dense == decide_dense(config, whole.degrees, lambda _: int(needed), int(needed / share))[0]
-    assert found.dense == ("replicate" if share < 0.8 else "fsdp")
-    assert ("more than 80%" in notes["parallelism.dense = auto"]) == (share > 0.8)
+    assert found.data_parallel == decide_dense(config, whole.degrees, lambda _: int(needed), int(needed / share))[0]
+    assert found.data_parallel == ("zero1" if share < 0.8 else "fsdp")
+    assert ("more than 80%" in notes["parallelism.data_parallel = auto"]) == (share > 0.8)
 
 
 def test_chunks_of_a_ride() -> None:
@@ -134,7 +134,7 @@ def test_every_order_of_a_pipeline_does_the_same_work(pipeline: str) -> None:
     """Stages compute as long as under 1F1B, all together; when, depends on the order."""
 
     def busy(name: str) -> dict[str, float]:
-        parallelism = {"ep_size": 4, "pp_size": 2, "dense": "replicate", "pp_schedule": name}
+        parallelism = {"ep_size": 4, "pp_size": 2, "data_parallel": "zero1", "pp_schedule": name}
         shape, candidate, _ = _configured(parallelism=parallelism, training={"gradient_accumulation_steps": 4})
         graph = step_on(shape, H100, candidate, 8, 16).graph
         kinds = ("attention", "dense", "experts", "dispatch", "combine", "loss", "optimizer")
@@ -198,7 +198,7 @@ class _Read(dict[str, Any]):
 def test_what_is_simulated_is_what_is_read() -> None:
     # Some are read only beside others; the mesh is read from the section itself, and paths by the command.
     variants: list[list[str]] = [
-        ["moe.schedule=chunks"], ["training.optimizer_moments=int8", "training.optimizer=auto"],
+        ["moe.schedule=chunks"], ["training.optimizer_state_dtype=int8", "training.optimizer=auto"],
     ]  # fmt: skip
     asked: set[str] = set()
     for variant in variants:
@@ -226,7 +226,11 @@ def test_what_is_simulated_is_what_is_read() -> None:
             "2 layers cannot be cut into 4 stages",
         ),
         (PLAN, ["training.seed=3"], "training.seed (on the command line) changes nothing that is simulated"),
-        (PLAN + "gradients = 'kept'\nclip_by = 'previous'", [], "changes nothing without training.gradients=consumed"),
+        (
+            PLAN + "optimizer_in_backward = false\ngrad_clipping = 'delayed'",
+            [],
+            "changes nothing without training.optimizer_in_backward=true",
+        ),
         (PLAN.replace("num_ranks = 16", ""), [], "say so with --gpus"),
         ("[model]\nmodle_type = 'olmoe'", [], "modle_type"),
         ("this is no TOML", [], "plan.toml"),

@@ -31,17 +31,17 @@ QWEN = "qwen3-30b-a3b"
     ("name", "candidate"),
     [
         (QWEN, Candidate(Degrees(1, 2, 1, 2), 4096, 2, moments="bfloat16")),
-        (QWEN, Candidate(Degrees(1, 2, 1, 2), 4096, 2, moments="int8", gradients="consumed", eager="asked for")),
-        (QWEN, Candidate(Degrees(1, 8, 1, 4), 4096, 2, 3, "dedup", dense="fsdp", compiled=False,
-                         policies={"dense": "recompute"})),
-        ("deepseek-v3", Candidate(Degrees(1, 8, 1, 8), 4096, 1, dense="fsdp", compiled=False,
-                                  policies={"dense": "recompute", "sums": "recompute"})),
-        ("glm-4.5-air", Candidate(Degrees(1, 8, 1, 8), 4096, 2, policies={"hidden": "offload"})),
-        ("mixtral-8x7b", Candidate(Degrees(1, 8, 1, 8), 4096, 2, transport="dedup", optimizer_state="host")),
-        (QWEN, Candidate(Degrees(1, 8, 1, 4), 4096, 1, dense="fsdp", stored=4)),
-        (QWEN, Candidate(Degrees(1, 8, 1, 4, etp=2), 4096, 1, dense="fsdp", optimizer="torch", stored=4)),
-        (QWEN, Candidate(Degrees(1, 4, 2, 4), 4096, 2, dense="fsdp")),
-        (QWEN, Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 2, 4, dense="fsdp", compiled=False,
+        (QWEN, Candidate(Degrees(1, 2, 1, 2), 4096, 2, moments="int8", optimizer_in_backward=True, eager="asked for")),
+        (QWEN, Candidate(Degrees(1, 8, 1, 4), 4096, 2, 3, "dedup", data_parallel="fsdp", compiled=False,
+                         policies={"layer_activations": "recompute"})),
+        ("deepseek-v3", Candidate(Degrees(1, 8, 1, 8), 4096, 1, data_parallel="fsdp", compiled=False,
+                                  policies={"layer_activations": "recompute", "moe_outputs": "recompute"})),
+        ("glm-4.5-air", Candidate(Degrees(1, 8, 1, 8), 4096, 2, policies={"expert_activations": "offload"})),
+        ("mixtral-8x7b", Candidate(Degrees(1, 8, 1, 8), 4096, 2, transport="dedup", optimizer_offload="host")),
+        (QWEN, Candidate(Degrees(1, 8, 1, 4), 4096, 1, data_parallel="fsdp", stored=4)),
+        (QWEN, Candidate(Degrees(1, 8, 1, 4, etp=2), 4096, 1, data_parallel="fsdp", optimizer="torch", stored=4)),
+        (QWEN, Candidate(Degrees(1, 4, 2, 4), 4096, 2, data_parallel="fsdp")),
+        (QWEN, Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 2, 4, data_parallel="fsdp", compiled=False,
                          pipeline="ZBVZeroBubble")),
     ],
 )  # fmt: skip
@@ -53,7 +53,7 @@ def test_what_is_counted_is_what_the_model_has(name: str, candidate: Candidate, 
     graphs = f"training.cuda_graphs={'off' if candidate.eager else 'auto'}"
     config = load_config(tmp_path / "plan.toml", ["data.tokenizer=bytes", f"model.config={name}", graphs])
     estimate = MemoryEstimate(config, candidate.degrees, meta_model(model_config(keys)), True)
-    theirs = estimate(candidate.transport, candidate.dense)
+    theirs = estimate(candidate.transport, candidate.data_parallel)
     peak = memory_of(ModelShape.read(read_keys(keys)), candidate)
     assert peak.total == pytest.approx(theirs["total"], rel=0.015)
     assert peak.host == pytest.approx(estimate.host_bytes(candidate.transport), rel=0.01)
@@ -71,7 +71,7 @@ def test_the_timeline_rises_and_falls() -> None:
 
 def test_the_layer_that_is_computed_again_is_there_in_the_backward_alone() -> None:
     shape = ModelShape.read(read_keys(QWEN))
-    candidate = Candidate(Degrees(1, 8, 1, 8), 4096, 1, 2, policies={**KEEP, "dense": "recompute"})
+    candidate = Candidate(Degrees(1, 8, 1, 8), 4096, 1, 2, policies={**KEEP, "layer_activations": "recompute"})
     found, sizes = dict(memory_of(shape, candidate, every_layer=True).timeline), sizes_of(shape, candidate, 0, Routes())
     last = len(sizes.layers) - 1
     logits, _ = _loss(sizes, candidate)
@@ -123,7 +123,7 @@ def test_fsdp_copies_what_no_other_rank_has(two_ranks: Ranks) -> None:
 def test_experts_that_fsdp_copies_need_more_memory(tmp_path: Any) -> None:
     shape = ModelShape.read(read_keys({"from": "mixtral-8x7b", "num_hidden_layers": 2}))
     alone, without = (
-        memory_of(shape, Candidate(degrees, 4096, 1, dense="fsdp", moments="bfloat16"))
+        memory_of(shape, Candidate(degrees, 4096, 1, data_parallel="fsdp", moments="bfloat16"))
         for degrees in (Degrees(dp_replicate=2, fsdp=2, ep=2), Degrees(fsdp=2, ep=2))
     )
     layer = shape.num_experts * shape.expert_parameters / 2

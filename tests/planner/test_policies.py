@@ -23,7 +23,7 @@ SHAPE, CANDIDATE = ModelShape.read(read_keys("qwen3-30b-a3b")), Candidate(Degree
 SIZES = LayerSizes(48, 48, 2048, 768, 8, 32, 4, 128, 2, copies=3.6)
 TOKENS = CANDIDATE.micro_tokens
 OPEN = dict.fromkeys(POLICIES)
-KEEP = dict.fromkeys(POLICIES, "keep")
+KEEP = dict.fromkeys(POLICIES, "save")
 COSTS = modelled_milliseconds(SHAPE, H100, CANDIDATE, 4)
 
 
@@ -43,9 +43,11 @@ def cost(policies: Policies) -> float:
 def test_combinations_mean_something_and_agree_with_what_is_given() -> None:
     every = combinations(OPEN)
     assert len(every) == 3 * 3 * 3 + 2 * 2 and every[0] == KEEP
-    assert all(one["dense"] == "recompute" for one in every if one["sums"] == "recompute")
-    given = combinations({**OPEN, "rows": "resend", "dense": "keep"})
-    assert len(given) == 3 and all((one["rows"], one["dense"]) == ("resend", "keep") for one in given)
+    assert all(one["layer_activations"] == "recompute" for one in every if one["moe_outputs"] == "recompute")
+    given = combinations({**OPEN, "expert_inputs": "resend", "layer_activations": "save"})
+    assert len(given) == 3 and all(
+        (one["expert_inputs"], one["layer_activations"]) == ("resend", "save") for one in given
+    )
 
 
 def test_more_room_never_costs_more_and_all_of_it_costs_nothing() -> None:
@@ -81,13 +83,17 @@ def test_costs_are_those_of_predicted_steps() -> None:
     def step(**policies: str) -> float:
         return 1e3 * predict(SHAPE, H100, replace(one, policies=KEEP | policies), 4).seconds.middle
 
-    for policies in ({"hidden": "recompute"}, {"rows": "resend"}, {"dense": "recompute", "sums": "recompute"}):
+    for policies in (
+        {"expert_activations": "recompute"},
+        {"expert_inputs": "resend"},
+        {"layer_activations": "recompute", "moe_outputs": "recompute"},
+    ):
         assert cost(KEEP | policies) == pytest.approx(step(**policies) - step(), rel=1e-6)
         assert cost(KEEP | policies) > 1
 
 
 def test_copies_hide_behind_what_is_computed() -> None:
-    away = {"hidden": "offload", "rows": "offload"}
+    away = {"expert_activations": "offload", "expert_inputs": "offload"}
     fast, slow, slower = (
         modelled_milliseconds(SHAPE, replace(H100, host=LinkRate(rate, 0.0)), CANDIDATE, 4)(KEEP | away)
         for rate in (1e15, 1e9, 0.5e9)

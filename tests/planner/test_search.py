@@ -32,7 +32,7 @@ SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers":
 H100 = find_hardware("H100")
 SMALL = Space(
     pp=(1, 2), tp=(1, 2), cp=(1,), etp=(1,), policies=POLICY_SETS[:4], micro_batches=(1, 2),
-    gradients=("kept", "consumed"), max_grad_norm=0.0,
+    optimizer_in_backward=(False, True), max_grad_norm=0.0,
 )  # fmt: skip
 
 
@@ -45,13 +45,13 @@ class _Everything(Enumeration):
     """Without any pruning: all that fits."""
 
     def _that_fit(self, base: Candidate):  # type: ignore[no-untyped-def]
-        for state, gradients in product(self.space.optimizer_state, self.space.gradients):
+        for state, gradients in product(self.space.optimizer_offload, self.space.optimizer_in_backward):
             for policies in self.space.policies:
                 kept = {**base.policies, **policies}
-                one = replace(base, policies=kept, optimizer_state=state, gradients=gradients)
+                one = replace(base, policies=kept, optimizer_offload=state, optimizer_in_backward=gradients)
                 if "rows" in policies and base.degrees.ep == 1:
                     continue
-                if gradients == "consumed" and base.accumulation > 1:
+                if gradients and base.accumulation > 1:
                     continue
                 if refusal(one.degrees.sizes, one.flat_settings()) is not None:
                     continue
@@ -105,7 +105,7 @@ def test_no_step_is_taken_for_shorter_than_its_bound() -> None:
     shape = ModelShape.read(read_keys("qwen3-30b-a3b"))
     one = Space(
         pp=(1,), tp=(1,), cp=(1,), ep=(2,), micro_batches=(2,), transports=("nvlink",), schedules=("none",),
-        dense=("fsdp",), optimizer_state=("device",),
+        data_parallel=("fsdp",), optimizer_offload=("none",),
     )  # fmt: skip
     problem = Problem(shape, H100, 8, 8, 256, 4096, 75e9, Routes())
     bounds = Bounds(problem)
@@ -117,8 +117,8 @@ def test_no_step_is_taken_for_shorter_than_its_bound() -> None:
 @pytest.mark.parametrize(
     "candidate",
     [
-        Candidate(Degrees(1, 8, 1, 8), 4096, 1, 9, dense="fsdp"),
-        Candidate(Degrees(1, 8, 1, 4), 4096, 1, 8, "nvlink", "two-batch", dense="fsdp"),
+        Candidate(Degrees(1, 8, 1, 8), 4096, 1, 9, data_parallel="fsdp"),
+        Candidate(Degrees(1, 8, 1, 4), 4096, 1, 8, "nvlink", "two-batch", data_parallel="fsdp"),
         Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 1, 12),
         Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 1, 12, schedule="two-batch", pipeline="Interleaved1F1B"),
         Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 1, 12, schedule="two-batch", pipeline="DualPipeV"),
@@ -159,12 +159,12 @@ def test_moves_go_on_through_longer_steps(hops: int, ends: int, monkeypatch: pyt
 
 
 def test_moves_end_at_what_can_be_run() -> None:
-    small = replace(SMALL, runs=lambda one: "not whole" if one.dense == "replicate" else None)
+    small = replace(SMALL, runs=lambda one: "not whole" if one.data_parallel == "zero1" else None)
     numbers = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "memory": 60e9, "space": small}
     for system in (None, SYSTEMS["aceso"]):
         found = plan(SHAPE, H100, **numbers, system=system)  # type: ignore[arg-type]
         assert found.refused["not whole"] and found.plans
-        assert all(one.candidate.dense == "fsdp" for one in found.plans)
+        assert all(one.candidate.data_parallel == "fsdp" for one in found.plans)
 
 
 def test_pairs_are_proposed_where_rides_are_slow() -> None:
@@ -218,9 +218,9 @@ def test_the_optimizer_in_host_memory_may_cost_less_than_keeping_less() -> None:
         shape, H100, gpus=8, tokens=1024 * 4096, sequence_length=4096, per_node=4, memory=19e9, space=space, best=1
     )
     best = found.plans[0]
-    assert best.candidate.optimizer_state == "host" and set(best.candidate.policies.values()) == {"keep"}
+    assert best.candidate.optimizer_offload == "host" and set(best.candidate.policies.values()) == {"save"}
     others = [
-        replace(best.candidate, optimizer_state="device", policies={**best.candidate.policies, **policies})
+        replace(best.candidate, optimizer_offload="none", policies={**best.candidate.policies, **policies})
         for policies in POLICY_SETS
     ]
     fitting = [one for one in others if memory_of(shape, one).total <= 19e9]
@@ -230,15 +230,17 @@ def test_the_optimizer_in_host_memory_may_cost_less_than_keeping_less() -> None:
 
 def test_gradients_are_consumed_where_they_would_not_fit() -> None:
     """48 layers of Qwen3-30B-A3B on two H200: 27 GiB of experts' gradients, and captured steps."""
-    space = Space(moments="int8", gradients=("kept", "consumed"), max_grad_norm=0.0)
+    space = Space(moments="int8", optimizer_in_backward=(False, True), max_grad_norm=0.0)
     shape = ModelShape.read(read_keys("qwen3-30b-a3b"))
     one = plan(
         shape, find_hardware("H200"), gpus=2, per_node=2, tokens=2**14, sequence_length=4096, space=space, best=1
     ).plans[0]
     training = one.candidate.settings()["training"]
-    assert (one.candidate.dense, one.candidate.captured, one.candidate.degrees.ep) == ("replicate", True, 2)
-    assert training["gradients"] == "consumed" and training["max_grad_norm"] == 0 and "clip_by" not in training
-    kept = replace(one.candidate, gradients="kept")
+    assert (one.candidate.data_parallel, one.candidate.captured, one.candidate.degrees.ep) == ("zero1", True, 2)
+    assert (
+        training["optimizer_in_backward"] is True and training["max_grad_norm"] == 0 and "grad_clipping" not in training
+    )
+    kept = replace(one.candidate, optimizer_in_backward=False)
     assert memory_of(shape, kept).total - one.memory.total > 25 * 2**30
-    assert replace(one.candidate, optimizer_state="host").captured
-    assert not replace(one.candidate, optimizer_state="disk").captured
+    assert replace(one.candidate, optimizer_offload="host").captured
+    assert not replace(one.candidate, optimizer_offload="disk").captured

@@ -29,7 +29,7 @@ H200 = HARDWARE["H200"]
 DOCS = Path(__file__).parents[2] / "docs"
 TWO = Degrees(1, 2, 1, 2)
 ALONE = Candidate(
-    Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", gradients="consumed", eager="asked for"
+    Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", optimizer_in_backward=True, eager="asked for"
 )
 
 
@@ -44,7 +44,7 @@ def shape(name: str, layers: int) -> ModelShape:
         ("qwen3-30b-a3b", 12, Candidate(TWO, 4096, 2, moments="bfloat16"), 163.2),
         ("olmoe-1b-7b", 16, Candidate(TWO, 4096, 4, moments="bfloat16"), 296.3),
         # docs/measurements/streaming.json, commit f9b7807: copies of state beside the backward, and no copies.
-        ("qwen3-30b-a3b", 12, replace(ALONE, optimizer_state="host"), 1074.7),
+        ("qwen3-30b-a3b", 12, replace(ALONE, optimizer_offload="host"), 1074.7),
         ("qwen3-30b-a3b", 12, ALONE, 524.7),
     ],
 )
@@ -57,7 +57,7 @@ def test_steps_of_two_h200(name: str, layers: int, candidate: Candidate, millise
 def test_measured_points_are_predicted() -> None:
     """docs/planner.md, "Is it right?". Points under FSDP were measured when it copied experts that one rank has."""
     points = json.loads((DOCS / "measurements" / "points.json").read_text())["points"]
-    found = compare([one for one in points if one["dense"] == "replicate"], H200, 8)
+    found = compare([one for one in points if one["dense"] != "fsdp"], H200, 8)
     assert len(found) == 22 and sum(one.inside for one in found) >= 21
     assert median(abs(one.error) for one in found) < 0.03
 
@@ -102,7 +102,7 @@ def test_what_hides_is_not_exposed() -> None:
     rides = sum(event.seconds for event in one.graph.events if event.kind in ("dispatch", "combine"))
     assert one.exposed["dispatch"] + one.exposed["combine"] == pytest.approx(rides)
     assert two.exposed["dispatch"] + two.exposed["combine"] < 0.5 * rides and two.seconds.middle < one.seconds.middle
-    fsdp = predict(model, H200, Candidate(ranks, 4096, 16, dense="fsdp"), 8)
+    fsdp = predict(model, H200, Candidate(ranks, 4096, 16, data_parallel="fsdp"), 8)
     gathers = sum(event.seconds for event in fsdp.graph.events if event.kind == "gather")
     assert fsdp.exposed.get("gather", 0.0) < 0.5 * gathers
 
@@ -155,7 +155,7 @@ def test_chunks_of_the_backward_are_its_own_and_carry_all_that_it_sends() -> Non
 
     assert dispatches()[0] == {"forward": 2, "backward": 2}
     assert dispatches(backward_chunks=3)[0] == {"forward": 2, "backward": 3}
-    resent = dispatches(policies={**KEEP, "rows": "resend"})
+    resent = dispatches(policies={**KEEP, "expert_inputs": "resend"})
     assert resent[0] == {"forward": 2, "backward": 2} and resent[1] > 1.7 * dispatches()[1]
 
 
@@ -183,7 +183,7 @@ def test_experts_that_fsdp_copies_take_time() -> None:
     """Read and written before each pass, and gradients three times in float32: 36 bytes of a parameter."""
     model, copied = shape("mixtral-8x7b", 1), replace(TWO, dp_replicate=2)
     here, there = (
-        Lengths(model, H200, Candidate(degrees, 4096, 1, dense="fsdp", eager="asked for"), 8)
+        Lengths(model, H200, Candidate(degrees, 4096, 1, data_parallel="fsdp", eager="asked for"), 8)
         for degrees in (copied, TWO)
     )
     copies = [
@@ -231,7 +231,7 @@ def test_a_ring_of_many_nodes_has_as_many_steps_as_ranks() -> None:
 
 
 def test_float32_moves_twice_the_bytes_and_multiplies_without_tensor_cores() -> None:
-    one = Candidate(Degrees(fsdp=8, ep=8), 4096, 2, stored=4, computed=2, transport="dedup", dense="fsdp")
+    one = Candidate(Degrees(fsdp=8, ep=8), 4096, 2, stored=4, computed=2, transport="dedup", data_parallel="fsdp")
     h100, model = HARDWARE["H100"], shape("qwen3-30b-a3b", 2)
     half, whole = (Lengths(model, h100, replace(one, computed=size), 8) for size in (2, 4))
     layer = model.layers[0]
@@ -249,8 +249,8 @@ def test_float32_moves_twice_the_bytes_and_multiplies_without_tensor_cores() -> 
 
 def test_copies_of_offloaded_layers_fall_behind_little_by_little() -> None:
     candidate = Candidate(
-        Degrees(1, 8, 1, 2), 4096, 4, 3, dense="replicate", policies={**KEEP, "hidden": "offload"},
-        optimizer_state="host", moments="float32",
+        Degrees(1, 8, 1, 2), 4096, 4, 3, data_parallel="zero1", policies={**KEEP, "expert_activations": "offload"},
+        optimizer_offload="host", moments="float32",
     )  # fmt: skip
     model = shape("qwen3-30b-a3b", 48)
     whole = predict(model, HARDWARE["H100"], candidate, 8).seconds.middle
@@ -261,10 +261,15 @@ def test_copies_of_offloaded_layers_fall_behind_little_by_little() -> None:
     "more",
     [
         {"degrees": Degrees(1, 8, 1, 8), "accumulation": 4, "transport": "dedup", "schedule": "two-batch"},
-        {"degrees": Degrees(1, 8, 1, 8), "micro_batch": 2, "schedule": "two-batch", "dense": "fsdp"},
-        {"degrees": Degrees(2, 4, 1, 4), "accumulation": 3, "dense": "fsdp", "optimizer_state": "host"},
-        {"degrees": Degrees(1, 8, 1, 8), "schedule": "chunks", "chunks": 3, "policies": {**KEEP, "rows": "resend"}},
-        {"degrees": Degrees(1, 4, 1, 4, pp=2), "accumulation": 5, "transport": "dedup", "dense": "fsdp"},
+        {"degrees": Degrees(1, 8, 1, 8), "micro_batch": 2, "schedule": "two-batch", "data_parallel": "fsdp"},
+        {"degrees": Degrees(2, 4, 1, 4), "accumulation": 3, "data_parallel": "fsdp", "optimizer_offload": "host"},
+        {
+            "degrees": Degrees(1, 8, 1, 8),
+            "schedule": "chunks",
+            "chunks": 3,
+            "policies": {**KEEP, "expert_inputs": "resend"},
+        },
+        {"degrees": Degrees(1, 4, 1, 4, pp=2), "accumulation": 5, "transport": "dedup", "data_parallel": "fsdp"},
         {"degrees": Degrees(1, 2, 1, 2, pp=4), "accumulation": 8, "pipeline": "InterleavedZeroBubble"},
         {"degrees": Degrees(1, 4, 1, 4, pp=2), "accumulation": 6, "pipeline": "DualPipeV", "schedule": "two-batch"},
     ],
@@ -297,7 +302,9 @@ def test_points_of_one_gpu_are_predicted() -> None:
 @pytest.mark.parametrize(("layers", "back"), [(2, 0), (6, 4)])
 def test_only_what_has_left_the_device_comes_back(layers: int, back: int) -> None:
     """The last two layers' offloaded tensors are still there when the backward begins."""
-    candidate = Candidate(Degrees(1, 1, 1, 1), 4096, 2, transport="local", policies={**KEEP, "hidden": "offload"})
+    candidate = Candidate(
+        Degrees(1, 1, 1, 1), 4096, 2, transport="local", policies={**KEEP, "expert_activations": "offload"}
+    )
     graph = step_graph(Lengths(shape("mixtral-8x7b", layers), H200, candidate, 1))
     copies = [event.phase for event in graph.events if event.name.endswith("::copies")]
     assert (copies.count("forward"), copies.count("backward")) == (layers, back)

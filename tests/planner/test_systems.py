@@ -70,7 +70,7 @@ def test_alpa_takes_what_communicates_least_within_a_stage(fastest: Plan) -> Non
 def test_mist_computes_whole_layers_again_where_experts_alone_would_do(fastest: Plan) -> None:
     tight = 9e9
     mist, best = chosen("mist", memory=tight), chosen(None, memory=tight)
-    assert {mist.candidate.policies[item] for item in ("rows", "hidden")} <= {"keep", "offload"}
+    assert {mist.candidate.policies[item] for item in ("expert_inputs", "expert_activations")} <= {"save", "offload"}
     assert mist.candidate != best.candidate
     assert mist.prediction.seconds.middle > 1.01 * best.prediction.seconds.middle
 
@@ -114,20 +114,22 @@ def test_tutel_pads_to_the_fullest_expert() -> None:
 
 def test_bagualu_spreads_experts_over_all_nodes() -> None:
     one = chosen("bagualu").candidate
-    assert one.degrees == Degrees(1, 16, 1, 16) and one.transport == "hierarchical" and one.dense == "replicate"
+    assert one.degrees == Degrees(1, 16, 1, 16) and one.transport == "hierarchical" and one.data_parallel == "zero1"
 
 
 def test_constraints_are_tried_in_the_order_of_what_they_cost() -> None:
-    space = read_constraints(Space(), ["optimizer_state=host,device", "transport=alltoall,dedup,nvlink", "ep=8,2"])
-    assert space.optimizer_state == ("device", "host"), "what fits with the first one is not tried with the second"
+    space = read_constraints(Space(), ["optimizer_offload=host,none", "transport=alltoall,dedup,nvlink", "ep=8,2"])
+    assert space.optimizer_offload == ("none", "host"), "what fits with the first one is not tried with the second"
     assert space.transports == ("nvlink", "dedup", "alltoall") and space.ep == (8, 2)
 
 
 def test_constraints_are_kept_by_every_search() -> None:
-    space = read_constraints(Space(), ["ep=2,8", "memory.hidden=keep", "optimizer_state=device"])
+    space = read_constraints(Space(), ["ep=2,8", "memory.expert_activations=save", "optimizer_offload=none"])
     space = replace(space, tp=(1,), pp=(1,), cp=(1,), micro_batches=(1, 2))
     one = plan(SHAPE, H100, **NUMBERS, best=1, space=space)
-    assert one.plans[0].candidate.degrees.ep in (2, 8) and one.plans[0].candidate.policies["hidden"] == "keep"
+    assert (
+        one.plans[0].candidate.degrees.ep in (2, 8) and one.plans[0].candidate.policies["expert_activations"] == "save"
+    )
     assert plan(SHAPE, H100, **NUMBERS, best=1, space=space, system=SYSTEMS["alpa"]).plans[0].candidate.degrees.ep in (
         2,
         8,
@@ -136,7 +138,7 @@ def test_constraints_are_kept_by_every_search() -> None:
         ("eps=8", "expected NAME=VALUES such as ep=8,16"),
         ("ep=few", "ep is a positive number"),
         ("transport=roads", "roads is none of nvlink"),
-        ("memory.rows=recompute", "recompute is none of keep, resend, offload"),
+        ("memory.expert_inputs=recompute", "recompute is none of save, resend, offload"),
     ):
         with pytest.raises(ValueError, match=said):
             read_constraints(Space(), [given])

@@ -99,9 +99,15 @@ def test_its_memory_is_predicted(heavy_ball: Any) -> None:
 
 def test_settings_that_it_does_not_have_are_refused(heavy_ball: Any) -> None:
     for settings, error in (
-        (["training.optimizer_moments=int8"], "training.optimizer_moments = 'int8' needs the one-pass optimizer"),
-        (["training.optimizer_state=host"], "training.optimizer_state = 'host' needs the one-pass optimizer"),
-        (["training.gradients=consumed", "training.max_grad_norm=0"], "training.gradients = 'consumed' needs the one-"),
+        (
+            ["training.optimizer_state_dtype=int8"],
+            "training.optimizer_state_dtype = 'int8' needs the one-pass optimizer",
+        ),
+        (["training.optimizer_offload=host"], "training.optimizer_offload = 'host' needs the one-pass optimizer"),
+        (
+            ["training.optimizer_in_backward=true", "training.max_grad_norm=0"],
+            "training.optimizer_in_backward = true needs the one-",
+        ),
         (["training.optimizer_options.bet=1"], "optimizer_options.bet: did you mean training.optimizer_options.beta"),
         (["training.optimizer_options.beta=high"], "training.optimizer_options.beta = 'high': .*valid number"),
     ):

@@ -76,7 +76,7 @@ def test_activated_rows_are_never_kept(recipe: str) -> None:
 
 def test_deepseek_v3_keeps_layers_inputs_and_moments_in_two_bytes() -> None:
     config = resolve(read("deepseek-v3-memory"))
-    assert config.memory.policies["dense"] == "recompute" and config.codec.dispatch == "fp8"
+    assert config.memory.policies["layer_activations"] == "recompute" and config.codec.dispatch == "fp8"
     net = torch.nn.Sequential(torch.nn.Linear(H, 4 * H), torch.nn.GELU(), torch.nn.Linear(4 * H, H)).bfloat16()
     x, saved = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True), []
 

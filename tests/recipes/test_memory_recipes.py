@@ -50,15 +50,15 @@ class Travelled(NamedTuple):
 def step(config: Config, folder: Path) -> Travelled:
     """A step of a tiny model with a configuration's tiers, on one process."""
     model = model_of()
-    optimizer = make_optimizer(model, config.training, folder if config.training.optimizer_state == "disk" else None)
+    optimizer = make_optimizer(model, config.training, folder if config.training.optimizer_offload == "disk" else None)
     assert isinstance(optimizer, AdamW)
     away, where = None, config.memory.experts
     if where != "device":
         # As if it had been measured.
-        few = 2 if config.memory.few_tokens else 0
+        few = 2 if config.memory.cpu_expert_tokens else 0
         options = loading_of(config.memory, few)
         away = keep_experts_in_host_memory(model, folder=folder if where == "disk" else None, **options)
-    consumed = ConsumedGradients(model, optimizer, away) if config.training.gradients == "consumed" else None
+    consumed = ConsumedGradients(model, optimizer, away) if config.training.optimizer_in_backward else None
     loss = loss_of(model, 0)
     if consumed is not None:
         consumed.begin(torch.isfinite(loss))
@@ -108,10 +108,10 @@ def test_a_mechanism_changes_what_travels(
     config = load_config(recipe.path, [])
     layer = sum(p.numel() * 2 for p in next(iter(rides(model_of()).values())).experts.parameters())
     if mechanism == "cache:trained-experts":
-        config = load_config(recipe.path, [f"memory.experts_host_memory={layer + 1}B"])
+        config = load_config(recipe.path, [f"memory.expert_host_memory={layer + 1}B"])
     whole = step(config, tmp_path)
     if mechanism == "prefetch:popularity":
-        changed = without(recipe.settings, one.setting, tmp_path / "mine.toml", drop="memory.few_tokens")
+        changed = without(recipe.settings, one.setting, tmp_path / "mine.toml", drop="memory.cpu_expert_tokens")
         lacking = step(changed, tmp_path)
         # The first batch: nothing is popular yet, and what the CPU computes comes for its update alone.
         assert whole.experts[0] < lacking.experts[0] == (2 * LAYERS - 1) * layer
@@ -127,7 +127,7 @@ def test_a_mechanism_changes_what_travels(
         assert whole.state[0] == whole.state[1] > 0 and lacking.state == (0, 0)
     elif mechanism.endswith(":experts"):
         lacking = step(without(recipe.settings, one.setting, tmp_path / "mine.toml"), tmp_path)
-        kept = "experts_host_memory" in recipe.settings["memory"]
+        kept = "expert_host_memory" in recipe.settings["memory"]
         assert kept or whole.written[1] == whole.experts[1] * mechanism.startswith("disk")
         popular = "expert_loading" in recipe.settings["memory"]
         assert popular or whole.experts[0] == (2 * LAYERS - 1) * layer

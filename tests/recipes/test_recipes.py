@@ -33,7 +33,7 @@ TRACE = Path(__file__).parents[2] / "docs/traces/e64-noaux-1615.npz"
 # What makes a system that system; a recipe may not lose any of it.
 SYSTEMS = {
     "occult": {"transport:dedup", "policy:place", "solver:occult"},
-    "occult-pruned": {"transport:dedup", "policy:place", "solver:occult", "limit:score", "freeze:dense"},
+    "occult-pruned": {"transport:dedup", "policy:place", "solver:occult", "limit:score", "freeze:non_expert"},
     "eplb": {"policy:eplb", "predictor:ema"},
     "fastermoe-shadow": {"transport:alltoall", "policy:shadow", "predictor:last"},
     "prophet": {"transport:alltoall", "policy:subset", "predictor:last", "prefetch:blockwise"},

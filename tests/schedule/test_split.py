@@ -36,7 +36,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("rows", ["keep", "resend", "offload"])
+@pytest.mark.parametrize("rows", ["save", "resend", "offload"])
 @pytest.mark.parametrize("again", [False, True])
 def test_weights_wait_and_are_the_same(rows: str, again: bool) -> None:
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def test_weights_wait_and_are_the_same(rows: str, again: bool) -> None:
         # The order of ZBV at its end: two backwards, a forward between them, and then the weights' parts.
         first, second = loss(model, x_NTH[0]), loss(model, x_NTH[1])
         at_once = mock.patch.object(Stages, "dup", side_effect=AssertionError("computed at once"))
-        with at_once if rows == "keep" else nullcontext():
+        with at_once if rows == "save" else nullcontext():
             first.backward()
         late = [split.weights()]
         assert expected.keys() - gradients(model).keys() == LATER

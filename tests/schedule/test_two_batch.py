@@ -315,7 +315,7 @@ def _replayed(aux_coef: float, micro_batches: int) -> list[tuple[bool, list[int]
     reuse_meshes()
     sizes = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="carpool")
     config = tiny_config(discover()["olmoe"])
-    model = build_model(config, distributed_config=sizes, dtype=torch.float32, seed=3, dense="replicate")
+    model = build_model(config, distributed_config=sizes, dtype=torch.float32, seed=3, dense="zero1")
     whole = replicate_dense(model, False)
     settings: dict[str, Any] = {"top_k": 2, "aux_coef": aux_coef, "dp_size": 4, "autocast": None}
     plain, paired = Objective(model, **settings), Objective(model, **settings, two_batch=True)

@@ -216,7 +216,7 @@ def objective_of(
     if offload:
         offload_layers(model)
     settings["rides_first"] = RidesFirst(model, rides(model)) if priority else None
-    if dense == "replicate" and degrees.dp_cp > 1:
+    if dense == "zero1" and degrees.dp_cp > 1:
         replicate_dense(model, False)
     else:
         keep_experts(model)

@@ -108,12 +108,13 @@ def test_resumes_as_if_nothing_had_happened(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [["parallelism.dense=fsdp"], ["parallelism.ep_size=2"], ["parallelism.ep_size=2", "parallelism.dense=fsdp"],
+    [["parallelism.data_parallel=fsdp"], ["parallelism.ep_size=2"],
+     ["parallelism.ep_size=2", "parallelism.data_parallel=fsdp"],
      ["parallelism.ep_size=1"], ["parallelism.dp_replicate_size=2", "parallelism.ep_size=2"],
      ["parallelism.cp_size=2", "training.per_device_train_batch_size=2"],
-     ["parallelism.cp_size=2", "training.per_device_train_batch_size=2", "parallelism.dense=fsdp"],
-     ["moe.transport=alltoall", "memory.dense=recompute"], ["moe.schedule=chunks", "moe.chunks=2"],
-     ["memory.hidden=recompute", "memory.experts=disk"], ["moe.experts=reference"]],
+     ["parallelism.cp_size=2", "training.per_device_train_batch_size=2", "parallelism.data_parallel=fsdp"],
+     ["moe.transport=alltoall", "memory.layer_activations=recompute"], ["moe.schedule=chunks", "moe.chunks=2"],
+     ["memory.expert_activations=recompute", "memory.experts=disk"], ["moe.experts=reference"]],
     ids=str,
 )  # fmt: skip
 def test_the_same_adapter_on_other_meshes(
@@ -197,9 +198,9 @@ def test_a_base_in_8_bits(ranks: Ranks, base: Path, reference: Path, text: list[
 def test_modules_that_are_trained_themselves_are_whole_and_get_rows_of_their_dtype() -> None:
     trained = ["model.path=base", "adapter.kind=lora", "adapter.modules_to_save=lm_head"]
     config, narrow = load_config(None, trained), load_config(None, [*trained, "model.dtype=bfloat16"])
-    check_adapter(config, Degrees(fsdp=2), "replicate", bf16=False)
+    check_adapter(config, Degrees(fsdp=2), "zero1", bf16=False)
     check_adapter(narrow, Degrees(), "fsdp", bf16=True)
-    with pytest.raises(ValueError, match=r"set parallelism\.dense=replicate"):
+    with pytest.raises(ValueError, match=r"set parallelism\.data_parallel=zero1"):
         check_adapter(config, Degrees(fsdp=2), "fsdp", bf16=False)
     with pytest.raises(ValueError, match=r"set training\.bf16=true, or model\.dtype=float32"):
         check_adapter(narrow, Degrees(), "fsdp", bf16=False)
@@ -223,9 +224,9 @@ def test_a_quantised_base_has_each_expert_on_one_rank(
         ),
         (["adapter.kind=dora"], "no adapters of experts"),
         (["adapter.kind=lora", "adapter.dropout=0.1"], "peft has none"),
-        (["adapter.kind=lora", "training.freeze=dense"], "contradict each other"),
+        (["adapter.kind=lora", "training.freeze=non_expert"], "contradict each other"),
         (
-            ["adapter.kind=lora", "training.gradients=consumed", *CONSUMABLE],
+            ["adapter.kind=lora", "training.optimizer_in_backward=true", *CONSUMABLE],
             "over ranks after that",
         ),
         (["adapter.kind=lora", "moe.experts=fp8"], "has no adapters"),
@@ -398,9 +399,9 @@ def test_a_run_starts_from_an_adapter_and_is_asked_unmerged(
         "training.per_device_train_batch_size=1", "training.max_steps=1", "training.learning_rate=1e-30",
         "model.dtype=float32", "training.sample_prompt=none", f"adapter.path={reference}", *text,
     ]  # fmt: skip
-    for pool, dense in ((ranks, "replicate"), (two_ranks, "fsdp")):
+    for pool, dense in ((ranks, "zero1"), (two_ranks, "fsdp")):
         output = tmp_path / dense
-        assert set(pool(run, str(output), [*settings, f"parallelism.dense={dense}"])) == {""}
+        assert set(pool(run, str(output), [*settings, f"parallelism.data_parallel={dense}"])) == {""}
         assert errors(adapter(output), adapter(reference)) < 1e-20
     found = load_config(tmp_path / "fsdp" / "config.toml").adapter
     assert (found.kind, found.rank, found.alpha) == ("lora", 4, 32)

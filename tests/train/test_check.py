@@ -47,12 +47,12 @@ REFUSED = [
     ("parallelism.etp_size=2 model.config.intermediate_size=33", "a hidden dimension of 33, which 2 slices do not"),
     ("memory.experts=host", 'memory.experts = "host": experts cannot come from there layer by layer, because they are'),
     (
-        "moe.layout={0}/mixed.json memory.experts=host training.gradients=consumed training.max_grad_norm=0",
+        "moe.layout={0}/mixed.json memory.experts=host training.optimizer_in_backward=true training.max_grad_norm=0",
         'memory.experts = "host": experts cannot come from there layer by layer, because they are to move',
     ),
     (
-        "moe.layout={0}/mixed.json training.optimizer_state=host",
-        'training.optimizer_state = "host" cannot be used with',
+        "moe.layout={0}/mixed.json training.optimizer_offload=host",
+        'training.optimizer_offload = "host" cannot be used with',
     ),
     (
         "moe.transport=hierarchical moe.transport_options.capacity=8 parallelism.ranks_per_node=2",

@@ -708,10 +708,10 @@ def test_what_a_run_cannot_go_on_from_is_said_before_weights_are_read(tmp_path: 
         (one, ["data.sequence_length=48"], "data.sequence_length = 96, now it is 48"),
         (
             one,
-            ["training.optimizer_moments=int8"],
+            ["training.optimizer_state_dtype=int8"],
             "this run keeps the optimizer's moments in int8, and",
         ),
-        (two, ["training.optimizer_moments=int8", "model.dtype=bfloat16"], None),
+        (two, ["training.optimizer_state_dtype=int8", "model.dtype=bfloat16"], None),
         (two, ["training.optimizer=torch"], "has float32 masters of bfloat16 parameters, which this run does not keep"),
         (two, ["model.dtype=bfloat16"], "the checkpoint keeps the optimizer's moments in int8, and this run"),
     ):

@@ -162,17 +162,17 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
     [
         (["moe.limit_by=groups"], "moe.limit_ranks or moe.limit_nodes"),
         (["moe.first_choices_first=true"], "true (on the command line) changes nothing without moe.capacity_factor"),
-        (["moe.balance=layer", "moe.router_aux_loss_coef=0"], "moe.router_aux_loss_coef above 0"),
-        (["moe.fp8_hold_weights=true"], "moe.experts=fp8"),
-        (["moe.expert_stages=measure", "moe.experts=fp8"], "moe.experts=grouped"),
+        (["moe.balance_scope=layer", "moe.router_aux_loss_coef=0"], "moe.router_aux_loss_coef above 0"),
+        (["moe.fp8_cache_weights=true"], "moe.experts=fp8"),
+        (["moe.expert_kernels=measure", "moe.experts=fp8"], "moe.experts=grouped"),
         (["moe.chunks=3"], "moe.schedule=chunks or tiles"),
         (["moe.backward_chunks=3", "moe.schedule=tiles"], "moe.schedule=chunks"),
         (["nvlink.leases=3", "moe.transport=dedup"], "moe.transport=nvlink"),
         (["codec.merge_width=3", "codec.merge=condense"], "codec.merge=lsh"),
         (["codec.merge_similarity=0.5"], "codec.merge=condense"),
-        (["codec.hop=nodes", "moe.transport=hierarchical"], "a codec"),
+        (["codec.inter_node=nodes", "moe.transport=hierarchical"], "a codec"),
         (["adapter.rank=8"], "adapter.kind"),
-        (["training.clip_by=previous"], "training.gradients=consumed"),
+        (["training.grad_clipping=delayed"], "training.optimizer_in_backward=true"),
         (["training.stop_at_step=181"], "a training.max_steps"),
         (["training.min_lr_ratio=0.5", "training.lr_scheduler_type=constant"], "training.lr_scheduler_type"),
         (["training.torch_compile_backend=eager"], "training.torch_compile"),
@@ -184,12 +184,15 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
         (["data.group_by_length=false", "data.packing=examples"], "data.packing=off"),
         (["parallelism.pp_schedule=GPipe"], "parallelism.pp_size"),
         (["parallelism.sequence_parallel=off"], "parallelism.tp_size"),
-        (["memory.sums=recompute"], "memory.dense=recompute"),
+        (["memory.moe_outputs=recompute"], "memory.layer_activations=recompute"),
         (["memory.expert_loading=popular"], "memory.experts=host or disk"),
-        (["memory.experts=host", "memory.few_tokens=3"], "memory.experts=host and memory.expert_loading=popular"),
-        (["memory.experts=host", "memory.experts_memory=1GiB"], "memory.expert_loading=popular"),
-        (["memory.experts=host", "memory.experts_host_memory=1GiB"], "memory.experts=disk"),
-        (["memory.disk_folder=/tmp"], "training.optimizer_state=disk"),
+        (
+            ["memory.experts=host", "memory.cpu_expert_tokens=3"],
+            "memory.experts=host and memory.expert_loading=popular",
+        ),
+        (["memory.experts=host", "memory.expert_device_memory=1GiB"], "memory.expert_loading=popular"),
+        (["memory.experts=host", "memory.expert_host_memory=1GiB"], "memory.experts=disk"),
+        (["memory.disk_folder=/tmp"], "training.optimizer_offload=disk"),
         (["placement.lag=3"], "placement.policy=migrate"),
         (["placement.replicas=3"], "placement.every"),
     ],
@@ -209,7 +212,7 @@ def test_settings_that_do_something_are_not(tmp_path):
     with pytest.raises(ValueError, match=r"data.turns = 'apart' .* changes nothing without conversations or prompts"):
         check_effects(resolve_config(None, text), "text")
     for overrides in (
-        ["parallelism=auto", "parallelism.cp_attention=ring", "memory.sums=keep"],
+        ["parallelism=auto", "parallelism.cp_attention=ring", "memory.moe_outputs=save"],
         ["moe.transport=hierarchical", "nvlink.leases=3", "training.eval_steps=none"],
         ["placement.every=3", "placement.replicas=1", "placement.prefetch=false", "placement.lag=2"],
     ):
@@ -232,8 +235,8 @@ def test_settings_that_do_something_are_not(tmp_path):
         check_effects(resolve_config(file, ["training.seed=3"]))
     # A run records what a plan or a budget has chosen, and what that put out of effect.
     (tmp_path / "run.json").write_text("{}")
-    recorded.write_text(Config().to_toml().replace('sums = "none"', 'sums = "keep"'))
-    assert resolve_config(recorded).config.memory.sums == "keep"
+    recorded.write_text(Config().to_toml().replace('moe_outputs = "none"', 'moe_outputs = "save"'))
+    assert resolve_config(recorded).config.memory.moe_outputs == "save"
     check_effects(resolve_config(recorded))
     assert set(EFFECTS) <= {one for section, _, key in keys() for one in (section, f"{section}.{key}")}
 

@@ -103,7 +103,7 @@ def _step(
         meshes=meshes,
         sequence_parallel=divided,
     )
-    kept = replicate_dense(model, bfloat16=False) if dense == "replicate" else keep_experts(model)
+    kept = replicate_dense(model, bfloat16=False) if dense == "zero1" else keep_experts(model)
     group = meshes.group("cp")
     assert group is not None
     if how == "recomputed":
@@ -138,13 +138,13 @@ def _step(
 SHARED = Degrees(cp=2, ep=2)
 CASES = [
     ("olmoe", SHARED, "fsdp", False, {}),
-    ("gpt_oss", SHARED, "replicate", True, {}),
+    ("gpt_oss", SHARED, "zero1", True, {}),
     ("qwen3_moe", Degrees(cp=4, ep=2), "fsdp", True, {"num_key_value_heads": 2}),
 ]
 MORE = [
     ("mixtral", SHARED, "fsdp", True, {"num_key_value_heads": 1}),
-    ("glm4_moe", SHARED, "replicate", False, {"num_key_value_heads": 2}),
-    ("olmoe", Degrees(cp=4, ep=2), "replicate", True, {}),
+    ("glm4_moe", SHARED, "zero1", False, {"num_key_value_heads": 2}),
+    ("olmoe", Degrees(cp=4, ep=2), "zero1", True, {}),
     ("mixtral", Degrees(cp=2, dp_replicate=2, ep=2), "fsdp", False, {}),
     ("qwen3_moe", Degrees(cp=2, tp=2, ep=4), "fsdp", True, {}),
     ("qwen3_moe", Degrees(cp=2, tp=2, ep=1), "fsdp", False, {}),
@@ -152,7 +152,7 @@ MORE = [
         (name, degrees, dense, is_packed, config)
         for name in ("olmoe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
         for degrees in (SHARED, Degrees(cp=4, ep=4), Degrees(cp=2, fsdp=2, ep=2))
-        for dense in ("fsdp", "replicate")
+        for dense in ("fsdp", "zero1")
         for is_packed in (False, True)
         for config in ({}, {"num_key_value_heads": 2})
         # Latent attention has all heads of keys.

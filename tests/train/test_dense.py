@@ -1,4 +1,4 @@
-"""`parallelism.dense`: a run with whole dense parameters is the run that FSDP2 makes, and they continue each other."""
+"""`parallelism.data_parallel`: a run with whole non-expert parameters equals one with FSDP2."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def near(ours: dict[Any, Any], theirs: dict[Any, Any], bound: float = 1e-5) -> b
 
 @pytest.fixture(scope="module")
 def by_fsdp(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    return start(two_ranks, tmp_path_factory.mktemp("runs") / "fsdp", *text, "parallelism.dense=fsdp")
+    return start(two_ranks, tmp_path_factory.mktemp("runs") / "fsdp", *text, "parallelism.data_parallel=fsdp")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_losses_checkpoints_and_exports_are_equal(by_fsdp: Path, whole: Path) ->
 def test_the_record_says_which_and_why(by_fsdp: Path, whole: Path) -> None:
     infos = [json.loads((folder / "run.json").read_text()) for folder in (whole, by_fsdp)]
     assert [(info["decisions"]["dense"]["name"], info["decisions"]["dense"]["how"]) for info in infos] == [
-        ("replicate", "default"),
+        ("zero1", "default"),
         ("fsdp", "given"),
     ]
     assert "whole dense parameters fit: about" in infos[0]["decisions"]["dense"]["why"]
@@ -94,7 +94,7 @@ def test_resumes_bit_by_bit(two_ranks: Ranks, text: list[str], whole: Path, tmp_
     assert json.loads((again / "run.json").read_text())["decisions"]["dense"]["why"].startswith("as recorded")
 
 
-@pytest.mark.parametrize("dense", ["fsdp", "replicate"])
+@pytest.mark.parametrize("dense", ["fsdp", "zero1"])
 def test_the_setting_may_change_at_a_resume(
     two_ranks: Ranks,
     text: list[str],  # noqa: F811
@@ -105,15 +105,15 @@ def test_the_setting_may_change_at_a_resume(
 ) -> None:
     before = whole if dense == "fsdp" else by_fsdp
     resume = f"training.resume_from_checkpoint={before}/checkpoints/step-00000002"
-    again = start(two_ranks, tmp_path / "again", *text, resume, f"parallelism.dense={dense}")
+    again = start(two_ranks, tmp_path / "again", *text, resume, f"parallelism.data_parallel={dense}")
     assert near(losses(again), {step: value for step, value in losses(by_fsdp).items() if step > 2})
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        ["moe.schedule=two-batch", "memory.dense=recompute"],
-        ["parallelism.ep_size=2", "training.freeze=dense"],
+        ["moe.schedule=two-batch", "memory.layer_activations=recompute"],
+        ["parallelism.ep_size=2", "training.freeze=non_expert"],
         pytest.param(
             ["placement.policy=migrate", "placement.every=1", "placement.solver=search", "placement.replicas=1"],
             marks=pytest.mark.slow,
@@ -133,9 +133,15 @@ def test_equals_fsdp_with(ranks: Ranks, two_ranks: Ranks, text: list[str], tmp_p
     pool = ranks if any("_size=" in setting for setting in settings) else two_ranks
     runs = [
         start(
-            pool, tmp_path / dense, *text, *few, *settings, f"parallelism.dense={dense}", "training.sample_prompt=none"
+            pool,
+            tmp_path / dense,
+            *text,
+            *few,
+            *settings,
+            f"parallelism.data_parallel={dense}",
+            "training.sample_prompt=none",
         )
-        for dense in ("replicate", "fsdp")
+        for dense in ("zero1", "fsdp")
     ]
     assert near(losses(runs[0]), losses(runs[1]), 3e-3 if "training.bf16=true" in settings else 1e-5)
 
@@ -143,25 +149,25 @@ def test_equals_fsdp_with(ranks: Ranks, two_ranks: Ranks, text: list[str], tmp_p
 @pytest.mark.parametrize(
     ("settings", "degrees", "memory", "answer", "why"),
     [
-        ({}, Degrees(fsdp=4, ep=4), 100, "replicate", "fit"),
+        ({}, Degrees(fsdp=4, ep=4), 100, "zero1", "fit"),
         ({}, Degrees(fsdp=4, ep=4), 99, "fsdp", "of a rank would be used, more than 80%"),
         ({}, Degrees(fsdp=4, ep=4), 79, "fsdp", "do not fit"),
         ({}, Degrees(fsdp=1), 100, "fsdp", "nothing to shard"),
         ({}, Degrees(fsdp=2, tp=2, ep=2), 100, "fsdp", "tensor parallelism"),
         ({"moe": {"priority": True}}, Degrees(fsdp=4, ep=4), 100, "fsdp", "moe.priority"),
-        ({"parallelism": {"dense": "replicate"}}, Degrees(fsdp=4, ep=4), 1, "replicate", "asked for"),
+        ({"parallelism": {"data_parallel": "zero1"}}, Degrees(fsdp=4, ep=4), 1, "zero1", "asked for"),
     ],
 )
 def test_auto_decides_by_memory(settings: dict[str, Any], degrees: Degrees, memory: int, answer: str, why: str) -> None:
     config = Config.model_validate({"model": {"model_type": "olmoe"}, "data": {"train": "x"}, **settings})
-    found, reason = decide_dense(config, degrees, {"replicate": 80, "fsdp": 1}.__getitem__, memory)
+    found, reason = decide_dense(config, degrees, {"zero1": 80, "fsdp": 1}.__getitem__, memory)
     assert found == answer and why in reason
 
 
 def test_what_cannot_be_whole_is_refused() -> None:
     settings = {"model": {"model_type": "olmoe"}, "data": {"train": "x"}}
-    config = Config.model_validate({**settings, "moe": {"priority": True}, "parallelism": {"dense": "replicate"}})
+    config = Config.model_validate({**settings, "moe": {"priority": True}, "parallelism": {"data_parallel": "zero1"}})
     with pytest.raises(ValueError, match=r"moe\.priority .*use 'fsdp' or 'auto'"):
         decide_dense(config, Degrees(fsdp=4, ep=4), lambda _: 0, 1)
     with pytest.raises(ValueError, match="tensor parallelism divides them"):
-        Config.model_validate({**settings, "parallelism": {"dense": "replicate", "tp_size": 2}})
+        Config.model_validate({**settings, "parallelism": {"data_parallel": "zero1", "tp_size": 2}})

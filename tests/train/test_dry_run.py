@@ -50,7 +50,7 @@ def test_what_was_sized_is_said() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["parallelism.dense=fsdp"], FSDP),
+        (["parallelism.data_parallel=fsdp"], FSDP),
         (["parallelism.num_ranks=8"], FSDP_CASTS),
         (["model.dtype=bfloat16", "parallelism.num_ranks=8", "parallelism.ep_size=4"], FSDP_SHARDS),
         (["model.dtype=bfloat16", "parallelism.num_ranks=8", "parallelism.dp_replicate_size=2"], FSDP_AVERAGES),
@@ -61,7 +61,7 @@ def test_fsdp_is_named_for_what_it_has(settings: list[str], why: str) -> None:
     shown = dry_run(load_config(None, settings), gpu="h100")
     assert f"# CUDA graphs: none, because {why}\n" in shown
     assert ("# dense parameters: fsdp" in shown) == (why == FSDP)
-    graphs = [*settings, "parallelism.dense=replicate", "model.dtype=bfloat16", "parallelism.ep_size=none"]
+    graphs = [*settings, "parallelism.data_parallel=zero1", "model.dtype=bfloat16", "parallelism.ep_size=none"]
     assert "# CUDA graphs: forward" in dry_run(
         load_config(None, [*graphs, "parallelism.dp_replicate_size=1"]), gpu="h100"
     )

@@ -15,8 +15,8 @@ DEMO_SHAPE = [
     "model.config.num_experts_per_tok=4", "model.model_type=olmoe",
 ]  # fmt: skip
 UNEVEN = [
-    "parallelism.num_ranks=3", "parallelism.ep_size=3", "model.config.num_experts=16", "training.freeze=dense",
-    "training.gradients=consumed", "training.max_grad_norm=0",
+    "parallelism.num_ranks=3", "parallelism.ep_size=3", "model.config.num_experts=16", "training.freeze=non_expert",
+    "training.optimizer_in_backward=true", "training.max_grad_norm=0",
 ]  # fmt: skip
 
 

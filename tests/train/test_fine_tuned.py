@@ -131,11 +131,11 @@ BOTH = ["training.per_device_train_batch_size=2"]
 COMPILED = ["training.torch_compile=true", "training.torch_compile_backend=aot_eager"]
 WAYS = {
     "plain": [],
-    "again": ["memory.dense=recompute", "memory.sums=recompute"],
-    "again, rides kept": ["memory.dense=recompute", "memory.sums=keep"],
+    "again": ["memory.layer_activations=recompute", "memory.moe_outputs=recompute"],
+    "again, rides kept": ["memory.layer_activations=recompute", "memory.moe_outputs=save"],
     "two-batch": ["moe.schedule=two-batch"],
     "compiled": COMPILED,
-    "compiled, again": [*COMPILED, "memory.dense=recompute"],
+    "compiled, again": [*COMPILED, "memory.layer_activations=recompute"],
     "ep 1": ["parallelism.ep_size=1"],
     "tp": ["parallelism.tp_size=2", *BOTH],
     "tp, tokens whole": ["parallelism.tp_size=2", "parallelism.sequence_parallel=off", *BOTH],

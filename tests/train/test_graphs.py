@@ -66,7 +66,7 @@ def layer(
 
 
 STAGES = ["parallelism.pp_size=2", "training.gradient_accumulation_steps=2"]
-CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training.optimizer=one-pass"]
+CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "training.optimizer=one-pass"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training
         (OnGpu(), layer(dtype=torch.float32), [], "none", "8 x 8 in float32"),
         (OnGpu(), layer(), [], "two-batch", None),
         (OnGpu(dropout=0.1), layer(), [], "two-batch", "two batches has random numbers of its own (drop-out)"),
-        (OnGpu(), layer(), ["memory.dense=offload"], "two-batch", "of two batches"),
+        (OnGpu(), layer(), ["memory.layer_activations=offload"], "two-batch", "of two batches"),
         (
             OnGpu(),
             layer(),
@@ -94,18 +94,18 @@ CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training
         (OnGpu(), layer(), ["data.packing=off"], "none", "data.pad_to=sequence_length makes all alike"),
         (OnGpu(), layer(), ["data.packing=off", "data.pad_to=sequence_length"], "none", None),
         (OnGpu("flash_attention_2"), layer(), [], "none", "lengths of documents"),
-        (OnGpu(), layer(), ["memory.dense=recompute"], "none", None),
+        (OnGpu(), layer(), ["memory.layer_activations=recompute"], "none", None),
         (OnGpu(dropout=0.1), layer(), [], "none", None),
-        (OnGpu(dropout=0.1), layer(), ["memory.dense=recompute"], "none", "drop-out"),
+        (OnGpu(dropout=0.1), layer(), ["memory.layer_activations=recompute"], "none", "drop-out"),
         (OnGpu(), layer(), ["memory.experts=host"], "none", "host memory"),
         (OnGpu(), layer(), ["training.cuda_graphs=off"], "none", "training.cuda_graphs = 'off'"),
         (OnGpu(), layer(), STAGES, "none", None),
-        (OnGpu(), layer(), [*STAGES, "memory.hidden=offload"], "none", "in another"),
-        (OnGpu(), layer(), ["memory.dense=offload"], "none", None),
+        (OnGpu(), layer(), [*STAGES, "memory.expert_activations=offload"], "none", "in another"),
+        (OnGpu(), layer(), ["memory.layer_activations=offload"], "none", None),
         (OnGpu(), layer(), CONSUMED, "none", None),
-        (OnGpu(), layer(), [*CONSUMED, "training.optimizer_state=host"], "none", None),
-        (OnGpu(), layer(), [*CONSUMED, "training.optimizer_state=disk"], "none", "a state that comes from disk"),
-        (OnGpu(), layer(), ["training.optimizer_state=disk"], "none", None),
+        (OnGpu(), layer(), [*CONSUMED, "training.optimizer_offload=host"], "none", None),
+        (OnGpu(), layer(), [*CONSUMED, "training.optimizer_offload=disk"], "none", "a state that comes from disk"),
+        (OnGpu(), layer(), ["training.optimizer_offload=disk"], "none", None),
     ],
 )
 def test_why_steps_are_not_captured(model: Any, one: Any, overrides: list[str], schedule: str, why: str | None) -> None:
@@ -133,7 +133,7 @@ def test_fsdp_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, [])
     reason = why_no_graphs(config, candidate(config), model, [layer()])
     assert reason is not None and "FSDP" in reason
-    assert Candidate(Degrees(1, 8, 1, 8), 4096, 1, dense="fsdp").why_eager == reason
+    assert Candidate(Degrees(1, 8, 1, 8), 4096, 1, data_parallel="fsdp").why_eager == reason
 
 
 def test_plans_know_which_transports_wait() -> None:

@@ -14,7 +14,7 @@ from carpool.train.config.schema import MoeSection
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, start, text, weights  # noqa: F401
 
-LIMITED = ["moe.limit_ranks=1", "training.freeze=dense", "training.eval_steps=none"]
+LIMITED = ["moe.limit_ranks=1", "training.freeze=non_expert", "training.eval_steps=none"]
 
 
 def test_limited_and_frozen(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811

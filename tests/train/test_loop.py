@@ -189,7 +189,7 @@ def test_masters_and_rounded_moments_resume_bit_by_bit(
     two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path
 ) -> None:
     """bfloat16 weights learn almost as float32's do; random roundings and low bits come back."""
-    settings = [*text, "model.dtype=bfloat16", "training.optimizer_moments=bfloat16"]
+    settings = [*text, "model.dtype=bfloat16", "training.optimizer_state_dtype=bfloat16"]
     assert start_two(two_ranks, tmp_path / "whole", settings) == [""] * 2
     resume = f"training.resume_from_checkpoint={tmp_path}/whole/checkpoints/step-00000003"
     assert start_two(two_ranks, tmp_path / "parts", [*settings, resume]) == [""] * 2
@@ -228,9 +228,13 @@ def test_another_way_to_compute_it_gives_the_same_losses(
         "alltoall": ["moe.transport=alltoall"],
         "replicated": [f"moe.layout={tmp_path}/layout.json"],
         "accumulate": ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2"],
-        "checkpointing": ["memory.dense=recompute", "memory.hidden=offload"],
+        "checkpointing": ["memory.layer_activations=recompute", "memory.expert_activations=offload"],
         "rides first": ["moe.priority=true"],
-        "offload": ["memory.dense=offload", "memory.rows=offload", "memory.hidden=offload"],
+        "offload": [
+            "memory.layer_activations=offload",
+            "memory.expert_inputs=offload",
+            "memory.expert_activations=offload",
+        ],
         "chunks": ["moe.schedule=chunks", "moe.chunks=3", "moe.backward_chunks=2"],
     }
     change = [setting for way in ways for setting in changes[way]]

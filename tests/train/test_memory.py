@@ -53,52 +53,78 @@ def run(output: str, settings: list[str]) -> dict[str, Any]:
 
 
 def test_a_run_takes_what_fits(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
-    settings = [*text, "parallelism.dense=fsdp", "data.sequence_length=64"]
+    settings = [*text, "parallelism.data_parallel=fsdp", "data.sequence_length=64"]
     total = _estimate(settings, 2)("dedup", "fsdp")["total"]
     found = two_ranks(run, str(tmp_path / "run"), [*settings, f"memory.budget={total // 2**10 - 20}KiB"])[0]
     assert found["decisions"]["memory"]["how"] == "measured" and "(measured)" in found["decisions"]["memory"]["why"]
     times = found["decisions"]["memory"]["milliseconds"]
     assert {item: list(one) for item, one in times.items()} == {
-        "rows": ["resend", "offload"], "hidden": ["recompute", "offload"], "dense": ["recompute", "offload"],
-        "sums": ["recompute"],
+        "expert_inputs": ["resend", "offload"], "expert_activations": ["recompute", "offload"],
+        "layer_activations": ["recompute", "offload"],
+        "moe_outputs": ["recompute"],
     }  # fmt: skip
     assert all(ms >= 0 for one in times.values() for ms in one.values())
     assert found["predicted"]["memory_per_rank_bytes"]["total"] <= total - 20 * 2**10
-    assert [found["decisions"]["memory"][item] for item in ("rows", "hidden", "dense", "sums")] != ["keep"] * 4
+    assert [
+        found["decisions"]["memory"][item]
+        for item in ("expert_inputs", "expert_activations", "layer_activations", "moe_outputs")
+    ] != ["save"] * 4
     with pytest.raises(ValueError, match=r"memory.budget = 1 MiB is not enough.*memory.budget=\d+MiB, which takes"):
         choose_memory(_estimate([*settings, "memory.budget=1MiB"]), "dedup", CPU, Decisions())
 
 
 def test_a_resumed_run_takes_what_it_recorded(tmp_path: Path) -> None:
-    estimate = _estimate(["memory.budget=10GiB", "memory.hidden=recompute"])
+    estimate = _estimate(["memory.budget=10GiB", "memory.expert_activations=recompute"])
     first = choose_memory(estimate, "dedup", CPU, Decisions())
-    assert first.answer == {"rows": "keep", "hidden": "recompute", "dense": "keep", "sums": "keep"}
+    assert first.answer == {
+        "expert_inputs": "save",
+        "expert_activations": "recompute",
+        "layer_activations": "save",
+        "moe_outputs": "save",
+    }
     # As if that run had measured.
-    record = MEMORY_KIND.record(first) | {"rows": "offload", "how": "measured", "milliseconds": {"rows": {}}}
+    record = MEMORY_KIND.record(first) | {
+        "expert_inputs": "offload",
+        "how": "measured",
+        "milliseconds": {"expert_inputs": {}},
+    }
     (tmp_path / "run.json").write_text(json.dumps({"decisions": {"memory": record}}))
     again = choose_memory(estimate, "dedup", CPU, decisions_of([tmp_path]))
-    assert again.answer["rows"] == "offload" and again.why == "as recorded in this run (measured)"
-    assert again.times == {"rows": {}}
+    assert again.answer["expert_inputs"] == "offload" and again.why == "as recorded in this run (measured)"
+    assert again.times == {"expert_inputs": {}}
     larger = choose_memory(_estimate(["memory.budget=11GiB"]), "dedup", CPU, decisions_of([tmp_path]))
-    assert larger.answer["rows"] == "keep" and "budget was 10GiB, is 11GiB" in larger.why
+    assert larger.answer["expert_inputs"] == "save" and "budget was 10GiB, is 11GiB" in larger.why
 
 
 def test_what_is_measured_decides() -> None:
-    shape = ["parallelism.dense=fsdp", "model.config.num_hidden_layers=6", "training.per_device_train_batch_size=64"]
+    shape = [
+        "parallelism.data_parallel=fsdp",
+        "model.config.num_hidden_layers=6",
+        "training.per_device_train_batch_size=64",
+    ]
     plain = _estimate(shape, 4)("dedup", "fsdp")["total"]
     estimate = _estimate([*shape, f"memory.budget={plain // 2**10 - 20}KiB"], 4)
     every = {item: dict.fromkeys(policies[1:], 5.0) for item, policies in POLICIES.items()}
     taken = []
-    for item, policy in (("hidden", "recompute"), ("rows", "offload"), ("dense", "recompute")):
+    for item, policy in (
+        ("expert_activations", "recompute"),
+        ("expert_inputs", "offload"),
+        ("layer_activations", "recompute"),
+    ):
         times = {**every, item: {**every[item], policy: 1.0}}
         chosen = choose_memory(estimate, "dedup", CPU, Decisions(), measure_times=lambda: times)  # noqa: B023
         assert chosen.how == "measured" and chosen.times == times and "for 1.0 ms more" in chosen.why
-        taken.append([one for one in POLICIES if chosen.answer[one] != "keep"])
-    assert taken == [["hidden"], ["rows"], ["dense"]]
+        taken.append([one for one in POLICIES if chosen.answer[one] != "save"])
+    assert taken == [["expert_activations"], ["expert_inputs"], ["layer_activations"]]
     # What two batches offload cannot be captured.
-    shape = [*shape, "parallelism.dense=replicate", "moe.schedule=two-batch", "training.gradient_accumulation_steps=2"]
-    plain, answers = _estimate(shape, 4, True)("nvlink", "replicate")["total"], []
-    times = {**every, "hidden": {"recompute": 9.0, "offload": 1.0}}
+    shape = [
+        *shape,
+        "parallelism.data_parallel=zero1",
+        "moe.schedule=two-batch",
+        "training.gradient_accumulation_steps=2",
+    ]
+    plain, answers = _estimate(shape, 4, True)("nvlink", "zero1")["total"], []
+    times = {**every, "expert_activations": {"recompute": 9.0, "offload": 1.0}}
     for graphs in ("auto", "on"):
         settings = [*shape, f"memory.budget={plain // 2**10 - 20}KiB", f"training.cuda_graphs={graphs}"]
         chosen = choose_memory(
@@ -108,14 +134,14 @@ def test_what_is_measured_decides() -> None:
             Decisions(),
             measure_times=lambda: times,
         )
-        answers.append(chosen.answer["hidden"])
-    assert answers == ["offload", "keep"]
+        answers.append(chosen.answer["expert_activations"])
+    assert answers == ["offload", "save"]
 
     def never() -> Any:
         raise AssertionError("what fits costs nothing")
 
     fits = choose_memory(_estimate(["memory.budget=10GiB"]), "dedup", CPU, Decisions(), measure_times=never)
-    assert set(fits.answer.values()) == {"keep"} and fits.how == "default"
+    assert set(fits.answer.values()) == {"save"} and fits.how == "default"
 
 
 def test_what_is_measured_is_a_step_alone() -> None:
@@ -124,12 +150,12 @@ def test_what_is_measured_is_a_step_alone() -> None:
         "placement.every=10",
         "training.gradient_accumulation_steps=4",
         "memory.budget=1GiB",
-        "memory.rows=resend",
+        "memory.expert_inputs=resend",
     ]
     small = small_config(load_config(None, [*MODEL, *given]))
     assert small.placement.every is None and small.moe.layout == "contiguous"
     assert small.training.gradient_accumulation_steps == 1 and small.training.cuda_graphs == "auto"
-    assert small.memory.budget is None and set(small.memory.policies.values()) == {"keep"}
+    assert small.memory.budget is None and set(small.memory.policies.values()) == {"save"}
 
 
 def test_a_small_model_has_layers_with_experts() -> None:
@@ -149,16 +175,20 @@ def _estimate(settings: list[str], num_ranks: int = 1, cuda: bool = False) -> An
 
 
 def test_a_dry_run_shows_what_was_chosen_and_what_it_costs() -> None:
-    shown = dry_run(load_config(None, [*MODEL, "memory.budget=70GB", "memory.hidden=offload"]), gpu="h100")
+    shown = dry_run(load_config(None, [*MODEL, "memory.budget=70GB", "memory.expert_activations=offload"]), gpu="h100")
     line = next(line for line in shown.splitlines() if line.startswith("# memory: "))
-    assert "hidden offload, dense keep" in line and "of 66,757 MiB, for " in line and "ms more in a micro" in line
+    assert (
+        "expert_activations offload, layer_activations save" in line
+        and "of 66,757 MiB, for " in line
+        and "ms more in a micro" in line
+    )
     assert "# host memory of one rank" in shown and "# fits in 65 GiB" in shown
 
 
 @pytest.mark.slow
 def test_losses_do_not_depend_on_policies(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     assert start(ranks, tmp_path / "plain", [*text, "training.max_steps=2"]) == [""] * 4
-    away = ["memory.rows=resend", "memory.hidden=recompute", "memory.dense=offload"]
+    away = ["memory.expert_inputs=resend", "memory.expert_activations=recompute", "memory.layer_activations=offload"]
     assert start(ranks, tmp_path / "away", [*text, "training.max_steps=2", *away]) == [""] * 4
     assert losses(tmp_path / "plain") == losses(tmp_path / "away"), "bit by bit"
 

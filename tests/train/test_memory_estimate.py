@@ -38,21 +38,25 @@ SHAPE = [
 ]  # fmt: skip
 WORDS = "model.config.vocab_size=12000"
 SETTINGS = {
-    "replicate": [],
-    "fsdp and checkpointing": ["parallelism.dense=fsdp", "memory.dense=recompute"],
+    "zero1": [],
+    "fsdp and checkpointing": ["parallelism.data_parallel=fsdp", "memory.layer_activations=recompute"],
 }
 MORE = {
-    "fsdp": ["parallelism.dense=fsdp"],
-    "rides repeated": ["memory.dense=recompute", "memory.sums=recompute"],
-    "many words, logits whole": [WORDS, "training.loss_chunk=0"],
-    "many words, pieces": [WORDS, "training.loss_chunk=256"],
-    "bfloat16, moments of 8 bits": ["model.dtype=bfloat16", "training.optimizer_moments=int8"],
-    "computed in bfloat16": ["training.bf16=true", "parallelism.dense=fsdp", "memory.hidden=recompute"],
+    "fsdp": ["parallelism.data_parallel=fsdp"],
+    "rides repeated": ["memory.layer_activations=recompute", "memory.moe_outputs=recompute"],
+    "many words, logits whole": [WORDS, "training.loss_chunk_size=0"],
+    "many words, pieces": [WORDS, "training.loss_chunk_size=256"],
+    "bfloat16, moments of 8 bits": ["model.dtype=bfloat16", "training.optimizer_state_dtype=int8"],
+    "computed in bfloat16": [
+        "training.bf16=true",
+        "parallelism.data_parallel=fsdp",
+        "memory.expert_activations=recompute",
+    ],
     "gather": ["moe.transport=gather"],
     "alltoall, two micro-batches": ["moe.transport=alltoall", "training.gradient_accumulation_steps=2"],
     "two groups of experts": ["parallelism.ep_size=2"],
-    "experts alone are trained": ["training.freeze=dense"],
-    "rows sent again": ["memory.rows=resend"],
+    "experts alone are trained": ["training.freeze=non_expert"],
+    "rows sent again": ["memory.expert_inputs=resend"],
 }
 PLAIN = ExpertLayout.contiguous(16, 4)
 
@@ -104,7 +108,7 @@ EVERYWHERE = PLAIN.with_replicas((e, rank) for rank in range(4) for e in range(1
         (FEW, []),
         (EVERYWHERE, ["parallelism.ranks_per_node=2"]),
         (EVERYWHERE, ["training.gradient_accumulation_steps=2"]),
-        (EVERYWHERE, ["memory.dense=recompute"]),
+        (EVERYWHERE, ["memory.layer_activations=recompute"]),
     ],
 )
 def test_a_step_with_copies_of_experts_takes_what_is_predicted(
@@ -159,7 +163,12 @@ QWEN = [
 
 def test_a_known_measurement() -> None:
     """112 GB were measured on each of 4 H200, with logits as a whole and an AdamW without masters."""
-    then = ["training.optimizer=torch", "training.loss_chunk=0", "parallelism.dense=fsdp", "parallelism.num_ranks=4"]
+    then = [
+        "training.optimizer=torch",
+        "training.loss_chunk_size=0",
+        "parallelism.data_parallel=fsdp",
+        "parallelism.num_ranks=4",
+    ]
     text = dry_run(load_config(None, [*QWEN, *then]), gpu="h200")
     sizes = {
         line.split()[1]: float(line.split()[2].replace(",", "")) for line in text.splitlines() if line.endswith(" MiB")
@@ -190,10 +199,10 @@ def test_what_does_not_fit_is_told_what_to_change_cheapest_first() -> None:
     told = dry_run(load_config(None, settings), gpu="h100")
     advice = told.partition("# does not fit in 79 GiB: ")[2].splitlines()[1:]
     changes = [line.removeprefix("#").split()[0] for line in advice]
-    assert changes[0] == "training.optimizer_moments=bfloat16" and "memory.dense=recompute" in changes
+    assert changes[0] == "training.optimizer_state_dtype=bfloat16" and "memory.layer_activations=recompute" in changes
     assert all("not enough" in line for line in advice[:-1]) and " fits: " in advice[-1]
     # Whoever follows the advice fits.
-    kept = [one for one in changes if not one.startswith("training.optimizer_moments=bf")]
+    kept = [one for one in changes if not one.startswith("training.optimizer_state_dtype=bf")]
     assert "# fits in 79 GiB" in dry_run(load_config(None, [*settings, *kept]), gpu="h100")
 
 
@@ -222,27 +231,27 @@ def test_flex_attention_keeps_no_scores() -> None:
 
 def test_captured_steps_leave_nothing_for_an_evaluation() -> None:
     shape = ["model.config.num_hidden_layers=2", "training.per_device_eval_batch_size=2"]
-    captured, eager = (estimate_of(*shape, *more)("nvlink", "replicate") for more in ([], ["training.cuda_graphs=off"]))
+    captured, eager = (estimate_of(*shape, *more)("nvlink", "zero1") for more in ([], ["training.cuda_graphs=off"]))
     logits = 2 * 2**29  # a piece, 2**29 numbers
     assert captured["graphs"] >= logits * 0.9 and "graphs" not in eager
     # A graph's gradients stay where they are.
     gradients = captured["gradients"] - eager["gradients"]
     assert gradients > 0
     assert captured["total"] - captured["graphs"] == pytest.approx(eager["total"] + 1.03 * gradients, rel=1e-6)
-    assert "graphs" not in estimate_of(*shape)("dedup", "replicate")
-    assert "graphs" in estimate_of(*shape, "memory.dense=offload")("nvlink", "replicate")
-    assert "graphs" not in estimate_of(*shape, "memory.experts=host", "training.freeze=experts")("nvlink", "replicate")
+    assert "graphs" not in estimate_of(*shape)("dedup", "zero1")
+    assert "graphs" in estimate_of(*shape, "memory.layer_activations=offload")("nvlink", "zero1")
+    assert "graphs" not in estimate_of(*shape, "memory.experts=host", "training.freeze=experts")("nvlink", "zero1")
 
 
 def test_experts_that_go_to_host_memory_are_on_the_device_first() -> None:
-    away = ["memory.experts=host", "training.gradients=consumed", "training.max_grad_norm=0"]
-    away += ["training.optimizer_state=host", "training.per_device_train_batch_size=1", "data.sequence_length=256"]
-    found = estimate_of(*away)("nvlink", "replicate")
+    away = ["memory.experts=host", "training.optimizer_in_backward=true", "training.max_grad_norm=0"]
+    away += ["training.optimizer_offload=host", "training.per_device_train_batch_size=1", "data.sequence_length=256"]
+    found = estimate_of(*away)("nvlink", "zero1")
     # 28.99 of 30.53 B parameters are experts, half of them on each rank.
     assert found["loading"] > 8.5e9
     assert tensors_of(found) == pytest.approx(2 * (28.99e9 / 2 + 1.54e9 / 2), rel=0.01)
     # On disk, host memory holds no more of them than there are: a rank's 27 GiB, and layers that are read ahead.
-    settings = ["memory.experts=disk", *away[1:3], "model.dtype=bfloat16", "memory.experts_host_memory"]
+    settings = ["memory.experts=disk", *away[1:3], "model.dtype=bfloat16", "memory.expert_host_memory"]
     few, many, more = (estimate_of(f"{settings[-1]}={size}", *settings[:-1]) for size in ("1GiB", "40GiB", "4000GiB"))
     assert many.host_bytes("nvlink") == more.host_bytes("nvlink") < 31 * 2**30
     assert many.host_bytes("nvlink") - few.host_bytes("nvlink") == pytest.approx(28.99e9 - 2**30, rel=0.01)
@@ -258,13 +267,13 @@ def test_advice_is_of_what_the_run_may_do() -> None:
     assert prices[1]["model.dtype=bfloat16"] == "gradients, parameters and moments are rounded, without masters"
     alone = ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
     for norm, found in (
-        (1.0, "training.gradients=consumed training.clip_by=previous"),
-        (0, "training.gradients=consumed"),
+        (1.0, "training.optimizer_in_backward=true training.grad_clipping=delayed"),
+        (0, "training.optimizer_in_backward=true"),
     ):
         changes = fit._changes(load_config(None, [*QWEN[:1], *alone, f"training.max_grad_norm={norm}"]))
         assert found in [settings for settings, _, _ in changes]
-    assert not any("consumed" in one for one in prices[0])
-    host = "training.optimizer_state=host"
+    assert not any("optimizer_in_backward" in one for one in prices[0])
+    host = "training.optimizer_offload=host"
     assert [host in one for one in prices] == [True, False, False]
 
 

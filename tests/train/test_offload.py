@@ -31,10 +31,10 @@ MODEL = [
     "training.eval_steps=none",
     "training.eval_on_start=false",
     "training.max_grad_norm=0",
-    "training.optimizer_moments=int8",
+    "training.optimizer_state_dtype=int8",
 ]
-FSDP = ["parallelism.dense=fsdp"]
-BOTH = ["training.optimizer_state=host", "training.gradients=consumed"]
+FSDP = ["parallelism.data_parallel=fsdp"]
+BOTH = ["training.optimizer_offload=host", "training.optimizer_in_backward=true"]
 
 
 def _run_in_small_parts(output: str, overrides: list[str]) -> str:
@@ -55,8 +55,8 @@ def _run_in_small_parts(output: str, overrides: list[str]) -> str:
 @pytest.mark.parametrize(
     ("dense", "where"),
     [
-        ("replicate", "host"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("fsdp", "host"), ("replicate", "disk"))),
+        ("zero1", "host"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("fsdp", "host"), ("zero1", "disk"))),
     ],
 )
 def test_streaming_and_consuming_change_nothing(
@@ -67,11 +67,15 @@ def test_streaming_and_consuming_change_nothing(
     where: str,
 ) -> None:
     folders = []
-    away = [f"training.optimizer_state={where}", "training.gradients=consumed", f"memory.disk_folder={tmp_path}"]
+    away = [
+        f"training.optimizer_offload={where}",
+        "training.optimizer_in_backward=true",
+        f"memory.disk_folder={tmp_path}",
+    ]
     away += [f"memory.experts={where}", "memory.expert_loading=popular"]
     for name, overrides in {"kept": [], "consumed": away}.items():
         folder = tmp_path / name
-        settings = [*MODEL, *text, f"parallelism.dense={dense}", *overrides]
+        settings = [*MODEL, *text, f"parallelism.data_parallel={dense}", *overrides]
         assert (
             two_ranks(_run_in_small_parts if overrides else run, str(folder), settings)
             == ["True" * bool(overrides)] * 2
@@ -92,17 +96,17 @@ def test_streaming_and_consuming_change_nothing(
     [
         (["gradient_accumulation_steps=2", "max_grad_norm=0"], "gradient_accumulation_steps = 2 adds gradients"),
         (["max_grad_norm=1.0"], "training.max_grad_norm = 1 waits for the norm"),
-        (["max_grad_norm=0", "optimizer=torch"], "training.gradients = 'consumed' needs the one-pass optimizer"),
+        (["max_grad_norm=0", "optimizer=torch"], "training.optimizer_in_backward = true needs the one-pass optimizer"),
     ],
 )
 def test_gradients_that_cannot_be_consumed(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(None, ["training.gradients=consumed", *(f"training.{one}" for one in overrides)])
+        load_config(None, ["training.optimizer_in_backward=true", *(f"training.{one}" for one in overrides)])
 
 
 def test_experts_that_move_keep_their_state_on_the_device() -> None:
     with pytest.raises(ValueError, match=r"placement.every moves experts with theirs between GPUs"):
-        load_config(None, ["training.optimizer_state=host", "placement.every=2"])
+        load_config(None, ["training.optimizer_offload=host", "placement.every=2"])
 
 
 def test_the_cpu_takes_experts_as_long_as_it_is_faster() -> None:
@@ -119,8 +123,11 @@ def test_the_cpu_takes_experts_as_long_as_it_is_faster() -> None:
     assert choose_few_tokens("auto", own, torch.bfloat16, cpu, Decisions()).answer == 0
     given = Decisions()
     assert choose_few_tokens(7, own, torch.bfloat16, cpu, given).answer == 7
-    recorded = {**given.record()["few_tokens"], "how": "measured"}
-    assert choose_few_tokens("auto", own, torch.bfloat16, cpu, Decisions(lambda: {"few_tokens": recorded})).answer == 7
+    recorded = {**given.record()["cpu_expert_tokens"], "how": "measured"}
+    assert (
+        choose_few_tokens("auto", own, torch.bfloat16, cpu, Decisions(lambda: {"cpu_expert_tokens": recorded})).answer
+        == 7
+    )
 
 
 @pytest.mark.slow
@@ -135,11 +142,11 @@ def test_a_run_goes_on_from_host_memory_bit_by_bit(
     settings = [
         *MODEL,
         *text,
-        "training.optimizer_state=disk",
-        "training.gradients=consumed",
+        "training.optimizer_offload=disk",
+        "training.optimizer_in_backward=true",
         f"memory.experts={where}",
     ]
-    settings += ["training.clip_by=previous", "training.max_grad_norm=0.5"]
+    settings += ["training.grad_clipping=delayed", "training.max_grad_norm=0.5"]
     settings += ["training.max_steps=4", "training.save_steps=2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert two_ranks(run, str(whole), settings) == [""] * 2
@@ -178,8 +185,11 @@ def test_stages_take_frozen_experts_from_host_memory(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["experts=host", "expert_loading=popular", "few_tokens=-1"], "expected 0 (the CPU computes none), or more"),
-        (["experts=disk", "experts_host_memory=lots"], "expected a size with its unit"),
+        (
+            ["experts=host", "expert_loading=popular", "cpu_expert_tokens=-1"],
+            "expected 0 (the CPU computes none), or more",
+        ),
+        (["experts=disk", "expert_host_memory=lots"], "expected a size with its unit"),
     ],
 )
 def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> None:
@@ -191,8 +201,8 @@ def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> N
     ("overrides", "message"),
     [
         ([], "they are trained, and their gradients would be on the device all together"),
-        (["training.gradients=consumed", *FSDP, "parallelism.ep_size=1"], "FSDP shards or casts these experts"),
-        (["training.gradients=consumed", "training.bf16=true", "model.dtype=float32"], "stored in float32"),
+        (["training.optimizer_in_backward=true", *FSDP, "parallelism.ep_size=1"], "FSDP shards or casts these experts"),
+        (["training.optimizer_in_backward=true", "training.bf16=true", "model.dtype=float32"], "stored in float32"),
     ],
 )
 def test_experts_that_cannot_be_away(
@@ -227,6 +237,6 @@ def test_too_little_memory_is_said_before_training(
     where: str,
     message: str,
 ) -> None:
-    found = two_ranks(_short, str(tmp_path / "run"), [*MODEL, *text, f"training.optimizer_state={where}"])
+    found = two_ranks(_short, str(tmp_path / "run"), [*MODEL, *text, f"training.optimizer_offload={where}"])
     assert len(set(found)) == 1 and re.search(message, found[0])
     assert not (tmp_path / "run").exists()

@@ -33,7 +33,7 @@ def _model(dtype: str) -> torch.nn.Module:
     ],
 )
 def test_who_updates_and_what_it_keeps(dtype: str, optimizer: str, moments: str, cls: Any, lossy: str) -> None:
-    settings = [f"model.dtype={dtype}", f"training.optimizer={optimizer}", f"training.optimizer_moments={moments}"]
+    settings = [f"model.dtype={dtype}", f"training.optimizer={optimizer}", f"training.optimizer_state_dtype={moments}"]
     config = load_config(None, settings)
     model = _model(dtype)
     made = make_optimizer(model, config.training)
@@ -50,6 +50,6 @@ def test_who_updates_and_what_it_keeps(dtype: str, optimizer: str, moments: str,
 
 
 def test_torch_keeps_no_other_moments() -> None:
-    message = "training.optimizer_moments = 'int8' needs the one-pass optimizer"
+    message = "training.optimizer_state_dtype = 'int8' needs the one-pass optimizer"
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(None, ["training.optimizer=torch", "training.optimizer_moments=int8"])
+        load_config(None, ["training.optimizer=torch", "training.optimizer_state_dtype=int8"])

@@ -50,17 +50,17 @@ def test_every_schedule_of_every_family(two_ranks: Ranks, family: str, schedule:
     ("family", "schedule", "more"),
     [
         ("olmoe", "1F1B", {"ep": 2}),
-        ("olmoe", "DualPipeV", {"ep": 2, "dense": "replicate", "per_layer": True}),
+        ("olmoe", "DualPipeV", {"ep": 2, "dense": "zero1", "per_layer": True}),
         ("qwen3_moe", "ZBVZeroBubble", {"ep": 2, "packed": True}),
         ("qwen3_moe", "Interleaved1F1B", {"ep": 1, "tie_word_embeddings": False, "paired": True}),
         ("deepseek_v3", "InterleavedZeroBubble", {"ep": 2, "aux": 0.0}),
-        ("gpt_oss", "GPipe", {"ep": 2, "dense": "replicate", "padded": True}),
+        ("gpt_oss", "GPipe", {"ep": 2, "dense": "zero1", "padded": True}),
         ("olmoe", "1F1B", {"cp": 2, "ep": 2, "length": 8}),
         ("qwen3_moe", "ZBVZeroBubble", {"cp": 2, "ep": 1, "length": 8, "packed": True}),
         (
             "gpt_oss",
             "DualPipeV",
-            {"cp": 2, "ep": 2, "length": 10, "packed": True, "padded": True, "dense": "replicate"},
+            {"cp": 2, "ep": 2, "length": 10, "packed": True, "padded": True, "dense": "zero1"},
         ),
         ("olmoe", "1F1B", {"ep": 2, "priority": True, "offload": True}),
         ("qwen3_moe", "ZBVZeroBubble", {"ep": 2, "priority": True, "offload": True}),
@@ -111,7 +111,7 @@ def test_pairs_run_at_the_same_time(two_ranks: Ranks) -> None:
         # Shared experts need the layer's weights after the ride, when the backward may be done.
         ("deepseek_v3", {"ep": 2, "shared_beside": False}),
         ("olmoe", {"ep": 1, "priority": True}),
-        ("olmoe", {"ep": 2, "dense": "replicate"}),
+        ("olmoe", {"ep": 2, "dense": "zero1"}),
         ("olmoe", {"ep": 2, "recompute": "rides kept", "priority": True}),
         ("olmoe", {"ep": 2, "offload": True}),
     ],
@@ -131,7 +131,7 @@ def test_recorded_stages(two_ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_recorded_stages_of_two_ranks(ranks: Ranks, schedule: str) -> None:
-    assert ranks(replay, "gpt_oss", schedule, 4, ep=2, dense="replicate") == [[True] * 4] * 4
+    assert ranks(replay, "gpt_oss", schedule, 4, ep=2, dense="zero1") == [[True] * 4] * 4
 
 
 @pytest.mark.slow

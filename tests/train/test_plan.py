@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from carpool.planner.configuration.candidate import POLICIES
 from carpool.planner.machine.hardware import HARDWARE
 from carpool.planner.search.plan import USABLE
 from carpool.report.page import plan_rows
@@ -64,7 +65,7 @@ def test_a_section_is_left_to_the_plan_in_one_word(tmp_path: Path) -> None:
     assert config.parallelism.plan == config.memory.plan == "auto" and config.parallelism.ep_size == 2
     free = free_keys(config, resolved.fixed)
     assert not {"parallelism.ep_size", "moe.transport"} & free
-    assert {"parallelism.tp_size", "memory.rows", "training.optimizer_state"} <= free
+    assert {"parallelism.tp_size", "memory.expert_inputs", "training.optimizer_offload"} <= free
     assert free_keys(load_config(None, ["moe.schedule=auto"]), []) == set()
     with pytest.raises(ValueError, match="training is a section"):
         load_config(None, ["training=auto"])
@@ -86,43 +87,41 @@ def test_what_is_planned_fits_and_keeps_the_tokens_of_a_step() -> None:
 
 
 def test_what_the_user_says_stays() -> None:
-    asked = ("parallelism.ep_size=4", "parallelism.dense=fsdp", "training.gradient_accumulation_steps=2")
-    before, after, _, _ = planned("parallelism=auto", "memory=auto", *asked, "memory.hidden=recompute")
-    assert (after.parallelism.ep_size, after.parallelism.dense) == (4, "fsdp")
-    assert after.memory.hidden == "recompute" and after.training.gradient_accumulation_steps == 2
+    asked = ("parallelism.ep_size=4", "parallelism.data_parallel=fsdp", "training.gradient_accumulation_steps=2")
+    before, after, _, _ = planned("parallelism=auto", "memory=auto", *asked, "memory.expert_activations=recompute")
+    assert (after.parallelism.ep_size, after.parallelism.data_parallel) == (4, "fsdp")
+    assert after.memory.expert_activations == "recompute" and after.training.gradient_accumulation_steps == 2
     assert tokens(after, 8) == tokens(before, 8)
-    before, after, plan, _ = planned("memory=auto", "parallelism.dense=fsdp")
+    before, after, plan, _ = planned("memory=auto", "parallelism.data_parallel=fsdp")
     assert after.parallelism == before.parallelism and after.moe == before.moe
-    assert set(plan.taken.settings) <= {f"memory.{item}" for item in ("rows", "hidden", "dense", "sums")} | {
-        "training.optimizer_state"
-    }
+    assert set(plan.taken.settings) <= {f"memory.{item}" for item in POLICIES} | {"training.optimizer_offload"}
 
 
 def test_gradients_are_left_to_the_plan_where_none_are_clipped() -> None:
-    kept = [f"memory.{item}=keep" for item in ("rows", "hidden", "dense", "sums")]
+    kept = [f"memory.{item}=save" for item in POLICIES]
     asked = (
         "memory=auto",
         "parallelism.ep_size=8",
         *kept,
-        "training.optimizer_state=device",
-        "parallelism.dense=replicate",
+        "training.optimizer_offload=none",
+        "parallelism.data_parallel=zero1",
     )
     room = int(planned(*asked, memory=200 * GiB)[2].taken.memory_bytes / USABLE - GiB)
     consumed = planned(*asked, "training.max_grad_norm=0", memory=room)[2].taken
-    assert consumed.settings["training.gradients"] == "consumed" and consumed.memory_bytes < USABLE * room
+    assert consumed.settings["training.optimizer_in_backward"] is True and consumed.memory_bytes < USABLE * room
     with pytest.raises(ValueError, match="no plan fits"):
         planned(*asked, memory=room)
-    several = ("training.gradients=consumed", "training.max_grad_norm=0", "moe.schedule=two-batch")
-    with pytest.raises(ValueError, match="one backward consumes gradients"):
+    several = ("training.optimizer_in_backward=true", "training.max_grad_norm=0", "moe.schedule=two-batch")
+    with pytest.raises(ValueError, match="the optimizer in the backward takes one micro-batch"):
         planned("parallelism=auto", "training.per_device_train_batch_size=2", *several)
 
 
 @pytest.mark.parametrize(
-    "asked", [["memory=auto"], ["parallelism=auto", "moe.transport=auto", "parallelism.dense=auto"]]
+    "asked", [["memory=auto"], ["parallelism=auto", "moe.transport=auto", "parallelism.data_parallel=auto"]]
 )
 def test_what_a_run_decides_by_a_rule_is_predicted_as_something_that_can_be(asked: list[str]) -> None:
     label = planned(*asked)[2].taken.label
-    assert "auto" not in label and ("replicate" in label or "fsdp" in label)
+    assert "auto" not in label and ("zero1" in label or "fsdp" in label)
 
 
 def test_nothing_that_fits_is_an_error_that_says_how_much_it_takes() -> None:
@@ -145,7 +144,7 @@ def test_plans_that_cannot_be_run_are_passed_over(monkeypatch: pytest.MonkeyPatc
     assert all(one.settings["parallelism.pp_size"] > 1 for one in taken.others)
     monkeypatch.setattr("carpool.train.plan.auto_plan._refused", lambda *_, whole=False: "not here" if whole else None)
     with pytest.raises(ValueError, match=r"no plan that fits can be run: not here \([0-9]+\)"):
-        planned("memory=auto", "parallelism.dense=fsdp")
+        planned("memory=auto", "parallelism.data_parallel=fsdp")
 
 
 def test_no_plan_divides_a_key_value_head() -> None:

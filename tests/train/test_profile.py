@@ -48,7 +48,7 @@ def test_profile_of_two_schedules(two_ranks: Ranks, text: list[str], tmp_path: P
     # An existing run in the folder is left as it is.
     after.mkdir()
     (after / "metrics.jsonl").write_text("")
-    two = ["moe.schedule=two-batch", "memory.dense=recompute", "memory.sums=recompute"]
+    two = ["moe.schedule=two-batch", "memory.layer_activations=recompute", "memory.moe_outputs=recompute"]
     assert two_ranks(record, str(after), [*text, *two], 4, str(before)) == [""] * 2
     assert sorted(path.name for path in after.iterdir()) == ["metrics.jsonl", "profile", "profile.html"]
 

@@ -39,18 +39,18 @@ MIXED = Choices(up="flat", dact="wide", ddown="square")
 
 
 def test_a_word_or_a_table() -> None:
-    assert load_config(None).moe.expert_stages == "default"
-    assert load_config(None, ["moe.expert_stages=measure"]).moe.expert_stages == "measure"
-    both = ['moe.expert_stages={up = "flat", dup = "library"}', "moe.expert_stages.up=wide"]
-    assert load_config(None, both).moe.expert_stages == {"up": "wide", "dup": "library"}
-    assert load_config(None, [*both, "moe.expert_stages=measure"]).moe.expert_stages == "measure"
-    assert {name: kind for name, kind, *_ in describe()}["moe.expert_stages"] == "default | measure | table"
+    assert load_config(None).moe.expert_kernels == "default"
+    assert load_config(None, ["moe.expert_kernels=measure"]).moe.expert_kernels == "measure"
+    both = ['moe.expert_kernels={up = "flat", dup = "library"}', "moe.expert_kernels.up=wide"]
+    assert load_config(None, both).moe.expert_kernels == {"up": "wide", "dup": "library"}
+    assert load_config(None, [*both, "moe.expert_kernels=measure"]).moe.expert_kernels == "measure"
+    assert {name: kind for name, kind, *_ in describe()}["moe.expert_kernels"] == "default | measure | table"
 
 
 @pytest.mark.parametrize("comments", [False, True])
 @pytest.mark.parametrize("value", ["measure", '{up = "flat", dup = "library"}'])
 def test_round_trip(tmp_path: Path, value: str, comments: bool) -> None:
-    config = load_config(None, [f"moe.expert_stages={value}", "memory.hidden=recompute"])
+    config = load_config(None, [f"moe.expert_kernels={value}", "memory.expert_activations=recompute"])
     (tmp_path / "config.toml").write_text(config.to_toml(comments))
     assert load_config(tmp_path / "config.toml") == config
 
@@ -58,17 +58,20 @@ def test_round_trip(tmp_path: Path, value: str, comments: bool) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["moe.expert_stages=measur"], "moe.expert_stages = 'measur': expected default, measure, or a table"),
-        (["moe.expert_stages=measur"], "did you mean measure?"),
-        (["moe.expert_stages=3"], "moe.expert_stages = 3: expected default"),
-        (["moe.expert_stages={}"], "moe.expert_stages names no stage"),
-        (["moe.expert_stages.upp=flat"], "has no stage 'upp': expected one of up, down,"),
-        (["moe.expert_stages.upp=flat"], "did you mean up?"),
-        (["moe.expert_stages.up=flt"], "moe.expert_stages.up = 'flt': expected one of library, wide, flat, square"),
-        (["moe.expert_stages.up=flt"], "did you mean flat?"),
-        (["moe.expert_stages.up=[1]"], "moe.expert_stages.up = [1]"),
-        (["moe.expert_stage=measure"], "did you mean moe.expert_stages?"),
-        (["moe.experts=reference", "memory.hidden=recompute"], "memory.hidden = 'recompute' is of grouped experts"),
+        (["moe.expert_kernels=measur"], "moe.expert_kernels = 'measur': expected default, measure, or a table"),
+        (["moe.expert_kernels=measur"], "did you mean measure?"),
+        (["moe.expert_kernels=3"], "moe.expert_kernels = 3: expected default"),
+        (["moe.expert_kernels={}"], "moe.expert_kernels names no stage"),
+        (["moe.expert_kernels.upp=flat"], "has no stage 'upp': expected one of up, down,"),
+        (["moe.expert_kernels.upp=flat"], "did you mean up?"),
+        (["moe.expert_kernels.up=flt"], "moe.expert_kernels.up = 'flt': expected one of library, wide, flat, square"),
+        (["moe.expert_kernels.up=flt"], "did you mean flat?"),
+        (["moe.expert_kernels.up=[1]"], "moe.expert_kernels.up = [1]"),
+        (["moe.expert_kernel=measure"], "did you mean moe.expert_kernels?"),
+        (
+            ["moe.experts=reference", "memory.expert_activations=recompute"],
+            "memory.expert_activations = 'recompute' is of grouped experts",
+        ),
     ],
 )  # fmt: skip
 def test_errors(overrides: list[str], message: str) -> None:
@@ -100,7 +103,7 @@ def test_a_table_overrides_what_it_names() -> None:
     given = {"up": "square", "dup": "flat"}
     chosen, to_measure = decided(given)
     assert (chosen.answer, chosen.how, to_measure) == (Choices(up="square", dup="flat"), "given", False)
-    assert "up, dup as moe.expert_stages says; the rest by the shape" in chosen.why
+    assert "up, dup as moe.expert_kernels says; the rest by the shape" in chosen.why
     assert "the library computes all of them" in chosen.why  # on this device, as said in the same breath
     chosen, _ = decided(given, record=record_of(MIXED))
     assert chosen.answer == replace(MIXED, up="square", dup="flat") and chosen.how == "given"
@@ -242,7 +245,7 @@ def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Pa
         "shape": shape,
     }  # fmt: skip
 
-    stop = ["moe.expert_stages=measure", "memory.hidden=recompute", "training.stop_at_step=2"]
+    stop = ["moe.expert_kernels=measure", "memory.expert_activations=recompute", "training.stop_at_step=2"]
     assert two_ranks(run, str(output), [*text, *stop]) == [[(Choices(), True)] * 2] * 2
     first = info(output)
     assert first["how"] == "default" and "nothing was measured" in first["why"]
@@ -252,14 +255,14 @@ def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Pa
     written["decisions"]["experts"] |= record_of(MIXED, shape=Shape(**shape))
     path.write_text(json.dumps(written))
     resume = ["training.resume_from_checkpoint=last"]
-    assert two_ranks(run, str(output), [*text, *resume, "moe.expert_stages=measure"]) == [[(MIXED, False)] * 2] * 2
+    assert two_ranks(run, str(output), [*text, *resume, "moe.expert_kernels=measure"]) == [[(MIXED, False)] * 2] * 2
     again = info(output)
     assert again["stages"] == MIXED.to_dict() and again["how"] == "measured"
     assert again["microseconds"] == written["decisions"]["experts"]["microseconds"]
     assert losses(output) == losses(whole), "bitwise, with and without what recompute drops"
 
     # A run that goes on elsewhere from a checkpoint takes the record of the run that wrote it; a table overrides.
-    resume = [f"training.resume_from_checkpoint={output}/checkpoints/step-00000002", "moe.expert_stages.up=square"]
+    resume = [f"training.resume_from_checkpoint={output}/checkpoints/step-00000002", "moe.expert_kernels.up=square"]
     expected = replace(MIXED, up="square")
     assert two_ranks(run, str(tmp_path / "branch"), [*text, *resume]) == [[(expected, False)] * 2] * 2
     assert info(tmp_path / "branch")["how"] == "given" and info(tmp_path / "branch")["stages"] == expected.to_dict()
@@ -286,7 +289,7 @@ def run_timed(output: str, overrides: Sequence[str]) -> list[tuple[Choices | Non
 
 def test_what_is_measured_reaches_the_layers_and_the_record(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     output, expected = tmp_path / "run", Choices(dx="flat")
-    settings = [*text, "moe.expert_stages=measure"]
+    settings = [*text, "moe.expert_kernels=measure"]
     assert ranks(run_timed, str(output), [*settings, "training.stop_at_step=2"]) == [[(expected, False)] * 2] * 4
     first = info(output)
     assert first["stages"] == expected.to_dict() and first["how"] == "measured"

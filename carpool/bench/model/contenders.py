@@ -220,7 +220,7 @@ class TransformersContender:
             attn_implementation=self.plan.attention,
             experts_implementation=config.model.experts_implementation,
         )
-        if config.memory.dense == "recompute":
+        if config.memory.layer_activations == "recompute":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 

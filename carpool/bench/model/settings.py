@@ -23,7 +23,7 @@ _OF_ALL = (
     "model.", "data.", "parallelism.", "training.per_device", "training.gradient_accumulation", "training.seed",
     "training.resume", "training.output",
 )  # fmt: skip
-_OF_ONE = ("parallelism.dense",)
+_OF_ONE = ("parallelism.data_parallel",)
 # What the command's own options say in any case.
 _OPTIONS = {"parallelism.num_ranks": "--ranks", "parallelism.device": "--device", "training.output_dir": "--out"}
 # What transformers' contenders never read.

@@ -15,7 +15,7 @@ as if nothing had been rounded.
 Kept for the backward: packets of the rows (half the bytes) and h. Codes of the weights are not kept: both orders would
 take as much memory as the weights themselves, for every layer, also of those that FSDP has sharded again. But making
 them takes a third as long as the forward's products, longer where an expert has few rows, and they stay the same until
-the optimizer's next step. So it is for the caller to say (`carpool train`: moe.fp8_hold_weights):
+the optimizer's next step. So it is for the caller to say (`carpool train`: moe.fp8_cache_weights):
 
     with carpool.hf.seam.layouts.slots_kept(model, quantised=True):
         ...                                       an evaluation, or all micro-batches of one optimizer step

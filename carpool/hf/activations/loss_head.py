@@ -99,7 +99,7 @@ class HeadLoss:
         if asked.loss is None or (self.change is None and out.logits is not asked.loss):
             raise RuntimeError(
                 f"{type(self.model).__name__} changes its logits after its output layer, so that layer cannot compute "
-                "the loss: set training.loss_chunk=0"
+                "the loss: set training.loss_chunk_size=0"
             )
         return asked.loss, out
 
@@ -146,7 +146,7 @@ class _Head:
             raise RuntimeError(
                 f"the output layer was called more than once, or with rows of shape {tuple(hidden_BLH.shape)} for "
                 f"labels of shape {tuple(asked.target_BL.shape)}, so it cannot compute the loss: set "
-                "training.loss_chunk=0"
+                "training.loss_chunk_size=0"
             )
         weight_VH, bias_V = self.head.weight, self.head.bias
         if isinstance(self.own, SequenceHead):

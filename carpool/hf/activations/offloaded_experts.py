@@ -47,20 +47,20 @@ def keep_experts_in_host_memory(
         if few and getattr(own.compute, "name", None) not in FewOnHost.beside:
             raise ValueError(
                 f"{name}: the CPU computes experts beside {' or '.join(FewOnHost.beside)} ones (moe.experts), so "
-                "memory.few_tokens cannot be used"
+                "memory.cpu_expert_tokens cannot be used"
             )
         in_parts = own.transport is not None and own.transport.rides_in_parts
         if few and own.schedule.name == "tiles" and in_parts:
             raise ValueError(
                 f"{name}: the CPU computes experts once all rows have come, and the rows of moe.schedule = 'tiles' "
-                "come in parts: choose another schedule, or memory.few_tokens=0"
+                "come in parts: choose another schedule, or memory.cpu_expert_tokens=0"
             )
         sharded = kept is None and any(isinstance(parameter, DTensor) for parameter in own.experts.parameters())
         if sharded or id(own.experts) in by_fsdp:
             raise ValueError(
                 f"{name}: FSDP shards or casts these experts, so they cannot come from host memory "
                 'or disk (memory.experts): keep the parameters in the dtype that computes (model.dtype = "bfloat16"), '
-                'use as many expert-parallel ranks as there are, and parallelism.dense = "replicate"'
+                'use as many expert-parallel ranks as there are, and parallelism.data_parallel = "zero1"'
             )
     shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
     modules = [own.experts for own in layers.values()]

@@ -1,6 +1,6 @@
 """How a model's dense parameters lie on the ranks: sharded by FSDP2, or whole on each (`carpool.parallel.replicated`).
 
-    with sharded_as("replicate"):               transformers shards, and hangs no hooks on modules
+    with sharded_as("zero1"):               transformers shards, and hangs no hooks on modules
         model = ...                             built or loaded, as under FSDP
     freeze_dense(model)                         or not
     replicate_dense(model, bfloat16=True)       parameters are whole from here on
@@ -11,7 +11,7 @@
     keep_experts(model)                         experts are plain parameters from here on
 
 Transformers applies FSDP2 in one function, after expert parallelism and before weights are loaded. Inside
-`sharded_as("replicate")` another stands for it: it gives each dense parameter the placement that FSDP2 would, so
+`sharded_as("zero1")` another stands for it: it gives each dense parameter the placement that FSDP2 would, so
 whatever fills sharded parameters with values does it as ever.
 
 Either way FSDP2 has those experts that it has something to do for: those that several ranks hold, and those that are
@@ -47,10 +47,10 @@ def sharded_as(dense: str | None) -> Iterator[None]:
     """Inside, transformers distributes models as the module's docstring says.
 
     Args:
-        dense: "fsdp", or "replicate", whose models cannot compute before `replicate_dense`. None: as transformers does.
+        dense: "fsdp", or "zero1", whose models cannot compute before `replicate_dense`. None: as transformers does.
     """
     before = getattr(mixin, APPLY)
-    setattr(mixin, APPLY, {"fsdp": _shard_dense, "replicate": _place, None: before}[dense])
+    setattr(mixin, APPLY, {"fsdp": _shard_dense, "zero1": _place, None: before}[dense])
     try:
         yield
     finally:
@@ -58,7 +58,7 @@ def sharded_as(dense: str | None) -> Iterator[None]:
 
 
 def replicate_dense(model: nn.Module, bfloat16: bool, **options: Any) -> Replicated:
-    """Make the dense parameters of a model that was built as "replicate" whole. All ranks together.
+    """Make the dense parameters of a model that was built as "zero1" whole. All ranks together.
 
     Args:
         bfloat16: compute in bfloat16, and add gradients in float32.
@@ -111,7 +111,7 @@ def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str
     if config.tp_size > 1:
         raise ValueError(
             "tensor parallelism divides dense parameters, so they cannot be whole on each rank: use "
-            "parallelism.dense='fsdp' or parallelism.tp_size=1"
+            "parallelism.data_parallel='fsdp' or parallelism.tp_size=1"
         )
     copied = config.dp_replicate_size > 1
     mesh = meshes.get_mesh(("dp_replicate", "fsdp") if copied else "fsdp")

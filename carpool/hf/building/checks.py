@@ -74,7 +74,7 @@ def check_parallelism(
         own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
         plan = (blueprint.tp_plan or {}) | (sequence_plan(blueprint) if sequence_parallel else {}) | own
         check_tensor_parallel(blueprint, plan, ranks)
-    if dense != "replicate":
+    if dense != "zero1":
         check_tied(blueprint, distributed_config)
 
 
@@ -95,7 +95,7 @@ def check_tied(blueprint: PreTrainedModel, distributed_config: DistributedConfig
             raise ValueError(
                 f"{name} is tied, and FSDP cannot shard its {rows} rows evenly over {ranks} ranks: make the vocabulary "
                 f"a multiple of fsdp_size (model.config.vocab_size={-(-rows // ranks) * ranks}), do not tie "
-                "(model.config.tie_word_embeddings=false), or keep it whole (parallelism.dense=replicate)"
+                "(model.config.tie_word_embeddings=false), or keep it whole (parallelism.data_parallel=zero1)"
             )
 
 

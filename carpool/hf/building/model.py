@@ -77,14 +77,14 @@ def build_model(
         dtype: of the parameters, but for those that the model itself insists on keeping in float32.
         seed: of the random weights; they are the same for any number of ranks.
         attn_implementation, experts_implementation: as in Transformers; None takes its default.
-        dense: "fsdp", after which `carpool.hf.axes.dense.keep_experts` comes before the first backward; or "replicate",
+        dense: "fsdp", after which `carpool.hf.axes.dense.keep_experts` comes before the first backward; or "zero1",
             which leaves FSDP's hooks away, and `carpool.hf.axes.dense.replicate_dense` comes before the first forward.
             None: FSDP shards all, as Transformers has it.
         device: of a model on one process; None: its accelerator.
         read_experts: of a folder. False, on one process: parameters of experts have no memory (device "meta").
         base_dtype: experts of a folder are kept in "nf4" or "int8", to be frozen
             (`carpool.hf.finetune.quantised_base`). With several ranks, each expert is on one of them, and `dense` is
-            "replicate". None: as they are.
+            "zero1". None: as they are.
         meshes: of the run. The model is then sharded over the ranks of one stage of its pipeline, of which
             `distributed_config` has the sizes. None: over all ranks, on meshes that Transformers makes.
         sequence_parallel: divide tokens over tensor-parallel ranks (`carpool.hf.axes.sequence_parallel`), whose shard

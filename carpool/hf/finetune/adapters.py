@@ -233,7 +233,7 @@ def names_of_former_experts(model: Any) -> set[str]:
 
 
 def share_adapters(model: Any) -> None:
-    """Shard the adapters of a model that was built as "replicate" as its dense parameters are, so that
+    """Shard the adapters of a model that was built as "zero1" as its dense parameters are, so that
     `replicate_dense` makes them whole with the others. All ranks together."""
     copied = model.config.distributed_config.dp_replicate_size > 1
     mesh = model._mesh_manager.get_mesh(("dp_replicate", "fsdp") if copied else "fsdp")

@@ -13,12 +13,12 @@ from carpool.planner.configuration.eager import FSDP, FSDP_AVERAGES, FSDP_CASTS,
 
 # What may be done about each item of what is kept for the backward (`carpool.planner.memory.kept`).
 POLICIES: Mapping[str, tuple[str, ...]] = {
-    "rows": ("keep", "resend", "offload"),
-    "hidden": ("keep", "recompute", "offload"),
-    "dense": ("keep", "recompute", "offload"),
-    "sums": ("keep", "recompute"),
+    "expert_inputs": ("save", "resend", "offload"),
+    "expert_activations": ("save", "recompute", "offload"),
+    "layer_activations": ("save", "recompute", "offload"),
+    "moe_outputs": ("save", "recompute"),
 }
-KEEP: Mapping[str, str] = dict.fromkeys(POLICIES, "keep")
+KEEP: Mapping[str, str] = dict.fromkeys(POLICIES, "save")
 REDUCED = 4  # bytes of a gradient as it is added up over ranks
 
 
@@ -32,7 +32,7 @@ class Candidate:
         micro_batch: sequences of a data-parallel rank in a micro-batch.
         accumulation: micro-batches of a step.
         transport, schedule: as in [moe]; "none", "chunks" or "two-batch" of the schedules.
-        dense: "replicate" or "fsdp".
+        data_parallel: "zero1" or "fsdp", of non-expert parameters.
         policies: of what is kept, by item of `POLICIES`.
         moments: how the optimizer keeps them.
         optimizer: a name of `carpool.optim.OPTIMIZERS`.
@@ -56,12 +56,12 @@ class Candidate:
     transport: str = "nvlink"
     schedule: str = "none"
     _: KW_ONLY
-    dense: str = "replicate"
+    data_parallel: str = "zero1"
     policies: Mapping[str, str] = field(default_factory=lambda: KEEP)
     moments: str = "float32"
     optimizer: str = "one-pass"
-    optimizer_state: str = "device"
-    gradients: str = "kept"
+    optimizer_offload: str = "none"
+    optimizer_in_backward: bool = False
     max_grad_norm: float = 1.0
     compiled: bool = True
     eager: str | None = None
@@ -92,13 +92,13 @@ class Candidate:
     def gathers(self) -> bool:
         """Whether FSDP gathers parameters layer by layer."""
         experts = self.degrees.efsdp > 1 and not self.experts_as_dense
-        return experts or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
+        return experts or (self.data_parallel == "fsdp" and self.degrees.dp_cp > 1)
 
     @property
     def experts_as_dense(self) -> bool:
         """Whether experts are whole on each rank, as dense parameters are."""
         degrees = self.degrees
-        return self.dense == "replicate" and degrees.ep * degrees.etp == 1 and degrees.dp_cp > 1
+        return self.data_parallel == "zero1" and degrees.ep * degrees.etp == 1 and degrees.dp_cp > 1
 
     @property
     def copies_experts(self) -> bool:
@@ -117,13 +117,13 @@ class Candidate:
     def layers_compiled(self) -> bool:
         """Whether layers run compiled. Hooks on the inside of those that are computed again make these eager
         (`carpool.hf.compute.compiled`)."""
-        return self.compiled and not (self.experts_apart and self.policies["dense"] == "recompute")
+        return self.compiled and not (self.experts_apart and self.policies["layer_activations"] == "recompute")
 
     @property
     def divides_tokens(self) -> bool:
         """Whether tensor-parallel ranks divide tokens where blocks do not need all of them, if the model can
         (`carpool.train.plan.division.divides_tokens`)."""
-        return self.degrees.tp > 1 and not self.compiled and self.gradients == "kept"
+        return self.degrees.tp > 1 and not self.compiled and not self.optimizer_in_backward
 
     @property
     def waits(self) -> bool:
@@ -141,7 +141,7 @@ class Candidate:
         """Why FSDP's hooks run layer by layer, which no graph can hold; None: it has no parameters."""
         if not (self.gathers or self.experts_apart):
             return None
-        if self.dense == "fsdp" and self.degrees.dp_cp > 1:
+        if self.data_parallel == "fsdp" and self.degrees.dp_cp > 1:
             return FSDP
         if self.degrees.efsdp > 1:
             return FSDP_SHARDS
@@ -157,8 +157,8 @@ class Candidate:
             return "what layers keep of two batches goes to host memory"
         if self.degrees.pp > 1 and offloads:
             return "what a stage keeps goes to host memory in one graph, and comes back in another"
-        if self.gradients == "consumed" and self.optimizer_state not in OPTIMIZERS[self.optimizer].captured_places:
-            return f"gradients are consumed, by a state that comes from {self.optimizer_state}"
+        if self.optimizer_in_backward and self.optimizer_offload not in OPTIMIZERS[self.optimizer].captured_places:
+            return f"gradients are consumed, by a state that comes from {self.optimizer_offload}"
         return None
 
     @property
@@ -202,17 +202,17 @@ class Candidate:
             found += f" etp{degrees.etp}"
         if degrees.dp_replicate > 1:
             found += f" x{degrees.dp_replicate} copies"
-        kept = [f"{item} {policy}" for item, policy in self.policies.items() if policy != "keep"]
-        parts = [found, f"{self.micro_batch} x {self.accumulation}", self.transport, self.dense]
+        kept = [f"{item} {policy}" for item, policy in self.policies.items() if policy != "save"]
+        parts = [found, f"{self.micro_batch} x {self.accumulation}", self.transport, self.data_parallel]
         if degrees.pp > 1:
             parts.append(self.pipeline + (" in pairs" if self.paired else ""))
         if self.schedule != "none" and not self.paired:
             of = self.chunks, self.chunks if self.backward_chunks is None else self.backward_chunks
             parts.append(self.schedule if self.schedule != "chunks" else f"{of[0]} and {of[1]} chunks")
-        if self.gradients == "consumed":
-            parts.append("gradients consumed")
-        if self.optimizer_state != "device":
-            parts.append(f"optimizer in {self.optimizer_state}")
+        if self.optimizer_in_backward:
+            parts.append("optimizer in backward")
+        if self.optimizer_offload != "none":
+            parts.append(f"optimizer in {self.optimizer_offload}")
         return ", ".join(parts + kept)
 
     def flat_settings(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class Candidate:
             "num_ranks": degrees.world_size,
             "fsdp_size": degrees.fsdp,
             "ep_size": degrees.ep,
-            "dense": self.dense,
+            "data_parallel": self.data_parallel,
         }
         for name in ("dp_replicate", "tp", "cp", "etp", "pp"):
             if (size := degrees.size(name)) > 1:
@@ -239,13 +239,13 @@ class Candidate:
             "optimizer": self.optimizer,
         }
         if len(OPTIMIZERS[self.optimizer].moments) > 1:
-            training |= {"optimizer_moments": self.moments, "optimizer_state": self.optimizer_state}
+            training |= {"optimizer_state_dtype": self.moments, "optimizer_offload": self.optimizer_offload}
         if self.computed == 4:
             training["bf16"] = False
         if self.max_grad_norm != 1.0:
             training["max_grad_norm"] = self.max_grad_norm
-        if self.gradients == "consumed":
-            training |= {"gradients": "consumed"} | ({"clip_by": "previous"} if self.max_grad_norm else {})
+        if self.optimizer_in_backward:
+            training |= {"optimizer_in_backward": True} | ({"grad_clipping": "delayed"} if self.max_grad_norm else {})
         if degrees.pp > 1:
             parallelism["pp_schedule"] = self.pipeline
         moe: dict[str, Any] = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}
@@ -256,8 +256,8 @@ class Candidate:
             if self.backward_chunks is not None:
                 moe["backward_chunks"] = self.backward_chunks
         memory = dict(self.policies)
-        if memory["dense"] != "recompute":
-            del memory["sums"]
+        if memory["layer_activations"] != "recompute":
+            del memory["moe_outputs"]
         codec = {"codec": dict(self.codecs)} if self.codecs else {}
         return {
             "model": {"dtype": "bfloat16" if self.stored == 2 else "float32"},

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-FSDP = "FSDP gathers parameters layer by layer from the host (parallelism.dense)"
+FSDP = "FSDP gathers parameters layer by layer from the host (parallelism.data_parallel)"
 FSDP_SHARDS = "FSDP gathers experts layer by layer from the host, as several ranks share one's (parallelism.ep_size)"
 FSDP_CASTS = "FSDP casts experts layer by layer from the host, as they are stored in float32 (model.dtype=bfloat16)"
 FSDP_AVERAGES = "FSDP averages gradients of experts layer by layer over copies (parallelism.dp_replicate_size)"

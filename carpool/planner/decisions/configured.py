@@ -29,21 +29,22 @@ SIMULATED = frozenset((
     )),
     *(f"data.{key}" for key in ("sequence_length", "packing", "pad_to")),
     *(f"training.{key}" for key in (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optimizer", "optimizer_moments",
-        "optimizer_state", "gradients", "max_grad_norm", "torch_compile", "cuda_graphs", "full_determinism",
+        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optimizer", "optimizer_state_dtype",
+        "optimizer_offload", "optimizer_in_backward", "max_grad_norm", "torch_compile", "cuda_graphs",
+        "full_determinism",
     )),
     *(f"parallelism.{key}" for key in (
         "num_ranks", "fsdp_size", "tp_size", "cp_size", "pp_size", "pp_schedule", "dp_replicate_size", "ep_size",
-        "etp_size", "dense", "ranks_per_node", "hardware",
+        "etp_size", "data_parallel", "ranks_per_node", "hardware",
     )),
     *(f"moe.{key}" for key in (
         "transport", "schedule", "chunks", "backward_chunks", "experts", "priority", "move_sequences",
     )),
-    *(f"codec.{key}" for key in ("dispatch", "combine", "dispatch_backward", "combine_backward", "hop")),
+    *(f"codec.{key}" for key in ("dispatch", "combine", "dispatch_backward", "combine_backward", "inter_node")),
     *(f"memory.{key}" for key in (*POLICIES, "budget", "experts")),
     "placement.every",
 ))  # fmt: skip
-_CODECS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "hop")
+_CODECS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "inter_node")
 Settings = Mapping[str, Mapping[str, Any]]
 
 
@@ -99,12 +100,12 @@ def candidate_of(
         schedule=schedule,
         chunks=(moe["chunks"] or DEFAULT_CHUNKS) if schedule == "chunks" else 1,
         backward_chunks=moe["backward_chunks"] if schedule == "chunks" else None,
-        dense=settings["parallelism"]["dense"],
-        policies={item: memory[item] or "keep" for item in POLICIES},
-        moments=training["optimizer_moments"],
+        data_parallel=settings["parallelism"]["data_parallel"],
+        policies={item: memory[item] or "save" for item in POLICIES},
+        moments=training["optimizer_state_dtype"],
         optimizer=_optimizer(settings),
-        optimizer_state=training["optimizer_state"],
-        gradients=training["gradients"],
+        optimizer_offload=training["optimizer_offload"],
+        optimizer_in_backward=training["optimizer_in_backward"],
         max_grad_norm=training["max_grad_norm"],
         compiled=training["torch_compile"],
         eager=by_settings(settings),
@@ -115,14 +116,14 @@ def candidate_of(
         codecs={key: value for key in _CODECS if (value := settings["codec"][key]) not in ("none", "all")},
     )
     if memory["budget"] is not None:
-        notes["memory.budget"] = "not simulated: policies that it leaves open are 'keep'"
+        notes["memory.budget"] = "not simulated: policies that it leaves open are 'save'"
     if found.transport == "auto":
         transport, why = _transport(found, shape, hardware, per_node)
         found = replace(found, transport=decided("moe.transport", "auto", transport, why))
-    if found.dense == "auto":
-        whole = replace(found, dense="replicate")
+    if found.data_parallel == "auto":
+        whole = replace(found, data_parallel="zero1")
         dense, why = dense_by_rule(degrees, moe["priority"], lambda: memory_of(shape, whole).total, hardware.capacity)
-        found = replace(found, dense=decided("parallelism.dense", "auto", dense, why))
+        found = replace(found, data_parallel=decided("parallelism.data_parallel", "auto", dense, why))
     return found, notes
 
 
@@ -138,8 +139,8 @@ def _check_stages(schedule: str, pp: int, layers: int) -> None:
 def _optimizer(settings: Settings) -> str:
     """The name of what updates parameters: as `carpool train` decides "auto"."""
     training, dtype = settings["training"], settings["model"]["dtype"] or "float32"
-    moments, place = training["optimizer_moments"], training["optimizer_state"]
-    return find_optimizer(training["optimizer"], dtype, moments, place, training["gradients"] == "consumed").name
+    moments, place = training["optimizer_state_dtype"], training["optimizer_offload"]
+    return find_optimizer(training["optimizer"], dtype, moments, place, training["optimizer_in_backward"]).name
 
 
 def _transport(candidate: Candidate, shape: ModelShape, hardware: Hardware, per_node: int) -> tuple[str, str]:

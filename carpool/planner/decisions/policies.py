@@ -34,8 +34,11 @@ def combinations(given: Mapping[str, str | None]) -> list[Policies]:
     found = []
     for one in product(*((given[item],) if given.get(item) else POLICIES[item] for item in items)):
         policies: Policies = dict(zip(items, map(str, one), strict=True))
-        repeats = policies["sums"] == "recompute"
-        if repeats and (policies["dense"] != "recompute" or "offload" in (policies["rows"], policies["hidden"])):
+        repeats = policies["moe_outputs"] == "recompute"
+        if repeats and (
+            policies["layer_activations"] != "recompute"
+            or "offload" in (policies["expert_inputs"], policies["expert_activations"])
+        ):
             continue
         found.append(policies)
     return found
@@ -64,7 +67,7 @@ def measured_milliseconds(times: Mapping[str, Mapping[str, float]], policies: Ma
     Args:
         times: milliseconds by item and policy; 0 for those that are missing, about which there is no question.
 
-    Example: {"rows": {"resend": 3.0}}, {"rows": "resend", "hidden": "keep"} -> 3.0"""
+    Example: {"rows": {"resend": 3.0}}, {"expert_inputs": "resend", "expert_activations": "save"} -> 3.0"""
     return sum(times.get(item, {}).get(policy, 0.0) for item, policy in policies.items())
 
 
@@ -102,7 +105,7 @@ def choose_policies(
         )
 
     def price(one: tuple[int, float, Policies]) -> tuple[float, int, int]:
-        return round(one[1], 6), sum(policy != "keep" for policy in one[2].values()), one[0]
+        return round(one[1], 6), sum(policy != "save" for policy in one[2].values()), one[0]
 
     size, cost, policies = min(fitting, key=price)
     why = f"{size // MiB:,} of {budget // MiB:,} MiB, for {cost:.1f} ms more in a micro-batch ({how})"

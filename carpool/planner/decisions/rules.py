@@ -40,7 +40,7 @@ def why_not_whole(degrees: Degrees, priority: bool) -> str | None:
 def dense_by_rule(
     degrees: Degrees, priority: bool, needed: Callable[[], float], memory: float | None
 ) -> tuple[str, str]:
-    """("fsdp" or "replicate", why).
+    """("fsdp" or "zero1", why).
 
     Args:
         needed: the bytes of a rank if they are whole.
@@ -50,13 +50,13 @@ def dense_by_rule(
     if (reason := why_not_whole(degrees, priority)) is not None:
         return "fsdp", reason
     if memory is None:
-        return "replicate", "the memory of a rank is not known"
+        return "zero1", "the memory of a rank is not known"
     size = needed()
     sizes = f"about {size / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
     if size > HEADROOM * memory:
         most = f", more than {HEADROOM:.0%}" if size <= memory else ""
         return "fsdp", f"whole dense parameters do not fit: {sizes}{most}"
-    return "replicate", f"whole dense parameters fit: {sizes}"
+    return "zero1", f"whole dense parameters fit: {sizes}"
 
 
 def foreseen_unfit(

@@ -85,7 +85,7 @@ class CostModel:
 
     def row_bytes_over(self, network: bool) -> float:
         """Of a row between nodes, or inside one, the mean over its four rides."""
-        if self.codecs is None or (self.codecs.hop == "nodes" and not network):
+        if self.codecs is None or (self.codecs.inter_node == "nodes" and not network):
             return self.hidden * self.element_size
         from carpool.transport.codecs import ROW_VERBS
 

@@ -9,7 +9,8 @@
 dense = "recompute" a layer keeps its input, and one layer at a time keeps all. If sums = "recompute", too, its ride is
 repeated, and one layer at a time keeps rows and pre-activations.
 
-    kept_bytes(LayerSizes(48, 48, 2048, 768, 8, 32, 4, 128, 2, 3.6), 8192, {"rows": "resend", "hidden": "offload"})
+    policies = {"expert_inputs": "resend", "expert_activations": "offload"}
+    kept_bytes(LayerSizes(48, 48, 2048, 768, 8, 32, 4, 128, 2, 3.6), 8192, policies)
 """
 
 from __future__ import annotations
@@ -52,32 +53,36 @@ def kept_bytes(sizes: LayerSizes, tokens: int, policies: Mapping[str, str] | Non
         policies: by item; an item that is not in it is kept.
 
     Returns:
-        dense, rows, hidden, sums: bytes on the device. host: bytes in pinned host memory."""
-    policy = {item: (policies or {}).get(item, "keep") for item in POLICIES}
-    again = policy["dense"] == "recompute"
+        one for each item of `POLICIES`: bytes on the device. host: bytes in pinned host memory."""
+    policy = {item: (policies or {}).get(item, "save") for item in POLICIES}
+    again = policy["layer_activations"] == "recompute"
     row = tokens * sizes.hidden * sizes.element_size
     # 8 tensors of T x H (norms, residuals), 4 of queries and outputs, 4 of keys and values.
     attention = 4 * (sizes.heads + sizes.key_heads) * sizes.head_size
     layer = {
-        "dense": tokens * (8 * sizes.hidden + attention) * sizes.element_size,
-        "rows": sizes.copies * row,
-        "hidden": tokens * sizes.top_k * 2 * sizes.expert_hidden * sizes.element_size,
+        "layer_activations": tokens * (8 * sizes.hidden + attention) * sizes.element_size,
+        "expert_inputs": sizes.copies * row,
+        "expert_activations": tokens * sizes.top_k * 2 * sizes.expert_hidden * sizes.element_size,
     }
-    count = {"dense": sizes.layers, "rows": sizes.moe_layers, "hidden": sizes.moe_layers}
-    if again and policy["sums"] == "recompute":
-        count |= {"rows": 1, "hidden": 1}
-    found = {"dense": 0.0, "rows": 0.0, "hidden": 0.0, "sums": 0.0, "host": 0.0}
+    count = {
+        "layer_activations": sizes.layers,
+        "expert_inputs": sizes.moe_layers,
+        "expert_activations": sizes.moe_layers,
+    }
+    if again and policy["moe_outputs"] == "recompute":
+        count |= {"expert_inputs": 1, "expert_activations": 1}
+    found = {"layer_activations": 0.0, "expert_inputs": 0.0, "expert_activations": 0.0, "moe_outputs": 0.0, "host": 0.0}
     for item, size in layer.items():
-        if policy[item] == "keep":
+        if policy[item] == "save":
             found[item] = count[item] * size
         elif policy[item] == "offload":
             found[item] = min(2, count[item]) * size
             found["host"] += count[item] * size
     if again:
-        found["dense"] = sizes.layers * row + layer["dense"]
-        if policy["rows"] == "resend":
+        found["layer_activations"] = sizes.layers * row + layer["layer_activations"]
+        if policy["expert_inputs"] == "resend":
             # What is sent again is not computed again.
-            found["rows"] = count["rows"] * row
-        if policy["sums"] == "keep":
-            found["sums"] = sizes.moe_layers * row
+            found["expert_inputs"] = count["expert_inputs"] * row
+        if policy["moe_outputs"] == "save":
+            found["moe_outputs"] = sizes.moe_layers * row
     return {item: int(size) for item, size in found.items()}

@@ -96,7 +96,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     """Of one rank of the pipeline. Of the candidate's model nothing is asked; `every_layer` as of `memory_of`."""
     degrees, moe_layers, number = candidate.degrees, sizes.moe_layers, len(sizes.layers)
     computed, stored = candidate.computed, candidate.stored
-    replicated = candidate.dense == "replicate" and degrees.dp_cp > 1
+    replicated = candidate.data_parallel == "zero1" and degrees.dp_cp > 1
     # With ep = 1 experts lie as dense parameters do.
     together = replicated and degrees.expert_ranks == 1
     whole, whole_trained = (
@@ -118,15 +118,15 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     # Those of whole parameters have buffers of their own.
     own = 0.0 if replicated else dense_trained * stored
     own += 0.0 if together else experts_trained * stored
-    if candidate.gradients == "consumed":
+    if candidate.optimizer_in_backward:
         # Those whose update runs beside the backward, or waits for copies.
-        beside = candidate.optimizer_state != "device" or (sizes.cuda and sizes.here is None)
+        beside = candidate.optimizer_offload != "none" or (sizes.cuda and sizes.here is None)
         own = HELD * sizes.largest * stored if beside else 0.0
     own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
     own += 4 * sizes.adapters
     host = 0.0
     state = (dense_trained + experts_trained) * sizes.state
-    if candidate.optimizer_state != "device":
+    if candidate.optimizer_offload != "none":
         host, state = state, TILES
 
     kept = _Kept(sizes, candidate)
@@ -140,7 +140,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
 
     # Attention's backward comes after that of the experts. Gradients of one layer's experts are among those that stay,
     # unless they are added to others, reduced, sent or used.
-    used = candidate.gradients == "consumed" or candidate.accumulation > 1
+    used = candidate.optimizer_in_backward or candidate.accumulation > 1
     used |= together or degrees.efsdp > 1 or candidate.copies_experts or sizes.slots > 0
     work = max(kept.products + sizes.dequantised, sizes.scores) + copied + reducing
     work += layer_trained * computed * used + kept.again
@@ -156,7 +156,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     before = 0.0
     if candidate.accumulation > 1:
         before = own
-    elif candidate.captured and candidate.gradients == "kept":
+    elif candidate.captured and not candidate.optimizer_in_backward:
         before = own = own - kept.room(0.0 if together else layer_trained * stored, logits - work)
     moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
@@ -166,7 +166,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     moments.append(("backward begins", before, others + kept.by(number) + late, after_loss))
     for i in reversed(range(number)) if every_layer else sorted({0, number - 1}, reverse=True):
         there = others + kept.by(i + 1) + max(late, sizes.late * (number - 1 - i) / number)
-        gradients = own if candidate.gradients == "consumed" else before + (own - before) * (number - i) / number
+        gradients = own if candidate.optimizer_in_backward else before + (own - before) * (number - i) / number
         moments.append((f"backward of layer {i}", gradients, there + work + waiting, 0.0))
         if candidate.copies_experts and i >= number - moe_layers:
             gradients = before + (own - before) * (number - 1 - i) / max(1, number - 1)
@@ -214,7 +214,7 @@ class _Kept:
         # The layer that is computed again keeps all until its backward is done. In float32 its first norm keeps the
         # layer's input as it is, which is counted with those of the others.
         counted = self.share * sizes.layer_input if computed == 4 else 0.0
-        self.again = self.at_once * (self.one - counted) if self.policies["dense"] == "recompute" else 0.0
+        self.again = self.at_once * (self.one - counted) if self.policies["layer_activations"] == "recompute" else 0.0
         self.kept_by = [0.0, *accumulate(self.share * layer + self.whole for layer in sizes.layers)]
 
         top_k, width = sizes.top_k * degrees.etp, sizes.width // degrees.etp
@@ -225,12 +225,12 @@ class _Kept:
         away = 0.0 if ranks == 1 else sizes.copies * ((ranks - 1) / ranks if in_buffers else 1)
         self.of_one = LayerSizes(1, 1, sizes.row, width, top_k, 0, 0, 0, computed, copies=away)
         # What goes to host memory of dense layers is counted here, by what each of them keeps.
-        dense = self.policies["dense"]
-        self.of_rides = {**self.policies, "dense": "keep" if dense == "offload" else dense}
+        dense = self.policies["layer_activations"]
+        self.of_rides = {**self.policies, "layer_activations": "save" if dense == "offload" else dense}
         of_all, self.of_one_layer = self._rides(sizes.moe_layers), self._rides(min(1, sizes.moe_layers))
         self.host = of_all["host"] + (self.kept_by[-1] if dense == "offload" else 0.0)
         # The arena is there all the time.
-        self.arena = ARENA_ROOM * (of_all["rows"] + of_all["hidden"]) if in_buffers else None
+        self.arena = ARENA_ROOM * (of_all["expert_inputs"] + of_all["expert_activations"]) if in_buffers else None
 
         self.products = self.exchanged = 0.0
         if not sizes.moe_layers:
@@ -242,9 +242,9 @@ class _Kept:
         if not sizes.cuda:
             # Gradients are gathered, and each step of the activation's backward makes a tensor.
             self.products = pairs * (7 * width + sizes.row) * computed
-        if self.policies["hidden"] == "recompute":
+        if self.policies["expert_activations"] == "recompute":
             self.products += 2 * pairs * width * computed
-        self.exchanged = sizes.buffers * (2 if self.policies["rows"] == "resend" else 1)
+        self.exchanged = sizes.buffers * (2 if self.policies["expert_inputs"] == "resend" else 1)
         if not sizes.buffers:
             self.exchanged = (2 if ranks > 1 else 1) * self.tokens * sizes.copies * sizes.row * computed
 
@@ -261,8 +261,8 @@ class _Kept:
             layer: of one layer's experts; a third is of down projections.
             loss: bytes that the loss needs, and no layer's backward."""
         sizes, hidden = self.sizes, 0.0
-        if self.arena is None and self.policies["hidden"] == "keep":
-            hidden = self.of_one_layer["hidden"]
+        if self.arena is None and self.policies["expert_activations"] == "save":
+            hidden = self.of_one_layer["expert_activations"]
         loss = min(loss, 4 * sizes.words * sizes.hidden)
 
         def fits(place: float) -> float:
@@ -275,20 +275,20 @@ class _Kept:
         sizes, dense = self.sizes, self.kept_by[number]
         moe_layers = max(0, number - (len(sizes.layers) - sizes.moe_layers))
         slots = moe_layers
-        if self.policies["dense"] == "recompute" and number:
+        if self.policies["layer_activations"] == "recompute" and number:
             dense = self.share * sizes.layer_input * number
-            if self.policies["sums"] == "keep":
+            if self.policies["moe_outputs"] == "save":
                 # What collectives brought: all that a block reads, and this rank's rows of its sums.
                 dense += number * self.whole * (1 + self.share)
             # Layers that are computed again fill their slots again.
             slots = min(1, moe_layers)
-        elif self.policies["dense"] == "offload":
+        elif self.policies["layer_activations"] == "offload":
             dense = min(dense, 2 * self.one)
         rides = 0.0
         if sizes.moe_layers:
             found = self._rides(moe_layers)
-            rows = found["rows"] + found["hidden"] if self.arena is None else self.arena
-            rides = rows + found["sums"] + moe_layers * self.indices
+            rows = found["expert_inputs"] + found["expert_activations"] if self.arena is None else self.arena
+            rides = rows + found["moe_outputs"] + moe_layers * self.indices
         return self.at_once * (dense + rides + slots * sizes.slots)
 
 
@@ -311,7 +311,7 @@ def _on_their_way(
     if degrees.efsdp > 1 and degrees.dp_cp > 1 and layer_total:
         gathered += 2 * layer_total * computed
         reducing += layer_trained * sizes.reduced
-    if degrees.dp_cp > 1 and candidate.dense != "replicate":
+    if degrees.dp_cp > 1 and candidate.data_parallel != "zero1":
         head = sizes.words * sizes.hidden if sizes.ends else 0
         one = max(0.0, sizes.dense.total - head) / degrees.tp / max(1, len(sizes.layers))
         # The output layer is not given back between forward and backward.

@@ -66,7 +66,7 @@ class Bounds:
         """The same of so many equal layers; of the head."""
         key = (
             layer, candidate.degrees, candidate.micro_batch, candidate.transport, candidate.layers_compiled,
-            candidate.captured, candidate.dense, tuple(candidate.policies.values()),
+            candidate.captured, candidate.data_parallel, tuple(candidate.policies.values()),
         )  # fmt: skip
         if key not in self.sums:
             lengths = self.problem.lengths(candidate)
@@ -77,7 +77,7 @@ class Bounds:
                 pieces = [*lengths.forward(layer), *lengths.backward(layer)]
                 host = lengths.host(False) + lengths.host(True)
                 gathers = 2 * sum(piece.seconds for piece in lengths.gathers(layer))
-                if candidate.dense == "fsdp":
+                if candidate.data_parallel == "fsdp":
                     experts = lengths.experts_of_layer if layer.experts else 0.0
                     reduced = lengths.reductions(lengths.dense_of(layer), experts)
                     reductions = sum(piece.seconds for piece in reduced if piece.name != "copies")
@@ -88,7 +88,13 @@ class Bounds:
         return [number * one for one in self.sums[key]]
 
     def _update_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...]) -> float:
-        key = "update", candidate.degrees, candidate.dense, candidate.optimizer_state, candidate.gradients
+        key = (
+            "update",
+            candidate.degrees,
+            candidate.data_parallel,
+            candidate.optimizer_offload,
+            candidate.optimizer_in_backward,
+        )
         if key not in self.sums:
             lengths = self.problem.lengths(candidate)
             ends = 1 + (candidate.degrees.pp == 1)

@@ -1,6 +1,6 @@
 """What a search may choose among, as people constrain it (nnScaler's constraints, Lin et al., OSDI 2024, section 4).
 
-carpool plan --only ep=8,16 --only memory.dense=keep
+carpool plan --only ep=8,16 --only memory.layer_activations=save
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from carpool.plugins.nearest import nearest
 ONLY: Mapping[str, str] = MappingProxyType({
     **{axis: axis for axis in ("pp", "tp", "cp", "etp", "ep")},
     "dp_replicate": "replicas", "micro_batch": "micro_batches", "transport": "transports", "schedule": "schedules",
-    "dense": "dense", "optimizer_state": "optimizer_state", "gradients": "gradients",
+    "data_parallel": "data_parallel", "optimizer_offload": "optimizer_offload",
+    "optimizer_in_backward": "optimizer_in_backward",
     "pp_schedule": "pipelines",
     **{f"memory.{item}": "policies" for item in POLICIES},
 })  # fmt: skip
 KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "transports": ("nvlink", "hierarchical", "dedup", "alltoall"),
     "schedules": ("none", "chunks", "two-batch"),
-    "dense": ("replicate", "fsdp"),
-    "optimizer_state": ("device", "host"),
-    "gradients": ("kept", "consumed"),
+    "data_parallel": ("zero1", "fsdp"),
+    "optimizer_offload": ("none", "host"),
+    "optimizer_in_backward": ("false", "true"),
     "pipelines": tuple(SCHEDULES),
 })  # fmt: skip
 NUMBERS = ("pp", "tp", "cp", "etp", "ep", "replicas", "micro_batches")
@@ -61,7 +62,7 @@ def _none_of(one: str, unknown: Sequence[str], known: Iterable[str]) -> str:
 
 
 def read_constraints(space: Space, given: Iterable[str]) -> Space:
-    """Of "ep=8,16" and "memory.dense=keep".
+    """Of "ep=8,16" and "memory.layer_activations=save".
 
     Raises:
         ValueError: a name or a value that does not exist."""
@@ -79,7 +80,7 @@ def read_constraints(space: Space, given: Iterable[str]) -> Space:
             item = name.removeprefix("memory.")
             if unknown := [word for word in words if word not in POLICIES[item]]:
                 raise ValueError(_none_of(one, unknown, POLICIES[item]))
-            space = replace(space, policies=tuple(p for p in space.policies if p.get(item, "keep") in words))
+            space = replace(space, policies=tuple(p for p in space.policies if p.get(item, "save") in words))
             if not space.policies:
                 raise ValueError(f"--only {one}: no policies of what is kept are left")
             continue
@@ -90,5 +91,7 @@ def read_constraints(space: Space, given: Iterable[str]) -> Space:
             values = [int(word) for word in words]
         elif unknown := sorted(set(words) - set(KNOWN[field])):
             raise ValueError(_none_of(one, unknown, KNOWN[field]))
+        elif field == "optimizer_in_backward":
+            values = [word == "true" for word in words]
         space = constrained(space, {field: values})
     return space

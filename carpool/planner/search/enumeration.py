@@ -24,7 +24,7 @@ from carpool.planner.search.space import Problem, Space
 from carpool.planner.search.systems import System
 
 # Where the optimizer's state is and how gradients come to it, from those that cost no time on.
-_UPDATES = (("device", "kept"), ("device", "consumed"), ("host", "consumed"), ("host", "kept"))
+_UPDATES = (("none", False), ("none", True), ("host", True), ("host", False))
 # Tokens of a rank's micro-batch.
 MOST_TOKENS = 65_536
 
@@ -134,7 +134,7 @@ class Enumeration:
         for transport, (schedule, chunks), dense, pipeline in product(
             transports,
             schedules,
-            [one for one in space.dense if replicates or one != "replicate"] or ["fsdp"],
+            [one for one in space.data_parallel if replicates or one != "zero1"] or ["fsdp"],
             self._pipelines(base) if degrees.pp > 1 else ("1F1B",),
         ):
             if degrees.pp == 1 and schedule == "two-batch" and not self._halves(base):
@@ -145,7 +145,9 @@ class Enumeration:
                 continue
             if schedule == "chunks" and degrees.expert_ranks == 1:
                 continue
-            one = replace(base, transport=transport, schedule=schedule, chunks=chunks, dense=dense, pipeline=pipeline)
+            one = replace(
+                base, transport=transport, schedule=schedule, chunks=chunks, data_parallel=dense, pipeline=pipeline
+            )
             if self.system is not None and self.system.refine is not None:
                 one = self.system.refine(one, self.problem.lengths(one))
             yield from self._that_fit(one)
@@ -181,22 +183,24 @@ class Enumeration:
         sizes = base.degrees.sizes
         rules = rules_of(sizes)
         # The slowest last: of state in host memory, what travels beside the backward comes first.
-        kept = [(state, "kept") for state in self.space.optimizer_state if "kept" in self.space.gradients]
-        used = [(state, "consumed") for state in self.space.optimizer_state if "consumed" in self.space.gradients]
+        kept = [(state, False) for state in self.space.optimizer_offload if False in self.space.optimizer_in_backward]
+        used = [(state, True) for state in self.space.optimizer_offload if True in self.space.optimizer_in_backward]
         if used and (base.accumulation > 1 or base.schedule == "two-batch"):
             used = []
             if not kept:
-                self.refused["one backward consumes gradients, and those of several would be added"] += 1
-        for state, gradients in sorted(kept + used, key=_UPDATES.index):
+                self.refused["the optimizer in the backward takes one micro-batch in a step"] += 1
+        for state, in_backward in sorted(kept + used, key=_UPDATES.index):
             for policies in self.space.policies:
                 if any(contained.items() <= policies.items() for contained in fitting):
                     self.counts["dominated"] += 1
                     continue
-                if base.degrees.ep == 1 and "rows" in policies:
+                if base.degrees.ep == 1 and "expert_inputs" in policies:
                     continue
-                if base.schedule == "two-batch" and policies.get("sums") == "recompute":
+                if base.schedule == "two-batch" and policies.get("moe_outputs") == "recompute":
                     continue
-                one = replace(base, policies={**KEEP, **policies}, optimizer_state=state, gradients=gradients)
+                one = replace(
+                    base, policies={**KEEP, **policies}, optimizer_offload=state, optimizer_in_backward=in_backward
+                )
                 if (rule := refusal(sizes, one.flat_settings(), rules)) is not None:
                     self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1
                     continue

@@ -15,14 +15,14 @@ from carpool.planner.step.lengths import Lengths
 # From those that cost no time on. A later one is tried where none that it contains fits.
 POLICY_SETS: tuple[Mapping[str, str], ...] = (
     {},
-    {"hidden": "recompute"},
-    {"rows": "resend"},
-    {"hidden": "recompute", "rows": "resend"},
-    {"hidden": "offload"},
-    {"dense": "recompute"},
-    {"dense": "recompute", "hidden": "recompute"},
-    {"dense": "recompute", "hidden": "recompute", "rows": "resend"},
-    {"dense": "recompute", "sums": "recompute"},
+    {"expert_activations": "recompute"},
+    {"expert_inputs": "resend"},
+    {"expert_activations": "recompute", "expert_inputs": "resend"},
+    {"expert_activations": "offload"},
+    {"layer_activations": "recompute"},
+    {"layer_activations": "recompute", "expert_activations": "recompute"},
+    {"layer_activations": "recompute", "expert_activations": "recompute", "expert_inputs": "resend"},
+    {"layer_activations": "recompute", "moe_outputs": "recompute"},
 )
 
 
@@ -61,7 +61,8 @@ class Space:
         pp, tp, cp, etp, ep: sizes; an empty sequence: all that divide.
         replicas: copies of the sharded model; None: 1, and one for each node.
         micro_batches: sequences; None: all that divide a rank's.
-        transports, schedules, dense, optimizer_state, gradients: words, from those that cost no time on.
+        transports, schedules, data_parallel, optimizer_offload, optimizer_in_backward: choices, those that cost no time
+            first.
         chunks: numbers of them, with schedule "chunks".
         policies: of what is kept, from those that cost no time on; what one leaves out is kept.
         pipelines, pairs: the orders of stages, and whether pairs of a forward and a backward may run at once.
@@ -79,10 +80,10 @@ class Space:
     transports: Sequence[str] = ("nvlink", "hierarchical", "dedup")
     schedules: Sequence[str] = ("none", "two-batch")
     chunks: Sequence[int] = (2,)
-    dense: Sequence[str] = ("replicate", "fsdp")
+    data_parallel: Sequence[str] = ("zero1", "fsdp")
     policies: Sequence[Mapping[str, str]] = POLICY_SETS
-    optimizer_state: Sequence[str] = ("device", "host")
-    gradients: Sequence[str] = ("kept",)
+    optimizer_offload: Sequence[str] = ("none", "host")
+    optimizer_in_backward: Sequence[bool] = (False,)
     max_grad_norm: float = 1.0
     compiled: bool = True
     eager: str | None = None

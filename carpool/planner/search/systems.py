@@ -39,7 +39,7 @@ LengthsOf = Callable[[Candidate], Lengths]
 MOST_CHUNKS = 8
 # Rows of an expert that share an entry of Tutel's dictionary.
 BUCKET = 128
-RECOMPUTE: tuple[Mapping[str, str], ...] = ({}, {"dense": "recompute", "sums": "recompute"})
+RECOMPUTE: tuple[Mapping[str, str], ...] = ({}, {"layer_activations": "recompute", "moe_outputs": "recompute"})
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class System:
 def _stages(lengths: Lengths) -> list[tuple[float, float]]:
     """(seconds, those of them in which something travels) of each stage's micro-batch, one thing after the other."""
     candidate, found = lengths.candidate, []
-    share = 1.0 if candidate.dense == "fsdp" else 1 / candidate.accumulation
+    share = 1.0 if candidate.data_parallel == "fsdp" else 1 / candidate.accumulation
     of_kind = {}
     for layer in lengths.shape.kinds:
         experts = lengths.experts_of_layer if layer.experts else 0.0
@@ -213,7 +213,7 @@ SYSTEMS: Mapping[str, System] = MappingProxyType({
     "alpa": System(
         "Zheng et al., OSDI 2022, arXiv 2201.12023, sections 4.2 and 5.1",
         "least communication within a stage, then least latency over stages; nothing is hidden",
-        {"cp": (1,), "etp": (1,), "schedules": ("none",), "policies": RECOMPUTE, "optimizer_state": ("device",)},
+        {"cp": (1,), "etp": (1,), "schedules": ("none",), "policies": RECOMPUTE, "optimizer_offload": ("none",)},
         order=alpa,
     ),
     "mist": System(
@@ -221,13 +221,16 @@ SYSTEMS: Mapping[str, System] = MappingProxyType({
         "parallelism with what any transformer may keep, compute again or offload; nothing that only experts have",
         {
             "cp": (1,), "etp": (1,), "schedules": ("none",),
-            "policies": (*RECOMPUTE, {"dense": "offload"}, {"dense": "offload", "hidden": "offload"}),
+            "policies": (
+                *RECOMPUTE, {"layer_activations": "offload"},
+                {"layer_activations": "offload", "expert_activations": "offload"},
+            ),
         },
     ),
     "fastermoe": System(
         "He et al., PPoPP 2022, its DDL-Roofline",
         "data and expert parallelism by peak operations and bytes alone, without latencies and passes over memory",
-        {**ONE_STAGE, "dense": ("replicate",), "schedules": ("none",)},
+        {**ONE_STAGE, "data_parallel": ("zero1",), "schedules": ("none",)},
         order=roofline,
     ),
     "fsmoe": System(
@@ -240,7 +243,7 @@ SYSTEMS: Mapping[str, System] = MappingProxyType({
         "Hwang et al., MLSys 2023, arXiv 2206.03382, sections 3.1 to 3.3",
         "parallelism of experts, chunks and all-to-all by the capacity, to which every expert's rows are padded",
         {
-            **ONE_STAGE, "etp": (1, 2), "dense": ("replicate",), "transports": ("alltoall", "hierarchical"),
+            **ONE_STAGE, "etp": (1, 2), "data_parallel": ("zero1",), "transports": ("alltoall", "hierarchical"),
             "schedules": ("none", "chunks"), "chunks": (2, 4, 8),
         },
         order=tutel,
@@ -248,7 +251,7 @@ SYSTEMS: Mapping[str, System] = MappingProxyType({
     "bagualu": System(
         "Ma et al., PPoPP 2022, MoDa parallelism",
         "data and expert parallelism alone, experts over all nodes of the tree, rows in two hops",
-        {**ONE_STAGE, "dense": ("replicate",), "transports": ("hierarchical", "nvlink"), "schedules": ("none",)},
+        {**ONE_STAGE, "data_parallel": ("zero1",), "transports": ("hierarchical", "nvlink"), "schedules": ("none",)},
         allowed=all_experts_apart,
     ),
 })  # fmt: skip

@@ -54,23 +54,23 @@ def in_words(plan: Plan, per_node: int) -> list[str]:
         )
     shards = degrees.dense_shards // degrees.tp
     if one.gathers:
-        what = "Parameters are" if one.dense == "fsdp" and degrees.efsdp > 1 else "Some parameters are"
+        what = "Parameters are" if one.data_parallel == "fsdp" and degrees.efsdp > 1 else "Some parameters are"
         said.append(
             f"{what} sharded over up to {max(shards, degrees.efsdp):,} ranks, and gathered layer by layer (FSDP)."
         )
-    if one.dense == "replicate":
-        said.append("Dense parameters are whole on each rank.")
+    if one.data_parallel == "zero1":
+        said.append("Non-expert parameters are whole on each rank.")
     again = [item for item, policy in one.policies.items() if policy == "recompute"]
-    if "dense" in again:
-        rides = ", with their experts" if "sums" in again else ""
+    if "layer_activations" in again:
+        rides = ", with their experts" if "moe_outputs" in again else ""
         said.append(f"The backward computes layers again{rides}, so that each keeps its input only.")
-    elif "hidden" in again:
+    elif "expert_activations" in again:
         said.append("The backward computes the experts' first product again.")
     if away := [item for item, policy in one.policies.items() if policy == "offload"]:
         said.append(f"What layers keep goes to host memory in part: {', '.join(away)}.")
-    if one.gradients == "consumed":
+    if one.optimizer_in_backward:
         said.append("Each gradient is used for its update in the backward, and freed.")
-    if one.optimizer_state != "device":
+    if one.optimizer_offload != "none":
         said.append("The optimizer's state is in host memory.")
     if (why := one.why_eager) is not None:
         said.append(f"Steps are not CUDA graphs, because {why}.")

@@ -129,7 +129,7 @@ class _Builder:
         self.alike = [made.chunks.setdefault(kind, len(made.chunks)) for kind in kinds]
         self.reduced: dict[int, list[int]] = {}
         # FSDP reduces the gradients of every micro-batch, but over copies of the model.
-        self.reduced_last = candidate.dense != "fsdp" or self.degrees.dp_replicate > 1
+        self.reduced_last = candidate.data_parallel != "fsdp" or self.degrees.dp_replicate > 1
         self.forward, self.backward, self.gathers = made.forward, made.backward, made.gathers
         self.reductions, self.offloaded, self.host = made.reductions, made.offloaded, made.host
 
@@ -258,7 +258,7 @@ class _Builder:
         layers, lengths = self.stages[stage], self.lengths
         last = after
         final = number >= self.number * self.parts - self.parts
-        reduces = final or self.candidate.dense == "fsdp"
+        reduces = final or self.candidate.data_parallel == "fsdp"
         free = [after, after]
         # Where a forward's own backward follows at once, what the last layers keep has not left the device yet.
         at_home = AT_HOME if len(self.stages) == 1 else 0
@@ -298,7 +298,7 @@ class _Builder:
             if reduces and kind != "I":
                 experts = lengths.experts_of_layer if layer.experts else 0.0
                 taken = self._reduce(lengths.dense_of(layer), experts, where, last, stage, at, number)
-                if self.candidate.gradients == "consumed":
+                if self.candidate.optimizer_in_backward:
                     self._stream_state(lengths.dense_of(layer), experts, where, last, stage, at, number)
                 if taken:
                     slower = Piece("beside reductions", "elementwise", TAKEN * taken)

@@ -110,7 +110,7 @@ class Lengths(Travel):
         else:
             moved = self.element * (pairs * (4 * shape.hidden + 8 * width) + 3 * weights)
             found = self._kernel("experts", "experts", "experts backward", 2 * flops, moved)
-            if self.candidate.policies["hidden"] == "recompute":
+            if self.candidate.policies["expert_activations"] == "recompute":
                 again = self._work("experts").seconds(2 / 3 * flops)
                 found = found._replace(seconds=found.seconds + again)
         if self.candidate.experts == "fp8":
@@ -162,15 +162,17 @@ class Lengths(Travel):
         tokens, policies = self.tokens * self.degrees.tp, self.candidate.policies
         inner = layer.products[layer.attention_products :]
         pieces: list[Piece | None] = []
-        again = policies["dense"] == "recompute"
+        again = policies["layer_activations"] == "recompute"
         if again:
             pieces += [
-                piece for piece in self.forward(layer) if policies["sums"] == "recompute" or piece.name not in _OF_RIDE
+                piece
+                for piece in self.forward(layer)
+                if policies["moe_outputs"] == "recompute" or piece.name not in _OF_RIDE
             ]
         if layer.experts:
-            pieces.append(None if again and policies["sums"] == "recompute" else self._copied_experts())
+            pieces.append(None if again and policies["moe_outputs"] == "recompute" else self._copied_experts())
             pieces.append(self.ride("combine_backward", "gradients to experts", "dispatch"))
-            if policies["rows"] == "resend":
+            if policies["expert_inputs"] == "resend":
                 pieces.append(self.ride("dispatch", "rows again", "dispatch"))
             pieces += [self._experts(True), self.ride("dispatch_backward", "gradients back", "combine")]
         pieces += [
@@ -193,13 +195,13 @@ class Lengths(Travel):
     def offloaded(self, layer: LayerShape) -> Piece | None:
         """What a layer's policies copy to host memory, or back."""
         policies, shape, size = self.candidate.policies, self.shape, 0.0
-        if policies["dense"] == "offload":
+        if policies["layer_activations"] == "offload":
             size += self.tokens * layer.kept_bytes(
                 shape.hidden, self.candidate.sequence_length, self.element, self.candidate.layers_compiled
             )
-        if layer.experts and policies["rows"] == "offload":
+        if layer.experts and policies["expert_inputs"] == "offload":
             size += self.arriving * self.tokens * shape.hidden * self.element
-        if layer.experts and policies["hidden"] == "offload":
+        if layer.experts and policies["expert_activations"] == "offload":
             size += self.tokens * shape.top_k * 2 * shape.expert_hidden * self.element
         if not size:
             return None
@@ -227,7 +229,7 @@ class Lengths(Travel):
         share = 1.0 + (HOST_COMPILED if self.candidate.layers_compiled else HOST_EAGER)
         if self.candidate.waits:
             share += HOST_NCCL
-        if self.candidate.dense == "fsdp" and self.degrees.dp_cp > 1:
+        if self.candidate.data_parallel == "fsdp" and self.degrees.dp_cp > 1:
             share += HOST_FSDP
         if self.candidate.experts_apart:
             share += HOST_FSDP_EXPERTS
@@ -269,16 +271,16 @@ class Lengths(Travel):
         degrees, candidate = self.degrees, self.candidate
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
         yield self._kernel("optimizer", "optimizer", "optimizer", 0, candidate.update_bytes * own)
-        if candidate.gradients == "kept":
+        if not candidate.optimizer_in_backward:
             yield from _some(self.streamed_state(dense, experts))
-        if candidate.dense == "replicate":
+        if candidate.data_parallel == "zero1":
             size = dense + (experts if candidate.experts_as_dense else 0)
             yield from _some(self.collective("parameters", "gather", self.element * size, "fsdp and cp"))
 
     def streamed_state(self, dense: float, experts: float) -> Piece | None:
         """The optimizer's state of these parameters, from host memory and back; None: it is on the device."""
         degrees, candidate = self.degrees, self.candidate
-        if candidate.optimizer_state == "device":
+        if candidate.optimizer_offload == "none":
             return None
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
         seconds = stream_seconds(own * sum(candidate.state_bytes.values()), self.hardware)
@@ -286,7 +288,7 @@ class Lengths(Travel):
 
     def gathers(self, layer: LayerShape) -> Iterator[Piece]:
         """Of a layer's parameters before its forward or backward."""
-        if self.candidate.dense == "fsdp":
+        if self.candidate.data_parallel == "fsdp":
             yield from _some(self.collective("gather", "gather", self.element * self.dense_of(layer), "fsdp and cp"))
         if layer.experts and not self.candidate.experts_as_dense:
             yield from _some(self.collective("gather experts", "gather", self.element * self.experts_of_layer, "efsdp"))

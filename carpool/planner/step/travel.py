@@ -112,7 +112,7 @@ class Travel:
         rate = hardware.rate(link)
         if transport in ("nvlink", "hierarchical") and hardware.push is not None:
             rate = LinkRate(OF_PUSH * hardware.push.bytes_per_second, 12e-6)
-        inner = whole if self.candidate.codecs.get("hop") == "nodes" else row
+        inner = whole if self.candidate.codecs.get("inter_node") == "nodes" else row
         times = [self._over(link, rate, self.tokens * inside * inner * fullest)]
         if between:
             times.append(self._over("network", hardware.network, self.tokens * between * row * fullest))

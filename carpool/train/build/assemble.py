@@ -158,7 +158,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
     objective = _objective(plan, model, meshes, two_batch, ep_topology)
     with sharded_parameters(model):
         parameters = list(model.parameters())
-        on_disk = config.training.optimizer_state == "disk"
+        on_disk = config.training.optimizer_offload == "disk"
         optimizer = make_optimizer(model, config.training, disk_folder(config) if on_disk else None)
     computed = torch.bfloat16 if plan.bf16 else model.dtype
     consumed, away = make_tiers(config, model, own, optimizer, computed, two_batch, device, plan.decisions)
@@ -217,11 +217,11 @@ def _set_trained(plan: Plan, model: PreTrainedModel, saved: dict[str, Any]) -> i
     """Freeze what is not trained and add the adapter; how many parameters it has, 0 without one."""
     config, training, adapted = plan.config, plan.config.training, 0
     install(model)
-    if training.freeze == "dense":
+    if training.freeze == "non_expert":
         freeze_dense(model)
     elif training.freeze == "experts":
         freeze_experts(model, rides(model))
-    whole = plan.dense.answer == "replicate"
+    whole = plan.dense.answer == "zero1"
     if config.adapter.kind is not None:
         start, own = config.adapter.path, Path(training.output_dir, ADAPTER)
         # What a run began with may be gone when it goes on, with the checkpoint's values.
@@ -253,8 +253,8 @@ def _set_rides(
     config, training, moe, device = plan.config, plan.config.training, plan.config.moe, plan.machine.device
     assert device is not None
     set_kept(model, config.memory.kept)
-    if config.memory.dense == "recompute":
-        recompute_layers(model, config.memory.sums == "recompute")
+    if config.memory.layer_activations == "recompute":
+        recompute_layers(model, config.memory.moe_outputs == "recompute")
     name_layers(model)
     if (asked := moe.asked_schedule()) is not None:
         # Before there are buffers: those of chunks are smaller.
@@ -266,17 +266,17 @@ def _set_rides(
     _make_buffers(plan, layers)
     tokens = plan.degrees.tokens_per_rank(training.per_device_train_batch_size * config.data.sequence_length)
     dtype = torch.bfloat16 if plan.bf16 else model.dtype
-    kernels = choose_stages(moe.expert_stages, layers, tokens, top_k, dtype, device, plan.decisions)
+    kernels = choose_stages(moe.expert_kernels, layers, tokens, top_k, dtype, device, plan.decisions)
     if kernels is not None:
         set_experts(model, moe.experts, choices=kernels.answer, **moe.expert_options)
     # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
-    in_parts = not config.memory.few_tokens
+    in_parts = not config.memory.cpu_expert_tokens
     schedule = choose_schedule(asked, layers, tokens, top_k, hidden, dtype, device, plan.decisions, in_parts)
     compute_shared_beside(model, schedule.answer.name != "none")
     _make_buffers(plan, layers)
     if training.torch_compile:
         compile_layers(model, training.torch_compile_backend)
-    if config.memory.dense == "offload":
+    if config.memory.layer_activations == "offload":
         offload_layers(model)
     return transport, options, kernels, schedule
 
@@ -297,10 +297,10 @@ def _objective(
         aux_coef=plan.balance_loss[0],
         dp_size=degrees.dp_cp,
         autocast=autocast,
-        balance_layers=moe.balance == "layer",
+        balance_layers=moe.balance_scope == "layer",
         two_batch=two_batch,
         rides_first=rides_first(model, moe, degrees.fsdp * degrees.cp),
-        loss_chunk=config.training.loss_chunk,
+        loss_chunk_size=config.training.loss_chunk_size,
         context=None if plan.cut is None or group is None else ContextParallel(model, plan.cut, group),
     )
     if plan.pipeline is not None:

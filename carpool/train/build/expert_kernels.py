@@ -1,6 +1,6 @@
 """Which way computes each stage of the experts in a run (see `carpool.planner.decisions.chosen` for when it is chosen).
 
-    moe.expert_stages   a run that starts                           a run that is resumed
+    moe.expert_kernels   a run that starts                           a run that is resumed
     default             by the shape (`default_choices`)            as recorded in run.json
     measure             timed on all ranks, before the first step   as recorded in run.json
     a table             what it names; the rest by the shape        what it names; the rest as recorded
@@ -72,7 +72,7 @@ def choose_stages(
     """Choose for the first layer that has stages; the others have the same shape. All ranks together.
 
     Args:
-        wanted: `moe.expert_stages`.
+        wanted: `moe.expert_kernels`.
         tokens: of a rank, in a forward.
         dtype: in which experts compute.
         decisions: of the run.
@@ -116,7 +116,7 @@ def decide(
         default = default_choices(device, pairs_per_slot, shape.adapter_rank > 0)
     base = kept or Chosen(default, asdict(shape), "default", BY_SHAPE + note)
     if not isinstance(wanted, str):
-        why = f"{', '.join(wanted)} as moe.expert_stages says; the rest {base.why}"
+        why = f"{', '.join(wanted)} as moe.expert_kernels says; the rest {base.why}"
         if no_kernels:
             why += f"; but the library computes all of them: {no_kernels}"
         return Chosen(replace(base.answer, **wanted), base.shape, "given", why), False

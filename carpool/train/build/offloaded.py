@@ -1,14 +1,14 @@
 """What of a run is in host memory or on disk: the optimizer's state, experts; and gradients that are not kept at all.
 
-training.optimizer_state = "host"     moments and low bits                carpool/optim/offloaded_state.py
-training.gradients = "consumed"       gradients, used in the backward     carpool/optim/in_backward.py
+training.optimizer_offload = "host"     moments and low bits                carpool/optim/offloaded_state.py
+training.optimizer_in_backward = true       gradients, used in the backward     carpool/optim/in_backward.py
 memory.experts = "host"               experts' parameters                 carpool/experts/host_experts.py
 both = "disk"                         in files                            carpool/memory/disk.py, read_experts.py
 
 How many tokens an expert in host memory may have for the CPU to compute it (see
 `carpool.planner.decisions.chosen` for when that is chosen):
 
-    memory.few_tokens   a run that starts                        a run that is resumed
+    memory.cpu_expert_tokens   a run that starts                        a run that is resumed
     auto                measured, before the first step          as recorded in run.json
     a number            that one                                 that one
 
@@ -76,10 +76,10 @@ def make_tiers(
     if memory.experts != "device":
         on_disk = _on_disk(config, layers) if memory.experts == "disk" else {}
         few = 0
-        if memory.few_tokens:
-            few = choose_few_tokens(memory.few_tokens, layers[0], dtype, device, decisions).answer
+        if memory.cpu_expert_tokens:
+            few = choose_few_tokens(memory.cpu_expert_tokens, layers[0], dtype, device, decisions).answer
         away = keep_experts_in_host_memory(model, **on_disk, **loading_of(memory, few))
-    if training.gradients == "kept":
+    if not training.optimizer_in_backward:
         return None, away
     assert optimizer.in_backward
     return ConsumedGradients(model, optimizer, away, training.max_grad_norm or math.inf), away
@@ -117,7 +117,7 @@ def _read(record: Record) -> int:
     return int(record["tokens"])
 
 
-FEW_KIND: Kind[int] = Kind("few_tokens", lambda tokens: {"tokens": tokens}, _read, "microseconds")
+FEW_KIND: Kind[int] = Kind("cpu_expert_tokens", lambda tokens: {"tokens": tokens}, _read, "microseconds")
 
 
 def choose_few_tokens(
@@ -126,7 +126,7 @@ def choose_few_tokens(
     """Choose for all layers, by the experts of one. All ranks together.
 
     Args:
-        wanted: `memory.few_tokens`.
+        wanted: `memory.cpu_expert_tokens`.
         dtype: in which experts compute.
         decisions: of the run."""
     shapes = [tuple(own.experts.get_parameter(one).shape[1:]) for one in weight_names(own.experts) if one is not None]

@@ -74,12 +74,12 @@ def measure_on_small_model(config: Config, machine: Machine, blueprint: Blueprin
 def small_config(config: Config) -> Config:
     """What is measured of a run: one micro-batch, with nothing around it."""
     alone = {
-        "gradients": "kept", "clip_by": "norm", "optimizer_state": "device", "gradient_accumulation_steps": 1,
+        "optimizer_in_backward": False, "grad_clipping": "exact", "optimizer_offload": "none", "gradient_accumulation_steps": 1,
         "torch_compile": False, "resume_from_checkpoint": None,
         "cuda_graphs": "off" if config.training.cuda_graphs == "off" else "auto",
     }  # fmt: skip
     # Layouts and traces are of all layers.
-    moe: dict[str, Any] = {"expert_stages": "default", "layout": "contiguous"}
+    moe: dict[str, Any] = {"expert_kernels": "default", "layout": "contiguous"}
     if config.moe.schedule == "auto":
         moe["schedule"] = "none"
     memory = {"budget": None, "experts": "device", **dict.fromkeys(POLICIES)}
@@ -153,33 +153,35 @@ def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], 
             warm_up = EAGER_STEPS + 1
         return min([timed(micro_batch, device).ms for _ in range(warm_up + count)][warm_up:])
 
-    base = {item: given.get(item) or "keep" for item in POLICIES}
-    if base["dense"] == "offload":
-        base["dense"] = "keep"
+    base = {item: given.get(item) or "save" for item in POLICIES}
+    if base["layer_activations"] == "offload":
+        base["layer_activations"] = "save"
     ways = [base] + [base | one for one in _questions(given)]
     spent: dict[tuple[str, ...], float] = {}
     for number in range(ROUNDS):
         for way in ways:
-            if way["dense"] != "offload":
+            if way["layer_activations"] != "offload":
                 take(way)
                 key = tuple(way.values())
                 spent[key] = min(spent.get(key, math.inf), least(1, 1 if number else WARM_UP))
     for way in ways:
         # Last: layers stay so.
-        if way["dense"] == "offload":
-            take(way | {"dense": "keep"})
+        if way["layer_activations"] == "offload":
+            take(way | {"layer_activations": "save"})
             offload_layers(model)
             spent[tuple(way.values())] = least(ROUNDS)
     # Graphs go before the process groups that they use (`groups_before`).
     forget()
-    share = {"dense": layers, "sums": moe_layers, "rows": moe_layers, "hidden": moe_layers}
-    here = {"dense": model.config.get_text_config().num_hidden_layers} | dict.fromkeys(
-        ("sums", "rows", "hidden"), len(built.rides)
+    share = {"layer_activations": layers} | dict.fromkeys(
+        ("moe_outputs", "expert_inputs", "expert_activations"), moe_layers
+    )
+    here = {"layer_activations": model.config.get_text_config().num_hidden_layers} | dict.fromkeys(
+        ("moe_outputs", "expert_inputs", "expert_activations"), len(built.rides)
     )
     found: Times = {item: {} for item in POLICIES}
     for way in ways[1:]:
         item = next(one for one in reversed(list(POLICIES)) if way[one] != base[one])
-        without = base | ({"dense": "recompute"} if item == "sums" else {})
+        without = base | ({"layer_activations": "recompute"} if item == "moe_outputs" else {})
         more = spent[tuple(way.values())] - spent[tuple(without.values())]
         found[item][way[item]] = max(0.0, more) * share[item] / here[item]
     return found
@@ -189,22 +191,22 @@ def _questions(given: Mapping[str, str | None]) -> list[dict[str, str]]:
     """What is to be compared with all else kept."""
     asked = [
         {item: policy}
-        for item in ("rows", "hidden", "dense")
+        for item in ("expert_inputs", "expert_activations", "layer_activations")
         for policy in POLICIES[item][1:]
         if given.get(item) is None
     ]
-    repeats = given.get("sums") is None and given.get("dense") in (None, "recompute")
-    if repeats and "offload" not in (given.get("rows"), given.get("hidden")):
-        asked.append({"dense": "recompute", "sums": "recompute"})
+    repeats = given.get("moe_outputs") is None and given.get("layer_activations") in (None, "recompute")
+    if repeats and "offload" not in (given.get("expert_inputs"), given.get("expert_activations")):
+        asked.append({"layer_activations": "recompute", "moe_outputs": "recompute"})
     return asked
 
 
 def _take(plan: Plan, built: Built, policies: Mapping[str, str]) -> None:
     """Let the next forward keep what these say. All ranks together."""
-    kept: Any = {item: policies[item] for item in ("rows", "hidden")}
-    set_kept(built.model, KeptPolicies(**kept))
-    if policies["dense"] == "recompute":
-        recompute_layers(built.model, policies["sums"] == "recompute")
+    kept: Any = policies["expert_inputs"], policies["expert_activations"]
+    set_kept(built.model, KeptPolicies(*kept))
+    if policies["layer_activations"] == "recompute":
+        recompute_layers(built.model, policies["moe_outputs"] == "recompute")
     else:
         built.model.gradient_checkpointing_disable()
     hidden = row_size(built.model.config)

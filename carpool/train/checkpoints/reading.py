@@ -170,7 +170,7 @@ def _check_optimizer(folder: Path, stored: Iterable[str], masters: bool, codes: 
         has, lacks = ("this run", "the checkpoint") if codes else ("the checkpoint", "this run")
         raise CheckpointError(
             f"{has} keeps the optimizer's moments in int8, and {lacks} does not ({folder}); give this run the "
-            "training.optimizer_moments of the checkpoint's"
+            "training.optimizer_state_dtype of the checkpoint's"
         )
 
 

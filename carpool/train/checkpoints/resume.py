@@ -109,8 +109,8 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
     check_same_order(state["loader"], config.data.sequence_length, training.seed)
     # Which parameters adapters have is not known here.
     if config.adapter.kind is None:
-        kept = training.optimizer_class(dtype).state_bytes(dtype, training.optimizer_moments)
-        check_optimizer(checkpoint, "low_bits" in kept, training.optimizer_moments == "int8")
+        kept = training.optimizer_class(dtype).state_bytes(dtype, training.optimizer_state_dtype)
+        check_optimizer(checkpoint, "low_bits" in kept, training.optimizer_state_dtype == "int8")
 
 
 def check_steps_left(checkpoint: Path, step: int, training: TrainingSection) -> None:

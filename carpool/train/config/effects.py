@@ -74,8 +74,8 @@ def _comes_if_chosen(config: Config) -> bool:
 
 def _recomputes(config: Config) -> bool:
     memory = config.memory
-    chosen = memory.dense is None and (memory.budget is not None or _plans(config))
-    return memory.dense == "recompute" or chosen
+    chosen = memory.layer_activations is None and (memory.budget is not None or _plans(config))
+    return memory.layer_activations == "recompute" or chosen
 
 
 _EVERY, _MIGRATES = Effect(_moves, "placement.every"), "placement.every and placement.policy=migrate"
@@ -141,9 +141,9 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType({
     "training.torch_compile_backend": Effect(
         lambda config: config.training.torch_compile, "training.torch_compile=true"
     ),
-    "training.clip_by": Effect(
-        lambda config: config.training.gradients == "consumed" and config.training.max_grad_norm > 0,
-        'training.gradients=consumed, whose norm is not known when they are used, and a training.max_grad_norm',
+    "training.grad_clipping": Effect(
+        lambda config: config.training.optimizer_in_backward and config.training.max_grad_norm > 0,
+        'training.optimizer_in_backward=true, whose norm is not known when they are used, and a training.max_grad_norm',
     ),
     "parallelism.sequence_parallel": Effect(
         lambda config: config.parallelism.tp_size > 1 or _plans(config), "parallelism.tp_size"
@@ -157,41 +157,41 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType({
     "nvlink": Effect(
         lambda config: config.moe.transport in ("auto", "nvlink", "hierarchical"), "moe.transport=nvlink"
     ),
-    "moe.expert_stages": Effect(
+    "moe.expert_kernels": Effect(
         lambda config: config.moe.experts in ("auto", "grouped"), "moe.experts=grouped or auto"
     ),
-    "moe.fp8_hold_weights": Effect(lambda config: config.moe.experts == "fp8", "moe.experts=fp8"),
+    "moe.fp8_cache_weights": Effect(lambda config: config.moe.experts == "fp8", "moe.experts=fp8"),
     "moe.chunks": Effect(
         lambda config: config.moe.schedule in ("chunks", "tiles"), "moe.schedule=chunks or tiles"
     ),
     "moe.backward_chunks": Effect(lambda config: config.moe.schedule == "chunks", "moe.schedule=chunks"),
-    "moe.balance": Effect(
+    "moe.balance_scope": Effect(
         lambda config: config.moe.router_aux_loss_coef != 0, "moe.router_aux_loss_coef above 0"
     ),
     "moe.limit_by": Effect(_limits, "moe.limit_ranks or moe.limit_nodes"),
     "moe.first_choices_first": Effect(
         lambda config: config.moe.capacity_factor is not None, "moe.capacity_factor"
     ),
-    "codec.hop": Effect(_encodes, "a codec: codec.dispatch, combine, dispatch_backward or combine_backward"),
+    "codec.inter_node": Effect(_encodes, "a codec: codec.dispatch, combine, dispatch_backward or combine_backward"),
     "codec.merge_hashes": _LSH,
     "codec.merge_width": _LSH,
     "codec.merge_similarity": Effect(lambda config: config.codec.merge == "condense", "codec.merge=condense"),
-    "memory.sums": Effect(_recomputes, "layers that are computed again: memory.dense=recompute"),
+    "memory.moe_outputs": Effect(_recomputes, "layers that are computed again: memory.layer_activations=recompute"),
     "memory.expert_loading": Effect(_comes, "experts that come: memory.experts=host or disk"),
-    "memory.few_tokens": Effect(
+    "memory.cpu_expert_tokens": Effect(
         lambda config: _comes_if_chosen(config) and config.memory.experts == "host",
         "experts in host memory that need not come: memory.experts=host and memory.expert_loading=popular",
     ),
-    "memory.experts_memory": Effect(
+    "memory.expert_device_memory": Effect(
         _comes_if_chosen, "experts that come if they are chosen: memory.experts=host or disk, and "
         "memory.expert_loading=popular",
     ),
-    "memory.experts_host_memory": Effect(
+    "memory.expert_host_memory": Effect(
         lambda config: config.memory.experts == "disk", "experts on disk: memory.experts=disk"
     ),
     "memory.disk_folder": Effect(
-        lambda config: "disk" in (config.memory.experts, config.training.optimizer_state) or _plans(config),
-        "memory.experts=disk or training.optimizer_state=disk",
+        lambda config: "disk" in (config.memory.experts, config.training.optimizer_offload) or _plans(config),
+        "memory.experts=disk or training.optimizer_offload=disk",
     ),
     "placement": Effect(_solves, _MIGRATES),
     "placement.every": _EVERY,

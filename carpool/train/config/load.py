@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 from carpool.plugins.nearest import nearest
 from carpool.train.config.fine_tuning import FROM_DEMO, defaults, source_of_default
 from carpool.train.config.published import FROM
+from carpool.train.config.renamed import renamed, translated
 from carpool.train.config.schema import (
     DEMO_MODEL,
     Config,
@@ -126,8 +127,12 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
     """
     settings: dict[str, Any] = {}
     places: dict[tuple[str, ...], str] = {}
+    recorded = path is not None and path.name == "config.toml" and (path.parent / "run.json").is_file()
     if path is not None:
-        _merge(settings, _read(path), (), f"in {path}", places)
+        data = _read(path)
+        if recorded:
+            data = translated(data)
+        _merge(settings, data, (), f"in {path}", places)
         # What is wrong in the file is wrong whatever the command line sets beside it.
         _check_keys(settings, places)
     of_file = {
@@ -138,7 +143,6 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
     _check_keys(settings, places)
     _prefer_later_length(settings.get("training", {}), places)
     sources = {(name, key): source_of_default((name, key)) for name, _, key in keys() if (name, key) not in places}
-    recorded = path is not None and path.name == "config.toml" and (path.parent / "run.json").is_file()
     for (name, key), (value, source) in defaults(settings, recorded).items():
         settings.setdefault(name, {})[key] = value
         sources[name, key] = source
@@ -315,7 +319,10 @@ def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str])
                 f"{section} = {table!r} ({where}): {section} is a section; set its keys, such as "
                 f"{section}.{key}{planned}"
             )
-        for key in table:
+        for key, value in table.items():
+            if (now := renamed(section, key, value)) is not None:
+                where = places[(section, key)]
+                raise ValueError(f"{section}.{key} {where} is a setting of version 0.1: write {now}")
             if key in sections[section]:
                 continue
             where = places[(section, key)]

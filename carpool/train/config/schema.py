@@ -82,9 +82,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keeps_what_experts_can(self) -> Self:
-        if self.memory.hidden == "recompute" and self.moe.experts not in ("auto", "grouped"):
+        if self.memory.expert_activations == "recompute" and self.moe.experts not in ("auto", "grouped"):
             raise ValueError(
-                f"memory.hidden = 'recompute' is of grouped experts, and moe.experts = {self.moe.experts!r}: leave one "
+                "memory.expert_activations = 'recompute' is of grouped experts, and moe.experts = "
+                f"{self.moe.experts!r}: leave one "
                 "of them out"
             )
         return self
@@ -97,8 +98,10 @@ class Config(Section):
 
         codecs, name = self.codec.codecs, self.moe.transport
         if name == "auto":
-            if codecs.hop != "all":
-                raise ValueError("codec.hop = 'nodes' is of a transport with two hops: moe.transport=hierarchical")
+            if codecs.inter_node != "all":
+                raise ValueError(
+                    "codec.inter_node = 'nodes' is of a transport with two hops: moe.transport=hierarchical"
+                )
         else:
             check_codecs(name, codecs)
         return self
@@ -115,14 +118,15 @@ class Config(Section):
     @model_validator(mode="after")
     def _experts_stay(self) -> Self:
         moves, training = self.placement.every is not None, self.training
-        if moves and training.optimizer_state != "device":
+        if moves and training.optimizer_offload != "none":
             raise ValueError(
-                f'training.optimizer_state = "{training.optimizer_state}" keeps state where it is, but placement.every '
+                f'training.optimizer_offload = "{training.optimizer_offload}" keeps state where it is, but '
+                "placement.every "
                 "moves experts with theirs between GPUs: leave one of them out"
             )
-        if moves and self.placement.replicas and training.gradients == "consumed":
+        if moves and self.placement.replicas and training.optimizer_in_backward:
             raise ValueError(
-                'training.gradients = "consumed" uses each gradient once it is there, but replicas of experts '
+                "training.optimizer_in_backward = true uses each gradient once it is there, but replicas of experts "
                 "(placement.replicas) add several to one: leave one of them out"
             )
         return self
@@ -135,10 +139,10 @@ class Config(Section):
             raise ValueError("adapter.kind needs a model to adapt: name a checkpoint's folder in model.path")
         if self.training.freeze is not None:
             raise ValueError("training.freeze and adapter.kind contradict each other: adapters freeze all of the model")
-        if self.training.gradients == "consumed":
+        if self.training.optimizer_in_backward:
             raise ValueError(
-                'training.gradients = "consumed" uses each gradient once it is there, but those of adapters are added '
-                'up over ranks after that: use training.gradients = "kept"'
+                "training.optimizer_in_backward = true uses each gradient once it is there, but those of adapters are "
+                "added up over ranks after that: use training.optimizer_in_backward = false"
             )
         if self.adapter.base_dtype is not None:
             self._check_base()

@@ -44,12 +44,12 @@ class AdapterSection(Section):
         default=None,
         description="How the frozen experts are kept, as bitsandbytes defines it: nf4 (blocks of 64 values, 4.5 bits "
         "each; arXiv 2305.14314), int8 (rows, 8 bits). LOSSY. All other weights stay as model.dtype says. On several "
-        "ranks each expert is on one of them, and parallelism.dense is replicate. none: as model.dtype says.",
+        "ranks each expert is on one of them, and parallelism.data_parallel is replicate. none: as model.dtype says.",
     )
     modules_to_save: Texts = Field(
         default=(),
         description="Modules that are trained themselves, and saved with the adapter, such as lm_head: ends of names, "
-        "but none with routed experts. On several ranks this needs parallelism.dense = replicate.",
+        "but none with routed experts. On several ranks this needs parallelism.data_parallel = zero1.",
     )
 
     @property

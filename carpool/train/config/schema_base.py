@@ -20,6 +20,8 @@ def _texts(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+# For a setting one of whose words is "none": files and the command line mean no value by it.
+NONE_IS_A_WORD = BeforeValidator(lambda value: NONE_WORDS[0] if value is None else value)
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 
 

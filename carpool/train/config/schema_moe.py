@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from carpool.plugins.nearest import nearest
 from carpool.schedule import MAX_CHUNKS, Schedule
-from carpool.train.config.schema_base import Section, check_options, known_name, listed_options
+from carpool.train.config.schema_base import NONE_IS_A_WORD, Section, check_options, known_name, listed_options
 
 if TYPE_CHECKING:
     from carpool.layout.topology import Topology
@@ -26,7 +26,7 @@ def _stages(value: Any) -> Any:
         close = nearest(str(wrong), known)
         return ValueError(f"{what}: expected {expected}{f' (did you mean {close}?)' if close else ''}")
 
-    key = "moe.expert_stages"
+    key = "moe.expert_kernels"
     if not isinstance(value, Mapping):
         if value in STAGE_WORDS:
             return value
@@ -94,7 +94,7 @@ ExpertsName = Annotated[str, AfterValidator(_known_experts)]
 # On the command line, "none" is no value.
 ScheduleName = Annotated[
     Literal["auto", "none", "chunks", "two-batch", "tiles"],
-    BeforeValidator(lambda value: "none" if value is None else value),
+    NONE_IS_A_WORD,
 ]
 # Unless a number is given.
 DEFAULT_CHUNKS = {"chunks": 2, "tiles": 4}
@@ -126,7 +126,7 @@ class MoeSection(Section):
         "loop over experts, for comparison. fp8: LOSSY, in FP8 with one scale for 1 x 128 of rows and "
         "128 x 128 of weights, and sums in float32.",
     )
-    expert_stages: Stages = Field(
+    expert_kernels: Stages = Field(
         default="default",
         description="Which way computes each stage of grouped experts (up, down, dact, dx, dup, ddown): PyTorch's "
         "library, or a fused kernel with the tiling wide, flat or square. default: by the sizes. "
@@ -138,7 +138,7 @@ class MoeSection(Section):
         default_factory=dict,
         description="Options of an expert computation from outside the package, which moe.experts names.",
     )
-    fp8_hold_weights: bool = Field(
+    fp8_cache_weights: bool = Field(
         default=False,
         description="For experts = fp8: weights are quantised once per step instead of in every pass of every "
         "micro-batch. Faster, and takes as much memory as the weights in bfloat16.",
@@ -182,7 +182,7 @@ class MoeSection(Section):
         description="Weight of the load-balancing loss. 0: no such loss. none: as the model's configuration says; a "
         "checkpoint whose output_router_logits is false is fine-tuned without, as by Transformers' Trainer.",
     )
-    balance: Literal["model", "layer"] = Field(
+    balance_scope: Literal["model", "layer"] = Field(
         default="model",
         description="What the load-balancing loss balances. model: the tokens of all layers together, as "
         "transformers does; one layer may then be uneven if another makes up for it. layer: each "
@@ -285,8 +285,7 @@ class MoeSection(Section):
 
 
 Coded = Literal["none", "bf16", "fp8"]
-_plain = BeforeValidator(lambda value: "none" if value is None else value)
-CodecName = Annotated[Coded, _plain]
+CodecName = Annotated[Coded, NONE_IS_A_WORD]
 
 
 class CodecSection(Section):
@@ -302,12 +301,12 @@ class CodecSection(Section):
         default="none", description="Gradients of rows that come back. Not fp8 over nvlink."
     )
     combine_backward: CodecName = Field(default="none", description="Gradients of sums, which go to experts.")
-    hop: Literal["all", "nodes"] = Field(
+    inter_node: Literal["all", "nodes"] = Field(
         default="all",
         description="Which rows are encoded. nodes: for moe.transport = hierarchical, those between nodes. all: all "
         "that leave their rank.",
     )
-    merge: Annotated[Literal["none", "lsh", "condense"], _plain] = Field(
+    merge: Annotated[Literal["none", "lsh", "condense"], NONE_IS_A_WORD] = Field(
         default="none",
         description="Which rows for the same expert of another rank travel as one. LOSSY. lsh: those of equal hashes, "
         "as their mean; each gets back what it differs from it (LSH-MoE). condense: those that are similar to the "

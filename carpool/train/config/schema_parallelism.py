@@ -97,7 +97,7 @@ class ParallelismSection(Section):
         description="Expert-tensor-parallel ranks: each computes a part of the hidden dimension of the same experts, "
         "and a token's row goes to all of them. ep_size * etp_size may be more than there are experts.",
     )
-    dense: Literal["auto", "fsdp", "replicate"] = Field(
+    data_parallel: Literal["auto", "fsdp", "zero1"] = Field(
         default="auto",
         description="How parameters that are not experts' lie on the ranks. fsdp: sharded, and gathered for each "
         "layer. replicate: whole on each rank, only the optimizer's state is sharded; gradients are reduced beside the "

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from carpool.optim import OPTIMIZERS, OptimizerBase, find_optimizer
-from carpool.train.config.schema_base import Section, Texts, check_options, known_name, listed_options
+from carpool.train.config.schema_base import (
+    NONE_IS_A_WORD,
+    Section,
+    Texts,
+    check_options,
+    known_name,
+    listed_options,
+    toml_value,
+)
 
 
 def _known_optimizer(name: str) -> str:
@@ -77,27 +85,27 @@ class TrainingSection(Section):
         description="Options of that optimizer alone, such as one of a plug-in (carpool/optim/base.py): "
         "training.optimizer_options.NAME=VALUE. Those of this package have none.",
     )
-    optimizer_moments: Literal["float32", "bfloat16", "int8"] = Field(
+    optimizer_state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
         description="How AdamW's moments are kept: 8, 4 or 2 bytes a parameter. bfloat16 and int8 (blocks of 256) are "
         "lossy, and need the one-pass optimizer.",
     )
-    optimizer_state: Literal["device", "host", "disk"] = Field(
-        default="device",
+    optimizer_offload: Annotated[Literal["none", "host", "disk"], NONE_IS_A_WORD] = Field(
+        default="none",
         description="host: moments, and the 16 bits that make a bfloat16 parameter a float32 master, are in host "
         "memory, and go through the GPU in each step; the results are the same bit by bit. disk: they are in files "
         "(memory.disk_folder), and are read and written in each step. Needs the one-pass optimizer.",
     )
-    gradients: Literal["kept", "consumed"] = Field(
-        default="kept",
-        description="consumed: each gradient is used for its update inside the backward, and freed. Needs the one-pass "
-        "optimizer, one micro-batch in a step, and no clipping (training.max_grad_norm = 0) or training.clip_by = "
-        '"previous".',
+    optimizer_in_backward: bool = Field(
+        default=False,
+        description="Each gradient is used for its update inside the backward, and freed. Needs the one-pass "
+        "optimizer, one micro-batch in a step, and no clipping (training.max_grad_norm = 0) or "
+        'training.grad_clipping = "delayed".',
     )
-    clip_by: Literal["norm", "previous"] = Field(
-        default="norm",
-        description="previous: of gradients that are consumed, the norm that training.max_grad_norm limits is that of "
-        "the step before, which is lossy. norm: it is that of the step itself.",
+    grad_clipping: Literal["exact", "delayed"] = Field(
+        default="exact",
+        description="delayed: with training.optimizer_in_backward, gradients are clipped by the norm of the step "
+        "before, which is lossy. exact: by the norm of the step itself.",
     )
     max_grad_norm: float = Field(
         default=1.0,
@@ -108,15 +116,16 @@ class TrainingSection(Section):
         default=None,
         description="Compute in bfloat16 (parameters keep model.dtype). none: true on GPUs, false on CPUs.",
     )
-    loss_chunk: int | None = Field(
+    loss_chunk_size: int | None = Field(
         default=None,
         ge=0,
         description="Tokens whose logits are in memory at once when the loss is computed. none: as many as make 1 GiB "
         "of them in bfloat16. 0: all of a micro-batch, as the model itself makes them.",
     )
-    freeze: Literal["dense", "experts"] | None = Field(
+    freeze: Literal["non_expert", "experts"] | None = Field(
         default=None,
-        description="dense: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. experts: "
+        description="non_expert: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. "
+        "experts: "
         "all but the experts is trained, which stages of a pipeline may then have in host memory (memory.experts). "
         "none: everything is.",
     )
@@ -217,8 +226,8 @@ class TrainingSection(Section):
 
     def optimizer_class(self, dtype: str) -> type[OptimizerBase]:
         """What updates parameters of this dtype."""
-        in_backward = self.gradients == "consumed"
-        return find_optimizer(self.optimizer, dtype, self.optimizer_moments, self.optimizer_state, in_backward)
+        in_backward = self.optimizer_in_backward
+        return find_optimizer(self.optimizer, dtype, self.optimizer_state_dtype, self.optimizer_offload, in_backward)
 
     def ablest_optimizer(self) -> type[OptimizerBase]:
         """What would update them with other settings of moments, state and gradients: "auto" leaves that open."""
@@ -228,16 +237,16 @@ class TrainingSection(Section):
         """Raise ValueError for moments, state, gradients and options that the optimizer does not have."""
 
         def lacks(cls: type[OptimizerBase]) -> str | None:
-            there = {"optimizer_moments": cls.moments, "optimizer_state": cls.places}
-            there["gradients"] = ("kept", "consumed") if cls.in_backward else ("kept",)
+            there: dict[str, tuple[Any, ...]] = {"optimizer_state_dtype": cls.moments, "optimizer_offload": cls.places}
+            there["optimizer_in_backward"] = (False, True) if cls.in_backward else (False,)
             return next((name for name, values in there.items() if getattr(self, name) not in values), None)
 
         cls = self.ablest_optimizer()
         if (name := lacks(cls)) is not None:
             able = " or ".join(other for other in OPTIMIZERS if lacks(OPTIMIZERS[other]) is None)
             raise ValueError(
-                f"training.{name} = {getattr(self, name)!r} needs the {able} optimizer, but training.optimizer = "
-                f'"{self.optimizer}"; leave one of them out'
+                f"training.{name} = {toml_value(getattr(self, name))} needs the {able} optimizer, but "
+                f'training.optimizer = "{self.optimizer}"; leave one of them out'
             )
         if self.optimizer_options:
             has = f"optimizer {cls.name!r} has {listed_options(cls.options)}"
@@ -260,19 +269,20 @@ class TrainingSection(Section):
                 "of them, such as training.num_train_epochs=2"
             )
         self._check_optimizer()
-        if self.gradients == "consumed" and self.gradient_accumulation_steps > 1:
+        if self.optimizer_in_backward and self.gradient_accumulation_steps > 1:
             raise ValueError(
-                'training.gradients = "consumed" uses each gradient for an update as soon as it is there, but '
+                "training.optimizer_in_backward = true uses each gradient for an update as soon as it is there, but "
                 f"training.gradient_accumulation_steps = {self.gradient_accumulation_steps} adds gradients of several "
                 "micro-batches before the update; set it to 1, with a larger training.per_device_train_batch_size, or "
-                'keep gradients (training.gradients = "kept")'
+                "keep gradients (training.optimizer_in_backward = false)"
             )
-        if self.gradients == "consumed" and self.max_grad_norm and self.clip_by == "norm":
+        if self.optimizer_in_backward and self.max_grad_norm and self.grad_clipping == "exact":
             raise ValueError(
-                'training.gradients = "consumed" uses each gradient for an update as soon as it is there, but clipping '
+                "training.optimizer_in_backward = true uses each gradient for an update as soon as it is there, but "
+                "clipping "
                 f"to training.max_grad_norm = {self.max_grad_norm:g} waits for the norm of all of them; set "
-                'training.max_grad_norm=0 or training.clip_by="previous", or keep gradients '
-                '(training.gradients = "kept")'
+                'training.max_grad_norm=0 or training.grad_clipping="delayed", or keep gradients '
+                "(training.optimizer_in_backward = false)"
             )
         if self.max_steps is not None and self.warmup() > self.max_steps:
             raise ValueError(

@@ -48,10 +48,12 @@ AXES = ("dp_replicate", "fsdp", "cp", "tp", "pp", "ep", "etp")
 # What each section leaves to the plan.
 FREE: Mapping[str, tuple[str, ...]] = {
     "parallelism": (
-        *(f"parallelism.{axis}_size" for axis in AXES), "parallelism.pp_schedule", "parallelism.dense",
+        *(f"parallelism.{axis}_size" for axis in AXES), "parallelism.pp_schedule", "parallelism.data_parallel",
         "moe.transport", "moe.schedule", "training.per_device_train_batch_size", "training.gradient_accumulation_steps",
     ),
-    "memory": (*(f"memory.{item}" for item in POLICIES), "training.optimizer_state", "training.gradients"),
+    "memory": (
+        *(f"memory.{item}" for item in POLICIES), "training.optimizer_offload", "training.optimizer_in_backward",
+    ),
 }  # fmt: skip
 # Plans that are shown.
 SHOWN = 5
@@ -176,7 +178,7 @@ def make_plan(
 
     # State in host memory and consumed gradients take it, too.
     optimizer = training.optimizer_class(config.model.dtype or "float32")
-    if "training.optimizer_state" in free:
+    if "training.optimizer_offload" in free:
         optimizer = training.ablest_optimizer()
     cut = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
     batches = None if cut <= free else (training.per_device_train_batch_size,)
@@ -199,14 +201,16 @@ def make_plan(
             micro_batches=batches,
             transports=Space.transports if is_open("moe.transport") else (config.moe.transport,),
             schedules=("two-batch",) if config.moe.schedule == "two-batch" else ("none",),
-            dense=Space.dense if is_open("parallelism.dense") else (config.parallelism.dense,),
+            data_parallel=Space.data_parallel
+            if is_open("parallelism.data_parallel")
+            else (config.parallelism.data_parallel,),
             policies=_policies(config, free),
-            optimizer_state=Space.optimizer_state if _moves_state(config, free) else (training.optimizer_state,),
-            gradients=("kept", "consumed") if _may_consume(config, free) else (training.gradients,),
+            optimizer_offload=Space.optimizer_offload if _moves_state(config, free) else (training.optimizer_offload,),
+            optimizer_in_backward=(False, True) if _may_consume(config, free) else (training.optimizer_in_backward,),
             max_grad_norm=training.max_grad_norm,
             compiled=training.torch_compile,
             eager=by_settings(config.model_dump()),
-            moments=training.optimizer_moments,
+            moments=training.optimizer_state_dtype,
             optimizer=optimizer.name,
             stored=stored,
             computed=2 if training.computes_in_bf16(hardware.name != "cpu") else stored,
@@ -335,7 +339,7 @@ def _policies(config: Config, free: Collection[str]) -> list[Mapping[str, str]]:
     """Those that a run can have, of what is not kept."""
     asked = config.memory.policies
     open_items = {key.split(".")[1] for key in free if key.startswith("memory.")}
-    fixed = {item: policy for item, policy in asked.items() if item not in open_items and policy != "keep"}
+    fixed = {item: policy for item, policy in asked.items() if item not in open_items and policy != "save"}
     found: list[Mapping[str, str]] = []
     for one in Space.policies if open_items else ({},):
         if set(one) <= open_items:
@@ -345,7 +349,7 @@ def _policies(config: Config, free: Collection[str]) -> list[Mapping[str, str]]:
 
 def _moves_state(config: Config, free: Collection[str]) -> bool:
     moves = "host" in config.training.ablest_optimizer().places
-    return "training.optimizer_state" in free and moves and config.placement.every is None
+    return "training.optimizer_offload" in free and moves and config.placement.every is None
 
 
 def _may_consume(config: Config, free: Collection[str]) -> bool:
@@ -353,7 +357,7 @@ def _may_consume(config: Config, free: Collection[str]) -> bool:
     training = config.training
     moves = config.placement.every is not None or config.moe.layout != "contiguous"
     able = training.ablest_optimizer().in_backward
-    return "training.gradients" in free and able and not (training.max_grad_norm or moves)
+    return "training.optimizer_in_backward" in free and able and not (training.max_grad_norm or moves)
 
 
 def _why_none(found: Found, memory: int) -> str:

@@ -3,7 +3,7 @@ its layers, and each micro-batch among ranks of different speeds.
 
 Non-expert parameters (see `carpool.planner.decisions.chosen` for when it is chosen):
 
-    parallelism.dense   a run that starts                                        a run that is resumed
+    parallelism.data_parallel   a run that starts                                        a run that is resumed
     auto                replicate, if it fits into memory; otherwise fsdp        as recorded in run.json
     any other           that one                                                 that one
 
@@ -33,6 +33,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import stages_of
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.decisions.rules import dense_by_rule, why_not_whole
+from carpool.train.config.renamed import value_now
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 
@@ -131,8 +132,8 @@ def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel)
         reason = "there is one tensor-parallel rank"
     elif config.training.torch_compile:
         reason = "training.torch_compile compiles whole layers"
-    elif config.training.gradients == "consumed":
-        reason = "training.gradients = 'consumed' uses gradients before they are summed over ranks"
+    elif config.training.optimizer_in_backward:
+        reason = "training.optimizer_in_backward = true uses gradients before they are summed over ranks"
     else:
         reason = why_not_sequence_parallel(blueprint, degrees.ep)
     if asked == "on" and reason is not None:
@@ -144,9 +145,10 @@ def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel)
 
 
 def _read_dense(record: Record) -> str:
-    if record["name"] not in ("fsdp", "replicate"):
-        raise ValueError(f"dense = {record['name']!r} is not known")
-    return str(record["name"])
+    name = value_now("parallelism.data_parallel", record["name"])
+    if name not in ("fsdp", "zero1"):
+        raise ValueError(f"dense = {name!r} is not known")
+    return str(name)
 
 
 DENSE_KIND: Kind[str] = Kind("dense", lambda name: {"name": name}, _read_dense)
@@ -155,7 +157,7 @@ DENSE_KIND: Kind[str] = Kind("dense", lambda name: {"name": name}, _read_dense)
 def choose_dense(
     config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int, decisions: Decisions
 ) -> Chosen[str]:
-    """Choose "fsdp" or "replicate". All ranks together.
+    """Choose "fsdp" or "zero1". All ranks together.
 
     Args:
         predict: the bytes that a rank will need with one or the other.
@@ -166,7 +168,7 @@ def choose_dense(
         ValueError: what was asked for cannot be.
     """
     shape: Mapping[str, Any] = {
-        "requested": config.parallelism.dense,
+        "requested": config.parallelism.data_parallel,
         **degrees.record(),
         "memory": memory,
         "priority": config.moe.priority,
@@ -174,7 +176,7 @@ def choose_dense(
 
     def decide(kept: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
         answer, why = decide_dense(config, degrees, predict, memory)
-        if config.parallelism.dense != "auto":
+        if config.parallelism.data_parallel != "auto":
             return Chosen(answer, shape, "given", why), False
         return kept or Chosen(answer, shape, "default", why + note), False
 
@@ -182,18 +184,18 @@ def choose_dense(
 
 
 def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int) -> tuple[str, str]:
-    """("fsdp" or "replicate", why), as `choose_dense`, in one process and without a record."""
-    wanted = config.parallelism.dense
+    """("fsdp" or "zero1", why), as `choose_dense`, in one process and without a record."""
+    wanted = config.parallelism.data_parallel
     if degrees.dp_cp == 1:
-        return dense_by_rule(degrees, config.moe.priority, lambda: predict("replicate"), memory)
+        return dense_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
     reason = why_not_whole(degrees, config.moe.priority)
-    if wanted == "replicate" and reason is not None:
-        raise ValueError(f"parallelism.dense = 'replicate' cannot be used here: {reason}; use 'fsdp' or 'auto'")
+    if wanted == "zero1" and reason is not None:
+        raise ValueError(f"parallelism.data_parallel = 'zero1' cannot be used here: {reason}; use 'fsdp' or 'auto'")
     if wanted != "auto":
         return wanted, "asked for"
     if reason is None and config.adapter.base_dtype is not None:
-        return "replicate", "experts that are quantised are beside whole dense parameters"
-    return dense_by_rule(degrees, config.moe.priority, lambda: predict("replicate"), memory)
+        return "zero1", "experts that are quantised are beside whole dense parameters"
+    return dense_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
 
 
 Speeds = tuple[float, ...]

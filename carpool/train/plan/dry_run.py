@@ -110,7 +110,7 @@ def _time(plan: Plan) -> list[str]:
     if not machine.cuda or config.adapter.kind is not None or config.training.freeze is not None:
         return []
     settings = config.model_dump()
-    settings["moe"]["transport"], settings["parallelism"]["dense"] = plan.transport.answer, plan.dense.answer
+    settings["moe"]["transport"], settings["parallelism"]["data_parallel"] = plan.transport.answer, plan.dense.answer
     settings["memory"] |= plan.policies.answer
     per_node = machine.topology.ranks_beside(0)
     try:

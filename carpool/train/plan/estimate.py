@@ -98,7 +98,7 @@ STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
 def state_bytes(config: Config) -> float:
     """What the optimizer keeps of each element of a parameter (`carpool.optim.base`)."""
     dtype, training = config.model.dtype or "float32", config.training
-    return sum(training.optimizer_class(dtype).state_bytes(dtype, training.optimizer_moments).values())
+    return sum(training.optimizer_class(dtype).state_bytes(dtype, training.optimizer_state_dtype).values())
 
 
 Memory = dict[str, int]
@@ -133,7 +133,7 @@ class MemoryEstimate:
         self.expert_adapters = 0
         if training.freeze is not None or config.adapter.kind is not None:
             model = copy.deepcopy(model)
-        if training.freeze == "dense":
+        if training.freeze == "non_expert":
             freeze_all_but_experts(model, list(counts))
         elif training.freeze == "experts":
             freeze_experts(model, counts)
@@ -187,7 +187,7 @@ class MemoryEstimate:
         # Of all tokens of a tensor-parallel group, what this rank has between two blocks, and in the loss.
         self.divided = divides_tokens(config, degrees, model).answer
         over_words = degrees.tp > 1 and not self.divided
-        self.whole_logits = training.loss_chunk == 0 or over_words or why_whole(model) is not None
+        self.whole_logits = training.loss_chunk_size == 0 or over_words or why_whole(model) is not None
         self.trained = math.ceil(self.dense.trained / degrees.dense_shards / degrees.pp)
         self.trained += math.ceil(self.experts.trained / degrees.expert_shards / degrees.pp)
 
@@ -200,7 +200,7 @@ class MemoryEstimate:
 
         Args:
             transport: the one that is used, not "auto".
-            dense: "fsdp" or "replicate", as `parallelism.dense`.
+            dense: "fsdp" or "zero1", as `parallelism.data_parallel`.
 
         Returns:
             parameters, gradients, optimizer, activations, logits, transport, copies (of experts that came from other
@@ -218,7 +218,7 @@ class MemoryEstimate:
 
     def host_bytes(self, transport: str) -> int:
         """What a rank keeps in host memory: state of the optimizer, experts, and activations that are offloaded."""
-        on_disk = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
+        on_disk = self.trained * state_bytes(self.config) if self.config.training.optimizer_offload == "disk" else 0
         experts = 0
         own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
         if self.config.memory.experts == "host":
@@ -232,7 +232,7 @@ class MemoryEstimate:
 
     def disk_bytes(self) -> int:
         """What a rank keeps in files: state of the optimizer, and experts that are trained."""
-        state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
+        state = self.trained * state_bytes(self.config) if self.config.training.optimizer_offload == "disk" else 0
         experts = 0
         if self.config.memory.experts == "disk" and (self.experts.trained or self.config.model.from_scratch):
             own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
@@ -245,9 +245,10 @@ class MemoryEstimate:
         return Candidate(
             degrees=self.degrees, sequence_length=config.data.sequence_length,
             micro_batch=self.tokens // config.data.sequence_length, accumulation=training.gradient_accumulation_steps,
-            transport=transport, schedule=config.moe.schedule, dense=dense, policies=config.memory.policies,
-            optimizer_state=training.optimizer_state,
-            gradients=training.gradients, compiled=training.torch_compile, pipeline=config.parallelism.pp_schedule,
+            transport=transport, schedule=config.moe.schedule, data_parallel=dense, policies=config.memory.policies,
+            optimizer_offload=training.optimizer_offload,
+            optimizer_in_backward=training.optimizer_in_backward, compiled=training.torch_compile,
+            pipeline=config.parallelism.pp_schedule,
             stored=self.stored, computed=self.computed, eager=self._why_eager,
         )  # fmt: skip
 
@@ -261,7 +262,7 @@ class MemoryEstimate:
             return COPIES
         if "flash" in (self.measured[-1] or ""):
             return LENGTHS
-        again, halves = config.memory.dense == "recompute", config.moe.schedule == "two-batch"
+        again, halves = config.memory.layer_activations == "recompute", config.moe.schedule == "two-batch"
         if (again or halves) and (config.moe.drops.random_second or draws_random_numbers(self.model)):
             return RANDOM if again else RANDOM_HALVES
         return None
@@ -292,7 +293,7 @@ class MemoryEstimate:
             here = config.memory.experts_bytes[0] + 3 * one
         # A matrix of a quantised base is made again for each product.
         dequantised = 0 if config.adapter.base_dtype is None else self.largest_expert * self.computed
-        own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk
+        own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk_size
         eval_tokens = training.eval_batch_size * config.data.sequence_length // degrees.cp
         loss_tokens = -(-own_tokens // degrees.tp) if self.divided else own_tokens
         return RankSizes(

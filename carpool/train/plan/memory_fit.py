@@ -4,7 +4,7 @@ if it does not fit.
 What is kept (see `carpool.planner.decisions.chosen` for when it is chosen):
 
     memory.budget   a run that starts                                             a run that is resumed
-    none            what memory.rows and the like say; what they leave open is kept
+    none            what memory.expert_inputs and the like say; what they leave open is kept
     a size          what they leave open: what fits and costs least               as recorded in run.json
 
 What each policy costs is measured (`carpool.train.build.policy_times`), recorded, and not measured again by a run that
@@ -99,46 +99,46 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
     """(as the user writes it, what makes it, its price)."""
     training, memory = config.training, config.memory
     optimizer = training.ablest_optimizer()
-    if training.loss_chunk is not None:
-        yield _one("training", "loss_chunk", None, "nothing")
+    if training.loss_chunk_size is not None:
+        yield _one("training", "loss_chunk_size", None, "nothing")
     if (config.model.dtype or "float32") == "float32":
         masters = "gradients, parameters and moments are rounded, without masters"
         if "low_bits" in optimizer.state_bytes("bfloat16", optimizer.moments[0]):
             masters = "gradients are rounded; masters stay float32"
         yield _one("model", "dtype", "bfloat16", masters)
-    if training.optimizer_state == "device":
+    if training.optimizer_offload == "none":
         for moments in optimizer.moments[1:]:
-            if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
-                yield _one("training", "optimizer_moments", moments, "lossy, no time")
+            if training.optimizer_state_dtype in ("float32", "bfloat16") and moments != training.optimizer_state_dtype:
+                yield _one("training", "optimizer_state_dtype", moments, "lossy, no time")
     adapter, moe, stays = config.adapter, config.moe, config.placement.every is None
     # Where micro-batches can be smaller, gradients of several are added.
     numbers = training.per_device_train_batch_size, training.gradient_accumulation_steps, config.parallelism.pp_size
     homes = stays and moe.layout == "contiguous" and adapter.kind is None
-    if training.gradients == "kept" and optimizer.in_backward and numbers == (1, 1, 1) and homes:
-        consumed = {"gradients": "consumed"} | ({"clip_by": "previous"} if training.max_grad_norm else {})
+    if not training.optimizer_in_backward and optimizer.in_backward and numbers == (1, 1, 1) and homes:
+        consumed = {"optimizer_in_backward": True} | ({"grad_clipping": "delayed"} if training.max_grad_norm else {})
         price = "clipped by the norm of the step before" if training.max_grad_norm else "nothing"
-        written = " ".join(f"training.{key}={value}" for key, value in consumed.items())
+        written = " ".join(f"training.{key}={str(value).lower()}" for key, value in consumed.items())
         yield written, _setter("training", **consumed), price
     if adapter.kind is not None and moe.layout == "contiguous" and moe.experts != "fp8" and memory.experts == "device":
         for base in ("int8", "nf4"):
             if adapter.base_dtype is None or (adapter.base_dtype, base) == ("int8", "nf4"):
                 yield _one("adapter", "base_dtype", base, "lossy; experts are dequantised for each product")
-    if memory.policies["hidden"] == "keep" and config.moe.experts in ("auto", "grouped"):
-        yield _one("memory", "hidden", "recompute", "one of the experts' products again")
-    if memory.dense != "recompute":
-        yield _one("memory", "dense", "recompute", "attention and norms again")
+    if memory.policies["expert_activations"] == "save" and config.moe.experts in ("auto", "grouped"):
+        yield _one("memory", "expert_activations", "recompute", "one of the experts' products again")
+    if memory.layer_activations != "recompute":
+        yield _one("memory", "layer_activations", "recompute", "attention and norms again")
     size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    while size > 1 and training.gradients == "kept":
+    while size > 1 and not training.optimizer_in_backward:
         size, steps = -(-size // 2), steps * 2
         yield (
             f"training.per_device_train_batch_size={size} training.gradient_accumulation_steps={steps}",
             _setter("training", per_device_train_batch_size=size, gradient_accumulation_steps=steps),
             "smaller products",
         )
-    if stays and "host" in optimizer.places and training.optimizer_state == "device":
-        yield _one("training", "optimizer_state", "host", "copies, hidden in steps of many tokens; host memory")
-    if memory.sums != "recompute" and "offload" not in (memory.rows, memory.hidden):
-        yield _one("memory", "sums", "recompute", "rides and experts again")
+    if stays and "host" in optimizer.places and training.optimizer_offload == "none":
+        yield _one("training", "optimizer_offload", "host", "copies, hidden in steps of many tokens; host memory")
+    if memory.moe_outputs != "recompute" and "offload" not in (memory.expert_inputs, memory.expert_activations):
+        yield _one("memory", "moe_outputs", "recompute", "rides and experts again")
 
 
 def _shorter(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:
@@ -186,8 +186,8 @@ MEMORY_KIND: Kind[Policies] = Kind("memory", dict, _read)
 def open_items(config: Config) -> dict[str, str | None]:
     """What is decided of each item already; None: what a budget decides."""
     given = {item: getattr(config.memory, item) for item in POLICIES}
-    if config.moe.experts not in ("auto", "grouped") and given["hidden"] is None:
-        given["hidden"] = "keep"
+    if config.moe.experts not in ("auto", "grouped") and given["expert_activations"] is None:
+        given["expert_activations"] = "save"
     return given
 
 
@@ -226,7 +226,7 @@ def choose_memory(
         # Whatever costs what: a budget that is too small is refused before anything is measured.
         policies, why = _fitting(estimate, transport, _modelled(estimate, transport, hardware, per_node), "modelled")
         # If all is kept, nothing costs anything.
-        asked = any(policies[item] != "keep" for item, given in open_items(config).items() if given is None)
+        asked = any(policies[item] != "save" for item, given in open_items(config).items() if given is None)
         return Chosen(policies, shape, "default", why + note), asked and measure_times is not None
 
     def measure(fallback: Chosen[Policies]) -> Chosen[Policies]:
@@ -279,7 +279,7 @@ def _modelled(
         attention = planned_attention(config, estimate.degrees, model, estimate.cuda)
         shape = ModelShape.read(model.config.to_dict(), attention)
     except ValueError:
-        return lambda policies: float(sum(policy != "keep" for policy in policies.values()))
+        return lambda policies: float(sum(policy != "save" for policy in policies.values()))
     candidate = replace(
         estimate.candidate(transport, _lies(config)),
         experts="fp8" if config.moe.experts == "fp8" else "grouped",
@@ -289,7 +289,7 @@ def _modelled(
 
 def _lies(config: Config) -> str:
     """How dense parameters are taken to lie while that is not decided."""
-    return "replicate" if config.parallelism.dense == "replicate" else "fsdp"
+    return "zero1" if config.parallelism.data_parallel == "zero1" else "fsdp"
 
 
 def with_policies(config: Config, policies: Policies) -> Config:

@@ -23,14 +23,14 @@ def check_tiers(config: Config, machine: Machine, host: int, disk: int) -> None:
     if not host and not disk:
         return
     ranks = machine.topology.ranks_beside(machine.rank)
-    what = "what this run keeps there (training.optimizer_state, [memory])"
+    what = "what this run keeps there (training.optimizer_offload, [memory])"
     problem = None
     try:
         if host:
-            if config.memory.experts_host_memory is None:
+            if config.memory.expert_host_memory is None:
                 check_host_memory(host, what, ranks)
             else:
-                check_host_memory(host, what, ranks, advice="Lower memory.experts_host_memory, or use more machines")
+                check_host_memory(host, what, ranks, advice="Lower memory.expert_host_memory, or use more machines")
         if disk:
             check_disk(disk, what, disk_folder(config), ranks)
     except ValueError as error:
@@ -46,16 +46,16 @@ def check_layouts_of_tiers(config: Config, layouts: Sequence[ExpertLayout], halv
         layouts: of the layers with experts.
         halves: two batches run at a time."""
     training, moved = config.training, not all(map(lies_logically, layouts))
-    if training.optimizer_state != "device" and moved:
+    if training.optimizer_offload != "none" and moved:
         raise ValueError(
-            f'training.optimizer_state = "{training.optimizer_state}" cannot be used with experts in another order '
+            f'training.optimizer_offload = "{training.optimizer_offload}" cannot be used with experts in another order '
             '(moe.layout): their state in checkpoints would travel between GPUs. Use moe.layout="contiguous"'
         )
-    if training.gradients == "consumed" and (halves or not all(layout.slot_is_home for layout in layouts)):
+    if training.optimizer_in_backward and (halves or not all(layout.slot_is_home for layout in layouts)):
         raise ValueError(
-            'training.gradients = "consumed" uses each gradient once it is there, but two batches at a time '
+            "training.optimizer_in_backward = true uses each gradient once it is there, but two batches at a time "
             "(moe.schedule) and replicas of experts (moe.layout) add several to one: choose another schedule or "
-            'layout, or keep gradients (training.gradients = "kept")'
+            "layout, or keep gradients (training.optimizer_in_backward = false)"
         )
     if config.memory.experts != "device" and moved:
         _refuse_away(config, _MOVE)
@@ -71,15 +71,15 @@ def check_experts_away(config: Config, bf16: bool) -> None:
     if memory.experts == "device":
         return
     trained = config.adapter.kind is None and training.freeze != "experts"
-    if trained and training.gradients == "kept":
+    if trained and not training.optimizer_in_backward:
         why = (
             "they are trained, and their gradients would be on the device all together; set "
-            'training.gradients="consumed" and training.max_grad_norm=0 (or training.clip_by="previous")'
+            'training.optimizer_in_backward=true and training.max_grad_norm=0 (or training.grad_clipping="delayed")'
         )
-    elif trained and memory.experts_memory is not None:
+    elif trained and memory.expert_device_memory is not None:
         why = (
             "they are trained, so that they change in each step, and none can stay on the device "
-            "(memory.experts_memory)"
+            "(memory.expert_device_memory)"
         )
     elif config.moe.schedule == "two-batch":
         why = "two batches are at two layers at the same time; choose another moe.schedule"

@@ -69,7 +69,7 @@ class Plan:
         sequence_parallel: whether tensor-parallel ranks divide their tokens among themselves.
         transport: what the ranks are expected to choose.
         policies: what is saved for the backward.
-        dense: "fsdp" or "replicate".
+        dense: "fsdp" or "zero1".
     """
 
     config: Config

@@ -261,8 +261,8 @@ def record_step(run: Run, numbers: StepNumbers) -> None:
 def _computed_again(run: Run) -> float:
     """What is computed, recomputation included, over what a step needs: a forward is a third of it."""
     memory = run.config.memory
-    if memory.dense != "recompute":
+    if memory.layer_activations != "recompute":
         return 1.0
     size = run.plan.blueprint.size
     rest = size.active - (size.total - size.experts)
-    return 1 + (1 - rest / size.active if memory.sums != "recompute" else 1) / 3
+    return 1 + (1 - rest / size.active if memory.moe_outputs != "recompute" else 1) / 3

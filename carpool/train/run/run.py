@@ -129,7 +129,7 @@ class Run:
 
     def slots_kept(self) -> AbstractContextManager[None]:
         """Inside, slots are filled once, not in every forward."""
-        hold, prefetch = self.config.moe.fp8_hold_weights, self.config.placement.prefetch
+        hold, prefetch = self.config.moe.fp8_cache_weights, self.config.placement.prefetch
         return slots_of_rides_kept(self.built.rides, hold, prefetch)
 
     def with_room(self, compute: Callable[[], T]) -> T:

@@ -186,7 +186,7 @@ def lossy_reasons(run: Run) -> list[str]:
     halves = built.schedule.answer.name == "two-batch" and training.gradient_accumulation_steps == 1
     if halves and built.objective.aux_coef:
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
-    if training.clip_by == "previous" and training.max_grad_norm:
+    if training.grad_clipping == "delayed" and training.max_grad_norm:
         lossy.append("gradients are clipped by the norm of the step before")
     if run.config.adapter.base_dtype is not None:
         lossy.append(f"the frozen experts are kept in {run.config.adapter.base_dtype}")
@@ -297,7 +297,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(f"transport {transport['name']} makes {copies:.2f} copies of it, and not one for each of these")
     if size := transport["buffer_bytes"]:
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {_options(run).max_tokens:,} tokens")
-    compiles_again = config.training.torch_compile and config.memory.dense == "recompute"
+    compiles_again = config.training.torch_compile and config.memory.layer_activations == "recompute"
     if compiles_again and any(shards_inside(layer) for layer in decoder_layers(built.model)):
         say("layers are computed again eagerly, and not compiled: FSDP shards their experts by themselves")
     if config.memory.budget is not None:
@@ -305,8 +305,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(f"memory: {policies}: {plan.policies.why}")
     if built.kernels is not None:
         say(f"experts {info['experts']}, stages {describe_ways(built.kernels.answer)}: {built.kernels.why}")
-    elif config.moe.expert_stages != "default":
-        say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
+    elif config.moe.expert_kernels != "default":
+        say("experts: these are the model's own, which have no stages; moe.expert_kernels means nothing here")
     if built.schedule.answer.name != "none" or built.schedule.times:
         say(f"schedule {built.schedule.answer}: {built.schedule.why}")
     if built.device.type == "cuda":

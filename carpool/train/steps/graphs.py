@@ -88,7 +88,7 @@ def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers
         return COPIES
     if one_row_only(model):
         return LENGTHS
-    if candidate.policies["dense"] == "recompute" and draws_random_numbers(model):
+    if candidate.policies["layer_activations"] == "recompute" and draws_random_numbers(model):
         return RANDOM
     if candidate.schedule == "two-batch" and draws_random_numbers(model):
         return RANDOM_HALVES

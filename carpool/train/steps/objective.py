@@ -59,7 +59,7 @@ class Objective:
         context: ranks share sequences, and it makes parts of them. None: each rank has whole ones.
         moving: what lets sequences move between ranks while the model trains; None: they stay.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
-        loss_chunk: as `training.loss_chunk`.
+        loss_chunk_size: as `training.loss_chunk_size`.
 
     Raises:
         ValueError: a balance loss for a model that does not return router logits.
@@ -76,7 +76,7 @@ class Objective:
         balance_layers: bool = False,
         two_batch: bool = False,
         rides_first: RidesFirst | None = None,
-        loss_chunk: int | None = None,
+        loss_chunk_size: int | None = None,
         context: ContextParallel | None = None,
         moving: MovingSequences | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class Objective:
                 "so there is no balance loss to weigh; set moe.router_aux_loss_coef=0"
             )
         self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
-        self.cross_entropy = HeadLoss(model, loss_chunk)
+        self.cross_entropy = HeadLoss(model, loss_chunk_size)
         self.router_logits = self._collector() if aux_coef else None
         # A configuration may ask for them, and for a balance loss of this rank's tokens.
         self.settings = {"use_cache": False, **({"output_router_logits": False} if returns_logits else {})}

@@ -35,8 +35,8 @@ def make_optimizer(model: nn.Module, training: TrainingSection, folder: Path | N
         learning_rate=training.learning_rate,
         betas=(training.adam_beta1, training.adam_beta2),
         epsilon=training.adam_epsilon,
-        moments=training.optimizer_moments,
-        place=training.optimizer_state,
+        moments=training.optimizer_state_dtype,
+        place=training.optimizer_offload,
         folder=folder,
         options=training.optimizer_options,
     )

@@ -9,7 +9,7 @@
 A ride has four verbs that carry rows, and each has a codec of its own:
 
     Codecs(dispatch="fp8")                                     DeepSeek-V3: rows out as FP8, sums back as they are
-    Codecs(dispatch="fp8", combine="bf16", hop="nodes")        only over the hop between nodes
+    Codecs(dispatch="fp8", combine="bf16", inter_node="nodes")        only over the hop between nodes
 
     dispatch           rows to experts                      combine_backward    gradients of sums to experts
     combine            experts' partial sums back           dispatch_backward   gradients of rows back

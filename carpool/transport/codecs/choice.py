@@ -29,7 +29,7 @@ class Codecs:
 
     Attributes:
         dispatch, combine, dispatch_backward, combine_backward: of each verb.
-        hop: over which hops rows are encoded; "nodes": of a transport with two hops, that between nodes only.
+        inter_node: over which hops rows are encoded; "nodes": of a transport with two hops, that between nodes only.
         merge: which similar rows travel as one, before anything is encoded (`merging.py`).
         merge_hashes, merge_width: for "lsh", how many hashes must agree, and how many numbers each is made of.
         merge_similarity: for "condense", the least cosine similarity.
@@ -42,14 +42,14 @@ class Codecs:
     combine: str = "none"
     dispatch_backward: str = "none"
     combine_backward: str = "none"
-    hop: str = "all"
+    inter_node: str = "all"
     merge: str = "none"
     merge_hashes: int = 2
     merge_width: int = 16
     merge_similarity: float = 0.9
 
     def __post_init__(self) -> None:
-        for key, known in (*((verb, tuple(CODECS)) for verb in ROW_VERBS), ("hop", HOPS), ("merge", MERGES)):
+        for key, known in (*((verb, tuple(CODECS)) for verb in ROW_VERBS), ("inter_node", HOPS), ("merge", MERGES)):
             if (name := getattr(self, key)) not in known:
                 near = nearest(name, known)
                 hint = f"; did you mean {near}?" if near else ""
@@ -81,7 +81,7 @@ class Codecs:
     @property
     def lossy_reasons(self) -> list[str]:
         """What is lost, for logs and reports."""
-        where = " between nodes" if self.hop == "nodes" else ""
+        where = " between nodes" if self.inter_node == "nodes" else ""
         coded = {what: self.of(verb).lossy for verb, what in ROW_VERBS.items()}
         merged = [] if self.merge == "none" else [f"similar rows for an expert travel as one ({self.merge})"]
         return merged + [f"{what} travel {how}{where}" for what, how in coded.items() if how]

@@ -98,7 +98,7 @@ class NVLink(VerbRunner, Transport):
     def why_no_codecs(cls, codecs: Codecs) -> str | None:
         if codecs.plain:
             return None
-        if codecs.hop != "all":
+        if codecs.inter_node != "all":
             return ONE_HOP
         if codecs.merge != "none":
             return "how many rows are left of those that are merged is known to the host alone"
