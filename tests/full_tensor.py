@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from carpool.train.checkpoints.shards import as_rectangles
+from carpool.train.checkpoints.state_tensors import as_rectangles
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def merge(
         require((*TRAIN_PACKAGES, "peft"))
         check_run(run)
         check_new_folder("--out", out)
-        from carpool.train.checkpoints.merge import merge_adapter
+        from carpool.train.checkpoints.adapter_files import merge_adapter
 
         merged = merge_adapter(run, out, base=base, logits=True)
         typer.echo(f"merged model of {run}: {merged._replace(folder=out)}\n{merged.checked}")

@@ -66,7 +66,7 @@ def trace(
         check_writable("--out", out)
         from transformers.utils.logging import disable_progress_bar
 
-        from carpool.train.checkpoints.trace import record
+        from carpool.train.checkpoints.record_trace import record
 
         if not sys.stderr.isatty():
             disable_progress_bar()

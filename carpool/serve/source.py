@@ -35,7 +35,7 @@ from carpool.serve.text import Text
 from carpool.train.blueprint import model_source, top_k_of
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.source import SOURCE
+from carpool.train.checkpoints.run_source import SOURCE
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer

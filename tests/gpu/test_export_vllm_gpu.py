@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from carpool.hf.config.source import make_config
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.source import keep_source
+from carpool.train.checkpoints.run_source import keep_source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 # Sizes that vLLM's attention knows.

@@ -20,9 +20,9 @@ from carpool.hf.weights.files import stored_weights
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
 from carpool.hf.weights.stored_experts import StoredExperts, read_without_experts
 from carpool.train.blueprint import meta_model
+from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
-from carpool.train.checkpoints.files import CheckpointWriteError
-from carpool.train.checkpoints.source import keep_source
+from carpool.train.checkpoints.run_source import keep_source
 from tests.hf.test_quantised_base import SIZES
 from tests.hf.tiny_models import discover, tiny_model
 from tests.shards import CUTS, reshard

@@ -18,7 +18,7 @@ from carpool.hf.observe.trace import TraceRecorder
 from carpool.hf.seam.layers import experts_modules
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
-from carpool.train.checkpoints.trace import record, sequences
+from carpool.train.checkpoints.record_trace import record, sequences
 from carpool.train.config import load_config
 from carpool.train.plan.division import distributed_config
 from carpool.train.run.loop import train

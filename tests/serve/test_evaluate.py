@@ -17,7 +17,7 @@ from carpool.cli import app
 from carpool.serve.evaluate import Perplexity, Window, perplexity, windows
 from carpool.serve.source import find_source, open_model
 from carpool.serve.text import Text
-from carpool.train.checkpoints.source import keep_source
+from carpool.train.checkpoints.run_source import keep_source
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 from tests.serve.checkpoints import save, tokenizer

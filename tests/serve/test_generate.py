@@ -22,7 +22,7 @@ from carpool.serve import dry_run, room, source
 from carpool.serve.generate import answer
 from carpool.serve.prompts import deal
 from carpool.serve.source import find_source, open_model
-from carpool.train.checkpoints.source import keep_source
+from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.config import load_config
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks

@@ -15,7 +15,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.train.checkpoints.files import CheckpointError
+from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.config import Config, resolve_config

@@ -26,19 +26,19 @@ from transformers.distributed import DistributedConfig
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
 from carpool.optim import AdamW
-from carpool.train.checkpoints.export import export_checkpoint
-from carpool.train.checkpoints.files import (
+from carpool.train.checkpoints.checkpoint_files import (
     STATE_FILE,
     CheckpointError,
     CheckpointWriteError,
     file_record,
     write_state,
 )
+from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
-from carpool.train.checkpoints.shards import as_rectangles, model_tensors, optimizer_tensors
-from carpool.train.checkpoints.source import keep_source
+from carpool.train.checkpoints.run_source import keep_source
+from carpool.train.checkpoints.state_tensors import as_rectangles, model_tensors, optimizer_tensors
 from carpool.train.config import load_config
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
@@ -567,7 +567,7 @@ def test_damaged_files_are_found(small: Any, part: str) -> None:
 
 def test_a_wrong_header_is_found_even_with_a_right_checksum(small: Any) -> None:
     """As if it had been damaged before it was written."""
-    from carpool.train.checkpoints.files import read_state
+    from carpool.train.checkpoints.checkpoint_files import read_state
 
     path, model, optimizer = small
     shard = _shard(path, "model")

@@ -19,10 +19,10 @@ from carpool.hf.building.model import build_model
 from carpool.hf.weights.initial import set_tensor
 from carpool.hf.weights.tensor_file import Entry, split_by_size, write_tensor_file
 from carpool.train.checkpoints import export as exporting
+from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
-from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.source import keep_source
+from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.data.tokenizer import BytesTokenizer
 from tests.hf.tiny_models import discover, tiny_model
 from tests.train.test_cli import carpool_command, error_of

@@ -30,7 +30,7 @@ from carpool.report.headline import summarise
 from carpool.report.page import checks_of
 from carpool.report.read import read_run
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.trace import load_run
+from carpool.train.checkpoints.record_trace import load_run
 from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
 from carpool.train.data import corpus as corpora

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.peaks import growth
 from carpool.hf.weights.original_layout import OriginalLayout
-from carpool.train.checkpoints import merge as merging
-from carpool.train.checkpoints import unmerged
+from carpool.train.checkpoints import adapter_files as merging
+from carpool.train.checkpoints import merge_check as unmerged
+from carpool.train.checkpoints.adapter_files import merge_adapter
+from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
-from carpool.train.checkpoints.files import CheckpointWriteError
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.merge import merge_adapter
-from carpool.train.checkpoints.source import keep_source
+from carpool.train.checkpoints.run_source import keep_source
 from tests.hf.tiny_models import discover, tiny_model
 from tests.shards import CUTS, reshard
 

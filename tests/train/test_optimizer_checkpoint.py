@@ -14,10 +14,10 @@ from transformers.distributed import DistributedConfig
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
 from carpool.optim import AdamW
-from carpool.train.checkpoints.files import CheckpointError
+from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.shards import model_tensors, optimizer_tensors
+from carpool.train.checkpoints.state_tensors import model_tensors, optimizer_tensors
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks

@@ -16,8 +16,8 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf.seam.layouts import set_layout
 from carpool.layout import ExpertLayout
+from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
-from carpool.train.checkpoints.files import CheckpointError
 from carpool.train.checkpoints.trainer import CarpoolTrainer
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes

@@ -25,7 +25,7 @@ from carpool.hf.config.source import read_config
 from carpool.hf.weights.original_layout import OriginalLayout
 from carpool.hf.weights.tensor_file import Entry
 from carpool.train.blueprint import meta_model
-from carpool.train.checkpoints.files import (
+from carpool.train.checkpoints.checkpoint_files import (
     MODEL,
     CheckpointError,
     CheckpointWriteError,
@@ -39,7 +39,7 @@ from carpool.train.checkpoints.files import (
 )
 from carpool.train.checkpoints.manager import CheckpointManager, step_of
 from carpool.train.checkpoints.read_back import ReadBack
-from carpool.train.checkpoints.source import Source, copy_source, read_source
+from carpool.train.checkpoints.run_source import Source, copy_source, read_source
 from carpool.train.launch.ranks import gather, rank, together, world
 from carpool.train.records.files import ADAPTER
 

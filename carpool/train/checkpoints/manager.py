@@ -14,7 +14,7 @@ What can go wrong while saving, and why the last good checkpoint survives it:
     power fails             files and folders are flushed to the disk before the folder gets its name
     the save is done        one rename, by rank 0, makes it a checkpoint; only then are old ones removed
 
-`carpool.train.checkpoints.reading` reads them; `carpool.train.checkpoints.files` has the format.
+`carpool.train.checkpoints.reading` reads them; `carpool.train.checkpoints.checkpoint_files` has the format.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from carpool.train.checkpoints.files import (
+from carpool.train.checkpoints.checkpoint_files import (
     MODEL,
     OPTIMIZER,
     STATE_FILE,
@@ -53,7 +53,7 @@ from carpool.train.checkpoints.files import (
     write_state,
 )
 from carpool.train.checkpoints.rng import rng_state
-from carpool.train.checkpoints.shards import (
+from carpool.train.checkpoints.state_tensors import (
     Hook,
     Tensors,
     as_rectangles,

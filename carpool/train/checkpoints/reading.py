@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from carpool.optim.state_bits import can_be_blocks
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.checkpoints.files import (
+from carpool.train.checkpoints.checkpoint_files import (
     MODEL,
     OPTIMIZER,
     STATE_FILE,
@@ -31,7 +31,7 @@ from carpool.train.checkpoints.files import (
     stored_tensors,
 )
 from carpool.train.checkpoints.rng import check_rng_state, set_rng_state
-from carpool.train.checkpoints.shards import (
+from carpool.train.checkpoints.state_tensors import (
     Hook,
     Tensors,
     as_rectangles,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from carpool.report.schema import explain
-from carpool.train.checkpoints.files import STATE_FILE, CheckpointError, read_state
+from carpool.train.checkpoints.checkpoint_files import STATE_FILE, CheckpointError, read_state
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
 from carpool.train.config.schema import Config, TrainingSection

@@ -22,10 +22,10 @@ from torch import nn
 from transformers import Trainer
 
 from carpool.hf.seam.layouts import is_logical, logical_like, logical_order, physical_order
-from carpool.train.checkpoints.files import CheckpointError
+from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.source import SOURCE, keep_source
+from carpool.train.checkpoints.run_source import SOURCE, keep_source
 from carpool.train.launch.ranks import rank, together
 
 

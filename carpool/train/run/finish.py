@@ -36,9 +36,9 @@ from carpool.report import text_block
 from carpool.report.read import read_run
 from carpool.report.schema import Train
 from carpool.report.steps import summarise_steps
-from carpool.train.checkpoints.adapter import save_adapter
+from carpool.train.checkpoints.adapter_files import save_adapter
+from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint
-from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.manager import checkpoint_name
 from carpool.train.data.loader import count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed

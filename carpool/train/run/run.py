@@ -28,7 +28,7 @@ from carpool.train.blueprint import Blueprint
 from carpool.train.build.assemble import Built, build
 from carpool.train.build.policy_times import measure_on_small_model
 from carpool.train.build.run_data import MakeCorpus, RunData, read_data
-from carpool.train.checkpoints.files import CheckpointError
+from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import check_steps_left

@@ -20,7 +20,7 @@ from carpool.layout.layouts import Layouts
 from carpool.layout.uniform import uniform_copies
 from carpool.train.build.expert_kernels import describe_ways
 from carpool.train.build.offloaded import FEW_KIND
-from carpool.train.checkpoints.source import keep_source
+from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.flops import flops_per_token, peak_flops
 from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import Planned, describe, measured_beside
