@@ -63,11 +63,11 @@ def profile(
         require(TRAIN_PACKAGES)
         check_paths(resolved)
         check_output("training.output_dir", Path(settings.training.output_dir))
-        check_ahead(resolved, "carpool.train.run.profile:check_profile", debug)
+        check_ahead(resolved, "carpool.train.run.profile_run:check_profile", debug)
         before = str(compare) if compare is not None else None
         run(
             settings,
-            "carpool.train.run.profile:profile",
+            "carpool.train.run.profile_run:profile",
             debug=debug,
             steps=steps,
             compare=before,

@@ -2,7 +2,7 @@
 
     capacity 512, most 1024       a step needs 700       its sums are NaN; grow(875), and the step again
 
-Whoever repeats steps looks at `needed` (`carpool.train.steps.room`). Others call `Transport.check`, which raises.
+Whoever repeats steps looks at `needed` (`carpool.train.steps.capacity`). Others call `Transport.check`, which raises.
 """
 
 from __future__ import annotations

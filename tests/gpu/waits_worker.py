@@ -22,7 +22,7 @@ PACKAGE = str(Path(carpool.__file__).parent)
 # Buffers and compiled kernels are made in the first steps.
 FIRST = 6
 # Where a step may wait: for its losses, and for whether all rows had a place.
-ALLOWED = {"train/run/loop.py", "transport/nvlink/buffers.py", "train/steps/room.py"}
+ALLOWED = {"train/run/loop.py", "transport/nvlink/buffers.py", "train/steps/capacity.py"}
 
 
 def update(run):  # type: ignore[no-untyped-def]

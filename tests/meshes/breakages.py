@@ -223,7 +223,7 @@ def one_slice_of_each_expert() -> Iterator[None]:
 def travelling_rows_added() -> Iterator[None]:
     """Gradients of hidden states that stages put together from tensor-parallel ranks' rows are taken for terms of a
     sum."""
-    from carpool.train.steps import pipeline
+    from carpool.train.steps import pipeline_objective as pipeline
 
     right = pipeline.gather_rows
 

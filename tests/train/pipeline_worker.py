@@ -30,7 +30,7 @@ from carpool.ride.turns import HALF
 from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.train.steps.objective import Objective
-from carpool.train.steps.pipeline import PipelineObjective
+from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
 from tests.full_tensor import full_tensor
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config

@@ -163,8 +163,8 @@ def test_a_folder_that_holds_a_run_is_profiled(monkeypatch, tmp_path):
     ahead = []
     monkeypatch.setattr(sys.modules["carpool.cli.train"], "check_ahead", lambda _, entry, debug: ahead.append(entry))
     done = carpool_command("profile", f"training.output_dir={tmp_path}")
-    assert (done.exit_code, done.stdout) == (0, "starts carpool.train.run.profile:profile\n")
-    assert ahead == ["carpool.train.run.profile:check_profile"]
+    assert (done.exit_code, done.stdout) == (0, "starts carpool.train.run.profile_run:profile\n")
+    assert ahead == ["carpool.train.run.profile_run:check_profile"]
 
 
 def test_reports_and_samples_need_a_run(tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from carpool.hf.routing.balance import router_statistics
 from carpool.parallel.schedules import SCHEDULES
-from carpool.train.steps.pipeline import PipelineObjective
+from carpool.train.steps.pipeline_objective import PipelineObjective
 from tests.ranks import Ranks
 from tests.train.pipeline_worker import Pairs, compare_pairs, measure, replay
 from tests.train.test_loop import losses, records, run, start, text, weights

@@ -19,7 +19,7 @@ from carpool.observe.meter import Meter
 from carpool.profile.numbers import load_profile
 from carpool.profile.trace import load, parse
 from carpool.train.config import load_config
-from carpool.train.run.profile import check_profile, profile
+from carpool.train.run.profile_run import check_profile, profile
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, text
 
@@ -132,10 +132,10 @@ def test_what_the_command_starts(monkeypatch, tmp_path):
     result = CliRunner().invoke(cli.app, ["profile", f"training.output_dir={tmp_path}", "--steps", "3"])
     assert result.exit_code == 0, result.output
     ((config, entry), kwargs) = started[0]
-    assert (config.training.output_dir, entry) == (str(tmp_path), "carpool.train.run.profile:profile")
+    assert (config.training.output_dir, entry) == (str(tmp_path), "carpool.train.run.profile_run:profile")
     assert (kwargs["steps"], kwargs["compare"]) == (3, None)
     assert kwargs["fixed"] == ahead[0][1]["fixed"] and "training.output_dir" in kwargs["fixed"]
-    assert ahead[0][0] == (config, "carpool.train.run.profile:check_profile")
+    assert ahead[0][0] == (config, "carpool.train.run.profile_run:check_profile")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from carpool.train.config import load as configuration
 from carpool.train.config.schema import NvlinkSection
 from carpool.train.plan.transport_choice import most_tokens, transport_options
 from carpool.train.run.loop import train
-from carpool.train.steps.room import make_room
+from carpool.train.steps.capacity import make_room
 from carpool.transport import Codecs
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from tests.ranks import Ranks

@@ -68,7 +68,7 @@ from carpool.train.records.files import ADAPTER
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.objective import Objective
 from carpool.train.steps.optimizer import make_optimizer
-from carpool.train.steps.pipeline import PipelineObjective
+from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
 from carpool.transport import TransportOptions, set_topology
 

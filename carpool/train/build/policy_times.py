@@ -44,7 +44,7 @@ from carpool.train.plan.memory_fit import Times, open_items
 from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.plan.start_checks import decisions_of
 from carpool.train.steps.graphs import EAGER_STEPS
-from carpool.train.steps.room import make_room
+from carpool.train.steps.capacity import make_room
 
 WARM_UP, ROUNDS = 2, 3
 LAYERS = 3

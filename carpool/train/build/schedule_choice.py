@@ -35,7 +35,7 @@ from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.launch.machine import device_name
-from carpool.train.steps.room import make_room
+from carpool.train.steps.capacity import make_room
 from carpool.transport import TransportOptions
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))

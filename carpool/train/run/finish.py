@@ -47,7 +47,7 @@ from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.files import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.run import Run
-from carpool.train.steps.room import room_for_all
+from carpool.train.steps.capacity import room_for_all
 from carpool.transport import TransportOptions
 
 

@@ -53,8 +53,8 @@ from carpool.train.plan.transport_choice import element_size
 from carpool.train.records.environment import peak_memory
 from carpool.train.records.files import why_not_writable
 from carpool.train.run.run_records import Records, open_records, record_graphs
+from carpool.train.steps.capacity import fewer_node_rows, make_room, random_state, restore_random_state
 from carpool.train.steps.objective import Batch, Losses
-from carpool.train.steps.room import fewer_node_rows, make_room, random_state, restore_random_state
 from carpool.transport import check_codecs, check_transport
 
 T = TypeVar("T")

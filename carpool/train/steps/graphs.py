@@ -14,8 +14,8 @@ others add, and the last one reduces them. All share one pool of memory. Where t
 it counts in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`). A pipeline has a
 graph for each forward and backward of a stage (`stage_graphs.py`).
 
-What a graph holds may not move: if buffers grow (`room.py`), the step is repeated eagerly and captured anew. Steps that
-a profiler watches run eagerly, because a graph has no names of layers, unless whoever watches needs none
+What a graph holds may not move: if buffers grow (`capacity.py`), the step is repeated eagerly and captured anew. Steps
+that a profiler watches run eagerly, because a graph has no names of layers, unless whoever watches needs none
 (`replays_watched`).
 """
 

@@ -31,7 +31,7 @@ from carpool.hf.seam.rides import ExpertRides
 from carpool.kernels.capture import Recorder
 from carpool.parallel.pipeline import Action, Tensors
 from carpool.train.steps.graphs import Batch, BeforeBackward, StepGraphs
-from carpool.train.steps.pipeline import PipelineObjective
+from carpool.train.steps.pipeline_objective import PipelineObjective
 
 
 class _Edge(NamedTuple):
