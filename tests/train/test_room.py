@@ -20,7 +20,7 @@ from carpool.train.config import load as configuration
 from carpool.train.config.schema import NvlinkSection
 from carpool.train.plan.transport_choice import most_tokens, transport_options
 from carpool.train.run.loop import train
-from carpool.train.steps.capacity import make_room
+from carpool.train.steps.capacity import grow_if_short
 from carpool.transport import Codecs
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from tests.ranks import Ranks
@@ -72,26 +72,26 @@ def test_refused_settings(setting: str) -> None:
 def test_room_is_made_when_rows_had_no_place(needed: int, most: int, capacity: int) -> None:
     buffers = [Buffers(None, CPU, max_tokens=most, capacity=4) for _ in range(2)]
     buffers[1].needed.fill_(needed)
-    assert make_room(buffers, CPU) == ((capacity, 0, None) if capacity else None)
+    assert grow_if_short(buffers, CPU) == ((capacity, 0, None) if capacity else None)
     assert [one.capacity for one in buffers] == [capacity or 4] * 2
-    assert make_room(buffers, CPU) is None
+    assert grow_if_short(buffers, CPU) is None
 
 
 def test_an_arena_that_was_too_small_has_the_size_that_was_needed() -> None:
     buffers = Buffers(None, CPU, max_tokens=4, arena_bytes=1024)
     assert buffers.arena is not None
     fits = buffers.arena.reserve(64, torch.float32, torch.tensor([4]))
-    assert make_room([buffers], CPU) is None
+    assert grow_if_short([buffers], CPU) is None
     late = buffers.arena.reserve(64, torch.float32, torch.tensor([12]))
     assert fits.start is not None and late.start is not None and int(late.start) == -1
-    assert make_room([buffers], CPU) == (4, 1.25 * 4096, None) and buffers.arena.capacity == 1.25 * 4096
-    assert make_room([buffers], CPU) is None
+    assert grow_if_short([buffers], CPU) == (4, 1.25 * 4096, None) and buffers.arena.capacity == 1.25 * 4096
+    assert grow_if_short([buffers], CPU) is None
 
 
 def test_the_worst_case_asks_no_device() -> None:
     untouchable = Buffers(None, CPU, max_tokens=64)
     del untouchable.needed
-    assert make_room([untouchable], CPU) is None
+    assert grow_if_short([untouchable], CPU) is None
 
 
 class Cramped(Buffers):

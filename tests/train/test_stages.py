@@ -17,7 +17,7 @@ from carpool.experts import Activation, Choices
 from carpool.experts.gemm.choices import STAGES
 from carpool.experts.gemm.measure_choices import Measured, _Problem
 from carpool.planner.decisions.chosen import Chosen
-from carpool.train.build.expert_kernels import STAGES_KIND, Shape, decide, describe_ways, explain, mean_over_ranks
+from carpool.train.build.expert_kernels import KERNELS_KIND, Shape, decide, describe_kernels, explain, mean_over_ranks
 from carpool.train.config import describe, load_config
 from carpool.train.records.files import read_record
 from carpool.train.run.finish import finish
@@ -85,11 +85,11 @@ def test_errors(overrides: list[str], message: str) -> None:
 
 def record_of(choices: Choices, how: str = "measured", shape: Shape = SHAPE) -> dict[str, Any]:
     times = {stage: {"library": 3.0, "flat": 2.0} for stage in STAGES} if how == "measured" else None
-    return json.loads(json.dumps(STAGES_KIND.record(Chosen(choices, asdict(shape), how, "because", times))))
+    return json.loads(json.dumps(KERNELS_KIND.record(Chosen(choices, asdict(shape), how, "because", times))))
 
 
 def decided(wanted: Any, shape: Shape = SHAPE, record: Any = None) -> tuple[Chosen[Choices], bool]:
-    return decide(wanted, shape, CPU, SILU, *STAGES_KIND.recall(record, asdict(shape)))
+    return decide(wanted, shape, CPU, SILU, *KERNELS_KIND.recall(record, asdict(shape)))
 
 
 def test_a_new_run_goes_by_the_shape_where_it_cannot_measure() -> None:
@@ -117,7 +117,7 @@ def test_what_is_recorded_is_used_again(wanted: str, how: str) -> None:
     assert (chosen.answer, chosen.how, to_measure) == (MIXED, how, False)
     assert chosen.times == record.get("microseconds") and f"recorded in this run ({how})" in chosen.why
     # And again: the record of the resumed run says the same.
-    assert {**STAGES_KIND.record(chosen), "why": ""} == {**record, "why": ""}
+    assert {**KERNELS_KIND.record(chosen), "why": ""} == {**record, "why": ""}
 
 
 @pytest.mark.parametrize("change", [{"device": "NVIDIA H200"}, {"dtype": "bfloat16"}, {"rows": 64}, {"inner": 40}])
@@ -132,7 +132,7 @@ def test_records_of_other_versions() -> None:
     record = record_of(MIXED)
 
     def recall(record: Any) -> tuple[Chosen[Choices] | None, str]:
-        return STAGES_KIND.recall(record, asdict(SHAPE))
+        return KERNELS_KIND.recall(record, asdict(SHAPE))
 
     assert recall(None) == (None, "") == recall({"name": "grouped"})
     kept, note = recall({**record, "stages": {"up": "huge"}})
@@ -184,7 +184,7 @@ def test_ranks_add_up_their_times_and_choose_alike(ranks: Ranks) -> None:
     assert found[0].microseconds["dx"] == {"library": 10.0, "flat": 6.5}
     assert explain(found[0]).startswith("measured, in microseconds: up 10 (flat 17), down 10 (flat 17), ")
     assert "dx 6 (library 10)" in explain(found[0])
-    assert describe_ways(found[0].choices) == "library: up, down, dact, dup, ddown; flat: dx"
+    assert describe_kernels(found[0].choices) == "library: up, down, dact, dup, ddown; flat: dx"
 
 
 def test_if_one_rank_cannot_measure_none_does(ranks: Ranks) -> None:

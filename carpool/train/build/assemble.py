@@ -51,8 +51,8 @@ from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
 from carpool.schedule import Schedule
 from carpool.train.blueprint import top_k_of
-from carpool.train.build.expert_kernels import choose_stages
-from carpool.train.build.offloaded import make_tiers
+from carpool.train.build.expert_kernels import choose_kernels
+from carpool.train.build.offloaded import make_offload
 from carpool.train.build.schedule_choice import choose_schedule, rides_first
 from carpool.train.config.fine_tuning import adapter_folder
 from carpool.train.config.schema import Config
@@ -93,7 +93,7 @@ class Built:
         options: of the transport.
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
         consumed: uses gradients in the backward; None: they are kept until the optimizer's step.
-        away: keeps experts in host memory; None: they are on the device.
+        offloaded: keeps experts in host memory; None: they are on the device.
         no_graphs: why steps are not captured as CUDA graphs; None: they are.
     """
 
@@ -115,7 +115,7 @@ class Built:
     parameters: list[nn.Parameter]
     optimizer: OptimizerBase
     consumed: ConsumedGradients | None
-    away: HostExperts | None
+    offloaded: HostExperts | None
     metrics: RideMetrics
     no_graphs: str | None = None
 
@@ -161,7 +161,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
         on_disk = config.training.optimizer_offload == "disk"
         optimizer = make_optimizer(model, config.training, disk_folder(config) if on_disk else None)
     computed = torch.bfloat16 if plan.bf16 else model.dtype
-    consumed, away = make_tiers(config, model, own, optimizer, computed, two_batch, device, plan.decisions)
+    consumed, offloaded = make_offload(config, model, own, optimizer, computed, two_batch, device, plan.decisions)
     metrics = RideMetrics(model, None if plan.pipeline is None else plan.pipeline.moe_layers)
     built = Built(
         device=device,
@@ -182,7 +182,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
         parameters=parameters,
         optimizer=optimizer,
         consumed=consumed,
-        away=away,
+        offloaded=offloaded,
         metrics=metrics,
     )
     _set_graphs(plan, built)
@@ -266,7 +266,7 @@ def _set_rides(
     _make_buffers(plan, layers)
     tokens = plan.degrees.tokens_per_rank(training.per_device_train_batch_size * config.data.sequence_length)
     dtype = torch.bfloat16 if plan.bf16 else model.dtype
-    kernels = choose_stages(moe.expert_kernels, layers, tokens, top_k, dtype, device, plan.decisions)
+    kernels = choose_kernels(moe.expert_kernels, layers, tokens, top_k, dtype, device, plan.decisions)
     if kernels is not None:
         set_experts(model, moe.experts, choices=kernels.answer, **moe.expert_options)
     # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).

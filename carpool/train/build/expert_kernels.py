@@ -55,12 +55,12 @@ class Shape:
     adapter_rank: int = 0
 
 
-STAGES_KIND: Kind[Choices] = Kind(
+KERNELS_KIND: Kind[Choices] = Kind(
     "experts", lambda one: {"stages": one.to_dict()}, lambda record: Choices.from_dict(record["stages"]), "microseconds"
 )
 
 
-def choose_stages(
+def choose_kernels(
     wanted: str | Mapping[str, str],
     layers: Iterable[ExpertRides],
     tokens: int,
@@ -93,7 +93,7 @@ def choose_stages(
         return Chosen(measured.choices, fallback.shape, "measured", explain(measured), measured.microseconds)
 
     return decisions.choose(
-        STAGES_KIND,
+        KERNELS_KIND,
         asdict(shape),
         lambda kept, note: decide(wanted, shape, device, activation, kept, note),
         measure,
@@ -185,7 +185,7 @@ def explain(measured: Measured) -> str:
     return f"measured, in microseconds: {', '.join(parts)}"
 
 
-def describe_ways(choices: Choices) -> str:
+def describe_kernels(choices: Choices) -> str:
     """Stages by their way: "library: dact, dup, ddown; flat: up, down, dx"."""
     ways = choices.to_dict()
     by_way = {way: ", ".join(stage for stage in STAGES if ways[stage] == way) for way in WAYS}

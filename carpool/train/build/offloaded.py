@@ -48,10 +48,10 @@ from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.train.blueprint import meta_model
 from carpool.train.config.schema import Config, MemorySection
 from carpool.train.launch.machine import device_name
-from carpool.train.plan.offload_checks import check_layouts_of_tiers, disk_folder
+from carpool.train.plan.offload_checks import check_offload_layouts, disk_folder
 
 
-def make_tiers(
+def make_offload(
     config: Config,
     model: PreTrainedModel,
     layers: Sequence[ExpertRides],
@@ -72,7 +72,7 @@ def make_tiers(
     Raises:
         ValueError: what is asked for cannot be with this model, layout or schedule."""
     training, memory, away = config.training, config.memory, None
-    check_layouts_of_tiers(config, [own.layout for own in layers], halves)
+    check_offload_layouts(config, [own.layout for own in layers], halves)
     if memory.experts != "device":
         on_disk = _on_disk(config, layers) if memory.experts == "disk" else {}
         few = 0

@@ -44,7 +44,7 @@ from carpool.train.plan.memory_fit import Times, open_items
 from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.plan.start_checks import decisions_of
 from carpool.train.steps.graphs import EAGER_STEPS
-from carpool.train.steps.capacity import make_room
+from carpool.train.steps.capacity import grow_if_short
 
 WARM_UP, ROUNDS = 2, 3
 LAYERS = 3
@@ -143,7 +143,7 @@ def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], 
             if whole is not None:
                 whole.finish()
             model.zero_grad(set_to_none=True)
-            if not rooms or make_room(rooms, device, forget) is None:
+            if not rooms or grow_if_short(rooms, device, forget) is None:
                 return
 
     def least(count: int, warm_up: int = WARM_UP) -> float:

@@ -35,7 +35,7 @@ from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.launch.machine import device_name
-from carpool.train.steps.capacity import make_room
+from carpool.train.steps.capacity import grow_if_short
 from carpool.transport import TransportOptions
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
@@ -198,7 +198,7 @@ def _milliseconds(
     for number in range(WARM_UP + REPETITIONS):
         took = timed(lambda: ride(x_TH, routing, slot_TK, weights, setup)[0].backward(x_TH.detach()), device)
         # What has no place is not computed, and would be timed as nothing.
-        if rooms and make_room(rooms, device) is not None:
+        if rooms and grow_if_short(rooms, device) is not None:
             assert number < WARM_UP, "the same rows had a place before"
         if number >= WARM_UP:
             times.append(took.ms)

@@ -51,7 +51,7 @@ from carpool.train.plan.transport_choice import transport_options
 from carpool.transport import find_transport
 
 
-class Copies(NamedTuple):
+class Replicas(NamedTuple):
     """Bytes: of a layer's slots; of what came for slots, in all layers; and of gradients on their way, in all."""
 
     slots: float = 0.0
@@ -59,8 +59,8 @@ class Copies(NamedTuple):
     late: float = 0.0
 
 
-def most_copies(config: Config) -> int:
-    """Of experts, on a rank that has room for them."""
+def most_replicas(config: Config) -> int:
+    """The most replicas of experts on a rank."""
     copies = config.placement.replicas if config.placement.every is not None else 0
     if config.moe.layout != "contiguous":
         file = Layouts.load(config.moe.layout)
@@ -70,26 +70,26 @@ def most_copies(config: Config) -> int:
     return copies
 
 
-def copies_of(config: Config, degrees: Degrees, row: float, rows: int, layers: int, nodes: int) -> Copies:
-    """With as many copies on each rank as there is room for.
+def replica_bytes(config: Config, degrees: Degrees, row: float, rows: int, layers: int, nodes: int) -> Replicas:
+    """Of replicas, with as many on each rank as it has slots for.
 
     Args:
         row: bytes of an expert's weights in a layer, or of a slice of it, as it computes.
         rows: experts of a layer, or slices.
         layers: with experts.
         nodes: on which the ranks of an expert-parallel group are."""
-    copies = most_copies(config)
+    copies = most_replicas(config)
     homes = -(-rows // degrees.expert_ranks)
     away = rows - homes
     copies = min(copies, away)
     if copies <= 0:
-        return Copies()
+        return Replicas()
     # For others of the node; where every rank wants all, it wants these itself.
     held = min(copies, (nodes - 1) * homes) * (1 - copies / away)
     # FSDP that divides a rank's experts, and tiers, wait for gradients.
     waits = not config.placement.prefetch or degrees.efsdp > 1 or config.memory.experts != "device"
     late = 0.0 if waits else layers * (2 * copies + min(homes, copies)) * row
-    return Copies((homes + copies) * row, layers * (copies + held) * row, late)
+    return Replicas((homes + copies) * row, layers * (copies + held) * row, late)
 
 
 STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -258,7 +258,7 @@ class MemoryEstimate:
         config = self.config
         if found := by_settings(config.model_dump(), self.cuda):
             return found
-        if most_copies(config):
+        if most_replicas(config):
             return COPIES
         if "flash" in (self.measured[-1] or ""):
             return LENGTHS
@@ -283,7 +283,7 @@ class MemoryEstimate:
         row, rows = row_size(self.model.config), self.num_experts * degrees.etp
         # A token chooses every slice of its experts, which are on neighbouring ranks.
         copies = degrees.etp * way.copies_per_token(self.num_experts, self.top_k, degrees.ep)
-        of_copies = copies_of(
+        of_replicas = replica_bytes(
             config, degrees, self.experts.total * self.computed / (rows * self.moe_layers), rows, moe_layers, self.nodes
         )
         here = None
@@ -313,7 +313,7 @@ class MemoryEstimate:
             state=state_bytes(config), reduced=4 if self.bf16 else self.stored,
             head_trains=self.head is not None and self.head.weight.requires_grad,
             dequantised=dequantised / degrees.expert_ranks, adapters=self.adapters + self.expert_adapters, here=here,
-            slots=of_copies.slots, arrived=of_copies.arrived, late=of_copies.late, cuda=self.cuda,
+            slots=of_replicas.slots, arrived=of_replicas.arrived, late=of_replicas.late, cuda=self.cuda,
         )  # fmt: skip
 
 

@@ -251,7 +251,7 @@ def _fitting(
         ValueError: no policies fit into the budget."""
     config, budget = estimate.config, estimate.config.memory.budget_bytes
     assert budget is not None
-    dense = _lies(config)
+    dense = _assumed_dense(config)
 
     def preferred(policies: Policies) -> bool:
         if config.training.cuda_graphs != "on":
@@ -281,14 +281,14 @@ def _modelled(
     except ValueError:
         return lambda policies: float(sum(policy != "save" for policy in policies.values()))
     candidate = replace(
-        estimate.candidate(transport, _lies(config)),
+        estimate.candidate(transport, _assumed_dense(config)),
         experts="fp8" if config.moe.experts == "fp8" else "grouped",
     )
     return modelled_milliseconds(shape, hardware, candidate, per_node)
 
 
-def _lies(config: Config) -> str:
-    """How dense parameters are taken to lie while that is not decided."""
+def _assumed_dense(config: Config) -> str:
+    """The layout of non-expert parameters that is assumed while it is not decided."""
     return "zero1" if config.parallelism.data_parallel == "zero1" else "fsdp"
 
 

@@ -14,7 +14,7 @@ from carpool.train.launch.machine import Machine
 from carpool.train.launch.ranks import gather
 
 
-def check_tiers(config: Config, machine: Machine, host: int, disk: int) -> None:
+def check_host_and_disk(config: Config, machine: Machine, host: int, disk: int) -> None:
     """Raise ValueError, on all ranks, if a machine has not the host memory, or not the disk, for what its ranks will
     keep there. Collective over the ranks, if there are any.
 
@@ -39,7 +39,7 @@ def check_tiers(config: Config, machine: Machine, host: int, disk: int) -> None:
         raise ValueError(found[0])
 
 
-def check_layouts_of_tiers(config: Config, layouts: Sequence[ExpertLayout], halves: bool) -> None:
+def check_offload_layouts(config: Config, layouts: Sequence[ExpertLayout], halves: bool) -> None:
     """Raise ValueError for layouts that keep state or experts from being elsewhere, or gradients from being consumed.
 
     Args:
@@ -61,7 +61,7 @@ def check_layouts_of_tiers(config: Config, layouts: Sequence[ExpertLayout], halv
         _refuse_away(config, _MOVE)
 
 
-def check_experts_away(config: Config, bf16: bool) -> None:
+def check_offloaded_experts(config: Config, bf16: bool) -> None:
     """Raise ValueError if settings keep experts from being in host memory, or on disk, that are to be there.
 
     Args:

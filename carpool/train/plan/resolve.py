@@ -46,7 +46,7 @@ from carpool.train.plan.division import (
 )
 from carpool.train.plan.estimate import Memory, MemoryEstimate
 from carpool.train.plan.memory_fit import Times, choose_memory, with_policies
-from carpool.train.plan.offload_checks import check_experts_away, check_layouts_of_tiers, check_tiers
+from carpool.train.plan.offload_checks import check_host_and_disk, check_offload_layouts, check_offloaded_experts
 from carpool.train.plan.transport_choice import expected_transport
 
 
@@ -167,8 +167,8 @@ def resolve(
     layouts = check_layout_file(config, model.config.model_type, counts, degrees)
     _check_whole_experts(config, blueprint, degrees)
     _check_model_has(config, blueprint, degrees)
-    check_experts_away(config, config.training.computes_in_bf16(machine.cuda))
-    check_layouts_of_tiers(config, layouts, config.moe.schedule == "two-batch")
+    check_offloaded_experts(config, config.training.computes_in_bf16(machine.cuda))
+    check_offload_layouts(config, layouts, config.moe.schedule == "two-batch")
     if config.moe.move_sequences is not None:
         check_moves(config.moe.move_sequences, len(counts), degrees.ep)
     if machine.device is not None:
@@ -194,7 +194,7 @@ def resolve(
         config, memory = with_policies(config, policies.answer), min(memory, budget)
         estimate = estimate.changed(config)
     if machine.here:
-        check_tiers(config, machine, estimate.host_bytes(transport.answer), estimate.disk_bytes())
+        check_host_and_disk(config, machine, estimate.host_bytes(transport.answer), estimate.disk_bytes())
     dense = choose_dense(config, degrees, lambda one: estimate(transport.answer, one)["total"], memory, decisions)
     check_parallelism(model, distributed_config(degrees, estimate.bf16), dense.answer, sequence_parallel.answer)
     check_adapter(config, degrees, dense.answer, estimate.bf16)

@@ -47,13 +47,13 @@ from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.files import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.run import Run
-from carpool.train.steps.capacity import room_for_all
+from carpool.train.steps.capacity import full_capacity
 from carpool.transport import TransportOptions
 
 
 def evaluate(run: Run) -> None:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
-    with room_for_all(rooms_of_rides(run.built.rides)):
+    with full_capacity(rooms_of_rides(run.built.rides)):
         _evaluate(run)
 
 
@@ -89,7 +89,7 @@ def _held_out(run: Run) -> tuple[float, int]:
         for batch in run.data.held_out:
             # Counted before it goes to the device, for which nobody waits until the end.
             sums[1] += count_targets(batch["labels"])
-            ce, _ = run.with_room(partial(run.built.objective.forward, run.to_device(batch)))
+            ce, _ = run.with_capacity(partial(run.built.objective.forward, run.to_device(batch)))
             sums[0] += ce
     run.built.model.train()
     dist.all_reduce(sums)
@@ -211,8 +211,8 @@ def finish(run: Run) -> None:
     if training.save_pretrained and not run.built.adapted and not narrow and run.step == training.steps:
         _export(run)
     comparison = _compare(run)
-    if run.built.away is not None:
-        run.records.say(f"experts: on a rank {run.built.away.what_moved()}")
+    if run.built.offloaded is not None:
+        run.records.say(f"experts: on a rank {run.built.offloaded.what_moved()}")
     run.records.display.close()
     summary = _summary(run, comparison)
     if run.main:

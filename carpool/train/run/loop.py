@@ -122,8 +122,8 @@ def update(run: Run) -> tuple[Losses, float, int]:
     rank to stop, 0 if none did. The same on all ranks. The step before is recorded meanwhile."""
     built = run.built
     batches = [run.to_device(batch) for batch in next(run.data.train)]
-    means, measured = run.with_room(partial(_launch, run, batches))
-    run.fit_room()
+    means, measured = run.with_capacity(partial(_launch, run, batches))
+    run.fit_capacity()
     # Here alone the host waits for the device, and what follows depends on it.
     *found, norm = torch.cat([means, measured.to(means).view(1)]).tolist()
     losses, asked = built.objective.losses(found, run.data.train.targets), found[2:]

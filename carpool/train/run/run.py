@@ -53,7 +53,7 @@ from carpool.train.plan.transport_choice import element_size
 from carpool.train.records.environment import peak_memory
 from carpool.train.records.files import why_not_writable
 from carpool.train.run.run_records import Records, open_records, record_graphs
-from carpool.train.steps.capacity import fewer_node_rows, make_room, random_state, restore_random_state
+from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.objective import Batch, Losses
 from carpool.transport import check_codecs, check_transport
 
@@ -132,7 +132,7 @@ class Run:
         hold, prefetch = self.config.moe.fp8_cache_weights, self.config.placement.prefetch
         return slots_of_rides_kept(self.built.rides, hold, prefetch)
 
-    def with_room(self, compute: Callable[[], T]) -> T:
+    def with_capacity(self, compute: Callable[[], T]) -> T:
         """What `compute` returns once all tokens had a place in the transport's buffers. Until then the buffers grow,
         and it is repeated from the same random state."""
         rooms, device = rooms_of_rides(self.built.rides), self.built.device
@@ -141,7 +141,7 @@ class Run:
         before, mark = random_state(device), self.placement.mark()
         while True:
             result = compute()
-            made = make_room(rooms, device, self.forget_graphs)
+            made = grow_if_short(rooms, device, self.forget_graphs)
             if made is None:
                 return result
             self.built.model.zero_grad(set_to_none=True)
@@ -154,9 +154,9 @@ class Run:
             now += [f"{made.node_rows:,} to each other node"] if made.node_rows is not None else []
             self.records.say(f"step {self.step}: more rows than there is room for: now {', '.join(now)}, and once more")
 
-    def fit_room(self) -> None:
+    def fit_capacity(self) -> None:
         """After a step: from now on send as many tokens to each other node as steps need, if these are fewer."""
-        if (rows := fewer_node_rows(rooms_of_rides(self.built.rides))) is not None:
+        if (rows := fewer_node_tokens(rooms_of_rides(self.built.rides))) is not None:
             self.forget_graphs()
             self.records.write("node_rows", self.step, rows=rows)
             self.records.say(f"step {self.step}: from now on {rows:,} rows travel to each other node")

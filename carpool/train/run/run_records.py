@@ -18,7 +18,7 @@ from carpool.hf.compute.compiled import shards_inside
 from carpool.hf.seam.layers import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.layout.uniform import uniform_copies
-from carpool.train.build.expert_kernels import describe_ways
+from carpool.train.build.expert_kernels import describe_kernels
 from carpool.train.build.offloaded import FEW_KIND
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.flops import flops_per_token, peak_flops
@@ -304,7 +304,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         policies = ", ".join(f"{item} {policy}" for item, policy in plan.policies.answer.items())
         say(f"memory: {policies}: {plan.policies.why}")
     if built.kernels is not None:
-        say(f"experts {info['experts']}, stages {describe_ways(built.kernels.answer)}: {built.kernels.why}")
+        say(f"experts {info['experts']}, stages {describe_kernels(built.kernels.answer)}: {built.kernels.why}")
     elif config.moe.expert_kernels != "default":
         say("experts: these are the model's own, which have no stages; moe.expert_kernels means nothing here")
     if built.schedule.answer.name != "none" or built.schedule.times:
@@ -318,7 +318,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         where = {"device": "", "host": ", in host memory", "disk": ", on disk"}[optimizer["state"]]
         when = "; gradients are consumed in the backward" if built.consumed is not None else ""
         say(f"optimizer {optimizer['name']}: {masters}moments in {optimizer['moments']}{where}{when}")
-    if built.away is not None:
+    if built.offloaded is not None:
         where = "in host memory" if config.memory.experts == "host" else "on disk"
         how = "layer by layer"
         if config.memory.expert_loading == "popular":

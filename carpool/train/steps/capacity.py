@@ -1,4 +1,4 @@
-"""Room for rows: how large the buffers of a transport are in a run, and more of it when a step needs more.
+"""The capacity of a transport's buffers in a run, which grows when a step needs more.
 
 By default a slab of nvlink has a place for each token of its sender, and no routing can overflow. A smaller
 `nvlink.capacity` saves memory, and then a step may not fit: sums are NaN, and every rank has counted how much would
@@ -40,7 +40,9 @@ class Made(NamedTuple):
     node_rows: int | None
 
 
-def make_room(rooms: Sequence[Room], device: torch.device, before: Callable[[], None] = lambda: None) -> Made | None:
+def grow_if_short(
+    rooms: Sequence[Room], device: torch.device, before: Callable[[], None] = lambda: None
+) -> Made | None:
     """If rows had no place since the last call, enlarge what was too small, on all ranks.
 
     Collective over all ranks of the run: they decide alike, also where only one of several expert-parallel groups
@@ -84,14 +86,14 @@ def make_room(rooms: Sequence[Room], device: torch.device, before: Callable[[], 
     return Made(buffers[0].capacity if buffers else None, max(grown, default=0), nodes[0].capacity if nodes else None)
 
 
-def fewer_node_rows(rooms: Sequence[Room]) -> int | None:
+def fewer_node_tokens(rooms: Sequence[Room]) -> int | None:
     """After a step whose rows all had a place: how many rows travel to each other node from now on, if they become
     fewer. The same on all ranks."""
     return max((one.capacity for one in _kinds(rooms)[1] if one.fit(one.agreed)), default=None)
 
 
 @contextmanager
-def room_for_all(rooms: Sequence[Room]) -> Iterator[None]:
+def full_capacity(rooms: Sequence[Room]) -> Iterator[None]:
     """Inside, a row for each token travels to each other node. For evaluations: a sample of text cannot be drawn from
     NaN and repeated, and their batches are of another size than a step's."""
     nodes = _kinds(rooms)[1]
