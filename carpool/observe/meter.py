@@ -63,7 +63,7 @@ class Meter:
         self._spans: Spans = {}
 
     def ride(self, device: torch.device, direction: str, chunks: int = 1) -> RideSpans:
-        """`span` for one ride."""
+        """The spans of one ride, in chunks."""
         return RideSpans(self, device, direction, chunks)
 
     def named(self, name: str, direction: str, chunk: int | None = None) -> AbstractContextManager[Any]:
@@ -75,40 +75,19 @@ class Meter:
         return shown(range_name(self.layer, direction, name, chunk))
 
     @contextmanager
-    def span(
-        self,
-        name: str,
-        device: torch.device,
-        more: bool = False,
-        direction: str = "forward",
-        chunk: int | None = None,
-    ) -> Iterator[None]:
+    def span(self, name: str, device: torch.device, direction: str = "forward") -> Iterator[None]:
         """Time the enclosed work on `device`: by events in the current stream on CUDA, by the clock elsewhere.
+        `direction`: for profilers."""
+        spans = self.ride(device, direction)
+        spans.begin(name)
+        yield
+        spans.end()
 
-        Args:
-            more: it belongs to the latest call of that name.
-            direction, chunk: for profilers.
-        """
-        with self.named(name, direction, chunk):
-            if device.type == "cuda":
-                # In a CUDA graph, an event that each replay records again.
-                inside = torch.cuda.is_current_stream_capturing()
-                start, end = (torch.cuda.Event(enable_timing=True, external=inside) for _ in range(2))
-                start.record()
-                yield
-                end.record()
-                self._keep(name, (start, end), more)
-            else:
-                begin = time.perf_counter()
-                yield
-                self._keep(name, 1e3 * (time.perf_counter() - begin), more)
-
-    def _keep(self, name: str, piece: Any, more: bool) -> None:
-        calls = self._spans.setdefault(name, deque(maxlen=KEPT_SPANS))
-        if more and calls:
-            calls[-1].append(piece)
-        else:
-            calls.append([piece])
+    def call(self, name: str) -> list[Any]:
+        """The pieces of a new call of a span, to be appended to."""
+        pieces: list[Any] = []
+        self._spans.setdefault(name, deque(maxlen=KEPT_SPANS)).append(pieces)
+        return pieces
 
     def exchange(self, spans: Spans) -> Spans:
         """Put `spans` in the place of those since the last reset, which are returned."""
@@ -139,23 +118,51 @@ class Meter:
 
 
 class RideSpans:
-    """The spans of one ride. Its pieces of the same name are one call."""
+    """The spans of one ride, one after the other. Those of the same name are one call.
+
+    spans.begin("dispatch")      the first span
+    spans.begin("experts")       ends it, and begins the next
+    spans.end()                  ends that one; `begin` goes on after whatever lies between
+    """
 
     def __init__(self, meter: Meter, device: torch.device, direction: str, chunks: int) -> None:
         self._meter, self._device, self._direction, self._chunks = meter, device, direction, chunks
-        self._seen: set[str] = set()
+        self._pieces: dict[str, list[Any]] = {}
+        self._name, self._begun = "", None
+        self._range: AbstractContextManager[Any] | None = None
+        self._watched = watched()
 
-    def __call__(self, name: str, chunk: int = 0) -> AbstractContextManager[None]:
-        """Time the enclosed work, which is of that chunk."""
-        more = name in self._seen
-        self._seen.add(name)
-        return self._meter.span(name, self._device, more, self._direction, self._shown(chunk))
+    def begin(self, name: str, chunk: int = 0) -> None:
+        """Work of that name begins here, of that chunk. What has been under way ends."""
+        now: Any
+        if self._device.type == "cuda":
+            # In a CUDA graph, an event that each replay records again.
+            now = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
+            now.record()
+        else:
+            now = time.perf_counter()
+        if self._name:
+            self._keep(now)
+        if name and self._watched:
+            self._range = self._meter.named(name, self._direction, chunk if self._chunks > 1 else None)
+            self._range.__enter__()
+        self._name, self._begun = name, now
+
+    def end(self) -> None:
+        """What has been under way ends."""
+        self.begin("")
+
+    def _keep(self, now: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self._name not in self._pieces:
+            self._pieces[self._name] = self._meter.call(self._name)
+        piece = (self._begun, now) if self._device.type == "cuda" else 1e3 * (now - self._begun)
+        self._pieces[self._name].append(piece)
 
     def named(self, name: str, chunk: int) -> AbstractContextManager[Any]:
         """Inside a span: work that is to have another name, or of another chunk, for profilers."""
-        if self._chunks == 1 and name in self._seen:
+        if not self._watched or (self._chunks == 1 and name == self._name):
             return nullcontext()
-        return self._meter.named(name, self._direction, self._shown(chunk))
-
-    def _shown(self, chunk: int) -> int | None:
-        return chunk if self._chunks > 1 else None
+        return self._meter.named(name, self._direction, chunk if self._chunks > 1 else None)

@@ -2,7 +2,7 @@
 
     y_TH, beside = ride(x_TH, routing, slot_TK, weights, setup)
 
-`function.py` is the node of autograd, `plain.py` the order of the verbs inside, `setup.py` what a ride is made of,
+`function.py` is the node of autograd, `chunks.py` the order of the verbs inside, `setup.py` what a ride is made of,
 `operator.py` the operator for `torch.compile`, `module.py` the ride around a model's own experts, `merged.py` the ride
 in which similar rows travel as one. `turns.py` lets two halves of a batch take turns at the rides, and `owed.py` leaves
 weight gradients to be computed later.

@@ -1,7 +1,7 @@
 """The ride of a batch of tokens as one node of autograd, and as one operator of `torch.compile`.
 
 Autograd sees the rows, the routing weights and the expert weights as inputs, and the sums as the output. What happens
-inside, forward and backward, is written out in an `Order`: `plain.py`, or one of `carpool.schedule`.
+inside, forward and backward, is written out in an `Order`: `chunks.py`, or one of `carpool.schedule`.
 
 With independent work beside the ride (`beside`: experts that serve every token) there are two nodes, and autograd runs
 that work's backward between them:
@@ -34,9 +34,9 @@ from carpool.activations.recompute import kept_rides, taken_before
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
 from carpool.observe.recompute import in_recompute
+from carpool.ride.chunks import PLAIN
 from carpool.ride.kept import bring_back, put_away
 from carpool.ride.operator import ride_operator
-from carpool.ride.plain import ride_order
 from carpool.ride.setup import Kept, RideSetup
 from carpool.routing import Routing
 from carpool.transport import Pending
@@ -176,7 +176,7 @@ class _Start(torch.autograd.Function):
         # The second node's gradients are no tensors yet when it is done.
         ctx.set_materialize_grads(False)
         ctx.trip = trip
-        trip.started = ride_order(setup).start(x_TH, weight_TK, slot_TK, weights, setup)
+        trip.started = (setup.order or PLAIN).start(x_TH, weight_TK, slot_TK, weights, setup)
         return x_TH.detach(), weight_TK.detach()
 
     @staticmethod
@@ -203,10 +203,10 @@ class _Ride(torch.autograd.Function):
 
         def take() -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
             if trip is None:
-                started = ride_order(setup).start(x_TH, weight_TK, slot_TK, weights, setup)
+                started = (setup.order or PLAIN).start(x_TH, weight_TK, slot_TK, weights, setup)
             else:
                 started, trip.started = trip.started, None
-            y_TH, kept = ride_order(setup).forward(started, weights, setup, backward)
+            y_TH, kept = (setup.order or PLAIN).forward(started, weights, setup, backward)
             return y_TH, None if kept is None else put_away(kept, setup)
 
         # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
@@ -235,7 +235,7 @@ class _Ride(torch.autograd.Function):
         needs_dweights = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + NUM_BASE])
         if owed is not None:
             needs_dweights = any(w is not None and w.requires_grad for w in owed[:NUM_BASE])
-        coming, dweights = ride_order(setup).backward(dy_TH, weights, kept, setup, needs_dweights)
+        coming, dweights = (setup.order or PLAIN).backward(dy_TH, weights, kept, setup, needs_dweights)
         if owed is not None and dweights is not None:
             assert setup.owed is not None
             setup.owed.put(owed, dweights if callable(dweights) else partial(_same, dweights))

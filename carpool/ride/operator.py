@@ -31,8 +31,8 @@ from carpool.activations import Rows
 from carpool.activations.recompute import kept_rides
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertWeights
 from carpool.kernels.numbered import by_number
+from carpool.ride.chunks import PLAIN
 from carpool.ride.kept import bring_back, put_away
-from carpool.ride.plain import ride_order
 from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
 
@@ -74,8 +74,8 @@ def ride_operator(
 
     def take() -> tuple[torch.Tensor, Any]:
         inputs = x_TH, weight_TK, slot_TK
-        started = ride_order(found).start(*inputs, weights, found)
-        y_TH, kept = ride_order(found).forward(started, weights, found, backward)
+        started = (found.order or PLAIN).start(*inputs, weights, found)
+        y_TH, kept = (found.order or PLAIN).forward(started, weights, found, backward)
         return y_TH, None if kept is None else _swap(put_away(kept, found), lambda tensor: _lend(tensor, inputs))
 
     region = kept_rides() if backward else None
@@ -136,7 +136,9 @@ def ride_backward_operator(
     of_base, codes = (up, down, up_bias, down_bias), (up_code, up_scale, down_code, down_scale)
     weights = ExpertWeights(*of_base, up_a, up_b, down_a, down_b, *codes)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        coming, dweights = ride_order(setup).backward(dy_TH, weights, bring_back(kept, setup), setup, needs_dweights)
+        coming, dweights = (setup.order or PLAIN).backward(
+            dy_TH, weights, bring_back(kept, setup), setup, needs_dweights
+        )
         dx_TH, dweight_TK = coming.wait()
     # A compiled ride owes nothing.
     assert not callable(dweights)

@@ -45,8 +45,8 @@ class Order(Protocol):
         y, kept   = order.forward(started, weights, setup, backward)      experts, combine
         coming, dweights = order.backward(dy, weights, kept, setup, ...)  the same in reverse; `coming.wait()` ends it
 
-    An order never changes what is computed. `carpool.ride.plain` is the order without a schedule; `carpool.schedule`
-    has others.
+    An order never changes what is computed. `carpool.ride.chunks` has the order without a schedule;
+    `carpool.schedule` has others.
     """
 
     def start(

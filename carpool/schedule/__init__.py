@@ -1,9 +1,9 @@
 """When each piece of a layer runs. A schedule orders a transport's verbs and the experts; it never changes what they
 compute.
 
-    none        the plain ride: one verb after the other (carpool/ride/plain.py)
-    chunks      tokens ride in chunks; one chunk travels while the experts compute on another (`chunks.py`). With one
-                chunk this is the plain ride, whose backward's combine runs beside a weight gradient
+    none        the plain ride: one verb after the other, the backward's combine beside a weight gradient
+    chunks      tokens ride in chunks; one chunk travels while the experts compute on another. With one chunk this is
+                the plain ride (carpool/ride/chunks.py has both)
     two-batch   two micro-batches, or two halves of one, run half a layer apart, attention of one beside the ride of the
                 other (`two_batch.py`); whoever calls the model starts them, as `carpool train` does. In a pipeline,
                 the forward of one beside the backward of another (`forward_backward.py`)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from carpool.ride.plain import PLAIN
+from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.ride.setup import Order
 from carpool.schedule import Schedule
-from carpool.schedule.chunks import ChunkedOrder
 from carpool.schedule.tiles import TiledOrder
 from carpool.transport import Transport
 

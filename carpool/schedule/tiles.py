@@ -36,7 +36,7 @@ too (`carpool.schedule.orders.order_of`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,11 +44,21 @@ from carpool.activations import Rows
 from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.experts.gemm.parts import Backward, Forward, why_no_parts
 from carpool.kernels.device import reserved
+from carpool.observe.meter import RideSpans
+from carpool.ride.chunks import kept_rows
 from carpool.ride.kept import arena_for
-from carpool.ride.plain import Started, kept_rows
 from carpool.ride.setup import Kept, RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending
+
+
+class Started(NamedTuple):
+    """A ride whose rows are under way."""
+
+    x_TH: torch.Tensor
+    route: Any
+    coming: Pending
+    spans: RideSpans
 
 
 def require(experts: Experts | None, weights: ExpertWeights) -> None:
@@ -78,11 +88,13 @@ class TiledOrder:
     ) -> Started:
         require(setup.experts, weights)
         transport: Any = setup.transport
-        span = setup.stats.meter.ride(x_TH.device, "forward", self.parts)
+        spans = setup.stats.meter.ride(x_TH.device, "forward", self.parts)
         setup.stats.tokens_dispatched += x_TH.shape[0]
-        with span("dispatch"):
-            route = transport.plan(slot_TK, weight_TK, setup.stats.traffic, self.parts)
-            return Started(x_TH, route, transport.dispatch(x_TH, route), span)
+        spans.begin("dispatch")
+        route = transport.plan(slot_TK, weight_TK, setup.stats.traffic, self.parts)
+        started = Started(x_TH, route, transport.dispatch(x_TH, route), spans)
+        spans.end()
+        return started
 
     def forward(
         self, started: Started, weights: ExpertWeights, setup: RideSetup, backward: bool
@@ -90,26 +102,30 @@ class TiledOrder:
         transport: Any = setup.transport
         experts = setup.experts
         assert isinstance(experts, GroupedExperts)
-        x_TH, route, coming, span = started
+        x_TH, route, coming, spans = started
         kept: Rows | None = None
         sums: list[Pending] = []
         handover()
-        with span("dispatch"):
-            arrivals = coming.wait()
-        with span("experts"), reserved(transport.processors):
+        spans.begin("dispatch")
+        arrivals = coming.wait()
+        spans.begin("experts")
+        with reserved(transport.processors):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
             work = Forward(experts, arrivals, weights, partial_RH, arena_for("hidden", setup, backward), backward)
         for part in range(self.parts):
-            with span("experts", part), reserved(transport.processors):
+            spans.begin("experts", part)
+            with reserved(transport.processors):
                 if backward and part == self.parts - 1:
                     # Before the rows' buffer goes to others, and when combines have most to hide behind.
                     kept = kept_rows(x_TH, arrivals, setup)
                 work.part(part)
-            with span("combine", part):
-                sums.append(transport.combine(route, partial_RH, part))
+            spans.begin("combine", part)
+            sums.append(transport.combine(route, partial_RH, part))
+        spans.end()
         handover()
-        with span("combine"):
-            y_TH = [one.wait() for one in sums][-1]
+        spans.begin("combine")
+        y_TH = [one.wait() for one in sums][-1]
+        spans.end()
         return y_TH.to(x_TH.dtype), None if kept is None else (Kept(route, kept, work.saved),)
 
     def backward(
@@ -124,44 +140,51 @@ class TiledOrder:
         transport: Any = setup.transport
         experts, hooks = setup.experts, setup.hooks
         assert isinstance(experts, GroupedExperts)
-        span = setup.stats.meter.ride(dy_TH.device, "backward", self.parts)
+        spans = setup.stats.meter.ride(dy_TH.device, "backward", self.parts)
         again, rows = route.again() if setup.policies.rows == "resend" else None, None
         sums: list[Pending] = []
-        with span("dispatch"):
-            coming = transport.dispatch_gradients(dy_TH.contiguous(), route)
-            if again is not None:
-                rows = transport.dispatch_again(x.data, again)
+        spans.begin("dispatch")
+        coming = transport.dispatch_gradients(dy_TH.contiguous(), route)
+        if again is not None:
+            rows = transport.dispatch_again(x.data, again)
+        spans.end()
         handover()
-        with span("dispatch"):
-            dpartial = coming.wait()
-        with span("experts"), reserved(transport.processors):
+        spans.begin("dispatch")
+        dpartial = coming.wait()
+        spans.begin("experts")
+        with reserved(transport.processors):
             if rows is not None and experts.recompute:
                 # The pre-activation is computed again from them.
                 x, rows = rows.wait(), None
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             work = Backward(experts, saved, x, weights, dpartial, route.ready, needs_dweights)
+        spans.end()
         hooks.before_experts()
         for part in range(self.parts):
-            with span("experts", part), reserved(transport.processors):
+            spans.begin("experts", part)
+            with reserved(transport.processors):
                 if part == self.parts - 1:
                     # Before the gradients' buffer goes to others, and when combines have most to hide behind.
                     work.ddown()
                 work.part(part, dx_RH)
-            with span("combine", part):
-                sums.append(transport.combine_gradients(route, dx_RH, work.dweight_RJ, part))
-        with span("experts"), span.named("weight-gradients", self.parts - 1), reserved(transport.processors):
+            spans.begin("combine", part)
+            sums.append(transport.combine_gradients(route, dx_RH, work.dweight_RJ, part))
+        spans.begin("experts")
+        with spans.named("weight-gradients", self.parts - 1), reserved(transport.processors):
             if rows is not None:
                 x = rows.wait()
             dweights = work.dweights(x)
         if again is not None:
-            with span("combine"):
-                sums.insert(0, transport.discard(again, kept[0].x.data))
+            spans.begin("combine")
+            sums.insert(0, transport.discard(again, kept[0].x.data))
+        spans.end()
         dtype = dy_TH.dtype
 
         def finish() -> tuple[torch.Tensor, torch.Tensor]:
             handover()
-            with span("combine"):
-                dx_TH, dweight_TK = [one.wait() for one in sums][-1]
+            spans.begin("combine")
+            dx_TH, dweight_TK = [one.wait() for one in sums][-1]
+            spans.end()
             return dx_TH.to(dtype), dweight_TK
 
         return Pending(finish), dweights

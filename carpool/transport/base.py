@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -116,19 +116,17 @@ class Route:
         """
         verb = self.verb(way)
         row_bytes = row.shape[1] * row.element_size()
-        sent_bytes = codecs.of(verb).row_bytes(row.shape[1], row.element_size())
+        sent_bytes = row_bytes
+        if codecs is not PLAIN:
+            sent_bytes = codecs.of(verb).row_bytes(row.shape[1], row.element_size())
         self.traffic.add(verb, rows_W, sent_bytes + self.choices_per_row * choice_bytes)
         self.traffic.add_baseline(verb, self.choices_W, row_bytes + choice_bytes)
 
 
-@dataclass
-class Pending:
+class Pending(NamedTuple):
     """Something under way; `wait()` gives its value, once."""
 
-    finish: Callable[[], Any]
-
-    def wait(self) -> Any:
-        return self.finish()
+    wait: Callable[[], Any]
 
 
 def bytes_of_rides(rows_WW: Counts, row: Mapping[str, int], choices: int) -> dict[str, Counts]:

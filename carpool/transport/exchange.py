@@ -13,7 +13,7 @@ The sizes have to be known on the host before an all-to-all, so `plan` exchanges
 host synchronisation per layer on CUDA. That is the price of NCCL; the transports that write into peers' memory
 do not pay it.
 
-A ride in chunks has several pieces (`carpool.schedule.chunks`), any other ride one. Pieces of one ride share what is
+A ride in chunks has several pieces (`carpool.ride.chunks`), any other ride one. Pieces of one ride share what is
 small: one message has the counts of all of them, one their slots and weights, and in the backward one the weights'
 gradients. Rows of as many neighbouring pieces as the schedule says share a message. To each rank, of four pieces by two
 in the forward:
@@ -24,9 +24,10 @@ in the forward:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from carpool.activations import Arrivals, Rows
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
-from carpool.transport.codecs import PLAIN, Codec, Codecs
+from carpool.transport.codecs import PLAIN, ROW_VERBS, Codec, Codecs
 from carpool.transport.options import TransportOptions
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come of a piece: two int64.
@@ -46,7 +47,6 @@ ONE_HOP = "its rows travel over one hop, and hop='nodes' is of transports with t
 NCCL_PROCESSORS = 16
 
 
-Way = Literal["out", "back", "again"]
 PieceCounts = Sequence[Sequence[int]]
 
 
@@ -81,10 +81,7 @@ class ExchangeRoute(Route):
     token_N, choice_NJ: of `RowsToSend`.
     send, receive: rows to and from each rank.
     number: which piece of its ride it is; the first is dispatched first.
-    packed_CN2J: slots and weights of the rows that each piece sends, seen as integers.
-    choices: the message of these.
-    rows: messages of rows, out and back, in the forward and in the backward; there also those that go out again.
-    gradients: the message of the weights' gradients.
+    messages: of its ride.
     """
 
     token_N: torch.Tensor
@@ -92,49 +89,105 @@ class ExchangeRoute(Route):
     send: tuple[int, ...]
     receive: tuple[int, ...]
     number: int
-    packed_CN2J: list[torch.Tensor]
-    choices: Message
-    rows: dict[tuple[bool, Way], Message]
-    gradients: Message
+    messages: Messages
 
 
-class Message:
-    """A message that has the rows of several pieces, sent when all of them are there.
+class Messages:
+    """The messages of one ride. Each has the rows of some neighbouring pieces, and leaves when all of them are there.
+
+    What a message carries is a verb of `carpool.observe.traffic.VERBS` (its rows), "dispatch_again" (rows that are sent
+    once more for the backward), "choices" (slots and weights) or "gradients" (of weights).
 
     Args:
-        start: starts an all-to-all and returns what waits for it, as `ExchangeTransport._start`.
-        send_CW, receive_CW: of each piece, rows to and from each rank.
-        first: the number of the first piece.
+        group: whose ranks exchange them; None for one rank.
+        send_CW, receive_CW: of each piece, rows to experts on each rank, and from each rank.
+        together: pieces that share a message of rows, in the forward and in the backward.
+
+    Attributes:
+        choices: of each piece, slots and weights of its rows, until they are sent.
     """
 
-    def __init__(self, start: Any, send_CW: PieceCounts, receive_CW: PieceCounts, first: int = 0) -> None:
-        self._start, self._send_CW, self._receive_CW, self._first = start, send_CW, receive_CW, first
-        self._given: dict[int, torch.Tensor] = {}
-        self._came: dict[int, torch.Tensor] = {}
-        self._finish: Any = None
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        send_CW: PieceCounts,
+        receive_CW: PieceCounts,
+        together: tuple[int, int],
+    ) -> None:
+        self.group = group
+        self.choices: list[torch.Tensor] = []
+        self._sizes = send_CW, receive_CW
+        forward, backward = together
+        # For each kind of message: of how many pieces it is, and whether it goes to experts.
+        self._kinds = {
+            "choices": (len(send_CW), True),
+            "dispatch": (forward, True),
+            "combine": (forward, False),
+            "combine_backward": (backward, True),
+            "dispatch_backward": (backward, False),
+            "dispatch_again": (backward, True),
+            "gradients": (len(send_CW), False),
+        }
+        self._given: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
+        self._under_way: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
+        self._came: dict[tuple[str, int], torch.Tensor] = {}
 
-    def put(self, piece: int, rows: torch.Tensor) -> None:
+    def gradients_apart(self) -> None:
+        """Let the weights' gradients of each piece travel in a message of their own: for who cannot give those of all
+        pieces before any has arrived."""
+        self._kinds["gradients"] = 1, False
+
+    def send_choices(self) -> None:
+        """Send those of all pieces."""
+        choices, self.choices = self.choices, []
+        for piece, packed in enumerate(choices):
+            self.put("choices", piece, packed)
+
+    def put(self, kind: str, piece: int, rows: torch.Tensor) -> None:
         """The rows of a piece, sorted by the rank that they go to. With the last one the message leaves."""
-        self._given[piece - self._first] = rows
-        if len(self._given) == len(self._send_CW):
-            given, self._given = self._given, {}
-            self.send([given[number] for number in range(len(given))])
+        together, out = self._kinds[kind]
+        key = kind, piece // together
+        send_CW, receive_CW = self._sizes if out else self._sizes[::-1]
+        send_W, receive_W = send_CW[piece], receive_CW[piece]
+        if together > 1:
+            given = self._given.setdefault(key, {})
+            given[piece] = rows
+            if len(given) < together:
+                return
+            del self._given[key]
+            first = key[1] * together
+            those = range(first, first + together)
+            rows = _by_rank([given[number] for number in those], [send_CW[number] for number in those])
+            send_W, receive_W = (
+                [sum(sizes_CW[number][rank] for number in those) for rank in range(len(send_W))]
+                for sizes_CW in (send_CW, receive_CW)
+            )
+        out_rows, work = rows, None
+        if self.group is not None:
+            out_rows = rows.new_empty(sum(receive_W), *rows.shape[1:])
+            work = dist.all_to_all_single(
+                out_rows, rows.contiguous(), list(receive_W), list(send_W), group=self.group, async_op=True
+            )
+        self._under_way[key] = out_rows, work
 
-    def send(self, pieces: Sequence[torch.Tensor]) -> None:
-        """The message, of the rows of each piece."""
-        sent, received = (
-            tuple(map(sum, zip(*sizes_CW, strict=True))) for sizes_CW in (self._send_CW, self._receive_CW)
-        )
-        self._finish, self._came = self._start(_by_rank(pieces, self._send_CW), sent, received), {}
-
-    def take(self, piece: int) -> torch.Tensor:
+    def take(self, kind: str, piece: int) -> torch.Tensor:
         """What came for a piece, sorted by the rank that it came from. Once for each piece of a message."""
-        if not self._came:
-            out, self._finish = self._finish(), None
-            number = len(self._receive_CW)
-            blocks = out.split([count for counts in zip(*self._receive_CW, strict=True) for count in counts])
-            self._came = {n: out if number == 1 else torch.cat(blocks[n::number]) for n in range(number)}
-        return self._came.pop(piece - self._first)
+        together, out = self._kinds[kind]
+        key = kind, piece // together
+        if key in self._under_way:
+            rows, work = self._under_way.pop(key)
+            if work is not None:
+                work.wait()
+            if together == 1:
+                return rows
+            first, receive_CW = key[1] * together, self._sizes[out]
+            those = range(first, first + together)
+            blocks = rows.split(
+                [count for counts in zip(*(receive_CW[n] for n in those), strict=True) for count in counts]
+            )
+            for number in those:
+                self._came[kind, number] = torch.cat(blocks[number - first :: together])
+        return self._came.pop((kind, piece))
 
 
 def _share(rows_W: Sequence[int], rank: int) -> slice:
@@ -167,6 +220,12 @@ class ExchangeTransport(Transport):
     ) -> None:
         super().__init__(group, slots_per_rank)
         self.codecs = PLAIN if options is None else options.codecs
+        # By what messages carry, where it is not sent as it is.
+        self._codec_of: dict[str, Codec] = {}
+        if self.num_ranks > 1:
+            self._codec_of = {verb: codec for verb in ROW_VERBS if (codec := self.codecs.of(verb)).lossy}
+        if "dispatch" in self._codec_of:
+            self._codec_of["dispatch_again"] = self._codec_of["dispatch"]
 
     @property
     def processors(self) -> int:
@@ -218,11 +277,11 @@ class ExchangeTransport(Transport):
         # The one place where the host waits for the device.
         sizes_NW = torch.cat([counts_WN, received_WN], dim=1).t().tolist()
         traffic.add("plan", [1] * self.num_ranks, COUNT_BYTES * len(slot_C))
-        (send_CW, chosen_CW), (receive_CW, pairs_CW) = (
-            (sizes_NW[first : first + len(counts) : 2], sizes_NW[first + 1 : first + len(counts) : 2])
-            for first in (0, len(counts))
-        )
-        sizes = Sizes(send_CW, receive_CW, chosen_CW, [sum(pairs_W) for pairs_W in pairs_CW])
+        half = len(counts)
+        send_CW, chosen_CW, receive_CW, pairs_CW = (
+            sizes_NW[:half:2], sizes_NW[1:half:2], sizes_NW[half::2], sizes_NW[half + 1 :: 2]
+        )  # fmt: skip
+        sizes = Sizes(send_CW, receive_CW, chosen_CW, list(map(sum, pairs_CW)))
         return self._routes(slot_C, weight_C, here_C, sizes, traffic, together)
 
     def _routes(
@@ -236,24 +295,16 @@ class ExchangeTransport(Transport):
     ) -> list[ExchangeRoute]:
         """The routes of pieces whose sizes are known. here_C: of each, (W, T, K), whether a choice is on a rank."""
         send_CW, receive_CW = sizes.send_CW, sizes.receive_CW
-        choices, gradients = Message(self._start, send_CW, receive_CW), Message(self._start, receive_CW, send_CW)
-        packed_CN2J: list[torch.Tensor] = []
+        group = self.group if self.num_ranks > 1 else None
+        messages = Messages(group, send_CW, receive_CW, together)
         routes: list[ExchangeRoute] = []
-        messages: dict[tuple[bool, Way], Message] = {}
         for number, (slot_TK, weight_TK) in enumerate(zip(slot_C, weight_C, strict=True)):
             rows = self.list_rows(slot_TK, here_C[number], sum(send_CW[number]))
             # One place more than there are choices: the empty entries point at it.
             padded = torch.cat([weight_TK.reshape(-1), weight_TK.new_zeros(1)])
             weight_NJ = padded[rows.choice_NJ].float()
-            for backward, size in enumerate(together):
-                if number % size == 0:
-                    those = slice(number, number + size)
-                    there, here = send_CW[those], receive_CW[those]
-                    messages[bool(backward), "out"] = Message(self._start, there, here, number)
-                    messages[bool(backward), "back"] = Message(self._start, here, there, number)
-                    if backward:
-                        messages[True, "again"] = Message(self._start, there, here, number)
-            packed_CN2J.append(torch.cat([rows.slot_NJ, weight_NJ.view(torch.int32)], dim=1))
+            # Weights travel beside the slots, seen as integers.
+            messages.choices.append(torch.cat([rows.slot_NJ, weight_NJ.view(torch.int32)], dim=1))
             route = ExchangeRoute(
                 num_tokens=slot_TK.shape[0],
                 top_k=slot_TK.shape[1],
@@ -267,125 +318,88 @@ class ExchangeTransport(Transport):
                 send=tuple(send_CW[number]),
                 receive=tuple(receive_CW[number]),
                 number=number,
-                packed_CN2J=packed_CN2J,
-                choices=choices,
-                rows=dict(messages),
-                gradients=gradients,
+                messages=messages,
             )
             routes.append(route)
         return routes
 
     def dispatch(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        rows = self.dispatch_rows(x_TH, route)
+        self._send_rows(x_TH, route, "dispatch", CHOICE_BYTES)
         if route.number == 0:
-            route.choices.send(route.packed_CN2J)
+            route.messages.send_choices()
+        return Pending(partial(self._arrivals, x_TH, route))
 
-        def finish() -> Arrivals:
-            slot_RJ, weight_RJ = self._choices(route)
-            return Arrivals(rows.wait(), slot_RJ, weight_RJ, route.num_pairs)
-
-        return Pending(finish)
+    def _arrivals(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Arrivals:
+        slot_RJ, weight_RJ = self._choices(route)
+        return Arrivals(self._rows(x_TH, route, "dispatch"), slot_RJ, weight_RJ, route.num_pairs)
 
     def dispatch_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         """A dispatch whose choices travel apart. `wait()` gives the `Rows`."""
-        return self._send_rows(x_TH, route, route.rows[False, "out"], CHOICE_BYTES)
+        self._send_rows(x_TH, route, "dispatch", CHOICE_BYTES)
+        return Pending(partial(self._rows, x_TH, route, "dispatch"))
 
     def exchange_choices(self, routes: Sequence[ExchangeRoute]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What a dispatch brings beside the rows of each piece: slots and weights, (R, J)."""
-        routes[0].choices.send(routes[0].packed_CN2J)
+        routes[0].messages.send_choices()
         return [self._choices(route) for route in routes]
 
-    def send_gradients_apart(self, routes: Sequence[ExchangeRoute]) -> None:
-        """Let the weights' gradients of each piece travel in a message of their own: for who cannot give those of all
-        pieces before any has arrived."""
-        for route in routes:
-            route.gradients = Message(self._start, [route.receive], [route.send], route.number)
-
     def _choices(self, route: ExchangeRoute) -> tuple[torch.Tensor, torch.Tensor]:
-        slot_RJ, weight_bits_RJ = route.choices.take(route.number).split(route.choices_per_row, dim=1)
+        packed_R2J = route.messages.take("choices", route.number)
+        slot_RJ, weight_bits_RJ = packed_R2J.split(route.choices_per_row, dim=1)
         return slot_RJ.contiguous(), weight_bits_RJ.contiguous().view(torch.float32)
 
     def dispatch_again(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        return self._send_rows(x_TH, route, route.rows[True, "again"], 0)
+        self._send_rows(x_TH, route, "dispatch_again", 0)
+        return Pending(partial(self._rows, x_TH, route, "dispatch_again"))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         route.backward = True
-        return self._send_rows(dy_TH, route, route.rows[True, "out"], 0)
+        self._send_rows(dy_TH, route, "combine_backward", 0)
+        return Pending(partial(self._rows, dy_TH, route, "combine_backward"))
 
     def combine(self, route: ExchangeRoute, partial_RH: torch.Tensor) -> Pending:
-        return self._combine(route, partial_RH, 0)
-
-    def _combine(self, route: ExchangeRoute, partial_RH: torch.Tensor, choice_bytes: int) -> Pending:
-        message, codec = route.rows[route.backward, "back"], self._codec(route, "back")
-        message.put(route.number, codec.encode(partial_RH))
-        route.count("back", route.receive, partial_RH, choice_bytes, self.codecs)
-        own_RH = partial_RH[_share(route.receive, self.rank)]
-        come = self._decoded(message, codec, route.number, partial_RH, lambda: own_RH, route.send)
-        return Pending(lambda: self.sum_rows(come(), route))
+        self._send_sums(partial_RH, route, "combine", 0)
+        return Pending(partial(self._sums, partial_RH, route, "combine"))
 
     def combine_gradients(self, route: ExchangeRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
-        dx = self._combine(route, dx_RH, GRADIENT_BYTES)
-        route.gradients.put(route.number, dweight_RJ)
+        self._send_sums(dx_RH, route, "dispatch_backward", GRADIENT_BYTES)
+        route.messages.put("gradients", route.number, dweight_RJ)
+        return Pending(partial(self._gradients, dx_RH, route))
 
-        def finish() -> tuple[torch.Tensor, torch.Tensor]:
-            dweight_NJ = route.gradients.take(route.number)
-            choices = route.num_tokens * route.top_k
-            # Each choice is served in one place, so this is a permutation, plus a heap of empty entries at the end.
-            flat = dweight_NJ.new_zeros(choices + 1)
-            flat.scatter_(0, route.choice_NJ.reshape(-1), dweight_NJ.reshape(-1))
-            return dx.wait(), flat[:choices].view(route.num_tokens, route.top_k)
+    def _gradients(self, dx_RH: torch.Tensor, route: ExchangeRoute) -> tuple[torch.Tensor, torch.Tensor]:
+        dweight_NJ = route.messages.take("gradients", route.number)
+        choices = route.num_tokens * route.top_k
+        # Each choice is served in one place, so this is a permutation, plus a heap of empty entries at the end.
+        flat = dweight_NJ.new_zeros(choices + 1)
+        flat.scatter_(0, route.choice_NJ.reshape(-1), dweight_NJ.reshape(-1))
+        dx_TH = self._sums(dx_RH, route, "dispatch_backward")
+        return dx_TH, flat[:choices].view(route.num_tokens, route.top_k)
 
-        return Pending(finish)
+    # -- rows to experts, and sums back: each is encoded by the codec of its verb, but for those that stay ----------
 
-    def _send_rows(self, x_TH: torch.Tensor, route: ExchangeRoute, message: Message, choice_bytes: int) -> Pending:
-        """`wait()` gives the `Rows` that come."""
-        codec = self._codec(route, "out")
+    def _send_rows(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str, choice_bytes: int) -> None:
+        codec = self._codec_of.get(verb)
         # A token is encoded once, however many rows copy it.
-        message.put(route.number, self.copy_rows(codec.encode(x_TH), route))
+        rows_TH = x_TH if codec is None else codec.encode(x_TH)
+        route.messages.put(verb, route.number, self.copy_rows(rows_TH, route))
         route.count("out", route.send, x_TH, choice_bytes, self.codecs)
-        own_N = route.token_N[_share(route.send, self.rank)]
-        come = self._decoded(message, codec, route.number, x_TH, lambda: self.rows_of(x_TH, own_N), route.receive)
-        return Pending(lambda: Rows.of(come()))
 
-    def _codec(self, route: ExchangeRoute, way: Literal["out", "back"]) -> Codec:
-        return self.codecs.of(route.verb(way)) if self.num_ranks > 1 else PLAIN.of(route.verb(way))
+    def _rows(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str) -> Rows:
+        rows_RH = route.messages.take(verb, route.number)
+        if (codec := self._codec_of.get(verb)) is not None:
+            rows_RH = codec.decode(rows_RH, x_TH.shape[1], x_TH.dtype)
+            own_N = route.token_N[_share(route.send, self.rank)]
+            rows_RH[_share(route.receive, self.rank)] = self.rows_of(x_TH, own_N)
+        return Rows.of(rows_RH)
 
-    def _decoded(
-        self,
-        message: Message,
-        codec: Codec,
-        number: int,
-        like: torch.Tensor,
-        own: Callable[[], torch.Tensor],
-        came_W: Sequence[int],
-    ) -> Callable[[], torch.Tensor]:
-        """What is returned waits for the rows of a piece.
+    def _send_sums(self, partial_RH: torch.Tensor, route: ExchangeRoute, verb: str, choice_bytes: int) -> None:
+        codec = self._codec_of.get(verb)
+        route.messages.put(verb, route.number, partial_RH if codec is None else codec.encode(partial_RH))
+        route.count("back", route.receive, partial_RH, choice_bytes, self.codecs)
 
-        Args:
-            like: rows of their width and dtype.
-            own: gives this rank's rows for itself, which have not travelled and stay as they were.
-            came_W: rows from each rank."""
-        if not codec.lossy:
-            return lambda: message.take(number)
-
-        def finish() -> torch.Tensor:
-            rows = codec.decode(message.take(number), like.shape[1], like.dtype)
-            rows[_share(came_W, self.rank)] = own()
-            return rows
-
-        return finish
-
-    def _start(self, rows: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Any:
-        """Start an all-to-all of rows; the returned callable waits for it and gives what came."""
-        if self.num_ranks == 1:
-            return lambda: rows
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
-        work = dist.all_to_all_single(
-            out, rows.contiguous(), list(receive), list(send), group=self.group, async_op=True
-        )
-
-        def finish() -> torch.Tensor:
-            work.wait()
-            return out
-
-        return finish
+    def _sums(self, partial_RH: torch.Tensor, route: ExchangeRoute, verb: str) -> torch.Tensor:
+        rows_NH = route.messages.take(verb, route.number)
+        if (codec := self._codec_of.get(verb)) is not None:
+            rows_NH = codec.decode(rows_NH, partial_RH.shape[1], partial_RH.dtype)
+            rows_NH[_share(route.send, self.rank)] = partial_RH[_share(route.receive, self.rank)]
+        return self.sum_rows(rows_NH, route)

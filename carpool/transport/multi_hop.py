@@ -4,7 +4,7 @@ A hop is a transport. It sees the ranks of its group, and the slots behind each 
 by the slots that are left, and the next hop plans with these. On the way back the hops run in the other order, and the
 rank in the middle adds up in float32 what belongs to one row, rounds it to the rows' dtype, and sends it on.
 
-    2 hops, 3 chunks (`carpool.schedule.chunks`). D: dispatch, C: combine, E: experts; D2.1 is hop 2 of chunk 1
+    2 hops, 3 chunks (`carpool.ride.chunks`). D: dispatch, C: combine, E: experts; D2.1 is hop 2 of chunk 1
 
     link of hop 1    D1.0  D1.1  D1.2         C1.0   C1.1   C1.2
     link of hop 2          D2.0  D2.1  D2.2   C2.0  C2.1  C2.2
@@ -246,7 +246,7 @@ class MultiHop(Transport):
             hop_traffic = HopTraffic(traffic, ranks, None if last else self.rank)
             planned = transport.plan_pieces(slots, weights, hop_traffic, together)
             if isinstance(transport, ExchangeTransport):
-                transport.send_gradients_apart(planned)
+                planned[0].messages.gradients_apart()
             if not last:
                 arrived = transport.exchange_choices(planned)
                 slots, weights = [slot_RK for slot_RK, _ in arrived], [weight_RK for _, weight_RK in arrived]

@@ -21,10 +21,9 @@ from carpool.layout.topology import Topology
 from carpool.observe.stats import LayerStats
 from carpool.placement import VERBS, predict
 from carpool.ride import NO_HOOKS, RideSetup, ride
-from carpool.ride.plain import PLAIN
+from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.routing import Routing
 from carpool.schedule import Schedule
-from carpool.schedule.chunks import ChunkedOrder
 from carpool.transport import HierarchicalOptions, make_transport
 from carpool.transport.fixed import FixedRows
 from carpool.transport.hierarchical import Hierarchical

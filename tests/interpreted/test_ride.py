@@ -16,9 +16,8 @@ from carpool.activations import Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.observe.stats import LayerStats
 from carpool.ride import NO_HOOKS, RideSetup, ride, ride_module
-from carpool.ride.plain import PLAIN
+from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.routing import Routing
-from carpool.schedule.chunks import ChunkedOrder
 from carpool.transport import make_transport
 
 if os.environ.get("TRITON_INTERPRET") != "1":

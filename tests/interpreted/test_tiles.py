@@ -25,7 +25,7 @@ from carpool.experts.gemm.parts import Forward, fused
 from carpool.observe.stats import LayerStats
 from carpool.observe.traffic import Traffic
 from carpool.ride import RideSetup, ride
-from carpool.ride.plain import PLAIN
+from carpool.ride.chunks import PLAIN
 from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.schedule.tiles import TiledOrder, require

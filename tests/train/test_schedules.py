@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from carpool.planner.decisions.chosen import Chosen, Decisions, fastest
-from carpool.ride.plain import PLAIN
+from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.schedule import Schedule
-from carpool.schedule.chunks import ChunkedOrder
 from carpool.schedule.orders import order_of
 from carpool.train.build import schedule_choice as schedules
 from carpool.train.build.schedule_choice import SCHEDULE_KIND, TILES, choose_schedule, decide, neighbours

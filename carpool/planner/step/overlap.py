@@ -3,7 +3,7 @@
 There are three lanes: the host, which asks for each piece in turn; the links, which carry one dispatch or combine at a
 time; and the multiprocessors. A piece begins when the host has asked for it, its lane is free, and what it needs is
 there. The lanes are streams of an event graph (`carpool.planner.step.events`). `chunked` lays the pieces of
-`carpool.schedule.chunks` into them, in that module's order:
+`carpool.ride.chunks` into them, in that module's order:
 
     links       D0  D1 | C0  D2 | C1 | C2                 D dispatch, E experts, C combine
     processors       E0 |  E1 |   E2

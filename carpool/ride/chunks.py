@@ -1,0 +1,282 @@
+"""In which order a ride calls its verbs: in one piece, or in chunks, of which one travels while experts compute.
+
+    forward    plan   dispatch x    experts              combine
+    backward          dispatch dy   experts' backward    combine (dx, dweight), beside it the last weight gradient
+
+With a transport that works on a stream of its own, the up projection's weight gradient hides the backward's combine
+(delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429). In one piece, and with `RideSetup.owed`, it is
+not computed here at all.
+
+A rank's tokens are cut into r equal chunks, each with a route of its own. The verbs run in this order (D: dispatch,
+E: experts, C: combine; a transport that works on a stream of its own runs D and C beside E):
+
+    r = 1   D0                 E0                 C0
+    r = 3   D0   D1            E0   C0   D2       E1   C1            E2   C2
+
+Rows that take two hops have one more chunk under way, so that both links are busy (`carpool.transport.multi_hop`).
+
+The backward runs the same from the last chunk to the first, because what layers keep in an arena is released from the
+top: dispatch of the gradients, the experts' backward, combine of the rows' gradients. In each chunk the up projection's
+weight gradient is computed after the combine has been launched, and hides it.
+
+Forward and backward may have different numbers of chunks (FSMoE, arXiv 2501.10714, section 4: the best number for one
+is not the best for the other). The experts then compute on *pieces*. Both numbers divide the number of pieces, and the
+neighbouring pieces of one chunk travel together. With 2 chunks in the forward and 4 in the backward (E: the experts on
+a piece):
+
+    forward    D01  D23      E0  E1   C01       E2  E3   C23
+    backward   D3   D2       E3  C3   D1        E2  C2   D0       E1  C1       E0  C0
+
+What chunks cost: more launches, smaller matrix products, and in the backward a weight gradient for each piece, which
+are added in the weights' dtype. So outputs and gradients of rows are those of the plain ride bit by bit where experts
+compute each row alone; weight gradients are equal to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from carpool.activations import Arrivals, Rows
+from carpool.experts import ExpertWeights, reads_packets
+from carpool.kernels.device import reserved
+from carpool.observe.meter import RideSpans
+from carpool.ride.kept import arena_for
+from carpool.ride.setup import Kept, RideSetup
+from carpool.ride.turns import handover
+from carpool.transport import Pending, Transport
+
+
+class Started(NamedTuple):
+    """A ride whose first dispatches are under way.
+
+    Attributes:
+        x_C: the rows of each piece.
+        routes: of each piece, as planned.
+        coming: the dispatches that have been launched, by piece.
+        spans: of this ride.
+    """
+
+    x_C: Sequence[torch.Tensor]
+    routes: Sequence[Any]
+    coming: dict[int, Pending]
+    spans: RideSpans
+
+
+class BackwardStarted(NamedTuple):
+    """What a backward waits for: the gradients; and the rows if they are sent again, by a route of their own."""
+
+    again: Any
+    rows: Pending | None
+    gradients: Pending
+
+
+@dataclass(frozen=True)
+class ChunkedOrder:
+    """A `carpool.ride.setup.Order`; see the module's docstring.
+
+    Attributes:
+        chunks, backward_chunks: of the forward and of the backward.
+        pieces: in how many experts compute.
+        together: how many of these are a chunk, in the forward and in the backward.
+    """
+
+    chunks: int = 1
+    backward_chunks: int = 1
+    pieces: int = field(init=False)
+    together: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pieces = math.lcm(self.chunks, self.backward_chunks)
+        object.__setattr__(self, "pieces", pieces)
+        object.__setattr__(self, "together", (pieces // self.chunks, pieces // self.backward_chunks))
+
+    def start(
+        self,
+        x_TH: torch.Tensor,
+        weight_TK: torch.Tensor,
+        slot_TK: torch.Tensor,
+        weights: ExpertWeights,
+        setup: RideSetup,
+    ) -> Started:
+        stats, transport = setup.stats, setup.transport
+        spans = stats.meter.ride(x_TH.device, "forward", self.pieces)
+        stats.tokens_dispatched += x_TH.shape[0]
+        spans.begin("dispatch")
+        # All plans first: where the host waits for one, it must not wait for a dispatch as well.
+        given = _cut(slot_TK, self.pieces), _cut(weight_TK, self.pieces)
+        routes = transport.plan_pieces(*given, stats.traffic, self.together)
+        started = Started(_cut(x_TH, self.pieces), routes, {}, spans)
+        self._dispatch(started, 0, transport)
+        spans.end()
+        return started
+
+    def _dispatch(self, started: Started, piece: int, transport: Transport) -> None:
+        """Launch the dispatch of a piece's chunk, and of those that are to travel beside its experts."""
+        begin = piece - piece % self.together[0]
+        # From this piece on: those before it in its chunk have arrived.
+        for other in range(piece, min(begin + (1 + transport.num_hops) * self.together[0], self.pieces)):
+            if other not in started.coming:
+                with started.spans.named("dispatch", other):
+                    started.coming[other] = transport.dispatch(started.x_C[other], started.routes[other])
+
+    def forward(
+        self, started: Started, weights: ExpertWeights, setup: RideSetup, backward: bool
+    ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+        x_C, routes, coming, spans = started
+        transport, experts = setup.transport, setup.experts
+        assert experts is not None
+        packets = reads_packets(experts)
+        kept, sums = [], []
+        for piece, (x_TH, route) in enumerate(zip(x_C, routes, strict=True)):
+            if piece:
+                spans.begin("dispatch", piece)
+                self._dispatch(started, piece, transport)
+                spans.end()
+            handover()
+            spans.begin("dispatch", piece)
+            arrivals = coming.pop(piece).wait().readable(packets, x_TH.dtype)
+            spans.begin("experts", piece)
+            with self._beside(transport):
+                partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
+                arena = arena_for("hidden", setup, backward)
+                saved = experts.forward(arrivals, weights, partial_RH, arena, backward)
+                if backward:
+                    kept.append(Kept(route, kept_rows(x_TH, arrivals, setup), saved))
+            spans.begin("combine", piece)
+            sums.append(transport.combine(route, partial_RH))
+            spans.end()
+        handover()
+        spans.begin("combine")
+        y_TH = sums[0].wait() if self.pieces == 1 else torch.cat([one.wait() for one in sums])
+        spans.end()
+        return y_TH.to(x_C[0].dtype), tuple(kept) if backward else None
+
+    def _beside(self, transport: Transport) -> AbstractContextManager[None]:
+        """Around experts: while another chunk travels they leave it the processors that it needs."""
+        return NOTHING_BESIDE if self.pieces == 1 else reserved(transport.processors)
+
+    def backward(
+        self,
+        dy_TH: torch.Tensor,
+        weights: ExpertWeights,
+        kept: tuple[Kept, ...],
+        setup: RideSetup,
+        needs_dweights: bool,
+    ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
+        transport, experts, together = setup.transport, setup.experts, self.together[1]
+        assert experts is not None
+        packets, dtype = reads_packets(experts), dy_TH.dtype
+        spans = setup.stats.meter.ride(dy_TH.device, "backward", self.pieces)
+        dy_C = [dy.contiguous() for dy in _cut(dy_TH, self.pieces)]
+        dweights: ExpertWeights | Callable[[], ExpertWeights] | None = None
+        sums: list[Pending] = []
+        coming: dict[int, BackwardStarted] = {}
+        for piece in reversed(range(self.pieces)):
+            route, x, saved = kept[piece]
+            spans.begin("dispatch", piece)
+            # What is left of this chunk, and the next one; with several hops, as many more.
+            ahead = max(piece - piece % together - transport.num_hops * together, 0)
+            for other in range(piece, ahead - 1, -1):
+                if other not in coming:
+                    with spans.named("dispatch", other):
+                        coming[other] = start_backward(kept[other], dy_C[other], setup)
+            spans.end()
+            handover()
+            spans.begin("dispatch", piece)
+            again, rows, gradients = coming.pop(piece)
+            if rows is not None:
+                x = readable(rows.wait(), packets, dtype)
+            dpartial = readable_gradients(gradients.wait(), packets, dtype)
+            spans.end()
+            if piece == 0:
+                setup.hooks.before_experts()
+            spans.begin("experts", piece)
+            with self._beside(transport):
+                dx_RH = route.new_partial(dy_TH.shape[1], dtype, dy_TH.device)
+                dweight_RJ, last = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
+                if again is not None and last is not None:
+                    # These rows are in a buffer of the transport's, which others get next.
+                    dweights, last = _sum(dweights, last()), None
+            spans.begin("combine", piece)
+            if again is not None:
+                transport.discard(again, kept[piece].x.data).wait()
+            sums.append(transport.combine_gradients(route, dx_RH, dweight_RJ))
+            spans.end()
+            if last is not None:
+                compute = partial(_last_gradients, last, spans, piece, transport.processors)
+                # Only in one piece: and rows that were offloaded are in memory that the next backward's get.
+                waits = setup.owed is not None and self.pieces == 1 and setup.policies.rows == "save"
+                dweights = compute if waits else _sum(dweights, compute())
+        return Pending(partial(_finish, sums, spans, dtype)), dweights
+
+
+PLAIN = ChunkedOrder()
+NOTHING_BESIDE = nullcontext()
+
+
+def _cut(rows: torch.Tensor, pieces: int) -> Sequence[torch.Tensor]:
+    return (rows,) if pieces == 1 else rows.tensor_split(pieces)
+
+
+def _last_gradients(last: Callable[[], ExpertWeights], spans: RideSpans, piece: int, processors: int) -> ExpertWeights:
+    spans.begin("experts", piece)
+    with spans.named("weight-gradients", piece), reserved(processors):
+        dweights = last()
+    spans.end()
+    return dweights
+
+
+def _finish(sums: list[Pending], spans: RideSpans, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx_TH and dweight_TK, of combines that were launched from the last piece to the first."""
+    handover()
+    spans.begin("combine")
+    if len(sums) == 1:
+        dx_TH, dweight_TK = sums[0].wait()
+    else:
+        sums_C = [one.wait() for one in reversed(sums)]
+        dx_TH, dweight_TK = (torch.cat(pieces) for pieces in zip(*sums_C, strict=True))
+    spans.end()
+    return dx_TH.to(dtype), dweight_TK
+
+
+def _sum(one: Any, other: ExpertWeights) -> ExpertWeights:
+    if one is None:
+        return other
+    for total, more in zip(one, other, strict=True):
+        if total is not None and more is not None:
+            total.add_(more)
+    return one  # type: ignore[no-any-return]
+
+
+def kept_rows(x_TH: torch.Tensor, arrivals: Arrivals, setup: RideSetup) -> Rows:
+    """The rows that a ride keeps: those that arrived; of rows that will be sent again, those that are sent."""
+    if setup.policies.rows == "resend":
+        return Rows.of(x_TH)
+    return arrivals.rows.kept(arena_for("rows", setup))
+
+
+def start_backward(kept: Kept, dy_TH: torch.Tensor, setup: RideSetup) -> BackwardStarted:
+    """Send the gradients to the experts, and the rows once more if they are not kept."""
+    again = rows = None
+    transport = setup.transport
+    if setup.policies.rows == "resend":
+        again = kept.route.again()
+        rows = transport.dispatch_again(kept.x.data, again)
+    return BackwardStarted(again, rows, transport.dispatch_gradients(dy_TH, kept.route))
+
+
+def readable(rows: Rows, packets: bool, dtype: torch.dtype) -> Rows:
+    """Rows as the experts read them."""
+    return rows.packed() if packets else rows.widened(dtype)
+
+
+def readable_gradients(dpartial: Rows, packets: bool, dtype: torch.dtype) -> Rows:
+    """Gradients as the experts read them: as packets of FP8 only if they travelled so, else in `dtype`."""
+    return dpartial if packets else dpartial.widened(dtype)
