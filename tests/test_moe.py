@@ -23,7 +23,7 @@ from carpool.activations.recompute import KeptRides
 from carpool.experts import Choices, GroupedExperts
 from carpool.layer.state import gather_homes
 from carpool.placement import predict
-from carpool.transport import Codecs, TransportOptions, between_ranks
+from carpool.transport import Codecs, Pending, TransportOptions, between_ranks
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 from tests.reference import Spec, router_scores
@@ -158,9 +158,7 @@ def test_a_ride_comes_to_its_end_whatever_gradients_are_wanted(wanted: str) -> N
 
     def watched(*args: Any) -> Any:
         pending = combine(*args)
-        finish = pending.finish
-        pending.finish = lambda: (ended.append(1), finish())[1]
-        return pending
+        return Pending(lambda: (ended.append(1), pending.wait())[1])
 
     transport.combine_gradients = watched
     for gradient, leaf in zip(torch.autograd.grad(moe(x).square().sum(), leaves[wanted]), leaves[wanted], strict=True):

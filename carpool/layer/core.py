@@ -352,7 +352,8 @@ class LayerCore:
         if self.on_choice is not None:
             self.on_choice(self.routing.expert_TK)
         slot_TK = assign(routing, self.layout, self.rank)
-        self.filler.count(slot_TK)
+        if self.layout.num_replicas:
+            self.filler.count(slot_TK)
         setup = self.ride_setup(transport, x_TH.device)
         weights = fill_slots(home, self.filler) if isinstance(home, ExpertWeights) else None
 

@@ -100,7 +100,7 @@ class ExpertLayout:
         if missing := set(owned) - {e for rank in self.slots for e in rank}:
             raise ValueError(f"{what}s {sorted(missing)} have no slot: no rank would compute them")
         # torch.compile cannot enter the lock under which Python 3.11 computes a cached property.
-        for name in ("num_rows", "slots_per_rank", "slots_of", "_most_shared"):
+        for name in ("num_rows", "num_replicas", "slot_is_home", "slots_per_rank", "slots_of", "_most_shared"):
             getattr(self, name)
 
     # -- making one -------------------------------------------------------------------------------------------
@@ -200,12 +200,12 @@ class ExpertLayout:
         """S: the largest number of slots of a rank; global slot ids count in steps of it."""
         return max(len(rank) for rank in self.slots)
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """Slots beyond the first of each expert, or of each slice."""
         return sum(e != -1 for rank in self.slots for e in rank) - self.num_rows
 
-    @property
+    @cached_property
     def slot_is_home(self) -> bool:
         """Whether every rank computes just what it owns, row for row, so that nothing has to be filled."""
         return self.slots == self.homes

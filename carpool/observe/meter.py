@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,9 +129,10 @@ class RideSpans:
     def __init__(self, meter: Meter, device: torch.device, direction: str, chunks: int) -> None:
         self._meter, self._device, self._direction, self._chunks = meter, device, direction, chunks
         self._pieces: dict[str, list[Any]] = {}
-        self._name, self._begun = "", None
+        self._name, self._begun, self._watched = "", None, watched()
         self._range: AbstractContextManager[Any] | None = None
-        self._watched = watched()
+        # What has been under way ends.
+        self.end = partial(self.begin, "")
 
     def begin(self, name: str, chunk: int = 0) -> None:
         """Work of that name begins here, of that chunk. What has been under way ends."""
@@ -142,24 +144,17 @@ class RideSpans:
         else:
             now = time.perf_counter()
         if self._name:
-            self._keep(now)
+            if self._range is not None:
+                self._range.__exit__(None, None, None)
+                self._range = None
+            if self._name not in self._pieces:
+                self._pieces[self._name] = self._meter.call(self._name)
+            piece = (self._begun, now) if self._device.type == "cuda" else 1e3 * (now - self._begun)
+            self._pieces[self._name].append(piece)
         if name and self._watched:
             self._range = self._meter.named(name, self._direction, chunk if self._chunks > 1 else None)
             self._range.__enter__()
         self._name, self._begun = name, now
-
-    def end(self) -> None:
-        """What has been under way ends."""
-        self.begin("")
-
-    def _keep(self, now: Any) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-        if self._name not in self._pieces:
-            self._pieces[self._name] = self._meter.call(self._name)
-        piece = (self._begun, now) if self._device.type == "cuda" else 1e3 * (now - self._begun)
-        self._pieces[self._name].append(piece)
 
     def named(self, name: str, chunk: int) -> AbstractContextManager[Any]:
         """Inside a span: work that is to have another name, or of another chunk, for profilers."""

@@ -74,15 +74,20 @@ class Traffic:
     def baseline(self) -> dict[str, int]:
         return self._read()._baseline
 
-    def add(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
-        """`rows_W[r]` rows of `row_bytes` bytes went to rank r. Rows to oneself are counted as local."""
-        for rank, n in enumerate(rows_W):
-            self._rows[verb][rank] += n
-            self._bytes[verb][rank] += n * row_bytes
+    def add(
+        self, verb: str, rows_W: Sequence[int], row_bytes: int, choices_W: Sequence[int] = (), baseline_bytes: int = 0
+    ) -> None:
+        """`rows_W[r]` rows of `row_bytes` bytes went to rank r. Rows to oneself are counted as local.
 
-    def add_baseline(self, verb: str, choices_W: Sequence[int], row_bytes: int) -> None:
-        """This rank's tokens have `choices_W[r]` choices on rank r, each of which would have been a row."""
-        self._baseline[verb] += (sum(choices_W) - choices_W[self.rank]) * row_bytes
+        Args:
+            choices_W: choices of this rank's tokens on each rank, each of which would have been a row of
+                `baseline_bytes`."""
+        rows, sizes = self._rows[verb], self._bytes[verb]
+        for rank, n in enumerate(rows_W):
+            rows[rank] += n
+            sizes[rank] += n * row_bytes
+        if choices_W:
+            self._baseline[verb] += (sum(choices_W) - choices_W[self.rank]) * baseline_bytes
 
     def tally(
         self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device, ranks: tuple[int, ...] | None = None
@@ -105,8 +110,7 @@ class Traffic:
         for key, tally in self._tallies.items():
             verb, row_bytes, baseline_bytes, _ = key
             rows, choices = self._by_rank(key[3], tally).tolist()
-            self.add(verb, rows, row_bytes)
-            self.add_baseline(verb, choices, baseline_bytes)
+            self.add(verb, rows, row_bytes, choices, baseline_bytes)
             tally.zero_()
         return self
 

@@ -280,6 +280,8 @@ def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
 
     Raises:
         ValueError: experts in slices, and adapters or quantised weights, of which no slices are known."""
+    if filler.layout.slot_is_home and filler.layout.slices == 1:
+        return home
     parts = zip(ExpertWeights._fields, home, strict=True)
     slots = ExpertWeights._make([None if rows is None else filler.fill(rows, name) for name, rows in parts])
     if filler.layout.slices == 1:

@@ -47,7 +47,8 @@ from carpool.activations import Arrivals, Rows
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.device import reserved
 from carpool.observe.meter import RideSpans
-from carpool.ride.kept import arena_for
+from carpool.ride.hooks import NO_HOOKS
+from carpool.ride.saved import arena_for
 from carpool.ride.setup import Kept, RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending, Transport
@@ -194,8 +195,8 @@ class ChunkedOrder:
             if rows is not None:
                 x = readable(rows.wait(), packets, dtype)
             dpartial = readable_gradients(gradients.wait(), packets, dtype)
-            spans.end()
-            if piece == 0:
+            if piece == 0 and setup.hooks is not NO_HOOKS:
+                spans.end()
                 setup.hooks.before_experts()
             spans.begin("experts", piece)
             with self._beside(transport):

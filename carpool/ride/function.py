@@ -27,16 +27,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from carpool.activations import Away, Rows
-from carpool.activations.arrivals import Memory
-from carpool.activations.layer_offload import stay_on_device
 from carpool.activations.recompute import kept_rides, taken_before
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
 from carpool.observe.recompute import in_recompute
 from carpool.ride.chunks import PLAIN
-from carpool.ride.kept import bring_back, put_away
 from carpool.ride.operator import ride_operator
+from carpool.ride.saved import bring_back, put_away, save, saved
 from carpool.ride.setup import Kept, RideSetup
 from carpool.routing import Routing
 from carpool.transport import Pending
@@ -80,8 +77,9 @@ def ride(
     slices = slot_TK.shape[1] // max(1, expert_TK.shape[1])
     if not torch.compiler.is_compiling():
         setup.stats.count(expert_TK, weight_TK)
-    weight_TK = routing.of_slices(slices).weight_TK
-    assert weight_TK is not None
+    if slices > 1:
+        weight_TK = routing.of_slices(slices).weight_TK
+        assert weight_TK is not None
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
     compiling, trip, result = torch.compiler.is_compiling(), None, None
@@ -99,8 +97,9 @@ def ride(
     if beside is not None:
         result = beside()
     with torch.autocast(device, enabled=False):
-        tensors = [t for t in (x_TH, weight_TK, *weights) if t is not None]
-        backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        backward = torch.is_grad_enabled() and (
+            x_TH.requires_grad or weight_TK.requires_grad or any(w is not None and w.requires_grad for w in weights)
+        )
         if compiling:
             return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, setup.number, backward)[0], result
         return _Ride.apply(x_TH, weight_TK, slot_TK, backward, setup, trip, owed, *weights), result
@@ -213,23 +212,15 @@ class _Ride(torch.autograd.Function):
         region = kept_rides() if backward else None
         y_TH, kept = take() if region is None else region.ride(take)
         if kept is not None:
-            stay_on_device(weights)
-            _save(ctx, (*weights, *(item for one in kept for item in (one.x, *one.saved))))
-            ctx.routes, ctx.setup, ctx.trip, ctx.owed = [one.route for one in kept], setup, trip, owed
+            save(ctx, weights, kept, setup)
+            ctx.trip, ctx.owed = trip, owed
         return y_TH
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
-        # Read once: with checkpointing each reading would run the forward again, and torch refuses the second.
-        saved = _saved(ctx)
-        number = len(ExpertWeights._fields)
-        weights, rest = ExpertWeights._make(saved[:number]), saved[number:]
-        size = len(rest) // len(ctx.routes)
-        kept = tuple(
-            Kept(route, rest[i * size], rest[i * size + 1 : (i + 1) * size]) for i, route in enumerate(ctx.routes)
-        )
         setup: RideSetup = ctx.setup
+        weights, kept = saved(ctx)
         kept = bring_back(kept, setup)
         owed: ExpertWeights | None = ctx.owed
         needs_dweights = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + NUM_BASE])
@@ -246,7 +237,7 @@ class _Ride(torch.autograd.Function):
         else:
             dx_TH, dweight_TK = coming.wait()
         assert not callable(dweights)
-        return dx_TH, dweight_TK, *(None,) * (_WEIGHTS - 2), *(dweights or (None,) * number)
+        return dx_TH, dweight_TK, *(None,) * (_WEIGHTS - 2), *(dweights or (None,) * len(weights))
 
 
 # Where the weights are among the arguments of `_Ride`.
@@ -260,47 +251,3 @@ def _same(dweights: ExpertWeights) -> ExpertWeights:
 def _reaches(functions: Any) -> bool:
     """Whether this backward goes on to one of these nodes: not where `torch.autograd.grad` wants weights alone."""
     return any(torch._C._will_engine_execute_node(node) for node, _ in functions if node is not None)
-
-
-def _save(ctx: Any, what: tuple[Any, ...]) -> None:
-    """Save tensors, `Rows` and Nones through autograd, which lets checkpointing and offloading see them.
-
-    Of rows in an arena they see where these begin. Its memory is all layers': a hook would copy it for each of them."""
-    tensors: list[torch.Tensor | None] = []
-    others: list[tuple[Any, ...] | None] = []
-    for item in what:
-        if isinstance(item, Rows):
-            stay_on_device((item.start, item.data if isinstance(item, Away) else None))
-            data, tensor = (item.data, None) if item.arena is not None else (None, item.data)
-            tensors += (tensor, item.start, item.home, item.count)
-            index = item.index if isinstance(item, Away) else None
-            others.append((data, item.width, item.slab, item.home_row, item.gaps, item.arena, index))
-        else:
-            tensors.append(item)
-            others.append(None)
-    ctx.others = others
-    ctx.save_for_backward(*tensors)
-
-
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    """What `_save` was given.
-
-    Raises:
-        RuntimeError: a hook has put a copy in the place of where rows in an arena begin."""
-    tensors = iter(ctx.saved_tensors)
-
-    def rows(
-        data: Any, width: int, slab: int, home_row: int, gaps: bool, arena: Memory | None, index: int | None
-    ) -> Rows:
-        tensor, start, home, count = (next(tensors) for _ in range(4))
-        if index is not None:
-            return Away(tensor, width, start, slab, home, home_row, gaps, count, index=index)
-        if arena is not None and not arena.holds(start):
-            raise RuntimeError(
-                "rows in an arena were let go before their backward: a hook on saved tensors (save_on_cpu, offloading) "
-                "put a copy in the place of where they begin; leave out that hook, and offload them by "
-                "carpool.KeptPolicies (carpool train: memory.expert_inputs and memory.expert_activations)"
-            )
-        return Rows(tensor if arena is None else data, width, start, slab, home, home_row, gaps, count, arena)
-
-    return tuple(next(tensors) if one is None else rows(*one) for one in ctx.others)

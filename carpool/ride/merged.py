@@ -31,18 +31,17 @@ class _MergedTraffic(Traffic):
         self.num_ranks, self.rank = layer.num_ranks, layer.rank
         self._layer, self._choices_W = layer, choices_W
 
-    def add(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
-        self._layer.add(verb, rows_W, row_bytes)
-
-    def add_baseline(self, verb: str, choices_W: Sequence[int], row_bytes: int) -> None:
-        self._layer.add_baseline(verb, self._choices_W, row_bytes)
+    def add(
+        self, verb: str, rows_W: Sequence[int], row_bytes: int, choices_W: Sequence[int] = (), baseline_bytes: int = 0
+    ) -> None:
+        self._layer.add(verb, rows_W, row_bytes, self._choices_W if choices_W else (), baseline_bytes)
 
     def tally(
         self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device, ranks: tuple[int, ...] | None = None
     ) -> torch.Tensor:
         """The layer's, in which choices of merged rows take no bytes. Asked for once by each verb of a ride."""
         if baseline_bytes:
-            self.add_baseline(verb, self._choices_W, baseline_bytes)
+            self._layer.add(verb, (), 0, self._choices_W, baseline_bytes)
         return self._layer.tally(verb, row_bytes, 0, device, ranks)
 
 

@@ -46,7 +46,7 @@ from carpool.experts.gemm.parts import Backward, Forward, why_no_parts
 from carpool.kernels.device import reserved
 from carpool.observe.meter import RideSpans
 from carpool.ride.chunks import kept_rows
-from carpool.ride.kept import arena_for
+from carpool.ride.saved import arena_for
 from carpool.ride.setup import Kept, RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending

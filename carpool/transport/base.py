@@ -119,8 +119,8 @@ class Route:
         sent_bytes = row_bytes
         if codecs is not PLAIN:
             sent_bytes = codecs.of(verb).row_bytes(row.shape[1], row.element_size())
-        self.traffic.add(verb, rows_W, sent_bytes + self.choices_per_row * choice_bytes)
-        self.traffic.add_baseline(verb, self.choices_W, row_bytes + choice_bytes)
+        sent_bytes += self.choices_per_row * choice_bytes
+        self.traffic.add(verb, rows_W, sent_bytes, self.choices_W, row_bytes + choice_bytes)
 
 
 class Pending(NamedTuple):

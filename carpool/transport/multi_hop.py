@@ -52,14 +52,14 @@ class HopTraffic(Traffic):
     def __init__(self, layer: Traffic, ranks: tuple[int, ...], own: int | None) -> None:
         self._layer, self._ranks, self._own = layer, ranks, own
 
-    def add(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
+    def add(
+        self, verb: str, rows_W: Sequence[int], row_bytes: int, choices_W: Sequence[int] = (), baseline_bytes: int = 0
+    ) -> None:
+        """The ride counts the baseline, once for all hops."""
         rows = [0] * self._layer.num_ranks
         for rank, count in zip(self._ranks, rows_W, strict=True):
             rows[rank] = 0 if rank == self._own else count
         self._layer.add(verb, rows, row_bytes)
-
-    def add_baseline(self, verb: str, choices_W: Sequence[int], row_bytes: int) -> None:
-        """The ride counts it, once for all hops."""
 
     def tally(
         self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device, ranks: tuple[int, ...] | None = None

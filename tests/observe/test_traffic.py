@@ -19,7 +19,7 @@ def layers() -> list[Traffic]:
     for number, one in enumerate(found[:3]):
         one.add("dispatch", [5, 7 + number, 11], 64)
         one.add("plan", [1, 2, 3], 4)
-        one.add_baseline("combine", [9, 8, 7], 128)
+        one.add("combine", (), 0, [9, 8, 7], 128)
         for verb in ("dispatch", "combine", "plan") if number != 1 else ():
             for row_bytes in (32, 48):
                 tally = one.tally(verb, row_bytes, row_bytes + 8, CPU)

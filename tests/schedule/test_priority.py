@@ -18,6 +18,7 @@ from carpool.schedule.priority import RidesFirst
 from carpool.train.build import schedule_choice as schedules
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.steps.objective import Objective
+from carpool.transport import Pending
 from tests.hf.parity import full_gradients
 from tests.ranks import Ranks
 from tests.schedule.test_two_batch import error, groups, halves, make_model, same
@@ -44,9 +45,7 @@ def watched(model: Any) -> Iterator[list[str]]:
             def called(*args: Any) -> Any:
                 seen.append(before)
                 pending = verb(*args)
-                finish = pending.finish
-                pending.finish = lambda: (finish(), seen.append(after))[0]
-                return pending
+                return Pending(lambda: (pending.wait(), seen.append(after))[0])
 
             return called
 

@@ -375,7 +375,8 @@ def _takes(rows: torch.Tensor, width: int, offsets_S: torch.Tensor) -> bool:
     """Whether `F.grouped_mm` takes these: its dtypes, rows aligned to 16 bytes on both sides, and some work (on CUDA
     it divides by the number of groups and of rows)."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
-    aligned = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[1], width))
+    size = rows.element_size()
+    aligned = rows.shape[1] * size % 16 == 0 and width * size % 16 == 0
     return rows.dtype in dtypes and aligned and rows.shape[0] > 0 and offsets_S.shape[0] > 0
 
 
