@@ -64,8 +64,8 @@ def save(ctx: Any, weights: ExpertWeights, kept: tuple[Kept, ...], setup: RideSe
     """Save what a ride keeps through autograd, which lets checkpointing and offloading see the tensors.
 
     Of rows in an arena they see where these begin. Its memory is all layers': a hook would copy it for each of them.
-    Where a layer's activations are offloaded (`carpool.activations.layer_offload`), weights and what a policy of the ride
-    keeps on the device stay there."""
+    Where a layer's activations are offloaded (`carpool.activations.layer_offload`), weights stay on the device, and so
+    does what a policy of the ride keeps."""
     tensors: list[torch.Tensor | None] = list(weights)
     stay: list[torch.Tensor | None] = list(weights)
     # Of each `Kept`, its route and items: `Rows` without tensors, or the place of a tensor.
