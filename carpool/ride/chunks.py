@@ -110,9 +110,12 @@ class ChunkedOrder:
         spans = stats.meter.ride(x_TH.device, "forward", self.pieces)
         stats.tokens_dispatched += x_TH.shape[0]
         spans.begin("dispatch")
-        # All plans first: where the host waits for one, it must not wait for a dispatch as well.
-        given = _cut(slot_TK, self.pieces), _cut(weight_TK, self.pieces)
-        routes = transport.plan_pieces(*given, stats.traffic, self.together)
+        if self.pieces == 1:
+            routes: Sequence[Any] = (transport.plan(slot_TK, weight_TK, stats.traffic),)
+        else:
+            # All plans first: where the host waits for one, it must not wait for a dispatch as well.
+            given = slot_TK.tensor_split(self.pieces), weight_TK.tensor_split(self.pieces)
+            routes = transport.plan_pieces(*given, stats.traffic, self.together)
         started = Started(_cut(x_TH, self.pieces), routes, {}, spans)
         self._dispatch(started, 0, transport)
         spans.end()
