@@ -24,7 +24,7 @@ in the forward:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ class Messages:
     once more for the backward), "choices" (slots and weights) or "gradients" (of weights).
 
     Args:
-        group: whose ranks exchange them; None for one rank.
+        start: starts an all-to-all, as `ExchangeTransport._start`.
         send_CW, receive_CW: of each piece, rows to experts on each rank, and from each rank.
         together: pieces that share a message of rows, in the forward and in the backward.
 
@@ -109,12 +109,12 @@ class Messages:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        start: Callable[[torch.Tensor, Sequence[int], Sequence[int]], tuple[torch.Tensor, Any]],
         send_CW: PieceCounts,
         receive_CW: PieceCounts,
         together: tuple[int, int],
     ) -> None:
-        self.group = group
+        self._start = start
         self.choices: list[torch.Tensor] = []
         self._sizes = send_CW, receive_CW
         forward, backward = together
@@ -162,13 +162,7 @@ class Messages:
                 [sum(sizes_CW[number][rank] for number in those) for rank in range(len(send_W))]
                 for sizes_CW in (send_CW, receive_CW)
             )
-        out_rows, work = rows, None
-        if self.group is not None:
-            out_rows = rows.new_empty(sum(receive_W), *rows.shape[1:])
-            work = dist.all_to_all_single(
-                out_rows, rows.contiguous(), list(receive_W), list(send_W), group=self.group, async_op=True
-            )
-        self._under_way[key] = out_rows, work
+        self._under_way[key] = self._start(rows, send_W, receive_W)
 
     def take(self, kind: str, piece: int) -> torch.Tensor:
         """What came for a piece, sorted by the rank that it came from. Once for each piece of a message."""
@@ -295,8 +289,7 @@ class ExchangeTransport(Transport):
     ) -> list[ExchangeRoute]:
         """The routes of pieces whose sizes are known. here_C: of each, (W, T, K), whether a choice is on a rank."""
         send_CW, receive_CW = sizes.send_CW, sizes.receive_CW
-        group = self.group if self.num_ranks > 1 else None
-        messages = Messages(group, send_CW, receive_CW, together)
+        messages = Messages(self._start, send_CW, receive_CW, together)
         routes: list[ExchangeRoute] = []
         for number, (slot_TK, weight_TK) in enumerate(zip(slot_C, weight_C, strict=True)):
             rows = self.list_rows(slot_TK, here_C[number], sum(send_CW[number]))
@@ -403,3 +396,13 @@ class ExchangeTransport(Transport):
             rows_NH = codec.decode(rows_NH, partial_RH.shape[1], partial_RH.dtype)
             rows_NH[_share(route.send, self.rank)] = partial_RH[_share(route.receive, self.rank)]
         return self.sum_rows(rows_NH, route)
+
+    def _start(self, rows: torch.Tensor, send_W: Sequence[int], receive_W: Sequence[int]) -> tuple[torch.Tensor, Any]:
+        """Start an all-to-all of rows: where they arrive, and what waits for them. None: they are there."""
+        if self.num_ranks == 1:
+            return rows, None
+        out = rows.new_empty(sum(receive_W), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            out, rows.contiguous(), list(receive_W), list(send_W), group=self.group, async_op=True
+        )
+        return out, work

@@ -20,10 +20,11 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.observe.stats import LayerStats
 from carpool.placement import VERBS, predict
-from carpool.ride import NO_HOOKS, RideSetup, ride
 from carpool.ride.chunks import PLAIN, ChunkedOrder
+from carpool.ride.function import ride
+from carpool.ride.schedule import Schedule
+from carpool.ride.setup import NO_HOOKS, RideSetup
 from carpool.routing import Routing
-from carpool.schedule import Schedule
 from carpool.transport import HierarchicalOptions, make_transport
 from carpool.transport.fixed import FixedRows
 from carpool.transport.hierarchical import Hierarchical
@@ -53,7 +54,7 @@ class Rail:
         came = torch.cat([self.boxes[other][own] for other in range(NODES)])
         assert len(came) == sum(receive)
         self.barrier.wait()
-        return lambda: came
+        return came, None
 
 
 def two_hops(pieces: int, resend: bool, rows: int) -> list[Hierarchical]:
