@@ -34,7 +34,7 @@ from carpool.parallel.schedules import SCHEDULES, check_micro_batches
 from carpool.planner.step.clock import Clock
 from carpool.planner.step.pipelines import Action, add_pipeline, pipeline
 from carpool.planner.step.pipelines import in_turns as actions_in_turns
-from carpool.schedule.split import SplitBackward
+from carpool.ride.split_backward import SplitBackward
 
 ALL = tuple(SCHEDULES)
 

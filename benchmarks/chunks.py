@@ -34,10 +34,11 @@ from carpool.layout import ExpertLayout, assign
 from carpool.observe.stats import LayerStats
 from carpool.planner.decisions.chosen import fastest as fastest_of
 from carpool.planner.step.overlap import Pieces, chunked
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.orders import order_of
+from carpool.ride.schedule import Schedule
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
-from carpool.schedule import Schedule
-from carpool.schedule.orders import order_of
 from carpool.transport import NVLinkOptions, make_transport
 
 CHUNKS = (1, 2, 4, 8)

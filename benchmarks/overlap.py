@@ -47,8 +47,8 @@ from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
 from carpool.observe.clock import Took, timed
 from carpool.observe.traffic import Traffic
-from carpool.schedule import Schedule
-from carpool.schedule.two_batch import TwoBatch
+from carpool.ride.schedule import Schedule
+from carpool.ride.two_batch import TwoBatch
 from carpool.transport import NVLinkOptions
 from carpool.transport.local import Local, LocalRoute
 

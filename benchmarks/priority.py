@@ -8,7 +8,7 @@ The stack of `benchmarks.overlap`, as `carpool train` shards it: FSDP2 over all 
 and reductions in float32, computation in bfloat16. Contenders take turns step by step, for each schedule:
 
     as ever          FSDP reduces a layer's gradients at its end, beside the next ride's dispatch
-    held             beside the next ride's experts (carpool/schedule/priority.py)
+    held             beside the next ride's experts (carpool/ride/priority.py)
 
 Milliseconds are of the slowest rank, median over steps.
 
@@ -36,8 +36,8 @@ from benchmarks.script import check_arenas, join_group, show, write_results
 from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides, set_schedule, set_transport
 from carpool.observe.clock import slowest, timed
-from carpool.schedule import Schedule
-from carpool.schedule.priority import RidesFirst
+from carpool.ride.priority import RidesFirst
+from carpool.ride.schedule import Schedule
 from carpool.transport import NVLinkOptions
 
 SCHEDULES = {"none": Schedule(), **{f"chunks={r}": Schedule("chunks", r) for r in (1, 2, 4)}}

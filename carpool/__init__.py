@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from carpool.layout import ExpertLayout, assign
     from carpool.layout.layouts import Layouts
     from carpool.moe import MoE
+    from carpool.ride.schedule import Schedule
     from carpool.routing import Router, Routing
-    from carpool.schedule import Schedule
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ _PLACES = {
     "MoE": "moe",
     "Router": "routing",
     "Routing": "routing",
-    "Schedule": "schedule",
+    "Schedule": "ride.schedule",
     "assign": "layout",
     "keep_rides": "activations.recompute",
     "record": "layer.record",

@@ -33,9 +33,9 @@ from carpool.layer.module import LayerModule, check_mesh, group_of
 from carpool.layer.replay_check import check_replay
 from carpool.layer.shared_expert import SharedExpert
 from carpool.layout import ExpertLayout
+from carpool.ride.schedule import Schedule
 from carpool.routing import Router, Routing
 from carpool.routing.limit import LimitOptions
-from carpool.schedule import Schedule
 from carpool.transport import TransportOptions
 
 __all__ = ["MoE"]
@@ -60,8 +60,9 @@ class MoE(LayerModule):
             used; its buffers have a fixed size. If a rank gets more, outputs are NaN, and
             `carpool.transport.check_overflow` raises.
         transport_options: of the transport, such as `carpool.transport.NVLinkOptions`.
-        schedule: what runs beside what (carpool/schedule): `Schedule("chunks", 2)` lets one half of the tokens travel
-            while the experts compute on the other. The same sums; weight gradients to rounding. Default: in turn.
+        schedule: what runs beside what (carpool/ride/schedule.py): `Schedule("chunks", 2)` lets one half of the tokens
+            travel while the experts compute on the other. The same sums; weight gradients to rounding. Default: in
+            turn.
         experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8/fp8_experts.py).
         kept: what is done about the rows and the pre-activations that the backward needs
             (carpool/activations/__init__.py): they are kept, computed or sent again, or offloaded to host memory. The

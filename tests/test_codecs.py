@@ -15,7 +15,7 @@ from carpool import ExpertLayout, KeptPolicies, Routing
 from carpool.layout.topology import Topology
 from carpool.placement import predict
 from carpool.planner.machine.cost import RIDES, CostModel
-from carpool.schedule import Schedule
+from carpool.ride.schedule import Schedule
 from carpool.train.config import load_config
 from carpool.transport import Codecs, NVLinkOptions, TransportOptions, make_transport, unfit_transports
 from carpool.transport.codecs import CODECS, PLAIN, ROW_VERBS

@@ -29,7 +29,8 @@ from carpool.experts.gemm.measure_choices import _Problem, measure_choices, pick
 from carpool.experts.gemm.products import grouped_mm, grouped_outer
 from carpool.experts.pairs import sort_pairs
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, Arrivals, make_transport
 from tests.experts_problem import ACTIVATIONS as DESCRIBED

@@ -30,7 +30,8 @@ from carpool.experts.pairs import sort_pairs
 from carpool.kernels.packets import packet_bytes, quantise, unpack
 from carpool.kernels.packing import pack
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import Arrivals, make_transport
 from carpool.transport.nvlink.rows import LeasedRows

@@ -16,8 +16,8 @@ import carpool
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement import VERBS, predict
+from carpool.ride.schedule import Schedule
 from carpool.routing import Routing
-from carpool.schedule import Schedule
 from carpool.transport import BufferOverflowError, HierarchicalOptions, set_topology
 from carpool.transport.room import NodeRoom
 from tests.ranks import Ranks

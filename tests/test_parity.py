@@ -24,7 +24,7 @@ import torch
 
 import carpool
 from carpool import ExpertLayout, KeptPolicies, Routing
-from carpool.schedule import Schedule
+from carpool.ride.schedule import Schedule
 from tests.layouts import EXPERTS, LAYOUTS, SLICED, layout_of
 from tests.pairwise import all_pairs, feasible_pairs
 from tests.ranks import WORLD_SIZE, Ranks, mesh

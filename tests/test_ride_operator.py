@@ -24,8 +24,10 @@ from carpool.experts import (
 )
 from carpool.kernels.numbered import by_number
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride, ride_module
 from carpool.ride import operator as ride_operator
+from carpool.ride.function import ride
+from carpool.ride.module import ride_module
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import make_transport
 from carpool.transport.local import Local

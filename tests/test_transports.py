@@ -28,8 +28,10 @@ from carpool.layout.topology import Topology
 from carpool.observe.stats import LayerStats
 from carpool.observe.traffic import Traffic
 from carpool.placement import VERBS, predict
-from carpool.ride import RideSetup, ride, ride_module
-from carpool.schedule import Schedule
+from carpool.ride.function import ride
+from carpool.ride.module import ride_module
+from carpool.ride.schedule import Schedule
+from carpool.ride.setup import RideSetup
 from carpool.transport import (
     TRANSPORTS,
     Arrivals,

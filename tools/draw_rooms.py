@@ -32,7 +32,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("report", "profile", "hf"),
     ("moe", "layer"),
-    ("schedule", "ride"),
+    ("ride",),
     ("placement", "planner", "parallel", "optim"),
     ("routing", "transport", "experts", "memory", "activations"),
     ("observe",),

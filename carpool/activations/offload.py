@@ -74,7 +74,7 @@ class _Parcel:
 
 @dataclass
 class _Lane:
-    """Rides that follow each other: all of them, or those of one half of a batch (`carpool.schedule.two_batch`).
+    """Rides that follow each other: all of them, or those of one half of a batch (`carpool.ride.two_batch`).
 
     Attributes:
         number: of the next ride.

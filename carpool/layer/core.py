@@ -27,12 +27,15 @@ from carpool.parallel.node_slots import make_filler
 from carpool.parallel.slots import fill_slots
 from carpool.planner.decisions.rules import automatic_transport
 from carpool.planner.machine.hardware import hardware_of
-from carpool.ride import NO_HOOKS, Owed, RideHooks, RideSetup, WaitingRides, ride, ride_merged, ride_module
+from carpool.ride.function import WaitingRides, ride
+from carpool.ride.merged import ride_merged
+from carpool.ride.module import ride_module
+from carpool.ride.orders import order_of
+from carpool.ride.schedule import Schedule
+from carpool.ride.setup import NO_HOOKS, Owed, RideHooks, RideSetup
 from carpool.routing import DropOptions, Routing
 from carpool.routing.bias import count_choices
 from carpool.routing.limit import LimitOptions, RoutingLimit
-from carpool.schedule import Schedule
-from carpool.schedule.orders import order_of
 from carpool.transport import (
     Transport,
     TransportOptions,

@@ -48,7 +48,7 @@ class _Stretch(NamedTuple):
 
 class _Forward(threading.local):
     """What a thread knows of the forward that it is in: two halves of a micro-batch are in a model at the same time,
-    each in a thread of its own (`carpool.schedule.two_batch`).
+    each in a thread of its own (`carpool.ride.two_batch`).
 
     Attributes:
         stretches: that are recorded.

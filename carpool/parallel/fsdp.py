@@ -9,7 +9,7 @@ are objects of PyTorch, and their methods are FSDP's hooks, which run around the
     state.FINAL_CALLBACK()                      after the whole backward: reduces what is left, and waits
     state.REGISTER_FINAL_CALLBACK()             asks autograd for that
 
-`carpool.schedule` stands for some of them for a while (`Replaced`). None of this is promised by PyTorch, so
+`carpool.ride.schedule` stands for some of them for a while (`Replaced`). None of this is promised by PyTorch, so
 `tests/parallel/test_fsdp.py` checks each name and what it does, and fails first when a release changes it.
 """
 

@@ -149,7 +149,7 @@ class Pipeline:
         work: what is computed, and how.
         device: of all tensors.
         pairs: runs the forward and the backward of a pair at the same time
-            (`carpool.schedule.forward_backward.ForwardBesideBackward.run`), of a schedule that has pairs. Default: one
+            (`carpool.ride.forward_backward.ForwardBesideBackward.run`), of a schedule that has pairs. Default: one
             after the other.
 
     Attributes:

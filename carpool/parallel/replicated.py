@@ -172,7 +172,7 @@ class Replicated:
         Args:
             first: of the step. What an earlier step has left unfinished is forgotten.
             last: of the step: gradients are reduced beside it.
-            at_once: micro-batches whose backwards run at the same time (`carpool.schedule.two_batch`).
+            at_once: micro-batches whose backwards run at the same time (`carpool.ride.two_batch`).
         """
         if first:
             self._wait()

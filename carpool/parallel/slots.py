@@ -300,7 +300,7 @@ def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
 
 class _OfFirstSlices(torch.autograd.Function):
     """Zeros for other slices. Autograd saves nothing: a product would save its factor, and a weight's gradient that is
-    computed after its backward (`carpool.ride.owed`) would have a checkpointed layer computed again for that."""
+    computed after its backward (`carpool.ride.setup`) would have a checkpointed layer computed again for that."""
 
     @staticmethod
     def forward(ctx: Any, rows_SH: torch.Tensor, filler: SlotFiller) -> torch.Tensor:

@@ -1,18 +1,9 @@
-"""What happens between plan and sum, forward and backward.
+"""One exchange, forward and backward: dispatch, experts, combine; and in which order its verbs run.
 
     y_TH, beside = ride(x_TH, routing, slot_TK, weights, setup)
 
-`function.py` is the node of autograd, `chunks.py` the order of the verbs inside, `setup.py` what a ride is made of,
-`operator.py` the operator for `torch.compile`, `module.py` the ride around a model's own experts, `merged.py` the ride
-in which similar rows travel as one. `turns.py` lets two halves of a batch take turns at the rides, and `owed.py` leaves
-weight gradients to be computed later.
+`function.py` is the node of autograd, `setup.py` what a ride is made of, `saved.py` what it saves for its backward,
+`operator.py` the operator for `torch.compile`, `module.py` the ride around a model's own experts. A schedule
+(`schedule.py`) never changes what is computed: `chunks.py` has the order of the verbs inside a ride, `two_batch.py` and
+`forward_backward.py` run two micro-batches half a layer apart, `split_backward.py` puts weight gradients off.
 """
-
-from carpool.ride.function import WaitingRides, ride
-from carpool.ride.hooks import NO_HOOKS, RideHooks
-from carpool.ride.merged import ride_merged
-from carpool.ride.module import ride_module
-from carpool.ride.owed import Owed
-from carpool.ride.setup import RideSetup
-
-__all__ = ["NO_HOOKS", "Owed", "RideHooks", "RideSetup", "WaitingRides", "ride", "ride_merged", "ride_module"]

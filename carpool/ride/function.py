@@ -1,7 +1,7 @@
 """The ride of a batch of tokens as one node of autograd, and as one operator of `torch.compile`.
 
 Autograd sees the rows, the routing weights and the expert weights as inputs, and the sums as the output. What happens
-inside, forward and backward, is written out in an `Order`: `chunks.py`, or one of `carpool.schedule`.
+inside, forward and backward, is written out in an `Order`: `chunks.py`, or one of `carpool.ride.schedule`.
 
 With independent work beside the ride (`beside`: experts that serve every token) there are two nodes, and autograd runs
 that work's backward between them:

@@ -9,7 +9,7 @@ A layer makes it once and keeps it: an operator in a compiled graph finds it by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +19,6 @@ from carpool.activations import KEEP, KeptPolicies, Offloader, Rows
 from carpool.experts import Experts, ExpertWeights
 from carpool.kernels.numbered import Numbered
 from carpool.observe.stats import LayerStats
-from carpool.ride.hooks import NO_HOOKS, RideHooks
-from carpool.ride.owed import Owed
 from carpool.transport import Pending, Transport
 
 
@@ -46,7 +44,7 @@ class Order(Protocol):
         coming, dweights = order.backward(dy, weights, kept, setup, ...)  the same in reverse; `coming.wait()` ends it
 
     An order never changes what is computed. `carpool.ride.chunks` has the order without a schedule;
-    `carpool.schedule` has others.
+    `carpool.ride.schedule` has others.
     """
 
     def start(
@@ -82,6 +80,62 @@ class Order(Protocol):
         ...
 
 
+class RideHooks:
+    """Called by the backward of every ride whose `RideSetup` holds it. This one does nothing; a scheduler overrides
+    what it needs (`carpool.ride.priority`)."""
+
+    def before_experts(self) -> None:
+        """The last gradients have arrived, and the experts compute next."""
+
+
+NO_HOOKS = RideHooks()
+
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class _Item(NamedTuple):
+    weights: Tensors
+    compute: Callable[[], Tensors]
+
+
+class Owed:
+    """Weight gradients as work of their own (`carpool.ride.split_backward`).
+
+        backward               gradients of rows, routing weights, hidden states; those of weights are put here
+        weights = owed.take()  what this backward has put
+        weights()              computes it, and gives it to the parameters as autograd would: hooks are called
+
+    A node that puts something here has the weights as they are after casts, slots and shards, and no edge to them: the
+    edge is walked by `weights()`.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[_Item] = []
+
+    def put(self, weights: Tensors, compute: Callable[[], Tensors]) -> None:
+        """In a backward. `compute` returns the gradient of each of `weights`, or None; it holds what it needs."""
+        self._items.append(_Item(weights, compute))
+
+    def take(self) -> Callable[[], None]:
+        """What computes all that has been put since the last call, once."""
+        items, self._items = self._items, []
+
+        def compute() -> None:
+            # From the front, as the backward did, and each let go when it is done.
+            items.reverse()
+            while items:
+                weights, gradients = items.pop()
+                with torch.no_grad():
+                    found = gradients()
+                pairs = zip(weights, found, strict=True)
+                given = [(w, g) for w, g in pairs if w is not None and g is not None and w.requires_grad]
+                if given:
+                    torch.autograd.backward([w for w, _ in given], [g for _, g in given])
+
+        return compute
+
+
 @dataclass(frozen=True, eq=False)
 class RideSetup(Numbered):
     """See the module's docstring.
@@ -90,7 +144,7 @@ class RideSetup(Numbered):
         transport: how rows travel.
         experts: what is computed on them; None for `ride_module`, which is given a module instead.
         stats: where the layer counts.
-        order: when each verb runs (`carpool.schedule.orders.order_of` makes one of a `Schedule`). None: the plain one.
+        order: when each verb runs (`carpool.ride.orders.order_of` makes one of a `Schedule`). None: the plain one.
         hooks: told where the backward is.
         policies: of what rides keep.
         offloader: where it goes, if a policy is "offload".

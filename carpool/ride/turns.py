@@ -14,11 +14,16 @@ something else when it is computed again, and its gradients would be wrong.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextvars import ContextVar
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
+from typing import NamedTuple, TypeVar
 
 import torch
+
+First = TypeVar("First")
+Second = TypeVar("Second")
 
 
 class AbandonedError(RuntimeError):
@@ -116,7 +121,68 @@ def half_number() -> int:
 
 def handover() -> None:
     """Something is under way that takes a while: let the other half compute meanwhile. Does nothing unless this thread
-    computes one of two halves (`carpool.schedule.two_batch`)."""
+    computes one of two halves (`carpool.ride.two_batch`)."""
     half = HALF.get()
     if half is not None:
         half.turns.hand_over(half.number)
+
+
+class TwoThreads:
+    """The caller's thread and one more, which it keeps: the first of two pieces of work runs in the caller's.
+
+    What the caller has set is set for both: context variables, autocast, the device and its stream."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carpool-half-1")
+
+    def run(self, turns: Turns, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+        """What the two return.
+
+        Raises:
+            The error of the one that failed first, if one does; the other has then been abandoned."""
+        inherit = _thread_state(turns.device)
+
+        def beside() -> Second:
+            with inherit():
+                return _run(Half(turns, 1), second)
+
+        other = self._thread.submit(copy_context().run, beside)
+        try:
+            result = _run(Half(turns, 0), first)
+        except AbandonedError:
+            other.result()
+            raise
+        finally:
+            wait([other])
+        return result, other.result()
+
+
+def _run(half: Half, work: Callable[[], First]) -> First:
+    turns, number = half
+    token = HALF.set(half)
+    try:
+        turns.begin(number)
+        result = work()
+        turns.end(number)
+        return result
+    except BaseException:
+        turns.fail(number)
+        raise
+    finally:
+        HALF.reset(token)
+
+
+def _thread_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """What this thread has set, for another: autocast, and the device's stream."""
+    on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def inherit() -> Iterator[None]:
+        if stream is not None:
+            # A thread begins on device 0, and leaving the stream's context would go back there.
+            torch.cuda.set_device(device)
+        with torch.autocast(device.type, dtype) if on else nullcontext(), torch.cuda.stream(stream):
+            yield
+
+    return inherit

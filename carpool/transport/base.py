@@ -164,7 +164,7 @@ class Transport(ABC):
         one_row_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
         one_row_per_node: whether it is sent once to each other node instead, and passed on there.
         hops_in_turn: whether a row takes links of several kinds one after the other.
-        rides_in_parts: whether `plan` and the combines take parts (`carpool.schedule.tiles`).
+        rides_in_parts: whether `plan` and the combines take parts (`carpool.ride.tiles`).
         knows_rows: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
             that run a model's own forward would compute them.
         graphable: whether it asks nothing of the host, so that a CUDA graph can hold its rides.

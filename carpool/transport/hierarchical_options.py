@@ -25,7 +25,7 @@ from carpool.transport.options import RunSizes, TransportOptions
 from carpool.transport.room import GROWN
 
 if TYPE_CHECKING:
-    from carpool.schedule import Schedule
+    from carpool.ride.schedule import Schedule
 
 # The largest share of empty rows that a hop of fixed size may have: what it may cost not to wait for counts.
 MOST_EMPTY = 0.125

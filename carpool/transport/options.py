@@ -28,7 +28,7 @@ from carpool.transport.codecs import PLAIN, Codecs
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from carpool.schedule import Schedule
+    from carpool.ride.schedule import Schedule
 
 
 class RunSizes(NamedTuple):

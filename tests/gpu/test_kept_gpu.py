@@ -12,7 +12,8 @@ from carpool.activations import Offloader
 from carpool.activations.layer_offload import ActivationOffload
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 

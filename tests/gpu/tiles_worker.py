@@ -24,10 +24,11 @@ from carpool.activations import KeptPolicies
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts.gemm.choices import Choices
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.orders import order_of
+from carpool.ride.schedule import Schedule
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
-from carpool.schedule import Schedule
-from carpool.schedule.orders import order_of
 from carpool.transport import RankMissingError
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from tests.gpu.nvlink_stress import world

@@ -13,8 +13,8 @@ import carpool
 import carpool.hf
 from carpool.hf.seam.layers import experts_modules
 from carpool.hf.seam.shared import BLOCKS, NAMES, compute_shared_beside, shared_experts
-from carpool.schedule import Schedule
-from carpool.schedule.two_batch import TwoBatch
+from carpool.ride.schedule import Schedule
+from carpool.ride.two_batch import TwoBatch
 from carpool.transport.dedup import Dedup
 from tests.hf.parity import BOUND, EXCEPTIONS, full_gradients, relative_error
 from tests.hf.test_behaviours import _model, _own, _save

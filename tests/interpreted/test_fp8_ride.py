@@ -15,7 +15,8 @@ from carpool.activations import Arena, KeptPolicies
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.kernels.packets import packet_bytes
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import Codecs, make_transport
 

@@ -15,8 +15,10 @@ import torch
 from carpool.activations import Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.observe.stats import LayerStats
-from carpool.ride import NO_HOOKS, RideSetup, ride, ride_module
 from carpool.ride.chunks import PLAIN, ChunkedOrder
+from carpool.ride.function import ride
+from carpool.ride.module import ride_module
+from carpool.ride.setup import NO_HOOKS, RideSetup
 from carpool.routing import Routing
 from carpool.transport import make_transport
 

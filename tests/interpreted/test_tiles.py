@@ -24,11 +24,12 @@ from carpool.experts.gemm.choices import Choices
 from carpool.experts.gemm.parts import Forward, fused
 from carpool.observe.stats import LayerStats
 from carpool.observe.traffic import Traffic
-from carpool.ride import RideSetup, ride
 from carpool.ride.chunks import PLAIN
+from carpool.ride.function import ride
+from carpool.ride.schedule import Schedule
+from carpool.ride.setup import RideSetup
+from carpool.ride.tiles import TiledOrder, require
 from carpool.routing import Routing
-from carpool.schedule import Schedule
-from carpool.schedule.tiles import TiledOrder, require
 from carpool.transport import Codecs, RankMissingError, make_transport
 from carpool.transport.nvlink import NVLinkOptions
 from tests.interpreted.emulated import emulate, verb

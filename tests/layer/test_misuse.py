@@ -44,7 +44,7 @@ def message(run: Any, *args: Any, **kwargs: Any) -> str:
 def test_arguments_that_are_something_else_are_named() -> None:
     said = {key: message(build, **{"ep_mesh": None, key: value}) for key, value in WRONG.items()}
     assert said["ep_mesh"].startswith("TypeError: ep_mesh is 'ep', not a DeviceMesh")
-    assert said["schedule"].startswith("TypeError: schedule='chunks' must be carpool.schedule.Schedule or None")
+    assert said["schedule"].startswith("TypeError: schedule='chunks' must be carpool.ride.schedule.Schedule or None")
     assert said["max_tokens"].startswith("ValueError: max_tokens=0 must be at least 1")
 
 

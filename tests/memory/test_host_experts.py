@@ -24,7 +24,7 @@ from carpool.memory.popularity import Popularity
 from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
-from carpool.schedule import Schedule
+from carpool.ride.schedule import Schedule
 
 LAYERS = 4
 SIZES = {

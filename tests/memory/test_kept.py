@@ -15,9 +15,10 @@ from carpool.activations import KEEP, Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.observe.stats import LayerStats
 from carpool.planner.memory.kept import LayerSizes, kept_bytes
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.schedule import Schedule
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
-from carpool.schedule import Schedule
 from carpool.train.config import load_config
 from carpool.transport import make_transport
 from tests.ranks import Ranks, mesh

@@ -14,8 +14,8 @@ from torch import nn
 from carpool.activations import Arena
 from carpool.parallel.pipeline import Pipeline, Tensors, Work, cut
 from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, stages_of
+from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.turns import handover
-from carpool.schedule.forward_backward import ForwardBesideBackward
 from tests.ranks import Ranks
 
 

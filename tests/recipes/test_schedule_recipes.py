@@ -21,13 +21,13 @@ from carpool.observe.traffic import VERBS as COUNTED
 from carpool.recipes import load, names, read
 from carpool.recipes.mechanisms import WITHOUT_SETTING
 from carpool.recipes.resolve import resolve
-from carpool.schedule import Schedule
-from carpool.schedule.two_batch import TwoBatch
+from carpool.ride.schedule import Schedule
+from carpool.ride.two_batch import TwoBatch
 from carpool.transport import find_transport
 from carpool.transport.base import Pending, Transport
 from tests.ranks import Ranks, mesh
 
-RANKS_IMPORT = ["carpool.schedule.two_batch"]
+RANKS_IMPORT = ["carpool.ride.two_batch"]
 # What makes a system that system; a recipe may not lose any of it.
 SYSTEMS = {
     "fastmoe": {"transport:alltoall", "experts:grouped", "schedule:none"},

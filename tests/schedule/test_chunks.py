@@ -11,10 +11,11 @@ import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.orders import order_of
+from carpool.ride.schedule import Schedule
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
-from carpool.schedule import Schedule
-from carpool.schedule.orders import order_of
 from carpool.transport import NVLinkOptions, Pending
 from carpool.transport.dedup import Dedup
 

@@ -15,8 +15,8 @@ import carpool.hf  # noqa: F401  registers the layers
 from carpool.hf.activations.layer_policies import recompute_layers
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
+from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.turns import handover
-from carpool.schedule.forward_backward import ForwardBesideBackward
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.parallel.test_fsdp import alone

@@ -13,8 +13,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from carpool.hf import rides, set_schedule, set_transport
 from carpool.hf.seam.layouts import slots_kept
-from carpool.schedule import Schedule
-from carpool.schedule.priority import RidesFirst
+from carpool.ride.priority import RidesFirst
+from carpool.ride.schedule import Schedule
 from carpool.train.build import schedule_choice as schedules
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.steps.objective import Objective

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool
 from carpool.experts.gemm.products import Stages
-from carpool.schedule.split import SplitBackward
+from carpool.ride.split_backward import SplitBackward
 
 LATER = {"attention.weight", "attention.bias", "moe.up_proj", "moe.down_proj"}
 

@@ -31,7 +31,7 @@ from carpool.layout import ExpertLayout
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import sharded_parameters
 from carpool.ride.turns import HALF, handover
-from carpool.schedule.two_batch import TwoBatch
+from carpool.ride.two_batch import TwoBatch
 from carpool.train.steps.graphs import StepGraphs
 from carpool.train.steps.objective import Objective, in_two
 from tests.hf.meshes import reuse_meshes

@@ -26,9 +26,9 @@ from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import replicated, sharded_parameters
 from carpool.parallel.schedules import stages_of
 from carpool.parallel.slot_steps import local
+from carpool.ride.priority import RidesFirst
+from carpool.ride.schedule import Schedule
 from carpool.ride.turns import HALF
-from carpool.schedule import Schedule
-from carpool.schedule.priority import RidesFirst
 from carpool.train.steps.objective import Objective
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs

@@ -12,8 +12,8 @@ import torch
 
 from carpool.planner.decisions.chosen import Chosen, Decisions, fastest
 from carpool.ride.chunks import PLAIN, ChunkedOrder
-from carpool.schedule import Schedule
-from carpool.schedule.orders import order_of
+from carpool.ride.orders import order_of
+from carpool.ride.schedule import Schedule
 from carpool.train.build import schedule_choice as schedules
 from carpool.train.build.schedule_choice import SCHEDULE_KIND, TILES, choose_schedule, decide, neighbours
 from carpool.train.config import load_config

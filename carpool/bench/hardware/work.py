@@ -27,7 +27,8 @@ from carpool.observe.clock import slowest
 from carpool.observe.stats import LayerStats
 from carpool.optim import AdamW
 from carpool.planner.machine.work import Work, fit_work
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport.local import Local
 

@@ -39,7 +39,8 @@ from carpool.bench.timing import Clock
 from carpool.experts import ExpertWeights, FP8Experts, make_experts
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride
+from carpool.ride.function import ride
+from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.train.launch.start import find_world
 from carpool.transport.local import Local

@@ -126,7 +126,7 @@ class _Asked:
     loss: torch.Tensor | None = None
 
 
-# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.schedule.two_batch`).
+# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.ride.two_batch`).
 _ASKED: ContextVar[_Asked | None] = ContextVar("asked", default=None)
 
 

@@ -57,7 +57,7 @@ class _Whole:
     calls: int = 0
 
 
-# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.schedule.two_batch`).
+# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.ride.two_batch`).
 _WHOLE: ContextVar[_Whole | None] = ContextVar("whole", default=None)
 _preprocess = masking_utils._preprocess_mask_arguments
 _packed_function = masking_utils.packed_sequence_compatibility_function

@@ -49,7 +49,7 @@ from carpool.parallel.sequence import (
 )
 
 # (B, L) of the micro-batch that this thread is at: two halves of one are in the model at the same time
-# (`carpool.schedule.two_batch`).
+# (`carpool.ride.two_batch`).
 _SHAPE: ContextVar[tuple[int, int]] = ContextVar("shape")
 # How layers are told (B, L): an argument that models hand on. A layer that is computed again is told again.
 _ARGUMENT = "sequence_shape"

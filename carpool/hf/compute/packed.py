@@ -36,7 +36,7 @@ from transformers import masking_utils
 
 from carpool.hf.compute.documents import bounds, takes_bounds
 
-# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.schedule.two_batch`).
+# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.ride.two_batch`).
 _KNOWN: ContextVar[Literal["unpacked", "packed"] | None] = ContextVar("known", default=None)
 _look = masking_utils.find_packed_sequence_indices
 

@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from carpool.hf.seam.layers import list_number
 
-# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.schedule.two_batch`).
+# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.ride.two_batch`).
 _COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("router_logits", default=None)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.schedule.two_batch`).
+# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.ride.two_batch`).
 _PADDING: ContextVar[torch.Tensor | None] = ContextVar("padding", default=None)
 
 

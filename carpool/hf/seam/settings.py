@@ -13,7 +13,7 @@ from carpool.activations import KeptPolicies, Offloader
 from carpool.experts import Choices
 from carpool.hf.seam.rides import required_rides, rides
 from carpool.hf.seam.shared import compute_shared_beside
-from carpool.schedule import Schedule
+from carpool.ride.schedule import Schedule
 from carpool.transport import TransportOptions
 
 
@@ -80,8 +80,8 @@ def transport(model: nn.Module, name: str, options: TransportOptions | None = No
 
 
 def set_schedule(model: nn.Module, schedule: Schedule) -> None:
-    """Change what runs beside what in all MoE layers of a model (carpool/schedule), shared experts included: with any
-    schedule but "none" they compute beside the ride. On all ranks, between steps."""
+    """Change what runs beside what in all MoE layers of a model (carpool/ride/schedule.py), shared experts included:
+    with any schedule but "none" they compute beside the ride. On all ranks, between steps."""
     for own in required_rides(model).values():
         own.set_schedule(schedule)
     compute_shared_beside(model, schedule.name != "none")

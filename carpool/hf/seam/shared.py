@@ -59,7 +59,7 @@ class SharedExperts:
 
     def __init__(self, block: nn.Module, module: nn.Module) -> None:
         self.module, self.own = module, module.forward
-        # Of each of two halves (`carpool.schedule.two_batch`), which are in the block at the same time.
+        # Of each of two halves (`carpool.ride.two_batch`), which are in the block at the same time.
         self._given: list[torch.Tensor | None] = [None, None]
         self._early: list[_Early | None] = [None, None]
         # An attribute of the instance, which nn.Module's call finds before the class's.

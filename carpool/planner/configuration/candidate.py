@@ -189,7 +189,7 @@ class Candidate:
 
     @property
     def paired(self) -> bool:
-        """Whether the pairs of a pipeline's schedule run at the same time (`carpool.schedule.forward_backward`)."""
+        """Whether the pairs of a pipeline's schedule run at the same time (`carpool.ride.forward_backward`)."""
         return self.schedule == "two-batch" and self.degrees.pp > 1 and self.pipeline in PAIRED
 
     @property

@@ -244,7 +244,7 @@ def in_turns(work: Callable[[AnyGraph, Action, int, After], Iterator[int]]) -> W
             for ends[0] in work(graph, actions[0], stage, after[0]):
                 pass
             return ends
-        # Of a pair the backward begins (`carpool.schedule.forward_backward`).
+        # Of a pair the backward begins (`carpool.ride.forward_backward`).
         for _ in alternate(*map(of_one, reversed(range(len(actions))))):
             pass
         return ends

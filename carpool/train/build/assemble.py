@@ -49,7 +49,7 @@ from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
-from carpool.schedule import Schedule
+from carpool.ride.schedule import Schedule
 from carpool.train.blueprint import top_k_of
 from carpool.train.build.expert_kernels import choose_kernels
 from carpool.train.build.offloaded import make_offload

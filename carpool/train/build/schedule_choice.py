@@ -29,10 +29,10 @@ from carpool.layout import assign
 from carpool.observe.clock import timed
 from carpool.observe.stats import LayerStats
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, fastest
-from carpool.ride import ride
+from carpool.ride.function import ride
 from carpool.routing import Routing
-from carpool.schedule import MAX_CHUNKS, Schedule
-from carpool.schedule.priority import RidesFirst
+from carpool.ride.schedule import MAX_CHUNKS, Schedule
+from carpool.ride.priority import RidesFirst
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.launch.machine import device_name
 from carpool.train.steps.capacity import grow_if_short

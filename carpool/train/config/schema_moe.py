@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from carpool.plugins.nearest import nearest
-from carpool.schedule import MAX_CHUNKS, Schedule
+from carpool.ride.schedule import MAX_CHUNKS, Schedule
 from carpool.train.config.schema_base import NONE_IS_A_WORD, Section, check_options, known_name, listed_options
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ in autograd. A captured graph is launched at once:
 A graph is all of a micro-batch: embedding, layers with their rides, loss, backward, reductions of gradients. With
 several micro-batches in a step there are up to three graphs, because the first one makes the gradients to which the
 others add, and the last one reduces them. All share one pool of memory. Where two micro-batches run at a time
-(`carpool.schedule.two_batch`), a graph is of both; an odd last one has its own. Whatever a layer counts on the device
+(`carpool.ride.two_batch`), a graph is of both; an odd last one has its own. Whatever a layer counts on the device
 it counts in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`). A pipeline has a
 graph for each forward and backward of a stage (`stage_graphs.py`).
 

@@ -30,8 +30,8 @@ from carpool.hf.routing.router_logits import RouterLogits
 from carpool.hf.seam.padding import WithoutExperts
 from carpool.hf.seam.rides import rides
 from carpool.parallel.replicated import replicated
-from carpool.schedule.priority import RidesFirst
-from carpool.schedule.two_batch import TwoBatch
+from carpool.ride.priority import RidesFirst
+from carpool.ride.two_batch import TwoBatch
 from carpool.train.steps.graphs import Batch, BeforeBackward, StepGraphs
 
 
@@ -52,9 +52,9 @@ class Objective:
         top_k: K, for the balance loss.
         aux_coef: 0 turns the balance loss off.
         balance_layers: balance each layer by itself, not all of them together.
-        two_batch: two micro-batches run half a layer apart (`carpool.schedule.two_batch`), and an odd last one by
+        two_batch: two micro-batches run half a layer apart (`carpool.ride.two_batch`), and an odd last one by
             itself. If there is only one, its halves do; the balance loss is then of each half.
-        rides_first: what reductions wait for (`carpool.schedule.priority`).
+        rides_first: what reductions wait for (`carpool.ride.priority`).
         dp_size: ranks with distinct tokens.
         context: ranks share sequences, and it makes parts of them. None: each rank has whole ones.
         moving: what lets sequences move between ranks while the model trains; None: they stay.

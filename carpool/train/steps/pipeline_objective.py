@@ -28,8 +28,8 @@ from carpool.hf.routing.router_logits import RouterLogits
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES
 from carpool.parallel.sequence import gather_rows, num_rows
-from carpool.schedule.forward_backward import ForwardBesideBackward
-from carpool.schedule.split import SplitBackward
+from carpool.ride.forward_backward import ForwardBesideBackward
+from carpool.ride.split_backward import SplitBackward
 from carpool.train.steps.graphs import Batch, BeforeBackward
 from carpool.train.steps.objective import Objective
 

@@ -2,7 +2,7 @@
 
     NVLinkOptions()                                   exact, and on the caller's stream
     NVLinkOptions(capacity=2048, max_tokens=8192)     less memory, where no rank sends another more than 2048 rows
-    NVLinkOptions(side_stream=True)                   rides beside computation (`carpool.schedule`)
+    NVLinkOptions(side_stream=True)                   rides beside computation (`carpool.ride.schedule`)
     NVLinkOptions(codecs=Codecs(dispatch="fp8"))      LOSSY: rows travel out as FP8
 
 Values that cannot be are refused here, before any memory is taken.
@@ -20,7 +20,7 @@ from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import RunSizes, TransportOptions
 
 if TYPE_CHECKING:
-    from carpool.schedule import Schedule
+    from carpool.ride.schedule import Schedule
 
 # A run's arena to start with: what the first step needs is measured in it, and it is repeated.
 ARENA_BYTES = 64 * 2**20

@@ -18,7 +18,7 @@ the layers of a stage whose forward and backward meet (Interleaved1F1B; a V pair
 phases of its own, and what the other still computes with is not freed (`carpool.parallel.fsdp.TwoPhases`). And after a
 backward FSDP closes the books of all modules: here that comes when both are done.
 
-Weight gradients that a schedule of stages computes apart (`carpool.schedule.split`) come after the pair.
+Weight gradients that a schedule of stages computes apart (`carpool.ride.split_backward`) come after the pair.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from torch import nn
 
 from carpool.kernels.device import reserved
 from carpool.parallel import fsdp
-from carpool.ride.turns import Turns
-from carpool.schedule.two_threads import TwoThreads
+from carpool.ride.turns import Turns, TwoThreads
 
 Result = TypeVar("Result")
 

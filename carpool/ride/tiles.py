@@ -30,7 +30,7 @@ sender, and the way back is a kernel of its own: it starts later by a launch, an
 
 Only transports that ride in parts have such signals, and only the fused kernels of `grouped` wait for them. On a CPU,
 where no transport has them, the same number of chunks rides instead (`chunks.py`), so that a configuration runs there
-too (`carpool.schedule.orders.order_of`).
+too (`carpool.ride.orders.order_of`).
 """
 
 from __future__ import annotations

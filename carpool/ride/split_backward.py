@@ -9,7 +9,7 @@
 
 Zero-bubble schedules (arXiv 2401.10241; DualPipe, arXiv 2412.19437) put the second part where a rank would wait.
 PyTorch can take any graph apart, but walks it twice then, and a ride would send its rows twice. Here each layer that
-has much to compute leaves that part to later (`carpool.ride.owed`):
+has much to compute leaves that part to later (`carpool.ride.setup`):
 
   - linear layers: dW = dy' x. Kept until then: x and dy.
   - experts: of the up projection, two thirds of what gated experts compute for weights. The down projection's is
@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from carpool.activations.layer_offload import stay_on_device
 from carpool.parallel import fsdp
 from carpool.ride.function import first_order
-from carpool.ride.owed import Owed
+from carpool.ride.setup import Owed
 
 
 class Rides(Protocol):

@@ -20,7 +20,7 @@ last combine.
 
 What is computed: each half is a micro-batch. Losses, and gradients without FSDP, are bit by bit those of two
 micro-batches one after the other, because half 0 comes first wherever both add to the same gradient. Under FSDP the
-halves share gathers and reductions, and gradients are the same to rounding (`carpool.schedule.shared_shards`). Random
+halves share gathers and reductions, and gradients are the same to rounding (`carpool.ride.shared_shards`). Random
 numbers: half 1 has its own, seeded from half 0's, so with drop-out both differ from two micro-batches, but not from run
 to run. The balance loss is of each half, as it is of each micro-batch.
 
@@ -40,7 +40,7 @@ the host's time is gone. The model must draw no random numbers
 
 Not with CUDA graphs of whole layers (`mode="reduce-overhead"`), which have one memory for all calls. DeepSeek-V3 (arXiv
 2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; here there is no pipeline
-(`carpool.schedule.forward_backward` is that of one).
+(`carpool.ride.forward_backward` is that of one).
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from carpool.kernels.device import reserved
-from carpool.ride.turns import Turns
-from carpool.schedule.shared_shards import shared_shards
-from carpool.schedule.two_threads import TwoThreads
+from carpool.ride.shared_shards import shared_shards
+from carpool.ride.turns import Turns, TwoThreads
 
 Loss = Callable[[], torch.Tensor]
 

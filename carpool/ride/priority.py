@@ -27,7 +27,7 @@ Neither made any measured step faster than holding alone.
 
 Only reductions wait, not FSDP's gathers: the computation needs these soon. Without FSDP (`carpool.reduce_gradients`)
 reductions come after the backward, when there are no rides to yield to. On a CPU the order is the same, and nothing
-runs beside anything. This replaces FSDP's private hooks, as `carpool.schedule.shared_shards` does.
+runs beside anything. This replaces FSDP's private hooks, as `carpool.ride.shared_shards` does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from carpool.parallel import fsdp
-from carpool.ride.hooks import NO_HOOKS, RideHooks
+from carpool.ride.setup import NO_HOOKS, RideHooks
 from carpool.ride.turns import HALF
 
 
@@ -110,7 +110,7 @@ class RidesFirst(RideHooks):
         def held(*_: Any) -> None:
             half = HALF.get()
             if half is not None and half.number == 0:
-                # Not reduced: the other half's gradients are added first (`carpool.schedule.shared_shards`).
+                # Not reduced: the other half's gradients are added first (`carpool.ride.shared_shards`).
                 post_backward()
             elif self._closing or (riding and not alone):
                 # Experts' gradients are there when their ride has ended: nothing is in their way.

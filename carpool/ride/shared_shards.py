@@ -70,7 +70,7 @@ class _Shared:
 @contextmanager
 def shared_shards(model: nn.Module) -> Iterator[None]:
     """Inside, two halves may run through the FSDP2 modules of a model, half 0 first, one phase after the other."""
-    # Somebody else's may stand there: `carpool.schedule.priority`'s.
+    # Somebody else's may stand there: `carpool.ride.priority`'s.
     replaced = fsdp.Replaced()
     try:
         for state in fsdp.states(model):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from carpool.ride.chunks import PLAIN, ChunkedOrder
+from carpool.ride.schedule import Schedule
 from carpool.ride.setup import Order
-from carpool.schedule import Schedule
-from carpool.schedule.tiles import TiledOrder
+from carpool.ride.tiles import TiledOrder
 from carpool.transport import Transport
 
 
