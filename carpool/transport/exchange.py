@@ -104,7 +104,7 @@ class Messages:
         together: pieces that share a message of rows, in the forward and in the backward.
 
     Attributes:
-        choices: of each piece, slots and weights of its rows, until they are sent.
+        choices: of each piece, slots and weights of its rows.
     """
 
     def __init__(
@@ -139,8 +139,7 @@ class Messages:
 
     def send_choices(self) -> None:
         """Send those of all pieces."""
-        choices, self.choices = self.choices, []
-        for piece, packed in enumerate(choices):
+        for piece, packed in enumerate(self.choices):
             self.put("choices", piece, packed)
 
     def put(self, kind: str, piece: int, rows: torch.Tensor) -> None:
