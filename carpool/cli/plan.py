@@ -231,8 +231,15 @@ def _show(
     _check([out / f"plan-{i + 1}.toml" for i in range(len(texts))])
     seconds, mfu = first.prediction.seconds, first.prediction.mfu
     step = sum(first.prediction.exposed.values())
+    usable_bytes = USABLE * (rates.capacity or first.memory.total) if usable is None else usable
     page = PlanPage(
         title=title,
+        verdict=(
+            f"The best of {len(found.plans)} configurations takes {seconds.middle:.3g} s for a step "
+            f"({seconds.low:.3g} to {seconds.high:.3g} s): "
+            f"{first.prediction.tokens_per_second():,.0f} tokens per second of a GPU, "
+            f"with {first.memory.total / GiB:.1f} of {usable_bytes / GiB:.1f} GiB."
+        ),
         words=words,
         facts=[
             ("Step", f"{seconds.middle:.3g} s", f"{seconds.low:.3g} to {seconds.high:.3g} s"),
@@ -253,7 +260,7 @@ def _show(
             key=lambda one: -one[1],
         ),
         memory=sorted(first.memory.parts.items(), key=lambda one: -one[1]),
-        capacity=USABLE * (rates.capacity or first.memory.total) if usable is None else usable,
+        capacity=usable_bytes,
         timeline=first.memory.timeline,
         why=why,
         inputs=first.inputs,

@@ -18,6 +18,7 @@ class PlanPage:
 
     Attributes:
         title: the model and the machine.
+        verdict: what the first plan reaches, in a sentence.
         words: sentences that say what the first plan is.
         facts: (what, value, detail).
         columns, rows: of the table of plans.
@@ -32,6 +33,7 @@ class PlanPage:
     """
 
     title: str
+    verdict: str
     words: Sequence[str]
     facts: Sequence[tuple[str, str, str]]
     columns: Sequence[str]
@@ -93,6 +95,6 @@ def _timeline(page: PlanPage) -> str | None:
     )
     lines = [
         Line("predicted", "predicted", step_N, size_N, "dash"),
-        Line("usable", "mark", step_N, np.full_like(size_N, page.capacity / 2**30), "thin"),
+        Line("limit: what may be used", "limit", step_N, np.full_like(size_N, page.capacity / 2**30)),
     ]
     return draw(chart, lines)

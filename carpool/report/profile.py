@@ -21,7 +21,7 @@ TOTALS = {
     "exposed": "Rides, exposed",
     "other": "Other communication",
     "other_exposed": "Other communication, exposed",
-    "idle": "Idle",
+    "idle": "Nothing ran",
 }
 """Fields of `Times`, as the tables name them."""
 
@@ -111,7 +111,7 @@ def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:
         "svg": lanes(profile, until, name),
         "columns": ["", *TOTALS.values()],
         "totals": totals + ([["mean", *_shown(mean)]] if len(totals) > 1 else []),
-        "layers": [_layer(layer, mean.step) for layer in layers],
+        "layers": fold([_layer(layer, mean.step) for layer in layers]),
         "directions": [_layer(layer, mean.step) for layer in _directions(layers)],
     }
 
@@ -131,7 +131,12 @@ def _facts(mean: Times, profile: Profile) -> list[tuple[str, str, str]]:
             percent_text(mean.other_exposed / mean.step),
             f"{ms_text(mean.other_exposed)}; {ms_text(mean.other)} in all",
         ),
-        ("Idle", percent_text(mean.idle / mean.step), ms_text(mean.idle)),
+        # Time in which communication waits is exposed, not idle: a zero here would seem to deny it.
+        *(
+            [("Nothing ran", percent_text(mean.idle / mean.step), f"{ms_text(mean.idle)}: gaps between kernels")]
+            if mean.idle > 0.0005 * mean.step
+            else []
+        ),
         ("Step", ms_text(mean.step), "simulated" if profile.simulated else measured),
     ]
 
@@ -163,7 +168,7 @@ def _compared(pair: list[Profile]) -> dict[str, Any]:
     """Before and after, with the differences."""
     before, after = (profile.mean().model_dump() for profile in pair)
     totals = [_difference([text], before[key], after[key]) for key, text in TOTALS.items()]
-    for key, text in (("exposed", "Rides, exposed, % of the step"), ("idle", "Idle, % of the step")):
+    for key, text in (("exposed", "Rides, exposed, % of the step"), ("idle", "Nothing ran, % of the step")):
         shares = before[key] / before["step"], after[key] / after["step"]
         difference = f"{100 * (shares[1] - shares[0]):+.1f} points"
         totals.append([text, *(percent_text(share) for share in shares), difference, MISSING])
@@ -172,7 +177,22 @@ def _compared(pair: list[Profile]) -> dict[str, Any]:
     layers = [
         _difference(list(key), *(side[key].exposed if key in side else None for side in (old, new))) for key in keys
     ]
-    return {"totals": totals, "layers": layers}
+    return {"totals": totals, "layers": fold(layers)}
+
+
+def fold(rows: list[list[str]]) -> list[list[str]]:
+    """Rows of one layer each; layers that are equal in all other columns share a row, which says how many they are.
+
+    >>> fold([["layers.0", "forward", "1 ms"], ["layers.1", "forward", "1 ms"], ["layers.1", "backward", "2 ms"]])
+    [['layers.0 … layers.1 (2 layers)', 'forward', '1 ms'], ['layers.1', 'backward', '2 ms']]
+    """
+    layers: dict[tuple[str, ...], list[str]] = {}
+    for name, *columns in rows:
+        layers.setdefault(tuple(columns), []).append(name)
+    return [
+        [names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} layers)", *columns]
+        for columns, names in layers.items()
+    ]
 
 
 def _difference(names: list[str], before: float | None, after: float | None) -> list[str]:

@@ -196,13 +196,16 @@ def _scaling(found: Simulation) -> str | None:
     lines = [
         Line(name, role, doubled, np.array([getattr(one, of) for one in found.sizes]), style)
         for name, of, role, style in (
-            ("drawn", "drawn", "loss", "line"), ("balanced", "balanced", "raw", "thin"),
+            ("drawn", "drawn", "loss", "line"), ("balanced", "balanced", "raw", "line"),
             ("bounds", "low", "predicted", "dash"), ("", "high", "predicted", "dash"),
         )
     ]  # fmt: skip
+    first = found.sizes[0]
+    ideal = np.full_like(doubled, first.drawn)
+    lines.append(Line(f"ideal: the step of {first.gpus:,} GPUs", "muted", doubled, ideal, "thin"))
     chart = Chart(
-        "Seconds of a step over the number of GPUs", "seconds of a step", _s, across="GPUs",
-        across_text=lambda power: f"{round(2**power):,}",
+        "Seconds of a step over the number of GPUs", "seconds of a step, both axes logarithmic", _s, log=True,
+        across="GPUs", across_text=lambda power: f"{round(2**power):,}",
     )  # fmt: skip
     return draw(chart, lines)
 

@@ -22,7 +22,7 @@ HEAT_LEVELS = 9
 
 ROLES = (
     *("ink", "muted", "grid", "card", "dispatch", "experts", "combine", "rest", "loss", "raw", "heldout"),
-    *("predicted", "mark", "other-run", "on-pale", "on-strong"),
+    *("predicted", "limit", "mark", "other-run", "on-pale", "on-strong"),
     *(f"{ramp}{level}" for ramp in ("heat", "diverge") for level in range(HEAT_LEVELS)),
 )
 """Every colour a picture may use; page.css defines each for both themes."""
@@ -123,7 +123,8 @@ def log_ticks(low: float, high: float) -> list[float]:
         found = [f * 10.0**d for d in decades for f in factors if low <= f * 10.0**d <= high]
         if len(found) >= 3:
             break
-    return found[:: -(-len(found) // 6)]
+    # Less than a third of a decade has no such numbers: it is divided evenly.
+    return found[:: -(-len(found) // 6)] if len(found) > 1 else ticks(low, high)
 
 
 def axis_text(value: float) -> str:

@@ -31,6 +31,8 @@ def test_a_plan_is_a_table_files_and_a_page(tmp_path: Path) -> None:
         assert tokens * degrees.dp == 2**17
     page = (tmp_path / "plan.html").read_text()
     assert "deepseek-v3-cut on 8 x H100, 131,072 tokens a step" in page and "<svg" in page
+    assert page.index("The best of ") < page.index("<h1>") < page.index("The best configurations"), "the verdict first"
+    assert "stroke: var(--predicted)" in page and "stroke: var(--limit)" in page, "a limit is no prediction"
     assert "data-parallel ranks; each step of one is" in page and "The experts of a layer are spread over" in page
     assert "for 10¹² tokens" in page and "Seconds of a step" in page
     assert "links between nodes" in page and "assumed" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from carpool.planner.simulator.goodput import Failures
 from carpool.planner.simulator.simulate import Simulation, simulate
-from carpool.report.profile import write_profile
+from carpool.report.profile import fold, write_profile
 from carpool.report.simulation import explanation, failure_rows, headline, print_simulation, write_simulation
 from tests.planner.step_problem import build
 from tests.report.test_profile import Text, recorded
@@ -82,3 +83,28 @@ def test_tables_for_a_terminal(found: Simulation) -> None:
     text = told.getvalue()
     assert text.startswith("16 GPUs take ") and "What goes wrong, at 16 GPUs" in text
     assert ["Failures a day", "2.4"] in failure_rows(found.failures or pytest.fail("no failures"))
+
+
+def test_scaling_has_an_ideal_line_and_logarithmic_axes(found: Simulation, tmp_path: Path) -> None:
+    page = write_simulation(found, tmp_path, ABOUT).read_text()
+    picture = page[page.index('id="scaling"') : page.index("</figure>", page.index('id="scaling"'))]
+    assert "both axes logarithmic" in picture and f"ideal: the step of {found.sizes[0].gpus} GPUs" in picture
+    lines = {
+        one["name"]: one for one in json.loads(html.unescape(picture.split('data-hover="')[1].split('"')[0]))["lines"]
+    }
+    (ideal,) = (one for name, one in lines.items() if name.startswith("ideal"))
+    assert set(ideal["y"]) == {lines["drawn"]["y"][0]}, "the step of the first size, at each size"
+
+
+def test_layers_that_are_equal_share_a_row(found: Simulation, tmp_path: Path) -> None:
+    rows = [[f"layers.{i}", way, "1 ms", "2 ms"] for i in range(96) for way in ("forward", "backward")]
+    rows.append(["layers.96", "forward", "3 ms", "2 ms"])
+    assert fold(rows) == [
+        ["layers.0 … layers.95 (96 layers)", "forward", "1 ms", "2 ms"],
+        ["layers.0 … layers.95 (96 layers)", "backward", "1 ms", "2 ms"],
+        ["layers.96", "forward", "3 ms", "2 ms"],
+    ]
+    write_simulation(found, tmp_path, ABOUT)
+    page = (tmp_path / "profile.html").read_text()
+    # Of a simulated step all that is no work is a wait for communication, which is exposed.
+    assert "Exposed rides" in page and "<dt>Nothing ran</dt>" not in page
