@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -77,8 +78,17 @@ def test_tiles_are_no_candidate_where_rows_must_be_whole(monkeypatch: pytest.Mon
     monkeypatch.setattr(schedules, "tiles_of", lambda *_: TILES)
     monkeypatch.setattr(schedules, "_milliseconds", lambda _, way, *__: 1.0 if way in TILES else 2.0)
     layer: Any = mock.Mock(num_ranks=4, options=None)
-    cpu = torch.device("cpu")
-    chosen = choose_schedule(None, [layer], 8192, 2, 64, torch.bfloat16, cpu, Decisions(), in_parts=in_parts)
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            moe=MoeSection(schedule="auto"), memory=SimpleNamespace(cpu_expert_tokens=0 if in_parts else 8)
+        ),
+        machine=SimpleNamespace(device=torch.device("cpu")),
+        blueprint=SimpleNamespace(top_k=2, row_size=64),
+        dtype=torch.bfloat16,
+        tokens=8192,
+        decisions=Decisions(),
+    )
+    chosen = choose_schedule(plan, [layer])
     assert (chosen.answer in TILES) == in_parts
     layer.set_schedule.assert_called_with(chosen.answer)
 

@@ -32,6 +32,7 @@ def way(wanted: str, unfit: str | None = "there is no CUDA device", folder: Path
             degrees=Degrees(fsdp=4, ep=4),
             machine=Machine(Topology.even(4), find_hardware("cpu"), 0, cuda=False, device=torch.device("cpu")),
             blueprint=SimpleNamespace(top_k=8, row_size=64),
+            dtype=torch.float32,
             decisions=decisions_of([] if folder is None else [folder]),
         )
         return choose_on_ranks(plan, layer)[0]

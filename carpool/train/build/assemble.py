@@ -160,8 +160,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
         parameters = list(model.parameters())
         on_disk = config.training.optimizer_offload == "disk"
         optimizer = make_optimizer(model, config.training, disk_folder(config) if on_disk else None)
-    computed = torch.bfloat16 if plan.bf16 else model.dtype
-    consumed, offloaded = make_offload(config, model, own, optimizer, computed, two_batch, device, plan.decisions)
+    consumed, offloaded = make_offload(plan, model, own, optimizer, two_batch)
     metrics = RideMetrics(model, None if plan.pipeline is None else plan.pipeline.moe_layers)
     built = Built(
         device=device,
@@ -250,8 +249,7 @@ def _set_rides(
     plan: Plan, model: PreTrainedModel, layers: list[ExpertRides]
 ) -> tuple[Chosen[str], TransportOptions, Chosen[Choices] | None, Chosen[Schedule]]:
     """Choose how tokens travel, which kernels compute experts, and what runs beside what, and let the layers do so."""
-    config, training, moe, device = plan.config, plan.config.training, plan.config.moe, plan.machine.device
-    assert device is not None
+    config, moe = plan.config, plan.config.moe
     set_kept(model, config.memory.kept)
     if config.memory.layer_activations == "recompute":
         recompute_layers(model, config.memory.moe_outputs == "recompute")
@@ -260,22 +258,17 @@ def _set_rides(
         # Before there are buffers: those of chunks are smaller.
         for own in layers:
             own.set_schedule(asked)
-    top_k, hidden = plan.blueprint.top_k, plan.blueprint.row_size
     transport, options = choose_on_ranks(plan, layers[0], any(own.compute is None for own in layers))
     set_transport(model, transport.answer, options=options)
     _make_buffers(plan, layers)
-    tokens = plan.degrees.tokens_per_rank(training.per_device_train_batch_size * config.data.sequence_length)
-    dtype = torch.bfloat16 if plan.bf16 else model.dtype
-    kernels = choose_kernels(moe.expert_kernels, layers, tokens, top_k, dtype, device, plan.decisions)
+    kernels = choose_kernels(plan, layers)
     if kernels is not None:
         set_experts(model, moe.experts, choices=kernels.answer, **moe.expert_options)
-    # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
-    in_parts = not config.memory.cpu_expert_tokens
-    schedule = choose_schedule(asked, layers, tokens, top_k, hidden, dtype, device, plan.decisions, in_parts)
+    schedule = choose_schedule(plan, layers)
     compute_shared_beside(model, schedule.answer.name != "none")
     _make_buffers(plan, layers)
-    if training.torch_compile:
-        compile_layers(model, training.torch_compile_backend)
+    if config.training.torch_compile:
+        compile_layers(model, config.training.torch_compile_backend)
     if config.memory.layer_activations == "offload":
         offload_layers(model)
     return transport, options, kernels, schedule
@@ -313,7 +306,7 @@ def _objective(
             group=group,
             stage_group=meshes.stage_group(),
             routers=plan.pipeline.routers,
-            dtype=torch.bfloat16 if plan.bf16 and autocast is None else model.dtype,
+            dtype=model.dtype if autocast is not None else plan.dtype,
             **settings,
         )
     moving = None

@@ -27,8 +27,9 @@ from carpool.experts.gemm.measure_choices import Measured, pick
 from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.rides import ExpertRides
 from carpool.layout.uniform import uniform_copies
-from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
+from carpool.planner.decisions.chosen import Chosen, Kind
 from carpool.train.launch.machine import device_name
+from carpool.train.plan.resolve import Plan
 
 BY_SHAPE = "by the shape"
 log = logging.getLogger("carpool")
@@ -60,31 +61,16 @@ KERNELS_KIND: Kind[Choices] = Kind(
 )
 
 
-def choose_kernels(
-    wanted: str | Mapping[str, str],
-    layers: Iterable[ExpertRides],
-    tokens: int,
-    top_k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    decisions: Decisions,
-) -> Chosen[Choices] | None:
-    """Choose for the first layer that has stages; the others have the same shape. All ranks together.
-
-    Args:
-        wanted: `moe.expert_kernels`.
-        tokens: of a rank, in a forward.
-        dtype: in which experts compute.
-        decisions: of the run.
-
-    Returns:
-        The same on all ranks; None if no layer has stages.
-    """
+def choose_kernels(plan: Plan, layers: Iterable[ExpertRides]) -> Chosen[Choices] | None:
+    """Choose for the first layer that has stages; the others have the same shape. All ranks together. None if no layer
+    has stages."""
     own = next((own for own in layers if isinstance(own.compute, GroupedExperts)), None)
     if own is None:
         return None
-    assert isinstance(own.compute, GroupedExperts)
-    shape, activation = shape_of(own, tokens, top_k, dtype, device), own.compute.function.activation
+    wanted, device = plan.config.moe.expert_kernels, plan.machine.device
+    assert isinstance(own.compute, GroupedExperts) and device is not None
+    shape = shape_of(own, plan.tokens, plan.blueprint.top_k, plan.dtype, device)
+    activation = own.compute.function.activation
 
     def measure(fallback: Chosen[Choices]) -> Chosen[Choices]:
         measured = mean_over_ranks(_measure(own, shape, device), device, shape.adapter_rank > 0)
@@ -92,7 +78,7 @@ def choose_kernels(
             return replace(fallback, why=f"{BY_SHAPE}; measuring needs more memory than some rank has")
         return Chosen(measured.choices, fallback.shape, "measured", explain(measured), measured.microseconds)
 
-    return decisions.choose(
+    return plan.decisions.choose(
         KERNELS_KIND,
         asdict(shape),
         lambda kept, note: decide(wanted, shape, device, activation, kept, note),

@@ -48,36 +48,31 @@ from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.train.blueprint import meta_model
 from carpool.train.config.schema import Config, MemorySection
 from carpool.train.launch.machine import device_name
+from carpool.train.plan.resolve import Plan
 from carpool.train.plan.offload_checks import check_offload_layouts, disk_folder
 
 
 def make_offload(
-    config: Config,
-    model: PreTrainedModel,
-    layers: Sequence[ExpertRides],
-    optimizer: OptimizerBase,
-    dtype: torch.dtype,
-    halves: bool,
-    device: torch.device,
-    decisions: Decisions,
+    plan: Plan, model: PreTrainedModel, layers: Sequence[ExpertRides], optimizer: OptimizerBase, halves: bool
 ) -> tuple[ConsumedGradients | None, HostExperts | None]:
     """(what uses gradients in the backward, what keeps experts away from the device), of a model that has its
     optimizer; None: nothing does. All ranks together.
 
     Args:
         layers: those of the model that ride.
-        dtype: experts compute in it.
         halves: two batches run at a time.
 
     Raises:
         ValueError: what is asked for cannot be with this model, layout or schedule."""
-    training, memory, away = config.training, config.memory, None
+    config, training, memory, away = plan.config, plan.config.training, plan.config.memory, None
     check_offload_layouts(config, [own.layout for own in layers], halves)
     if memory.experts != "device":
         on_disk = _on_disk(config, layers) if memory.experts == "disk" else {}
         few = 0
         if memory.cpu_expert_tokens:
-            few = choose_few_tokens(memory.cpu_expert_tokens, layers[0], dtype, device, decisions).answer
+            assert plan.machine.device is not None
+            wanted, device = memory.cpu_expert_tokens, plan.machine.device
+            few = choose_few_tokens(wanted, layers[0], plan.dtype, device, plan.decisions).answer
         away = keep_experts_in_host_memory(model, **on_disk, **loading_of(memory, few))
     if not training.optimizer_in_backward:
         return None, away

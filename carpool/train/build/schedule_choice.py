@@ -28,13 +28,14 @@ from carpool.hf.seam.rides import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign
 from carpool.observe.clock import timed
 from carpool.observe.stats import LayerStats
-from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, fastest
+from carpool.planner.decisions.chosen import Chosen, Kind, fastest
 from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.ride.schedule import MAX_CHUNKS, Schedule
 from carpool.ride.priority import RidesFirst
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.launch.machine import device_name
+from carpool.train.plan.resolve import Plan
 from carpool.train.steps.capacity import grow_if_short
 from carpool.transport import TransportOptions
 
@@ -50,29 +51,17 @@ SCHEDULE_KIND: Kind[Schedule] = Kind(
 )
 
 
-def choose_schedule(
-    wanted: Schedule | None,
-    layers: Sequence[ExpertRides],
-    tokens: int,
-    top_k: int,
-    hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    decisions: Decisions,
-    in_parts: bool = True,
-) -> Chosen[Schedule]:
+def choose_schedule(plan: Plan, layers: Sequence[ExpertRides]) -> Chosen[Schedule]:
     """Choose, and let the layers follow it. All ranks together.
-
-    Args:
-        wanted: what was asked for; None: "auto".
-        tokens: of a rank, in a forward.
-        dtype: in which experts compute.
-        decisions: of the run.
-        in_parts: whether "auto" may choose tiles.
 
     Raises:
         ValueError: tiles, and experts that cannot compute on rows that come in parts.
     """
+    wanted, device, dtype, tokens = plan.config.moe.asked_schedule(), plan.machine.device, plan.dtype, plan.tokens
+    top_k, hidden = plan.blueprint.top_k, plan.blueprint.row_size
+    # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
+    in_parts = not plan.config.memory.cpu_expert_tokens
+    assert device is not None
     own = next((own for own in layers if own.compute is not None), None)
     name = device_name(device)
     ranks = layers[0].num_ranks
@@ -100,7 +89,7 @@ def choose_schedule(
         why = f"measured, in milliseconds of a layer's ride: {', '.join(f'{n} {ms:.3g}' for n, ms in shown.items())}"
         return Chosen(fastest(times), fallback.shape, "measured", why, shown)
 
-    chosen = decisions.choose(
+    chosen = plan.decisions.choose(
         SCHEDULE_KIND, shape, lambda kept, note: decide(wanted, shape, kept, note, own is None), measure
     )
     if chosen.answer.name == "tiles" and device.type == "cuda" and own is not None and own.compute is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 
 from carpool.hf.axes.sequence_moves import check_moves
@@ -47,7 +48,7 @@ from carpool.train.plan.division import (
 from carpool.train.plan.estimate import Memory, MemoryEstimate
 from carpool.train.plan.memory_fit import Times, choose_memory, with_policies
 from carpool.train.plan.offload_checks import check_host_and_disk, check_offload_layouts, check_offloaded_experts
-from carpool.train.plan.transport_choice import expected_transport
+from carpool.train.plan.transport_choice import computed_dtype, expected_transport
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,17 @@ class Plan:
     def bf16(self) -> bool:
         """Whether the run computes in bfloat16."""
         return self.config.training.computes_in_bf16(self.machine.cuda)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which experts compute, and tokens travel before a codec."""
+        return computed_dtype(self.config, self.machine.cuda)
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank, in the forward of a micro-batch."""
+        batch = self.config.training.per_device_train_batch_size
+        return self.degrees.tokens_per_rank(batch * self.config.data.sequence_length)
 
     @property
     def candidate(self) -> Candidate:

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from carpool.hf.seam.rides import ExpertRides
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
@@ -81,7 +83,7 @@ def choose_on_ranks(plan: Plan, layer: ExpertRides, own_forward: bool = False) -
         ValueError: an unknown transport, or options that it cannot have."""
     config, machine, asked = plan.config, plan.machine, plan.config.moe.transport
     hidden, top_k = plan.blueprint.row_size, plan.blueprint.top_k
-    codecs = config.codec.codecs.for_rows_of(element_size(config, machine.cuda))
+    codecs = config.codec.codecs.for_rows_of(plan.dtype.itemsize)
     assert machine.device is not None, "ranks choose"
     unfit: dict[str, str] | None = None
     nodes: Topology | None = None
@@ -133,15 +135,16 @@ def _by_rule(
     """(what "auto" is, why). `unfit`, `nodes`, `limited`: as of `automatic_transport`."""
     return automatic_transport(
         degrees.expert_ranks, blueprint.top_k, unfit, nodes, hidden=blueprint.row_size,
-        element_size=element_size(config, machine.cuda), tokens=most_tokens(config, degrees),
+        element_size=computed_dtype(config, machine.cuda).itemsize, tokens=most_tokens(config, degrees),
         hardware=machine.hardware, limited=limited,
     )  # fmt: skip
 
 
-def element_size(config: Config, cuda: bool) -> int:
-    """Bytes of an element of a token that travels, before a codec."""
-    half = config.training.computes_in_bf16(cuda) or config.model.dtype in ("bfloat16", "float16")
-    return 2 if half else 4
+def computed_dtype(config: Config, cuda: bool) -> torch.dtype:
+    """In which experts compute, and tokens travel before a codec."""
+    name = "bfloat16" if config.training.computes_in_bf16(cuda) else config.model.dtype or "float32"
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def most_tokens(config: Config, degrees: Degrees) -> int:

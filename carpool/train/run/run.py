@@ -49,7 +49,6 @@ from carpool.train.plan.start_checks import (
     decisions_from,
     find_checkpoint,
 )
-from carpool.train.plan.transport_choice import element_size
 from carpool.train.records.environment import peak_memory
 from carpool.train.records.files import why_not_writable
 from carpool.train.run.run_records import Records, open_records, record_graphs
@@ -299,15 +298,14 @@ def _facts(plan: Plan, built: Built) -> Facts:
     """What the cost of a layout depends on in this run."""
     layer, training = built.rides[0], plan.config.training
     speeds = plan.config.parallelism.rank_speeds
-    tokens = training.per_device_train_batch_size * plan.config.data.sequence_length
     return Facts(
         transport=built.transport.answer,
         topology=built.ep_topology,
-        tokens=plan.degrees.tokens_per_rank(tokens),
+        tokens=plan.tokens,
         micro_batches=training.gradient_accumulation_steps,
         top_k=plan.blueprint.top_k,
         hidden=plan.blueprint.row_size,
-        element_size=element_size(plan.config, plan.machine.cuda),
+        element_size=plan.dtype.itemsize,
         codecs=built.options.codecs,
         expert_elements=layer.layout.slices
         * sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters()),

@@ -24,7 +24,6 @@ from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.flops import flops_per_token, peak_flops
 from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import Planned, describe, measured_beside
-from carpool.train.plan.transport_choice import element_size
 from carpool.train.records.display import Display
 from carpool.train.records.environment import environment
 from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
@@ -150,7 +149,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
                 _options(run),
                 layer.num_ranks,
                 blueprint.row_size,
-                element_size(config, plan.machine.cuda),
+                plan.dtype.itemsize,
                 blueprint.top_k,
             ),
         },
