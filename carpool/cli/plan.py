@@ -218,7 +218,7 @@ def _show(
     console.print("; ".join(f"{what}: {source}" for what, source in first.inputs.items()), highlight=False)
     if out is None:
         return
-    from carpool.report.plan import PlanPage, write_plan
+    from carpool.report.plan_page import PlanPage, write_plan
 
     out.mkdir(parents=True, exist_ok=True)
     texts = []

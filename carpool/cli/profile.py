@@ -40,7 +40,7 @@ def profile(
     runs that have profiles, `carpool profile --show runs/b --compare runs/a`.
     """
     with errors(debug):
-        from carpool.report.profile import profile_path, write_profile
+        from carpool.report.profile_page import profile_path, write_profile
 
         if show is not None:
             if overrides or config is not None:

@@ -6,6 +6,6 @@
     kinds.py       kernels by kind, of any model: where the time of a step went
     merge.py       the traces of all ranks as one file
 
-`carpool.train.run.profile_run` records the traces, `carpool.report.profile` makes a page of the numbers. Nothing here
-needs PyTorch.
+`carpool.train.run.profile_run` records the traces, `carpool.report.profile_page` makes a page of the numbers. Nothing
+here needs PyTorch.
 """

@@ -16,9 +16,9 @@ The room reads files only. It imports neither torch nor transformers, so it also
 
 from __future__ import annotations
 
-from carpool.report.compare import write_comparison
+from carpool.report.comparison import write_comparison
 from carpool.report.headline import text_block
 from carpool.report.page import write_report
-from carpool.report.profile import write_profile
+from carpool.report.profile_page import write_profile
 
 __all__ = ["text_block", "write_comparison", "write_profile", "write_report"]

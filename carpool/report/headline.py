@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from carpool.report.health import Check, headline, judge
 from carpool.report.read import Run
-from carpool.report.schema import Compare, RunInfo, Summary, Train, explain
-from carpool.report.steps import STEP_TIME, summarise_steps
+from carpool.report.record_types import STEP_TIME, Compare, RunInfo, Summary, Train, explain, summarise_steps
 from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
 
 COLUMNS = 100

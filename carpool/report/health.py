@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from carpool.report.schema import Eval, RunInfo, Stopped, Summary, Train
-from carpool.report.steps import median
+from carpool.report.record_types import Eval, RunInfo, Stopped, Summary, Train, median
 from carpool.report.units import count_text, percent_text, plain_text
 
 State = Literal["good", "look", "bad", "unknown"]

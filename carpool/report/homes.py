@@ -9,10 +9,10 @@ Each recorded layout is one picture: at the start, and after each move. Of many 
 
 from __future__ import annotations
 
-from carpool.report.grids import layer_names
+from carpool.report.charts import MARGIN_EM, WIDTH, colour, every, hover_cells, legend, num, svg, tag
+from carpool.report.figures import layer_names
 from carpool.report.read import Run
-from carpool.report.schema import LayerLayout, Layout
-from carpool.report.svg import MARGIN_EM, WIDTH, colour, every, hover_cells, legend, num, svg, tag
+from carpool.report.record_types import LayerLayout, Layout
 
 PICTURES = 4
 """At most so many layouts are drawn: the first, and the last ones."""

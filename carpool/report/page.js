@@ -1,4 +1,4 @@
-// Values under the pointer. Reads the data-hover attribute of each picture (svg.py) and writes text only, never markup.
+// Values under the pointer. Reads the data-hover attribute of each picture (charts.py) and writes text only, never markup.
 "use strict";
 (() => {
   const box = document.createElement("div");

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from carpool.report import bars, curves, grids, homes
+from carpool.report import figures, homes
 from carpool.report.headline import as_text, facts, summarise, title, verdict
 from carpool.report.health import Check, headline, judge
-from carpool.report.placement import PLACEMENT_COLUMNS, placement_rows
-from carpool.report.profile import profile_summary
+from carpool.report.profile_page import profile_summary
 from carpool.report.read import Run, read_run
-from carpool.report.schema import PARTS, Summary
-from carpool.report.steps import STEP_TIME
+from carpool.report.record_types import PARTS, STEP_TIME, Outlook, Placement, Summary
 from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
 from carpool.report.write import fill, write_page
 
@@ -76,9 +74,7 @@ def render(run: Run) -> str:
         ),
         step_time=STEP_TIME,
         layouts=homes.pictures(run),
-        bars=bars,
-        curves=curves,
-        grids=grids,
+        figures=figures,
     )
 
 
@@ -220,3 +216,40 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k}: {_value(v)}" for k, v in value.items())
     return str(value)
+
+
+PLACEMENT_COLUMNS = (
+    "Step",
+    "What, and why",
+    "Layers",
+    "Experts",
+    "Bytes moved",
+    "Moved in",
+    "Solved in",
+    "Remote rows per token: before → predicted, measured",
+    "Remote bytes per token: before → predicted, measured",
+    "Load of the fullest rank: before → predicted, measured",
+)
+
+
+def placement_rows(run: Run) -> list[list[str]]:
+    """One row of texts for each look; empty if the run had none."""
+    measured = {p.since: p.measured for p in run.placements if p.event == "measured"}
+    looks = [p for p in run.placements if p.event in ("moved", "kept")]
+    return [_row(look, measured.get(look.step, Outlook())) for look in looks]
+
+
+def _row(look: Placement, measured: Outlook) -> list[str]:
+    foretold = []
+    for key, text in (("rows", plain_text), ("bytes", bytes_text), ("load", plain_text)):
+        before, after, then = (text(getattr(outlook, key)) for outlook in (look.before, look.predicted, measured))
+        foretold.append(f"{before} → {after}, {then}" if look.event == "moved" else before)
+    return [
+        str(look.step),
+        f"{look.event}: {look.why}" if look.why else look.event,
+        count_text(look.layers),
+        count_text(look.experts),
+        bytes_text(look.bytes),
+        *(ms_text(None if s is None else 1000 * s) for s in (look.seconds, look.solve_seconds)),
+        *foretold,
+    ]

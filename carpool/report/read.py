@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from carpool.report.schema import (
+from carpool.report.record_types import (
     Checkpoint,
     Eval,
     Layers,

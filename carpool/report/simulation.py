@@ -22,9 +22,8 @@ from carpool.planner.simulator.simulate import Simulation
 from carpool.planner.step.events import KINDS
 from carpool.profile.numbers import Profile, save_profile
 from carpool.profile.simulated import simulated_profile, write_simulated_trace
-from carpool.report.lanes import lanes
-from carpool.report.lines import Chart, Line, draw
-from carpool.report.profile import lanes_legend, profile_path, write_profile
+from carpool.report.charts import Chart, Line, draw_lanes, draw_lines
+from carpool.report.profile_page import lanes_legend, profile_path, write_profile
 from carpool.report.units import MISSING, count_text, ms_text, percent_text
 from carpool.report.write import fill, write_page
 
@@ -68,7 +67,7 @@ def _page(found: Simulation, profile: Profile, about: Mapping[str, str], advice:
         scaling=_scaling(found),
         size_columns=SIZES,
         sizes=size_rows(found),
-        svg=lanes(profile, 1e3 * last.drawn, "simulated step"),
+        svg=draw_lanes(profile, 1e3 * last.drawn, "simulated step"),
         legend=lanes_legend([profile]),
         kind_columns=KIND_COLUMNS,
         kinds=kind_rows(found),
@@ -207,7 +206,7 @@ def _scaling(found: Simulation) -> str | None:
         "Seconds of a step over the number of GPUs", "seconds of a step, both axes logarithmic", _s, log=True,
         across="GPUs", across_text=lambda power: f"{round(2**power):,}",
     )  # fmt: skip
-    return draw(chart, lines)
+    return draw_lines(chart, lines)
 
 
 def _goodput(failures: Failures) -> str | None:
@@ -218,7 +217,7 @@ def _goodput(failures: Failures) -> str | None:
         "Goodput over the interval between checkpoints", "goodput", percent_text, across="checkpoint every",
         across_text=lambda one: _minutes(2.0**one), top=1.0,
     )  # fmt: skip
-    return draw(chart, [Line("goodput", "loss", power, share), Line("Daly's interval", "mark", *best, "point")])
+    return draw_lines(chart, [Line("goodput", "loss", power, share), Line("Daly's interval", "mark", *best, "point")])
 
 
 def _s(seconds: float) -> str:

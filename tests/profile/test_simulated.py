@@ -12,7 +12,7 @@ from carpool.planner.step.events import execute
 from carpool.profile.numbers import load_profile, save_profile
 from carpool.profile.simulated import simulated_profile, write_simulated_trace
 from carpool.profile.trace import load
-from carpool.report.profile import profile_path, write_profile
+from carpool.report.profile_page import profile_path, write_profile
 from tests.planner.step_problem import build
 from tests.report.test_profile import recorded
 

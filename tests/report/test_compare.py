@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from carpool.cli import app
 from carpool.report import write_comparison
-from carpool.report.compare import Side, conclude, differences, numbers
+from carpool.report.comparison import Side, conclude, differences, numbers
 from carpool.report.read import read_run
 from carpool.report.units import bytes_text, ms_text
 from tests.report.runs import Shape, run_info, summary_of, train_lines, write_lines, write_run

@@ -14,7 +14,7 @@ from carpool.report import text_block
 from carpool.report.health import OVERFITTED, UNEVEN, headline, judge
 from carpool.report.page import render
 from carpool.report.read import Run, read_run
-from carpool.report.schema import Eval, RunInfo, Stopped, Summary, Train
+from carpool.report.record_types import Eval, RunInfo, Stopped, Summary, Train
 from tests.report.runs import Shape, run_info, side_lines, train_lines, write_lines, write_run
 
 SHAPE = Shape(steps=40, sampled=64)

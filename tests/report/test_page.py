@@ -18,12 +18,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from carpool.report import bars, write_report
-from carpool.report.curves import POINTS, series, smoothed
+from carpool.report import figures, write_report
+from carpool.report.charts import ROLES
+from carpool.report.figures import POINTS, series, smoothed
 from carpool.report.page import decision_rows, plan_rows
 from carpool.report.read import read_run
-from carpool.report.schema import RunInfo, Train
-from carpool.report.svg import ROLES
+from carpool.report.record_types import RunInfo, Train
 from carpool.report.units import bytes_text, count_text, ms_text
 from tests.report.runs import CONFIG, Shape, run_info, train_lines, write_lines, write_run
 
@@ -308,7 +308,7 @@ def test_on_gpus_tensors_are_compared_with_tensors(run: Path) -> None:
     info, read = run_info(SHAPE), read_run(run)
     sizes = {"parameters": 300e6, "context": 500e6, "fragments": 9e6, "total": 809e6}
     read.info = RunInfo.model_validate({**info, "predicted": {"memory_per_rank_bytes": sizes}})
-    told = {name: (size, kind) for name, size, kind, _ in bars.memory(read)}
+    told = {name: (size, kind) for name, size, kind, _ in figures.memory(read)}
     assert told["predicted in all"][0] == 809e6 and told["predicted of tensors"] == (300e6, "predicted sum")
     assert told["measured peak of tensors"][1] == "measured sum"
 

@@ -12,8 +12,8 @@ import pytest
 from carpool.profile.numbers import Profile, measure, save_profile
 from carpool.profile.trace import read
 from carpool.report import write_report
-from carpool.report.lanes import lanes
-from carpool.report.profile import profile_path, write_profile
+from carpool.report.charts import draw_lanes
+from carpool.report.profile_page import profile_path, write_profile
 from tests.profile.traces import two_streams
 from tests.report.runs import Shape, write_run
 
@@ -98,7 +98,7 @@ def test_two_runs_have_one_scale(tmp_path):
 
 def test_a_lane_shows_what_ran_where():
     numbers = measure(read(two_streams()), 0)
-    svg = ElementTree.fromstring(lanes(Profile(on_device=True, ranks=[numbers]), 1.0, "run"))
+    svg = ElementTree.fromstring(draw_lanes(Profile(on_device=True, ranks=[numbers]), 1.0, "run"))
     shown = [
         (rect.get("class"), float(rect.get("x") or 0) - 256, float(rect.get("width") or 0)) for rect in svg.iter("rect")
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from carpool.report.read import read_run
-from carpool.report.schema import Train
+from carpool.report.record_types import Train
 from tests.report.runs import Shape, run_info, side_lines, summary_of, train_lines, write_lines, write_run
 
 SMALL = Shape(steps=12, sampled=64)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from carpool.planner.simulator.goodput import Failures
 from carpool.planner.simulator.simulate import Simulation, simulate
-from carpool.report.profile import fold, write_profile
+from carpool.report.profile_page import fold, write_profile
 from carpool.report.simulation import explanation, failure_rows, headline, print_simulation, write_simulation
 from tests.planner.step_problem import build
 from tests.report.test_profile import Text, recorded

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from carpool.report.schema import explain
+from carpool.report.record_types import explain
 
 FORMAT = "carpool-checkpoint-1"
 STATE_FILE = "state.json"

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from carpool.report.schema import explain
+from carpool.report.record_types import explain
 from carpool.train.checkpoints.checkpoint_files import STATE_FILE, CheckpointError, read_state
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer

@@ -34,8 +34,7 @@ from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
 from carpool.observe.clock import timed
 from carpool.report import text_block
 from carpool.report.read import read_run
-from carpool.report.schema import Train
-from carpool.report.steps import summarise_steps
+from carpool.report.record_types import Train, summarise_steps
 from carpool.train.checkpoints.adapter_files import save_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from carpool.report.curves import held_out, series, smoothed, thinned, values_of
+from carpool.report.charts import Chart, Line, draw_lines
+from carpool.report.figures import held_out, series, smoothed, thinned, values_of
 from carpool.report.headline import summarise
 from carpool.report.health import headline
-from carpool.report.lines import Chart, Line, draw
 from carpool.report.page import checks_of
 from carpool.report.read import Run, read_run
-from carpool.report.schema import Summary
-from carpool.report.steps import STEP_TIME
+from carpool.report.record_types import STEP_TIME, Summary
 from carpool.report.units import MISSING, bytes_text, count_text, ms_text, percent_text, plain_text
 from carpool.report.write import fill, write_page
 
@@ -258,7 +257,7 @@ def _cards(a: Side, b: Side) -> list[tuple[str, str, str, str | None, str]]:
         loss += held_out(side.run, f"{side.name}, held out", role)
     problem = _loss_problem(a, b)
     chart = Chart("Losses of both runs over steps", "nats per token", lambda v: plain_text(v, 4), zero=False)
-    body = draw(chart, loss) if problem is None else None
+    body = draw_lines(chart, loss) if problem is None else None
     made = [("loss", "Loss", "Points: held-out text.", body, f"Not drawn: {problem}.")]
     for name, title, unit, key, text, low in (
         ("speed", "Time of each step", "milliseconds", "step_ms", ms_text, 0.0),
@@ -274,5 +273,5 @@ def _cards(a: Side, b: Side) -> list[tuple[str, str, str, str | None, str]]:
         known = [float(np.nanmax(line.y)) for line in lines if np.isfinite(line.y).any()]
         top = top if top is not None and known and max(known) > top else None
         chart = Chart(title, unit, text, zero=low == 0.0, low=low, top=top)
-        made.append((name, title, "", draw(chart, lines), "Neither run recorded it."))
+        made.append((name, title, "", draw_lines(chart, lines), "Neither run recorded it."))
     return made

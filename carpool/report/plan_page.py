@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from carpool.report.lines import Chart, Line, draw
+from carpool.report.charts import Chart, Line, draw_lines
 from carpool.report.write import fill, write_page
 
 
@@ -97,4 +97,4 @@ def _timeline(page: PlanPage) -> str | None:
         Line("predicted", "predicted", step_N, size_N, "dash"),
         Line("limit: what may be used", "limit", step_N, np.full_like(size_N, page.capacity / 2**30)),
     ]
-    return draw(chart, lines)
+    return draw_lines(chart, lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from carpool.profile.numbers import LayerTimes, Profile, Times, load_profile
-from carpool.report.lanes import NAMES, lanes
+from carpool.report.charts import KINDS_OF_WORK, draw_lanes
 from carpool.report.units import MISSING, ms_text, percent_text
 from carpool.report.write import fill, write_page
 
@@ -108,7 +108,7 @@ def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:
         "about": profile.about,
         "on_device": profile.on_device,
         "facts": _facts(mean, profile),
-        "svg": lanes(profile, until, name),
+        "svg": draw_lanes(profile, until, name),
         "columns": ["", *TOTALS.values()],
         "totals": totals + ([["mean", *_shown(mean)]] if len(totals) > 1 else []),
         "layers": fold([_layer(layer, mean.step) for layer in layers]),
@@ -206,4 +206,4 @@ def _difference(names: list[str], before: float | None, after: float | None) -> 
 def lanes_legend(profiles: list[Profile]) -> list[tuple[str, str]]:
     """(kind, what it is) of each kind of work that the lanes show."""
     shown = {run[2] for profile in profiles for one in profile.ranks for lane in one.lanes for run in lane.runs}
-    return [(kind, text) for kind, text in NAMES.items() if kind in shown]
+    return [(kind, text) for kind, text in KINDS_OF_WORK.items() if kind in shown]
