@@ -154,19 +154,19 @@ PENDING = [
         for shape in SHAPES
     ),
     Measurement(
-        "dispatch in FP8 over NCCL", "codecs.md: how long FP8 takes beside NCCL has not been measured", 4, 60,
+        "dispatch in FP8 over NCCL", "measurements.md: how long FP8 takes beside NCCL has not been measured", 4, 60,
         "-m benchmarks.nodes --trace docs/traces/e64-1435.npz --tokens 4096 --hidden 2048 --dtype bfloat16 --codec fp8 "
         "--out {out}/nodes.json",
         least=2, nodes=2,
     ),
     Measurement(
-        "two nodes, all transports", "between-nodes.md: two nodes of GPUs", 4, 60,
+        "two nodes, all transports", "measurements.md: two nodes of GPUs", 4, 60,
         "-m benchmarks.nodes --trace docs/traces/e64-1435.npz --tokens 8192 --hidden 2048 --dtype bfloat16 "
         "--out {out}/nodes.json",
         least=2, nodes=2,
     ),
     Measurement(
-        "two nodes, hierarchical in chunks", "between-nodes.md: both hops at once have not been timed on GPUs", 4, 90,
+        "two nodes, hierarchical in chunks", "measurements.md: both hops at once have not been timed on GPUs", 4, 90,
         "-m benchmarks.chunks --transport hierarchical --shapes 8192,2048,1024,64,8 --out {out}/chunks.json",
         least=2, nodes=2,
     ),

@@ -40,7 +40,7 @@ OF_THE_MACHINE = re.compile(
 _MEASURED = re.compile(r"[\d.,]+ ?(?=(ms|s|us|µs|min|tokens/s|[kMG]?B/s)(\W|$))")
 
 # The tables below name an example by its page and by what its commands contain.
-SIMULATE = ROOT / "docs" / "simulate.md"
+PLANNER = ROOT / "docs" / "planner.md"
 TINY = "python examples/tiny_chat_model.py tiny\n"
 CHAT = "carpool train --config examples/train_from_config/chat_tiny.toml"
 OLMOE = "carpool train --config examples/train_from_config/olmoe_tiny.toml"
@@ -50,50 +50,35 @@ BEFORE = {
     ("finetune.md", "carpool merge r1"): TINY
     + f"{CHAT} adapter.kind=lora adapter.rank=4 adapter.targets=all-linear training.output_dir=r1\n",
     ("finetune.md", "adapter.base_dtype=int8"): TINY,
-    ("finetune.md", "carpool generate tiny"): TINY,
-    ("placement.md", "carpool trace"): OLMOE + "\n",
-    ("simulate.md", "carpool simulate plan.toml"): "cat > plan.toml <<'END'\n"
-    + "".join(re.findall(r"^```toml\n(\[model\].*?)^```$", SIMULATE.read_text(), flags=re.DOTALL | re.MULTILINE))
+    ("communication.md", "carpool trace"): OLMOE + "\n",
+    ("planner.md", "carpool simulate plan.toml"): "cat > plan.toml <<'END'\n"
+    + "".join(re.findall(r"^```toml\n(\[model\].*?)^```$", PLANNER.read_text(), flags=re.DOTALL | re.MULTILINE))
     + "END\n",
 }
 # Examples that predict and do not train: a few seconds each. All others train, and their times are the machine's.
 PREDICTS = {
-    ("finetune.md", "memory.budget=76GB"),
-    ("finetune.md", "carpool generate tiny"),
+    ("train.md", "memory.budget=76GB"),
     ("parallelism.md", "parallelism.tp_size=2 parallelism.data_parallel=zero1"),
     ("planner.md", "carpool plan"),
-    ("simulate.md", "carpool simulate"),
+    ("planner.md", "carpool simulate"),
     ("train.md", "--dry-run"),
 }
 NOT_RUN = {
     ("finetune.md", "carpool chat"): "asks a person, and needs a file of prompts of the reader's own",
     ("finetune.md", "--experts host"): "needs the run of another example, whose choices decide how many experts come",
-    ("finetune.md", "tools.random_checkpoint"): "writes 3.8 GB",
     ("install.md", "carpool doctor"): "says what this machine has: versions, files, devices",
-    ("multi-node.md", "carpool doctor"): "needs a cluster",
-    ("parallelism.md", "model.path="): "needs the config.json of a checkpoint that is not here",
-    ("parallelism.md", "benchmarks.bubbles"): "measures shares of time, which depend on what else the machine does",
-    ("parallelism.md", "model.model_type=qwen3_moe ..."): "the command is shown in part",
-    ("parallelism.md", "training.output_dir=a"): "two runs, whose commands and outputs take turns in one block",
-    ("recipes.md", "recipes race"): "the command needs a GPU",
+    ("measurements.md", "benchmarks.bubbles"): "measures shares of time, which depend on what else the machine does",
 }
 # Blocks without a language that are the output of no block of commands, by the page and the words they begin with.
 NO_EXAMPLE = {
-    (
-        "between-nodes.md",
-        "step 2: from now on",
-    ): "lines of a run that the text describes, with an option of Python only",
     ("finetune.md", "example 2:"): "one of the examples that --show-examples prints",
     (
         "finetune.md",
         "error: chats.jsonl, line 2",
     ): "a message about a file of the reader's own; the tests of data have it",
     ("finetune.md", "prefill 21 tokens"): "a line of any run of carpool generate",
-    ("finetune.md", "weights: "): "a line of any run's log",
     ("multi-node.md", "RanksLostError: rank 1 on node 1"): "needs a cluster that loses a rank",
     ("multi-node.md", "RanksLostError: a collective failed"): "needs a cluster with a slow link",
-    ("run-directory.md", "RUN/"): "the files of a run, described",
-    ("run-directory.md", "{"): "the fields of a file, described",
 }
 
 

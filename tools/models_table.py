@@ -32,69 +32,57 @@ NOT_POSSIBLE = "not possible"
 INTRODUCTION = """\
 # Models
 
-Carpool takes the tokens to the experts of every model for which Transformers has an *expert-parallel plan*: a list of
-the modules whose experts may live on different ranks. This table is measured, not claimed: `python -m
-tools.models_table` finds every folder of the installed Transformers ({version}) that defines experts and puts a small
-random model of it (two layers, eight experts) on four ranks, with `fsdp_size=4, ep_size=4,
-ep_implementation="carpool"`. Logits, loss and the gradient of every parameter are compared with those of the
-unmodified model in one process on the whole batch, in float32. The *largest error* is the largest of max |ours −
-theirs| / max |theirs| over all of them. {measured} of {total} architectures run; the others have no plan, and loading
-them with `ep_size > 1` is refused with a message that says so.
+Carpool runs every model for which Transformers has an *expert-parallel plan*: a list of the modules whose experts may
+live on different ranks. `python -m tools.models_table` writes this table from measurements. For every folder of the
+installed Transformers ({version}) that defines experts, it puts a small random model on four ranks (`fsdp_size=4,
+ep_size=4, ep_implementation="carpool"`) and compares logits, loss and the gradient of every parameter with those of
+the unmodified model in one process, in float32. The *largest error* is the largest max |ours − theirs| / max
+|theirs|. {measured} of {total} architectures run; loading one of the others with `ep_size > 1` is refused.
 
-*Computed by*: experts with Transformers' experts decorator have two stacked weights and a gate or an activation, and
-Carpool computes them itself, whatever their layout. It calls the others as they are, on the rows that arrived.
-
-Models that wrap one of these as their language model (through `AutoModel`) inherit its plan, and with it its row.
+*Computed by*: Carpool computes experts that have Transformers' experts decorator, in whatever layout. It calls the
+forward of others as it is, on the tokens that arrived. Models that wrap one of these as their language model inherit
+its plan.
 
 {table}
 
 ## Published configurations
 
-`model.config = "qwen3-30b-a3b"` trains a model of that shape from scratch; [train](train.md#a-published-model) has the
-other ways to name one. Parameters are those of the published weights, without the layers that predict further tokens,
-which Transformers leaves out. `deepseek-v3-cut` has the shapes of DeepSeek-V3 in 4 layers of 64 experts.
+`model.config = "qwen3-30b-a3b"` trains a model of that shape from scratch ([other ways to name
+one](train.md#a-published-model)). Parameters are those of the published weights, without the layers that predict
+further tokens, which Transformers leaves out. `deepseek-v3-cut` has the shapes of DeepSeek-V3 in 4 layers of 64
+experts.
 
 {published}
 
-## What people do with models
+## What was tested
 
 Each line is a test in `tests/hf/test_behaviours.py`, on tiny OLMoE, gpt-oss, DeepSeek-V3 or Qwen3-MoE models.
 
-- **Gradient checkpointing**, reentrant or not: the same gradients, bitwise.
-- **Frozen** experts, or everything but the experts frozen: gradients as in one process.
-- **Tied embeddings**: gradients as in one process; they stay tied when saved. `carpool train` refuses to shard them
-  by FSDP2 over ranks that do not divide the vocabulary, because FSDP2 would then update one of two copies.
-- **LoRA** (peft) on attention, routers and experts, also `all-linear`, rsLoRA and, but for experts and routers, DoRA:
-  `get_peft_model(...)` or `model.add_adapter(...)`, and nothing else. FSDP does not know parameters that are added
-  after it sharded the model, so Carpool makes them equal on all ranks and averages their gradients. Adapters of experts
-  (`target_parameters`) lie with their experts ([fine-tune](finetune.md#adapters)).
-  `save_pretrained` on all ranks writes the adapter. Loaded adapters that train on (`load_adapter`, peft's
-  `low_cpu_mem_usage=True`) need nothing more either. Parameters of your own need
-  `carpool.hf.synchronize_adapters(model)`; without it the first forward is refused.
-- **What peft computes from whole weights** is refused on all ranks before anything is computed: PiSSA and other starts
-  from the weights, `modules_to_save`, prompt and prefix tuning, and `merge_and_unload`. Save the adapter, and merge it
-  into a model that one process has loaded.
-- **Tensor parallelism** (`tp_size` > 1) of attention is Transformers' own. Norms of queries and keys over all heads
-  (OLMoE, FlexOlmo, MiniMax-M2) have right gradients, and so have most of those per head (Qwen3-MoE). Where a model's
-  plan forgets to add up the gradients of a norm per head, the first training forward is refused: GLM-4.5 with
-  `use_qk_norm`, Qwen3-VL-MoE, Qwen3-Omni-MoE, Doge. `clip_qkv` (OLMoE) has no gradient there: `carpool train` refuses
-  it, elsewhere PyTorch says that a view is modified in place.
-- **`output_router_logits=True`**: the loss that Transformers then adds takes its statistics from one rank's tokens. The
-  mean of the ranks' losses is not the loss of the batch, since a product of two means is not linear in the batch. Take
-  `carpool.hf.balance_loss(output.router_logits, top_k)` instead, which sums the statistics over the ranks.
-  `carpool train` does so by itself.
-- **bf16** parameters, FSDP's mixed precision, or autocast: as exact as with Transformers' own `all_to_all`.
-- **Quantised** checkpoints are refused, on all ranks, before anything is read: load one in a single process, call
+- **Activation checkpointing**, reentrant or not: the same gradients, bitwise.
+- **Frozen** experts, or everything else frozen: gradients as in one process.
+- **Tied embeddings** stay tied when saved. `carpool train` refuses to shard them by FSDP2 over ranks that do not
+  divide the vocabulary.
+- **LoRA** (peft) on attention, routers and experts, also `all-linear`, rsLoRA and, except for experts and routers,
+  DoRA: `get_peft_model(...)` or `model.add_adapter(...)`, and nothing else. Carpool makes adapters equal on all ranks
+  and averages their gradients. `save_pretrained` on all ranks writes the adapter. Trainable parameters of your own
+  need `carpool.hf.synchronize_adapters(model)`; without it the first forward is refused.
+- **What peft computes from whole weights** is refused: PiSSA, `modules_to_save`, prompt and prefix tuning, and
+  `merge_and_unload`. Save the adapter, and [merge](finetune.md#merge) it.
+- **Tensor parallelism** of attention is Transformers' own. Plans that forget to sum the gradients of a norm per head
+  are refused at the first training forward: GLM-4.5 with `use_qk_norm`, Qwen3-VL-MoE, Qwen3-Omni-MoE, Doge.
+  `clip_qkv` (OLMoE) has no gradient there and is refused.
+- **`output_router_logits=True`** adds a balance loss from one rank's tokens, and the mean over ranks is not the loss
+  of the batch. Use `carpool.hf.balance_loss(output.router_logits, top_k)`, which sums statistics over the ranks.
+  `carpool train` does.
+- **bf16** parameters, FSDP's mixed precision, or autocast: as exact as Transformers' own `all_to_all`.
+- **Quantised** checkpoints are refused before anything is read: load one in a single process, call
   `model.dequantize()`, and save it again.
-- **`device_map`** has no effect with FSDP (Transformers lets the mesh decide where a rank's shard lives) and is refused
-  with tensor parallelism.
-- **`generate()`** with prompts and outputs of other lengths on each rank: the same tokens as in one process. Ranks that
-  no token visits take part.
+- **`device_map`** has no effect with FSDP and is refused with tensor parallelism.
+- **`generate()`** with different prompts and lengths on each rank: the same tokens as in one process.
 - **`Trainer`**, with gradient accumulation and clipping: the same losses and gradient norms as with `all_to_all`.
-- **Loading** reads exactly a rank's share: with four ranks, a quarter of the expert weights, be they stored one by one
-  or stacked.
-- **Saving**: `save_pretrained` on all ranks writes a checkpoint that plain Transformers loads with the same weights;
-  with `distributed_checkpoint=True`, one that loads on another mesh.
+- **Loading** reads exactly a rank's share.
+- **Saving**: `save_pretrained` on all ranks writes a checkpoint that plain Transformers loads; with
+  `distributed_checkpoint=True`, one that loads on another mesh.
 """
 
 

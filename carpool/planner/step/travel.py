@@ -28,7 +28,7 @@ RING_INSIDE, RING_BETWEEN = 3.4e-6, 14e-6
 OF_PUSH = 0.89
 # A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
 NCCL_PLAN, NCCL_RIDE, PACKED = 0.3e-3, 0.1e-3, 4
-# Bytes of an element of a row in FP8: its own, and a float32 scale for 128 (docs/codecs.md).
+# Bytes of an element of a row in FP8: its own, and a float32 scale for 128 (docs/communication.md).
 FP8 = 1 + 4 / 128
 # What ranks wait for each other in a ride, although their loads are equal (docs/measurements.md: rides of whole steps
 # take 12.3 ms beside 5.9 of their own).
