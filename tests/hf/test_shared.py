@@ -15,6 +15,7 @@ from carpool.hf.seam.layers import experts_modules
 from carpool.hf.seam.shared import BLOCKS, NAMES, compute_shared_beside, shared_experts
 from carpool.ride.schedule import Schedule
 from carpool.ride.two_batch import TwoBatch
+from carpool.transport import Pending
 from carpool.transport.dedup import Dedup
 from tests.hf.parity import BOUND, EXCEPTIONS, full_gradients, relative_error
 from tests.hf.test_behaviours import _model, _own, _save
@@ -86,10 +87,8 @@ class _Watched(Dedup):
         return self._watch("combine gradients", super().combine_gradients(route, *gradients))
 
     def _watch(self, what: str, pending: Any) -> Any:
-        finish = pending.finish
         self.told.append(f"{what} asked")
-        pending.finish = lambda: (self.told.append(what), finish())[1]
-        return pending
+        return Pending(lambda: (self.told.append(what), pending.wait())[1])
 
 
 FORWARD = ["dispatch asked", "shared", "dispatch", "combine asked", "combine"]
