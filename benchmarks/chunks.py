@@ -31,7 +31,7 @@ from carpool.bench.timing import Clock, begin_together, medians, rounds
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.kernels.device import reserved
 from carpool.layout import ExpertLayout, assign
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.planner.decisions.chosen import fastest as fastest_of
 from carpool.planner.step.overlap import Pieces, chunked
 from carpool.ride.function import ride

@@ -50,8 +50,8 @@ from carpool.bench.transport.rides import Case, check, forward_and_backward, ora
 from carpool.bench.transport.settings import Shape
 from carpool.kernels.device import reserved
 from carpool.layout import ExpertLayout
-from carpool.observe.clock import slowest
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
+from carpool.metrics.host import slowest
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
 WARMUP = 3

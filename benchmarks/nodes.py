@@ -48,8 +48,8 @@ from carpool.bench.transport.rides import Case, check, forward_and_backward, ora
 from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.observe.clock import timed
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
+from carpool.metrics.host import timed
 from carpool.placement.objective import served_by
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns, medians
-from carpool.observe.clock import Took, timed
+from carpool.metrics.host import Took, timed
 from carpool.optim import AdamW
 from carpool.optim.clip import clip_factor, clip_grad_norm, grad_norm
 

@@ -45,8 +45,8 @@ from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides
 from carpool.hf.building.model import build_model
 from carpool.hf.config.source import make_config
-from carpool.observe.clock import Took, timed
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
+from carpool.metrics.host import Took, timed
 from carpool.ride.schedule import Schedule
 from carpool.ride.two_batch import TwoBatch
 from carpool.transport import NVLinkOptions

@@ -27,7 +27,7 @@ from carpool.bench.model.contenders import CarpoolContender, free_memory
 from carpool.bench.model.run import time_steps
 from carpool.bench.results import print_table
 from carpool.bench.timing import medians
-from carpool.observe.clock import slowest
+from carpool.metrics.host import slowest
 from carpool.train.config import Config
 from carpool.train.launch.machine import rank_device
 

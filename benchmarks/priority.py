@@ -35,7 +35,7 @@ from benchmarks.overlap import make_stack, make_stack_parser
 from benchmarks.script import check_arenas, join_group, show, write_results
 from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides, set_schedule, set_transport
-from carpool.observe.clock import slowest, timed
+from carpool.metrics.host import slowest, timed
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.transport import NVLinkOptions

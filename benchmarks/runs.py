@@ -20,7 +20,7 @@ from benchmarks.script import make_parser, write_results
 from carpool.bench.model.contenders import free_memory
 from carpool.bench.model.settings import STEPS_ALONE
 from carpool.bench.options import find_ranks
-from carpool.observe.clock import slowest
+from carpool.metrics.host import slowest
 from carpool.train.build.policy_times import groups_before
 from carpool.train.config import Config, load_config
 from carpool.train.launch.failure import RankFailure

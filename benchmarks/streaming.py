@@ -28,7 +28,7 @@ from torch import nn
 
 from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns
-from carpool.observe.clock import timed
+from carpool.metrics.host import timed
 from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.machine.hardware import hardware_of

@@ -2,7 +2,7 @@
 
     routing = router(x)            who serves it: K experts, K weights                      carpool/routing/
     slot_TK = assign(...)          which copy of each expert: rank and slot                 carpool/layout/
-    weights = fill_slots(...)      slots take their experts' parameters from the homes      carpool/parallel/slots.py
+    weights = fill_slots(...)      slots take their experts' parameters from the homes      carpool/replicas/slots.py
     y = ride(...)                  its row goes to each rank that holds any of them, the    carpool/ride/
                                    experts there add up what they make of it, and one
                                    partial sum per rank comes back

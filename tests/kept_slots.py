@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.layer.module import LayerModule
-from carpool.parallel.slot_steps import Home, Homes, keep_slots
+from carpool.replicas.slot_steps import Home, Homes, keep_slots
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def slots_kept(model: nn.Module, prefetch: bool = True) -> Iterator[None]:
 
     Args:
         prefetch: slots are filled ahead of their layer, and no backward waits for replicas' gradients: these are
-            complete at the end. The same bits (carpool/parallel/slot_steps.py). Layers should run in the order in
+            complete at the end. The same bits (carpool/replicas/slot_steps.py). Layers should run in the order in
             which the model registers them; in another one, fills may still be waited for."""
 
     def homes(moe: LayerModule) -> Homes | None:

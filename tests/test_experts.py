@@ -28,7 +28,7 @@ from carpool.experts.gemm.grouped import GroupedExperts
 from carpool.experts.gemm.measure_choices import _Problem, measure_choices, pick
 from carpool.experts.gemm.products import grouped_mm, grouped_outer
 from carpool.experts.pairs import sort_pairs
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing

@@ -503,7 +503,7 @@ def forgotten_router_term(case: Case) -> Iterator[None]:
 @contextmanager
 def bias_of_each_slice(case: Case) -> Iterator[None]:
     """Down's bias is added, and trained, by each slice of an expert instead of the first alone."""
-    from carpool.parallel.slots import SlotFiller
+    from carpool.replicas.slots import SlotFiller
 
     right = SlotFiller.indices
 

@@ -23,7 +23,7 @@ from carpool.experts import (
     reference_experts,
 )
 from carpool.kernels.numbered import by_number
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride import operator as ride_operator
 from carpool.ride.function import ride
 from carpool.ride.module import ride_module

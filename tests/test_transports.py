@@ -25,8 +25,7 @@ from carpool.experts import (
 )
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.layout.topology import Topology
-from carpool.observe.stats import LayerStats
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import LayerStats, Traffic
 from carpool.placement import VERBS, predict
 from carpool.ride.function import ride
 from carpool.ride.module import ride_module

@@ -33,9 +33,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("report", "profile", "hf"),
     ("moe", "layer"),
     ("ride",),
-    ("placement", "planner", "parallel", "optim"),
+    ("placement", "planner", "parallel", "optim", "replicas"),
     ("routing", "transport", "experts", "memory", "activations"),
-    ("observe",),
+    ("metrics",),
     ("layout",),
     ("kernels", "plugins"),
 )

@@ -39,7 +39,7 @@ from carpool.bench.timing import rounds
 from carpool.hf.building.model import build_model
 from carpool.hf.generation.decode_graph import ROUND, DecodeGraphs
 from carpool.hf.generation.generate import Generated, Sampling, generate
-from carpool.observe.clock import slowest
+from carpool.metrics.host import slowest
 from carpool.planner.search.plan import USABLE
 from carpool.serve.room import needed_bytes
 from carpool.serve.source import spread_model

@@ -240,7 +240,7 @@ def ride(config: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from carpool.observe.traffic import Traffic
+    from carpool.metrics.counters import Traffic
     from carpool.transport import NVLinkOptions, make_transport
 
     rank, device = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())

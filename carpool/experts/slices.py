@@ -6,7 +6,7 @@ A slice is a part of F, an expert's hidden dimension (`carpool.layout.ExpertLayo
 
 because the activation is computed element by element. `up_i` are the rows of up for the slice, of gate and up alike for
 gated experts, and `down_i` the columns of down. Each slice has a row of the stacked parameters. The bias of down is
-the first slice's; the rows of the others are zeros, which `carpool.parallel.slots.fill_slots` keeps untrained.
+the first slice's; the rows of the others are zeros, which `carpool.replicas.slots.fill_slots` keeps untrained.
 
     gate and up of an expert, F = 4    [g0 g1 g2 g3 u0 u1 u2 u3]
     in 2 slices                        [g0 g1 u0 u1] and [g2 g3 u2 u3]         a plain cut would part gate from up

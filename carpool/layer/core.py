@@ -1,7 +1,7 @@
 """The core of an MoE layer: from tokens and a routing to the weighted sums of their experts.
 
     slot_TK = assign(routing)      which copy of each expert: rank and slot                 carpool/layout/
-    weights = fill_slots(homes)    slots take their experts' parameters from the homes      carpool/parallel/slots.py
+    weights = fill_slots(homes)    slots take their experts' parameters from the homes      carpool/replicas/slots.py
     y_TH = ride(x_TH, ...)         rows travel, experts compute, sums come back             carpool/ride/
 
 `carpool.MoE` is a router, parameters and this core. An experts module of transformers is an adapter around it
@@ -21,12 +21,11 @@ import torch.distributed as dist
 from carpool.activations import KEEP, KeptPolicies, Offloader
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layout import ExpertLayout, assign
-from carpool.observe.recompute import add_once, new_counter
-from carpool.observe.stats import LayerStats
-from carpool.parallel.node_slots import make_filler
-from carpool.parallel.slots import fill_slots
+from carpool.metrics.counters import LayerStats, add_once, new_counter
 from carpool.planner.decisions.rules import automatic_transport
 from carpool.planner.machine.hardware import hardware_of
+from carpool.replicas.node_slots import make_filler
+from carpool.replicas.slots import fill_slots
 from carpool.ride.function import WaitingRides, ride
 from carpool.ride.merged import ride_merged
 from carpool.ride.module import ride_module

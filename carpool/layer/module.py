@@ -20,12 +20,12 @@ from carpool.experts.slices import cut, join
 from carpool.layer.core import LayerCore
 from carpool.layer.state import ORDER, PARAMETERS, gather_homes, home_order, order_error
 from carpool.layout import ExpertLayout
-from carpool.observe.stats import RideStats
-from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
+from carpool.metrics.counters import RideStats
+from carpool.replicas.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.ride.schedule import Schedule
 from carpool.routing import DropOptions, Router, Routing
-from carpool.routing.draw import draw_weight
 from carpool.routing.limit import LimitOptions
+from carpool.routing.router import draw_weight
 from carpool.transport import Transport, TransportOptions
 
 log = logging.getLogger("carpool")

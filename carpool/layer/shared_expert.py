@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from carpool.routing.draw import draw_weight
+from carpool.routing.router import draw_weight
 
 
 class SharedExpert(nn.Module):

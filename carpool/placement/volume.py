@@ -53,7 +53,7 @@ import torch
 
 from carpool.layout import ExpertLayout, assign
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import VERBS
+from carpool.metrics.counters import VERBS
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, find_transport
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES

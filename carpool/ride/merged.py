@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from carpool.observe.stats import LayerStats
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import LayerStats, Traffic
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport.codecs.merging import Merger

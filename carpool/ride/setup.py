@@ -18,7 +18,7 @@ import torch
 from carpool.activations import KEEP, KeptPolicies, Offloader, Rows
 from carpool.experts import Experts, ExpertWeights
 from carpool.kernels.numbered import Numbered
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.transport import Pending, Transport
 
 

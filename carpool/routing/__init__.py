@@ -1,10 +1,8 @@
 """Who serves a token: routers, what becomes of their logits (`selection.py`, `kernel.py`), balance losses and
 biases, drops, and limits on how many ranks a token may visit."""
 
-from carpool.routing.drops import DropOptions
 from carpool.routing.router import Router
-from carpool.routing.routing import Routing
-from carpool.routing.rule import Routed, Rule, sum_over
-from carpool.routing.selection import route, router_logits
+from carpool.routing.routing import DropOptions, Routing
+from carpool.routing.selection import Routed, Rule, route, router_logits, sum_over
 
 __all__ = ["DropOptions", "Routed", "Router", "Routing", "Rule", "route", "router_logits", "sum_over"]

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from carpool.observe.recompute import add_once
-from carpool.routing.rule import sum_over
+from carpool.metrics.counters import add_once
+from carpool.routing.selection import sum_over
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.routing.rule import Routed, Rule, sum_over
+from carpool.routing.selection import Routed, Rule, sum_over
 
 PROGRAMS = 2048
 
@@ -219,7 +219,7 @@ def _reduce(  # type: ignore[no-untyped-def]
 @quick
 @triton.jit
 def _losses(total, loss, slopes, aux, z, ranks, E: tl.constexpr, EP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The balance loss of the batch, and its slope with regard to this rank's sums; see `carpool.routing.losses`."""
+    """The balance loss of the batch, and its slope with regard to this rank's sums; see `carpool.routing.selection`."""
     column = tl.arange(0, EP)
     count = tl.load(total + column, mask=column < E, other=0.0)
     prob = tl.load(total + E + column, mask=column < E, other=0.0)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from carpool.routing.rule import Rule, sum_over
+from carpool.routing.selection import Rule, sum_over
 
 
 def aux_loss(

@@ -1,7 +1,7 @@
 """A linear router with top-k selection, and what it counts for balance.
 
 Balance, three ways, all on the statistics of the whole batch:
-  - auxiliary loss and z-loss: `carpool.routing.losses`;
+  - auxiliary loss and z-loss: `carpool.routing.selection`;
   - bias (auxiliary-loss-free, DeepSeek-V3, section 2.1.2): `carpool.routing.bias`.
 
 Lossy, off by default: `DropOptions` drop choices beyond an expert's capacity, or second choices at random (counted in
@@ -20,13 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.observe.recompute import add_once
+from carpool.metrics.counters import add_once
 from carpool.routing.bias import update_biases
-from carpool.routing.draw import draw_weight
-from carpool.routing.drops import DropOptions
-from carpool.routing.routing import Routing
-from carpool.routing.rule import Rule
-from carpool.routing.selection import route, router_logits, scores, selection
+from carpool.routing.router import draw_weight
+from carpool.routing.routing import DropOptions, Routing
+from carpool.routing.selection import Rule, route, router_logits, scores, selection
 
 # (score_TE to select by, share_TE of the weight, K) -> expert_TK, best first, and serving_TW (see `Routing`).
 Choose = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]

@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from carpool.kernels.device import on_gpu
-from carpool.routing.losses import aux_loss
-from carpool.routing.rule import Routed, Rule
+from carpool.routing.selection import Routed, Rule, aux_loss
 
 
 def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:

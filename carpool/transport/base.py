@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from carpool.activations import Arena
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import VERBS, Traffic
+from carpool.metrics.counters import VERBS, Traffic
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import TransportOptions
 from carpool.transport.room import Room
@@ -220,7 +220,7 @@ class Transport(ABC):
 
     @classmethod
     def row_bytes(cls, verb: str, hidden: int, element_size: int, options: Any = None) -> int:
-        """Bytes of one row of H elements in a verb of `carpool.observe.traffic.VERBS`."""
+        """Bytes of one row of H elements in a verb of `carpool.metrics.counters.VERBS`."""
         codecs = PLAIN if options is None else options.codecs
         return codecs.of(verb).row_bytes(hidden, element_size)
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from carpool.activations import Arrivals, Rows
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.codecs import PLAIN, ROW_VERBS, Codec, Codecs
 from carpool.transport.options import TransportOptions
@@ -95,8 +95,8 @@ class ExchangeRoute(Route):
 class Messages:
     """The messages of one ride. Each has the rows of some neighbouring pieces, and leaves when all of them are there.
 
-    What a message carries is a verb of `carpool.observe.traffic.VERBS` (its rows), "dispatch_again" (rows that are sent
-    once more for the backward), "choices" (slots and weights) or "gradients" (of weights).
+    What a message carries is a verb of `carpool.metrics.counters.VERBS` (its rows), "dispatch_again" (rows that are
+    sent once more for the backward), "choices" (slots and weights) or "gradients" (of weights).
 
     Args:
         start: starts an all-to-all, as `ExchangeTransport._start`.

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import ExchangeRoute, RowsToSend, Sizes
 from carpool.transport.options import TransportOptions

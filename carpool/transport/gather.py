@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from carpool.activations import Arrivals, Rows
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.volume import Counts, Volume
 

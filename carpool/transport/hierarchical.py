@@ -36,7 +36,7 @@ import torch.distributed as dist
 from carpool.activations import Arena
 from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
-from carpool.observe.traffic import VERBS
+from carpool.metrics.counters import VERBS
 from carpool.transport.base import BufferOverflowError, bytes_of_rides
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.dedup import Dedup

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from carpool.activations import Arrivals, Rows
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.volume import Counts
 

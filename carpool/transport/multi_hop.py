@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.exchange import ExchangeTransport
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.observe.to_host import to_device
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
+from carpool.metrics.host import to_device
 
 
 @dataclass(frozen=True)

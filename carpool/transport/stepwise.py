@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import VERBS, Traffic
+from carpool.metrics.counters import VERBS, Traffic
 from carpool.transport.alltoall import AllToAll
 from carpool.transport.base import bytes_of_rides
 from carpool.transport.codecs import PLAIN, Codecs

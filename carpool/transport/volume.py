@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from carpool.observe.traffic import VERBS
+from carpool.metrics.counters import VERBS
 
 Counts = npt.NDArray[np.int64]
 

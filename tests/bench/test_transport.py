@@ -38,7 +38,7 @@ from carpool.bench.transport.rides import Case, check, forward_and_backward, ora
 from carpool.bench.transport.settings import CPU_SHAPES, GPU_SHAPES, Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.placement.volume import predict
 from carpool.train.config import Config
 from carpool.train.launch.start import local_ranks

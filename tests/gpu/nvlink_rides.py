@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport import Arrivals, Pending
 
 KINDS = ("rows", "slots", "weights", "counts", "sums", "gradient rows", "gradient sums", "weight gradients", "traffic")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from tests.gpu.nvlink_rides import PATTERNS, Case, Mismatches, Ride, Shape, draw_routings, draw_sizes
 

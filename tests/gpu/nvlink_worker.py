@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import carpool
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport import Codecs, RankMissingError
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from tests.gpu.nvlink_rides import Mismatches, Ride, Shape, gradient_rows, rows_of, scale_rows, scaled

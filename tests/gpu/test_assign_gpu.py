@@ -10,7 +10,7 @@ import torch
 
 from carpool import Routing, assign
 from carpool.layout import assigning as layout_module
-from carpool.parallel.slots import SlotFiller
+from carpool.replicas.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
 
 pytestmark = pytest.mark.gpu

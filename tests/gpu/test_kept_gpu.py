@@ -11,7 +11,7 @@ from carpool import KeptPolicies
 from carpool.activations import Offloader
 from carpool.activations.layer_offload import ActivationOffload
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing

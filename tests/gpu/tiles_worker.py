@@ -23,7 +23,7 @@ import torch.distributed as dist
 from carpool.activations import KeptPolicies
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts.gemm.choices import Choices
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.orders import order_of
 from carpool.ride.schedule import Schedule

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig
 
 from carpool.hf import install, rides
 from carpool.hf.activations.layer_policies import draws_random_numbers, recompute_layers
-from carpool.routing.drops import DropOptions
+from carpool.routing.routing import DropOptions
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

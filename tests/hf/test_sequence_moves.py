@@ -12,7 +12,7 @@ from carpool.hf import rides, set_transport
 from carpool.hf.axes.sequence_moves import MovingSequences, check_stays
 from carpool.hf.building.model import build_model
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import MOVES, VERBS
+from carpool.metrics.counters import MOVES, VERBS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import hardware_of
 from carpool.train.plan.division import distributed_config

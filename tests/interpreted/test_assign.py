@@ -14,7 +14,7 @@ import torch
 from carpool import ExpertLayout, Routing, assign
 from carpool.layout import assigning as layout_module
 from carpool.parallel import slots
-from carpool.parallel.slots import SlotFiller
+from carpool.replicas.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
 
 if os.environ.get("TRITON_INTERPRET") != "1":

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from carpool.activations import Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride import operator as ride_operator
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup

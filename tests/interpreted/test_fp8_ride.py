@@ -14,7 +14,7 @@ import torch
 from carpool.activations import Arena, KeptPolicies
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.kernels.packets import packet_bytes
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing

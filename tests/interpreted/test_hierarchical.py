@@ -18,7 +18,7 @@ from carpool.activations import KeptPolicies
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.placement import VERBS, predict
 from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.ride.function import ride

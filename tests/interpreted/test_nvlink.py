@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool import ExpertLayout, Routing, assign
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.placement import VERBS, predict
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from tests.gpu.nvlink_rides import PATTERNS, Case, Mismatches, Ride, Shape, draw_routings, draw_sizes

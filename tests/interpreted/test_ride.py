@@ -14,7 +14,7 @@ import torch
 
 from carpool.activations import Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.ride.function import ride
 from carpool.ride.module import ride_module

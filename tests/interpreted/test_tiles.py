@@ -22,8 +22,7 @@ from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedEx
 from carpool.experts.gemm import table_kernels
 from carpool.experts.gemm.choices import Choices
 from carpool.experts.gemm.parts import Forward, fused
-from carpool.observe.stats import LayerStats
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import LayerStats, Traffic
 from carpool.ride.chunks import PLAIN
 from carpool.ride.function import ride
 from carpool.ride.schedule import Schedule

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import carpool
 from carpool import ExpertLayout
 from carpool.experts import ExpertWeights
-from carpool.parallel.slots import SlotFiller, fill_slots
+from carpool.replicas.slots import SlotFiller, fill_slots
 from carpool.routing.limit import LimitOptions
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 

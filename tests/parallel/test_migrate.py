@@ -15,7 +15,7 @@ import carpool
 from carpool.layout import ExpertLayout
 from carpool.optim import AdamW
 from carpool.parallel import migrate
-from carpool.parallel.migrate import RowMove, check_can_move, move_experts
+from carpool.replicas.migrate import RowMove, check_can_move, move_experts
 from tests.layouts import EXPERTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 

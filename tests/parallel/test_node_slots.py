@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from carpool import ExpertLayout
-from carpool.layout.filling import crosses_once, rows_filled
 from carpool.layout.topology import Topology
-from carpool.parallel.node_slots import NodeSlotFiller, make_filler
-from carpool.parallel.slots import SlotFiller
 from carpool.placement.policies import LoadModel
 from carpool.planner.machine.cost import CostModel
+from carpool.replicas.filling import crosses_once, rows_filled
+from carpool.replicas.node_slots import NodeSlotFiller, make_filler
+from carpool.replicas.slots import SlotFiller
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 NODES = Topology.even(WORLD_SIZE, 2)

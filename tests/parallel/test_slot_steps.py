@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import carpool
-from carpool.parallel.slot_steps import SlotStep
+from carpool.replicas.slot_steps import SlotStep
 from tests.kept_slots import slots_kept
 from tests.layouts import EXPERTS, layout_of
 from tests.ranks import Ranks, mesh

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport import Arrivals, Pending, Route, Rows, Transport, TransportOptions, register
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
 from carpool.transport.volume import Counts, Volume

@@ -20,7 +20,7 @@ from carpool.bench.transport import benchmark as bench
 from carpool.bench.transport.settings import Settings, Shape
 from carpool.experts import EXPERTS
 from carpool.layout import ExpertLayout
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.parallel.degrees import Degrees
 from carpool.placement.objective import evaluate
 from carpool.placement.trace import LayerTrace

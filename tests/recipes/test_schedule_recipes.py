@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import carpool.experts.gemm.products
+from carpool.metrics.counters import VERBS as COUNTED
 from carpool.moe import MoE
-from carpool.observe.traffic import VERBS as COUNTED
 from carpool.recipes import load, names, read
 from carpool.recipes.mechanisms import WITHOUT_SETTING
 from carpool.recipes.resolve import resolve

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import carpool
 from carpool import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.observe.traffic import VERBS
+from carpool.metrics.counters import VERBS
 from carpool.parallel.degrees import Degrees
 from carpool.placement import predict
 from carpool.placement.objective import served_by

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.orders import order_of
 from carpool.ride.schedule import Schedule

@@ -25,7 +25,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import replicated, sharded_parameters
 from carpool.parallel.schedules import stages_of
-from carpool.parallel.slot_steps import local
+from carpool.replicas.slot_steps import local
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.ride.turns import HALF

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from carpool.bench.hardware.fit import Fit, fit
 from carpool.layout.topology import Topology
-from carpool.observe.clock import synchronize, timed
+from carpool.metrics.host import synchronize, timed
 from carpool.transport.nodes import hops_of, set_topology
 from carpool.transport.nvlink.usable import why_not
 

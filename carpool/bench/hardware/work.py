@@ -23,8 +23,8 @@ from carpool.bench.hardware.links import seconds_of
 from carpool.bench.timing import begin_together
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.hf.compute.attention import fastest_attention
-from carpool.observe.clock import slowest
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
+from carpool.metrics.host import slowest
 from carpool.optim import AdamW
 from carpool.planner.machine.work import Work, fit_work
 from carpool.ride.function import ride

@@ -37,7 +37,7 @@ from carpool.bench.model.work import Sizes, roofline_ms, work_of
 from carpool.bench.moe.agreement import attempt_together
 from carpool.bench.ranks import RankBenchmark
 from carpool.bench.timing import host_waits, rounds
-from carpool.observe.clock import slowest, synchronize
+from carpool.metrics.host import slowest, synchronize
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.trace import STEP, load
 from carpool.train.blueprint import Blueprint

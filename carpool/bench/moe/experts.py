@@ -38,7 +38,7 @@ from carpool.bench.results import Result, now, publish
 from carpool.bench.timing import Clock
 from carpool.experts import ExpertWeights, FP8Experts, make_experts
 from carpool.hf.seam.experts_module import expert_function, weight_names
-from carpool.observe.stats import LayerStats
+from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing

@@ -49,7 +49,7 @@ from carpool.bench.transport.decode import Decoder
 from carpool.bench.transport.results import CaseResult, ContenderResult, Times, show
 from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, Rider, oracle
 from carpool.bench.transport.settings import Settings, Shape
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport import set_topology, topology_of
 from carpool.transport.nvlink import why_not
 

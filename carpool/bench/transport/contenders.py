@@ -85,7 +85,7 @@ def expected_bytes(
     element_size: int,
     topology: Topology | None = None,
 ) -> dict[str, np.ndarray]:
-    """For each verb of `carpool.observe.traffic.VERBS` but the plan: (W, W) bytes from rank [i] to [j], 0 to itself.
+    """For each verb of `carpool.metrics.counters.VERBS` but the plan: (W, W) bytes from rank [i] to [j], 0 to itself.
 
     As FP8 a row is a packet of codes and scales, on the way out of the forward only.
     """

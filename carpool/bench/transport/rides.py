@@ -30,7 +30,7 @@ from carpool.bench.cases import draw_rows
 from carpool.bench.timing import Clock
 from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout, assign
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.routing import Routing
 from carpool.transport import Arrivals, Transport, make_transport
 

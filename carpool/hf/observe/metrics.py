@@ -1,7 +1,7 @@
 """The numbers of a model's MoE layers over one or more steps and all ranks: from each layer's counters to one record.
 
-Each rank has counted its own tokens (carpool.observe.stats). Two reductions make one record of them: sums (rows, bytes,
-load) and maxima (milliseconds: the slowest rank decides).
+Each rank has counted its own tokens (carpool.metrics.counters). Two reductions make one record of them: sums (rows,
+bytes, load) and maxima (milliseconds: the slowest rank decides).
 
     later = metrics.start(device)       counters are summed, sent to the host, and set to zero, behind what is computed
     ...                                 the next step is under way
@@ -24,8 +24,8 @@ from torch import nn
 
 from carpool.hf.seam.rides import ExpertRides, rides
 from carpool.layout import ExpertLayout
-from carpool.observe.to_host import ToHost, to_device
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
+from carpool.metrics.host import ToHost, to_device
 from carpool.transport.nodes import known_topology
 
 SPANS = ("dispatch", "experts", "combine")

@@ -32,9 +32,9 @@ from carpool.hf.seam.states import states_lie
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel import fsdp
-from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.parallel.replicated import sharded_parameters
-from carpool.parallel.slot_steps import Home, Homes, keep_slots, local
+from carpool.replicas.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
+from carpool.replicas.slot_steps import Home, Homes, keep_slots, local
 
 log = logging.getLogger("carpool")
 LayoutsLike = Layouts | ExpertLayout
@@ -116,7 +116,7 @@ def slots_of_rides_kept(layers: Sequence[ExpertRides], quantised: bool, prefetch
     Args:
         quantised: FP8 experts keep their quantised weights, too, which takes as much memory as the weights in bf16.
         prefetch: slots are filled ahead of their layer, and no backward waits for replicas' gradients: these are
-            complete at the end. The same bits (carpool/parallel/slot_steps.py)."""
+            complete at the end. The same bits (carpool/replicas/slot_steps.py)."""
     ahead = [homes(own) if prefetch else None for own in layers]
     if prefetch:
         _tell(layers, ahead)

@@ -42,7 +42,7 @@ from carpool.activations.host_memory import host_zeros
 from carpool.experts.host_experts import HostExperts
 from carpool.optim import OptimizerBase
 from carpool.memory.popularity import Popularity
-from carpool.observe.clock import synchronize
+from carpool.metrics.host import synchronize
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.train.blueprint import meta_model

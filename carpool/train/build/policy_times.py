@@ -33,7 +33,7 @@ from carpool.hf.activations.layer_policies import recompute_layers
 from carpool.hf.seam.layers import decoder_layers
 from carpool.hf.seam.rides import rooms_of_rides
 from carpool.activations import KeptPolicies
-from carpool.observe.clock import timed
+from carpool.metrics.host import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.configuration.candidate import POLICIES
 from carpool.train.blueprint import Blueprint

@@ -26,8 +26,8 @@ from carpool.experts.gemm.parts import why_no_parts
 from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.rides import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign
-from carpool.observe.clock import timed
-from carpool.observe.stats import LayerStats
+from carpool.metrics.host import timed
+from carpool.metrics.counters import LayerStats
 from carpool.planner.decisions.chosen import Chosen, Kind, fastest
 from carpool.ride.function import ride
 from carpool.routing import Routing

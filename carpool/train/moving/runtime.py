@@ -38,11 +38,11 @@ from carpool.hf.seam.layouts import current_layouts, set_layout
 from carpool.hf.seam.rides import rides
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
-from carpool.parallel.migrate import Moved
 from carpool.placement.align import aligned
 from carpool.placement.forecast import predict
 from carpool.placement.policies import POLICIES, make_pool
 from carpool.placement.trace import Trace, concatenate
+from carpool.replicas.migrate import Moved
 from carpool.report.units import bytes_text
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_placement import PlacementSection

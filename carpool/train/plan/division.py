@@ -27,7 +27,7 @@ from carpool.hf.axes.sequence_parallel import why_not_sequence_parallel
 from carpool.hf.axes.stages import Part, check_tied, cut_model, layer_number
 from carpool.hf.routing.router_logits import find_routers
 from carpool.hf.seam.layers import experts_modules
-from carpool.observe.clock import synchronize
+from carpool.metrics.host import synchronize
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import stages_of

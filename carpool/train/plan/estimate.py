@@ -7,8 +7,8 @@ hence without context, NCCL and fragments (`tensors_of`), and the growth of the 
 
 Replicas of experts: a layer whose slots are not its homes fills them anew: weights of all its slots, homes among them,
 are kept until its backward. What came from other ranks is kept for the whole step, in all layers, and serves every
-micro-batch (`carpool.parallel.slot_steps`). On several nodes a rank also gets what others of its node want
-(`carpool.parallel.node_slots`). Gradients that are late are there from a layer's backward to its next one: those that
+micro-batch (`carpool.replicas.slot_steps`). On several nodes a rank also gets what others of its node want
+(`carpool.replicas.node_slots`). Gradients that are late are there from a layer's backward to its next one: those that
 were sent, those that came, and those of own slots.
 """
 

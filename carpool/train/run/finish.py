@@ -31,7 +31,7 @@ from carpool.hf.generation.generate import Sampling, generate
 from carpool.hf.observe.metrics import RideMetrics
 from carpool.hf.seam.layouts import is_logical, logical_order
 from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
-from carpool.observe.clock import timed
+from carpool.metrics.host import timed
 from carpool.report import text_block
 from carpool.report.read import read_run
 from carpool.report.record_types import Train, summarise_steps

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.observe.clock import synchronize
+from carpool.metrics.host import synchronize
 from carpool.profile.merge import merge
 from carpool.profile.numbers import Profile, RankNumbers, measure, save_profile
 from carpool.profile.trace import STEP, load, read

@@ -12,7 +12,7 @@ from carpool.transport.codecs.bf16 import BF16
 from carpool.transport.codecs.fp8 import FP8
 
 CODECS: MappingProxyType[str, Codec] = MappingProxyType({one.name: one for one in (AsTheyAre(), BF16(), FP8())})
-# The verbs of `carpool.observe.traffic.VERBS` that carry rows, with what they carry.
+# The verbs of `carpool.metrics.counters.VERBS` that carry rows, with what they carry.
 ROW_VERBS = {
     "dispatch": "rows to experts",
     "combine": "sums of experts",

@@ -32,7 +32,7 @@ from carpool.kernels.awaited import MAX_CTAS, Awaited
 from carpool.kernels.packets import packet_bytes
 from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, BufferOverflowError, Pending, Transport
 from carpool.transport.codecs import Codecs
 from carpool.transport.exchange import ONE_HOP

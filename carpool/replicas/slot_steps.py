@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from carpool.parallel.slots import SlotFiller, Transfer
+from carpool.replicas.slots import SlotFiller, Transfer
 
 
 class Home(NamedTuple):

@@ -1,6 +1,6 @@
 """Slots that are filled across nodes: what several ranks of a node want crosses once, and is shared inside it.
 
-Two fillers do it one after the other, each over ranks of its own (`carpool.layout.filling` has a picture):
+Two fillers do it one after the other, each over ranks of its own (`carpool.replicas.filling` has a picture):
 
     between    the ranks of equal number in their nodes    homes -> held: what a rank's node wants of its number's homes
     inside     the ranks of a node                         held -> slots
@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout import ExpertLayout
-from carpool.layout.filling import crosses_once, held_rows
-from carpool.observe.meter import Meter
-from carpool.parallel.slots import SlotFiller
+from carpool.metrics.meter import Meter
+from carpool.replicas.filling import crosses_once, held_rows
+from carpool.replicas.slots import SlotFiller
 from carpool.transport.nodes import hops_of, known_topology
 
 

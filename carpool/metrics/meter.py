@@ -16,10 +16,17 @@ from typing import Any
 
 import torch
 
-from carpool.observe.recompute import in_recompute
-
 # Nsight sets one of them for the programs that it starts.
 NSIGHT = any(name in os.environ for name in ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH"))
+
+
+def in_recompute() -> bool:
+    """Whether this forward is the second one of activation checkpointing.
+
+    Both kinds of checkpointing (reentrant or not) recompute inside the backward pass, where autograd has a graph
+    task under way. Counting tokens there again is a known bug of load statistics.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def range_name(layer: str, direction: str, piece: str, chunk: int | None = None) -> str:

@@ -13,7 +13,7 @@ What stays on its rank is copied, and a gradient with one summand is not summed.
 of weights out in the forward, one of gradients home in the backward.
 
 By itself a layer waits for both, each time it runs. What can be kept, started ahead and waited for later between two
-updates of the weights is in carpool/parallel/slot_steps.py.
+updates of the weights is in carpool/replicas/slot_steps.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from carpool.experts import ExpertWeights
 from carpool.kernels.device import on_gpu
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.layout import ExpertLayout
-from carpool.observe.meter import Meter
-from carpool.observe.recompute import in_recompute, new_counter
+from carpool.metrics.counters import new_counter
+from carpool.metrics.meter import Meter, in_recompute
 
 
 class Step(Protocol):
-    """What `SlotFiller` asks of what is kept between two updates of the weights (`carpool.parallel.slot_steps`)."""
+    """What `SlotFiller` asks of what is kept between two updates of the weights (`carpool.replicas.slot_steps`)."""
 
     def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of this rank's slots that live on other ranks, waited for at most once."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from carpool.observe.stats import HostCounts, LayerStats
-from carpool.observe.to_host import ToHost, to_device
-from carpool.observe.traffic import Traffic
+from carpool.metrics.counters import HostCounts, LayerStats, Traffic
+from carpool.metrics.host import ToHost, to_device
 
 RANKS, RANK = 3, 1
 CPU = torch.device("cpu")
