@@ -71,7 +71,7 @@ FORBIDDEN += [{"transport": "local", "layout": one["layout"]} for one in FORBIDD
 # An expert's hidden dimension is cut into equal slices.
 FORBIDDEN += [{"layout": name, "size": (37, 19)} for name in SLICED]
 # Which keep nothing that could be computed again.
-FORBIDDEN += [{"experts": "reference", "expert_activations": "recompute"}]
+FORBIDDEN += [{"experts": "reference", "hidden": "recompute"}]
 FORBIDDEN += [{"tokens": name, "routing": "router"} for name in REPLAYED]
 PRODUCT = [
     cell
