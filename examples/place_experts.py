@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/place_experts.py
 
-The command line does the same: `carpool trace`, `carpool place`, `carpool train moe.layout=FILE` (docs/communication.md).
+The command line does the same: `carpool trace`, `carpool place`, `carpool train moe.layout=FILE`
+(docs/communication.md).
 """
 
 import torch

@@ -475,7 +475,7 @@ def dense_over_ep_only(case: Case) -> Iterator[None]:
 @contextmanager
 def skipped_replica(case: Case) -> Iterator[None]:
     """Only the first slot of each expert gives its gradient to the home."""
-    from carpool.parallel import slots
+    from carpool.replicas import slots
 
     right = slots.ordered_sum
 

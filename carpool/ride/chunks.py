@@ -110,13 +110,14 @@ class ChunkedOrder:
         stats.tokens_dispatched += x_TH.shape[0]
         spans.begin("dispatch")
         if self.pieces == 1:
-            routes: Sequence[Any] = (transport.plan(slot_TK, weight_TK, stats.traffic),)
+            route = transport.plan(slot_TK, weight_TK, stats.traffic)
+            started = Started((x_TH,), (route,), {0: transport.dispatch(x_TH, route)}, spans)
         else:
             # All plans first: where the host waits for one, it must not wait for a dispatch as well.
             given = slot_TK.tensor_split(self.pieces), weight_TK.tensor_split(self.pieces)
             routes = transport.plan_pieces(*given, stats.traffic, self.together)
-        started = Started(_cut(x_TH, self.pieces), routes, {}, spans)
-        self._dispatch(started, 0, transport)
+            started = Started(x_TH.tensor_split(self.pieces), routes, {}, spans)
+            self._dispatch(started, 0, transport)
         spans.end()
         return started
 
@@ -177,7 +178,7 @@ class ChunkedOrder:
         assert experts is not None
         packets, dtype = reads_packets(experts), dy_TH.dtype
         spans = setup.stats.meter.ride(dy_TH.device, "backward", self.pieces)
-        dy_C = [dy.contiguous() for dy in _cut(dy_TH, self.pieces)]
+        dy_C: Sequence[torch.Tensor] = (dy_TH,) if self.pieces == 1 else dy_TH.tensor_split(self.pieces)
         dweights: ExpertWeights | Callable[[], ExpertWeights] | None = None
         sums: list[Pending] = []
         coming: dict[int, BackwardStarted] = {}
@@ -189,7 +190,7 @@ class ChunkedOrder:
             for other in range(piece, ahead - 1, -1):
                 if other not in coming:
                     with spans.named("dispatch", other):
-                        coming[other] = start_backward(kept[other], dy_C[other], setup)
+                        coming[other] = start_backward(kept[other], dy_C[other].contiguous(), setup)
             spans.end()
             handover()
             spans.begin("dispatch", piece)
@@ -222,10 +223,6 @@ class ChunkedOrder:
 
 PLAIN = ChunkedOrder()
 NOTHING_BESIDE = nullcontext()
-
-
-def _cut(rows: torch.Tensor, pieces: int) -> Sequence[torch.Tensor]:
-    return (rows,) if pieces == 1 else rows.tensor_split(pieces)
 
 
 def _last_gradients(last: Callable[[], ExpertWeights], spans: RideSpans, piece: int, processors: int) -> ExpertWeights:

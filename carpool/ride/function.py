@@ -69,7 +69,7 @@ def ride(
         ValueError: the order cannot be used with these experts or weights.
         RuntimeError: in a backward with create_graph=True.
     """
-    if (weights.adapted or weights.quantised) and not getattr(setup.experts, "computes_adapters", False):
+    if not getattr(setup.experts, "computes_adapters", False) and (weights.adapted or weights.quantised):
         what = "adapters of experts" if weights.adapted else "a quantised base"
         raise ValueError(f"experts={getattr(setup.experts, 'name', None)!r} cannot compute {what}: use 'grouped'")
     expert_TK, weight_TK = routing.expert_TK, routing.weight_TK

@@ -2,7 +2,7 @@
 biases, drops, and limits on how many ranks a token may visit."""
 
 from carpool.routing.router import Router
-from carpool.routing.routing import DropOptions, Routing
-from carpool.routing.selection import Routed, Rule, route, router_logits, sum_over
+from carpool.routing.routing import DropOptions, Routed, Routing, Rule, sum_over
+from carpool.routing.selection import route, router_logits
 
 __all__ = ["DropOptions", "Routed", "Router", "Routing", "Rule", "route", "router_logits", "sum_over"]

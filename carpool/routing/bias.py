@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.metrics.counters import add_once
-from carpool.routing.selection import sum_over
+from carpool.routing.routing import sum_over
 
 
 @torch.no_grad()

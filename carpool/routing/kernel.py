@@ -44,7 +44,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.routing.selection import Routed, Rule, sum_over
+from carpool.routing.routing import Routed, Rule, sum_over
 
 PROGRAMS = 2048
 

@@ -22,9 +22,8 @@ from torch import nn
 
 from carpool.metrics.counters import add_once
 from carpool.routing.bias import update_biases
-from carpool.routing.router import draw_weight
-from carpool.routing.routing import DropOptions, Routing
-from carpool.routing.selection import Rule, route, router_logits, scores, selection
+from carpool.routing.routing import DropOptions, Routing, Rule
+from carpool.routing.selection import route, router_logits, scores, selection
 
 # (score_TE to select by, share_TE of the weight, K) -> expert_TK, best first, and serving_TW (see `Routing`).
 Choose = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -87,8 +86,9 @@ class Router(nn.Module):
                 raise ValueError(f"{name}={value} must be 0 (no such loss) or more, and finite")
         if num_groups or topk_groups:
             _check_groups(num_experts, num_experts_per_tok, num_groups, topk_groups)
-        self.drops = DropOptions(capacity_factor, first_choices_first, random_second)
-        self.drops.check(num_experts_per_tok)
+        drops = DropOptions(capacity_factor, first_choices_first, random_second)
+        drops.check(num_experts_per_tok)
+        self.drops = drops if drops.active else None
         self.num_experts, self.top_k = num_experts, num_experts_per_tok
         self.score, self.normalize, self.scaling_factor = score, normalize, scaling_factor
         self.num_groups, self.topk_groups = num_groups, topk_groups
@@ -127,7 +127,7 @@ class Router(nn.Module):
             # Activation checkpointing runs this forward twice; the tokens came once. Evaluation must not train.
             add_once(self.load_E, count_E)
         routing = Routing(expert_TK, weight_TK, serving_TW)
-        if self.drops.active:
+        if self.drops is not None:
             routing, dropped = self.drops.drop(routing, self.num_experts, self.training)
             add_once(self.dropped, dropped)
         return routing
@@ -188,3 +188,13 @@ def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: in
             f"{topk_groups} groups of {num_experts // num_groups} experts hold fewer than {top_k} experts per token; "
             "raise topk_groups"
         )
+
+
+@torch.no_grad()
+def draw_weight(weight: torch.Tensor) -> None:
+    """Fill in place from the default generator: normal with the standard deviation of a linear layer's usual start;
+    zeros for a bias (fewer than two dimensions)."""
+    if weight.dim() < 2:
+        weight.zero_()
+    else:
+        weight.normal_(std=1 / math.sqrt(weight.shape[-1]))

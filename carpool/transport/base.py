@@ -41,6 +41,13 @@ from carpool.transport.volume import Counts, Volume
 # weight's float32 gradient on the way back in the backward.
 CHOICE_BYTES = 8
 GRADIENT_BYTES = 4
+# What rows that travel out to experts, or back, are counted as, and whether in the backward.
+VERB_OF = {
+    ("out", False): "dispatch",
+    ("back", False): "combine",
+    ("out", True): "combine_backward",
+    ("back", True): "dispatch_backward",
+}
 
 
 class RankMissingError(RuntimeError):
@@ -94,9 +101,7 @@ class Route:
     def verb(self, way: Literal["out", "back"]) -> str:
         """What rows that travel out to experts, or back, are counted as: a dispatch of gradients is the backward of a
         combine, and the other way round."""
-        if self.backward:
-            return "combine_backward" if way == "out" else "dispatch_backward"
-        return "dispatch" if way == "out" else "combine"
+        return VERB_OF[way, self.backward]
 
     def count(
         self,
@@ -114,7 +119,7 @@ class Route:
             choice_bytes: what travels beside a row for each choice that it serves.
             codecs: by which rows travel. Those of the baseline travel as they are.
         """
-        verb = self.verb(way)
+        verb = VERB_OF[way, self.backward]
         row_bytes = row.shape[1] * row.element_size()
         sent_bytes = row_bytes
         if codecs is not PLAIN:

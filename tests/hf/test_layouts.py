@@ -18,7 +18,7 @@ import carpool.hf
 from carpool.hf.seam.layouts import current_layouts, is_logical, logical_order, slots_kept
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
-from carpool.parallel import migrate
+from carpool.replicas import migrate
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import IMPLEMENTATION, full_gradients, quiet
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model

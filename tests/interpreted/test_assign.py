@@ -13,7 +13,7 @@ import torch
 
 from carpool import ExpertLayout, Routing, assign
 from carpool.layout import assigning as layout_module
-from carpool.parallel import slots
+from carpool.replicas import slots
 from carpool.replicas.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
 

@@ -21,8 +21,9 @@ from carpool.hf.axes import tensor_parallel as heads
 from carpool.hf.routing import balance
 from carpool.layout import assigning
 from carpool.optim import clip
-from carpool.parallel import flat, fsdp, sequence, slots
+from carpool.parallel import flat, fsdp, sequence
 from carpool.parallel.degrees import Degrees
+from carpool.replicas import slots
 from carpool.train.steps.objective import Objective
 from tests.meshes.cases import Case
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import carpool
 from carpool.layout import ExpertLayout
 from carpool.optim import AdamW
-from carpool.parallel import migrate
+from carpool.replicas import migrate
 from carpool.replicas.migrate import RowMove, check_can_move, move_experts
 from tests.layouts import EXPERTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh

@@ -153,9 +153,11 @@ def test_short_names(long, short):
 def test_profilers_see_names_and_nobody_else_pays(monkeypatch):
     meter = Meter("layers.3")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        span = meter.ride(CPU, "backward", chunks=2)
-        with span("dispatch", 0), span.named("dispatch", 1):
+        spans = meter.ride(CPU, "backward", chunks=2)
+        spans.begin("dispatch", 0)
+        with spans.named("dispatch", 1):
             pass
+        spans.end()
         with meter.span("fill", CPU):
             pass
     ours = {event.key for event in seen.key_averages() if event.key.startswith("carpool::")}
