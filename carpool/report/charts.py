@@ -155,7 +155,8 @@ MARKS = {"mark": "experts moved", "muted": "resumed"}
 
 @dataclass(frozen=True)
 class Line:
-    """One series. `style`: line, thin (raw data beneath another line), dash (predicted), point (few measurements).
+    """One series. `style`: line, thin (raw data beneath another line), dash (predicted), point (few measurements), or
+    column (one for each whole x).
 
     y is NaN where nothing was measured; `upper` reaches a band from y up to it.
     """
@@ -211,6 +212,10 @@ def draw_lines(chart: Chart, lines: Sequence[Line]) -> str | None:
     left = 8 + MARGIN_EM * max((len(chart.tick(t)) for t in y_ticks), default=1)
     first = min(float(line.x.min()) for line in lines)
     last = max(float(line.x.max()) for line in lines)
+    # Half a column stands beyond the middle of the first and of the last one.
+    for line in lines:
+        if line.style == "column":
+            first, last = min(first, float(line.x.min()) - 0.5), max(last, float(line.x.max()) + 0.5)
     last = max(last, first + 1)
     floor = chart.height - _BOTTOM
 
@@ -244,6 +249,9 @@ def draw_lines(chart: Chart, lines: Sequence[Line]) -> str | None:
             style = f"stroke: {colour(role)}"
             parts.append(tag("line", class_=f"mark {role}", x1=x, x2=x, y1=float(_TOP), y2=float(floor), style=style))
     for line in lines:
+        if line.style == "column":
+            parts += _columns(line, px(line.x), py(line.y), float(px(1.0) - px(0.0)), floor)
+            continue
         parts += _drawn(line, px(line.x), py(line.y), py(line.upper) if line.upper is not None else None)
         if chart.top is not None:
             over = px(line.x[line.y > chart.top])
@@ -290,6 +298,14 @@ def _drawn(line: Line, x: np.ndarray, y: np.ndarray, upper: np.ndarray | None) -
         dots = zip(x[known], y[known], strict=True)
         parts += [tag("circle", class_=kind, cx=float(a), cy=float(b), r=r, style=fill) for a, b in dots]
     return parts
+
+
+def _columns(line: Line, x: np.ndarray, y: np.ndarray, pitch: float, floor: float) -> list[str]:
+    """A column is at most 48 units wide; `pitch`: from the middle of one to the middle of the next."""
+    width = min(0.7 * pitch, 48.0)
+    places = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
+    style = f"fill: {colour(line.role)}"
+    return [tag("rect", x=a - width / 2, y=b, width=width, height=floor - b, style=style) for a, b in places]
 
 
 def _path(x: np.ndarray, y: np.ndarray) -> str:

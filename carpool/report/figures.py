@@ -18,22 +18,12 @@ import numpy as np
 from carpool.planner.memory.held import BESIDE_TENSORS
 from carpool.report.charts import (
     HEAT_LEVELS,
-    MARGIN_EM,
-    WIDTH,
     Chart,
     Grid,
     Line,
-    axis_text,
-    colour,
     draw_grid,
     draw_lines,
-    every,
-    hover_cells,
-    legend,
     scale,
-    svg,
-    tag,
-    ticks,
 )  # fmt: skip
 from carpool.report.read import Run
 from carpool.report.record_types import PARTS, Layers, Train, median
@@ -438,51 +428,25 @@ _TOP, _HEIGHT = 10.0, 150.0
 
 
 def copies_by_layer(run: Run) -> str | None:
-    """Copies per token of each layer, the mean over the last tenth of the recorded steps."""
+    """Ranks per token of each layer, the mean over the last tenth of the recorded steps."""
     found = [d.copies_L for d in run.layers if d.copies_L]
     found = [copies_L for copies_L in found if len(copies_L) == len(found[-1])]
     if not found:
         return None
-    last = np.array(found[-max(1, len(found) // 10) :], dtype=float)
-    copies_L = last.mean(axis=0)
-    uniform = run.info.predicted.copies_per_token_uniform
-    return columns(copies_L, layer_names(run, len(copies_L)), uniform)
-
-
-def columns(value_L: np.ndarray, names: Sequence[str], predicted: float | None) -> str:
-    """One column per layer, and a dashed line for what is predicted of all."""
-    high = 1.08 * max(float(np.nanmax(value_L)), predicted or 0.0, 1e-9)
-    marks = ticks(0, high)
-    left = 8 + MARGIN_EM * max(len(axis_text(t)) for t in marks)
-    floor = _TOP + _HEIGHT
-    w = (WIDTH - 4 - left) / len(value_L)
-    gap = max(0.15 * w, (w - 48) / 2)
-
-    def y(value: float) -> float:
-        return floor - _HEIGHT * value / high
-
-    parts = []
-    for tick in marks:
-        parts.append(tag("line", class_="grid", x1=left, x2=float(WIDTH - 4), y1=y(tick), y2=y(tick)))
-        parts.append(tag("text", axis_text(tick), x=left - 6, y=y(tick) + 4, text_anchor="end"))
-    written = every(MARGIN_EM * (max(map(len, names)) + 1.5) / w)
-    for i, value in enumerate(value_L):
-        x = left + i * w
-        if np.isfinite(value):
-            style = f"fill: {colour('dispatch')}"
-            parts.append(tag("rect", x=x + gap, y=y(value), width=w - 2 * gap, height=floor - y(value), style=style))
-        if i % written == 0:
-            parts.append(tag("text", names[i], x=x + w / 2, y=floor + 17, text_anchor="middle"))
-    parts.append(tag("text", "layer", class_="axis", x=(left + WIDTH) / 2, y=floor + 33, text_anchor="middle"))
-    key = ""
-    if predicted is not None:
-        d = f"M{left:.1f} {y(predicted):.1f}H{WIDTH - 4}"
-        parts.append(tag("path", class_="dash", d=d, style=f"stroke: {colour('predicted')}"))
-        key = legend([("measured", "dispatch", "area"), (f"predicted (uniform): {predicted:.2f}", "predicted", "dash")])
-    texts = [plain_text(float(v), 3) for v in value_L]
-    lefts = [left + i * w for i in range(len(value_L))]
-    hover = hover_cells(lefts, w, _TOP, _HEIGHT, ["copies per token"], [f"layer {name}" for name in names], texts)
-    return key + '<p class="unit">copies per token</p>' + svg(parts, floor + 38, "Copies per token by layer", hover)
+    copies_L = np.array(found[-max(1, len(found) // 10) :], dtype=float).mean(axis=0)
+    names, layer_L = layer_names(run, len(copies_L)), np.arange(len(copies_L), dtype=float)
+    lines = [Line("measured", "dispatch", layer_L, copies_L, "column")]
+    if (uniform := run.info.predicted.copies_per_token_uniform) is not None:
+        ends = np.array([-0.5, len(copies_L) - 0.5])
+        lines.append(Line(f"predicted (uniform): {uniform:.2f}", "predicted", ends, np.full(2, uniform), "dash"))
+    chart = Chart(
+        "Ranks per token by layer",
+        "ranks per token",
+        lambda value: plain_text(value, 3),
+        across="layer",
+        across_text=lambda layer: names[min(max(round(layer), 0), len(names) - 1)],
+    )
+    return draw_lines(chart, lines)
 
 
 def memory(run: Run) -> list[tuple[str, float, str, float]]:

@@ -214,7 +214,11 @@ def test_grids_show_what_the_file_says(page: Page) -> None:
     assert busiest[columns - 1] == f"busiest expert {max(r for _, r in loads[: SHAPE.experts]):.2f} × the mean"
     copies = [line["copies"] for line in train_lines(SHAPE) if line["kind"] == "layers"][-4:]
     means = [sum(layer) / len(layer) for layer in zip(*copies, strict=True)]
-    assert _hover(page, "copies-layer")["text"] == [f"{mean:.3f}" for mean in means]
+    columns = _line(page, "copies-layer", "measured")
+    assert columns["text"] == [f"{mean:.3f}" for mean in means] and columns["at"] == ["0", "1", "2", "3"]
+    drawn = [a for tag, a in page.tags_of["copies-layer"] if tag == "rect"]
+    heights = [float(a["height"] or 0) for a in drawn]
+    assert heights == pytest.approx([heights[0] * mean / means[0] for mean in means], rel=0.01), "columns begin at zero"
 
 
 def test_ranks_are_told_as_deviation_from_their_mean(page: Page) -> None:
