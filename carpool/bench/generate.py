@@ -10,8 +10,8 @@ All read the same random prompts, and choose greedily, as many tokens as were as
 together, and contenders take turns. Prefill is the time to the first token of each sequence, decoding the time for the
 others; the slowest rank counts.
 
-What weights and caches need is predicted before a model is built (`carpool.serve.room`). What fits nowhere is refused.
-Models that do not fit beside each other are built and measured one after the other, and the table says so.
+What weights and caches need is predicted before a model is built (`carpool.serve.serve_memory`). What fits nowhere is
+refused. Models that do not fit beside each other are built and measured one after the other, and the table says so.
 
 Files: DIR/generate.json, every round and where it ran.
 """
@@ -41,8 +41,8 @@ from carpool.hf.generation.decode_graph import ROUND, DecodeGraphs
 from carpool.hf.generation.generate import Generated, Sampling, generate
 from carpool.metrics.host import slowest
 from carpool.planner.search.plan import USABLE
-from carpool.serve.room import needed_bytes
-from carpool.serve.source import spread_model
+from carpool.serve.serve_memory import needed_bytes
+from carpool.serve.served_model import spread_model
 from carpool.train.blueprint import Blueprint, model_config
 from carpool.train.config.published import read_keys
 from carpool.train.launch.machine import rank_memory

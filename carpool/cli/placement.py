@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, check_output, check_writable, command, errors, require
-from carpool.serve.folder import check_folder
+from carpool.serve import check_folder
 
 if TYPE_CHECKING:
     from carpool.planner.machine.cost import CostModel

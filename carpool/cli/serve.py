@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, check_writable, errors, require
-from carpool.serve.folder import check_folder
+from carpool.serve import check_folder
 from carpool.train.launch.worker import collector_paused
 
 _Model = Annotated[
@@ -116,9 +116,9 @@ def generate(
             check_writable("--out", out)
         with collector_paused():
             from carpool.bench.options import one_of
-            from carpool.serve.experts import PREDICTORS, ExpertTier, Where
+            from carpool.serve.expert_tier import PREDICTORS, ExpertTier, Where
             from carpool.serve.prompts import read_prompts
-            from carpool.serve.start import default_ranks, start
+            from carpool.serve.serve_ranks import default_ranks, start
             from carpool.train.config.sizes import size_of
 
         one_of("--experts", experts, get_args(Where))
@@ -134,7 +134,7 @@ def generate(
         options = _options(max_new_tokens, temperature, top_k, top_p, seed)
         if dry_run:
             with collector_paused():
-                from carpool.serve.dry_run import describe
+                from carpool.serve.generate_dry_run import describe
 
             number = default_ranks(ranks)
             typer.echo(describe(str(model), asked, options, batch_size, _known(dtype), number, there, gpu))
@@ -142,7 +142,7 @@ def generate(
         if gpu is not None:
             raise ValueError("--gpu says for which GPU --dry-run predicts; give both, or neither")
         start(
-            "carpool.serve.generate:run_rank",
+            "carpool.serve.answers:run_rank",
             ranks,
             debug=debug,
             model=str(model),
@@ -200,11 +200,11 @@ def chat(
     with errors(debug):
         require(TRAIN_PACKAGES)
         check_folder(model)
-        from carpool.serve.start import start
+        from carpool.serve.serve_ranks import start
 
         options = _options(max_new_tokens, temperature, top_k, top_p, seed)
         settings = {"model": str(model), "system": system, "options": options, "dtype": _known(dtype)}
-        start("carpool.serve.chat:run_rank", ranks, debug=debug, **settings)
+        start("carpool.serve.conversation:run_rank", ranks, debug=debug, **settings)
 
 
 def evaluate(
@@ -251,10 +251,10 @@ def evaluate(
         if not data and (window is not None or stride is not None):
             raise ValueError("--window and --stride are of --data, and change nothing without it; leave them out")
         from carpool.bench.options import split
-        from carpool.serve.start import start
+        from carpool.serve.serve_ranks import start
 
         if tasks is not None:
-            from carpool.serve.harness import check_installed
+            from carpool.serve.eval_tasks import check_installed
 
             check_installed()
         start(

@@ -27,9 +27,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.activations.loss_head import HeadLoss, next_tokens
 from carpool.kernels.cross_entropy import IGNORED
-from carpool.serve.generate import context_of
-from carpool.serve.source import find_source, open_model
-from carpool.serve.text import Text
+from carpool.serve.answers import context_of
+from carpool.serve.prompts import Text
+from carpool.serve.served_model import find_source, open_model
 from carpool.train.config.schema import Config
 from carpool.train.data.rows import parse_json
 
@@ -149,7 +149,7 @@ def run_rank(
         found = perplexity(loaded, source.text, documents, length=length, stride=step, batch_size=batch_size)
         results["perplexity"] = asdict(found)
     if tasks:
-        from carpool.serve.harness import run_tasks
+        from carpool.serve.eval_tasks import run_tasks
 
         results["tasks"] = run_tasks(loaded, source.text, tasks, batch_size=batch_size, limit=limit, context=context)
     if dist.is_initialized() and dist.get_rank() > 0:

@@ -1,16 +1,96 @@
-"""Prompts: from a file, and to ranks.
+"""Prompts: from a file, to tokens by the tokenizer in a folder and its chat template, and to ranks.
 
 A file has one JSON object per line, `{"prompt": "text"}` or `{"messages": [{"role": "user", "content": "..."}]}`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from carpool.serve.text import Text
+from transformers import GenerationConfig
+
+from carpool.train.config.schema import DataSection
+from carpool.train.data.pretrained import read_pretrained
 from carpool.train.data.rows import parse_json
+from carpool.train.data.tokenizer import FileTokenizer
+
+Messages = Sequence[dict[str, Any]]
+
+
+class Text:
+    """A tokenizer of Transformers.
+
+    Args:
+        folder: of a checkpoint, or what a run keeps of one.
+        run: the `[data]` of that run, whose documents may end with another token than the tokenizer's.
+
+    Attributes:
+        tokenizer: of Transformers.
+        end: tokens that end a text: what generation_config.json names, which may be more than the tokenizer does; and
+            the token that ends the documents of the run.
+        vocabulary: tokens from here on mean nothing: a model's vocabulary may be padded to a round size.
+
+    Raises:
+        ValueError: there is no tokenizer in the folder, or Transformers cannot read it."""
+
+    def __init__(self, folder: Path, run: DataSection | None = None) -> None:
+        self.folder, self.tokenizer = folder, read_pretrained(folder)
+        own = None
+        if (folder / "generation_config.json").is_file():
+            own = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        end = _as_list(self.tokenizer.eos_token_id if own is None else own)
+        if run is not None:
+            end.append(FileTokenizer(folder, run.eos_token).eos_id)
+        self.end = tuple(dict.fromkeys(end))
+        self.vocabulary = 1 + max(self.tokenizer.get_vocab().values())
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text that is to be continued, at least one."""
+        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        begin = self.tokenizer.bos_token_id
+        if begin is not None and tokens[:2] == [begin, begin]:
+            # The text names it itself, as training allows, too.
+            tokens = tokens[1:]
+        return tokens or _as_list(self.tokenizer.eos_token_id if begin is None else begin)
+
+    def bytes_of(self, token: int) -> int:
+        """Bytes of UTF-8 that a token stands for, also if it is a part of a character; 0: a special token."""
+        shown = self.decode([token])
+        if "\ufffd" not in shown:
+            return len(shown.encode())
+        # A byte by its number, of tokenizers that fall back to bytes; else one letter for each byte.
+        piece = str(self.tokenizer.convert_ids_to_tokens(token))
+        return 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def chat(self, messages: Messages) -> list[int]:
+        """Tokens of a conversation whose next message is the model's.
+
+        Raises:
+            ValueError: there is no template, or it refuses the conversation."""
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer in {self.folder} has no chat template: give a text to continue (carpool generate "
+                "--prompt), or put the template into chat_template.jinja there"
+            )
+        try:
+            made: list[int] = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template in {self.folder} refuses the conversation: {error}") from error
+        return made
+
+
+def _as_list(token: Any) -> list[int]:
+    return [] if token is None else list(token) if isinstance(token, list | tuple) else [int(token)]
+
 
 Prompt = dict[str, Any]
 

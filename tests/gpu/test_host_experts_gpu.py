@@ -24,8 +24,8 @@ from carpool.optim import AdamW
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
-from carpool.serve.experts import ExpertTier
-from carpool.serve.source import find_source, open_model
+from carpool.serve.expert_tier import ExpertTier
+from carpool.serve.served_model import find_source, open_model
 from tests.serve.checkpoints import save
 
 pytestmark = pytest.mark.gpu

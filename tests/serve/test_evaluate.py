@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 from carpool.cli import app
 from carpool.serve.evaluate import Perplexity, Window, perplexity, windows
-from carpool.serve.source import find_source, open_model
-from carpool.serve.text import Text
+from carpool.serve.prompts import Text
+from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.run_source import keep_source
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
@@ -144,6 +144,6 @@ def test_bad_input(tmp_path: Path) -> None:
 
 def test_tasks_without_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "qwen3_moe")
-    monkeypatch.setattr("carpool.serve.harness.find_spec", lambda _: None)
+    monkeypatch.setattr("carpool.serve.eval_tasks.find_spec", lambda _: None)
     result = _run(tmp_path, "--tasks", "hellaswag")
     assert result.exit_code == 1 and "pip install lm_eval" in result.stderr

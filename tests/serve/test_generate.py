@@ -18,17 +18,17 @@ from carpool.cli import app
 from carpool.hf.generation import decode_graph
 from carpool.hf.generation.decode_graph import DecodeGraphs
 from carpool.hf.generation.generate import Sampling, generate
-from carpool.serve import dry_run, room, source
-from carpool.serve.generate import answer
+from carpool.serve import generate_dry_run, serve_memory, served_model
+from carpool.serve.answers import answer
 from carpool.serve.prompts import deal
-from carpool.serve.source import find_source, open_model
+from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.config import load_config
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 from tests.serve.checkpoints import greedy, save, tokenizer
 
-RANKS_IMPORT = ("carpool.serve.source",)
+RANKS_IMPORT = ("carpool.serve.served_model",)
 LENGTHS = (5, 1, 11, 3, 8, 2)
 
 
@@ -190,19 +190,19 @@ def test_bad_input(tmp_path: Path) -> None:
 def test_too_little_memory_is_told_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(tmp_path, "qwen3_moe")
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    needed = room.needed_bytes(tmp_path, torch.float32, 1, 10, 20)
+    needed = serve_memory.needed_bytes(tmp_path, torch.float32, 1, 10, 20)
     # 2 layers of 4 heads with keys and values of 8 each.
     assert needed == {"weights": size, "cache": 20 * 2 * 4 * 16 * 4, "rows": 10 * 32 * 8 * 4}
     experts = 2 * 8 * (2 * 16 * 32 + 32 * 16) * 4
-    assert room.needed_bytes(tmp_path, torch.float32, 4, 10, 20)["weights"] == size - experts * 3 // 4
-    monkeypatch.setattr(room, "rank_memory", lambda *_: size)
-    monkeypatch.setattr(source, "build_model", None)
+    assert serve_memory.needed_bytes(tmp_path, torch.float32, 4, 10, 20)["weights"] == size - experts * 3 // 4
+    monkeypatch.setattr(serve_memory, "rank_memory", lambda *_: size)
+    monkeypatch.setattr(served_model, "build_model", None)
     assert "GiB of host memory: use more ranks" in _error(tmp_path, "--prompt", "x")
 
 
 def test_a_dry_run_says_whether_it_fits_and_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "qwen3_moe")
-    monkeypatch.setattr(source, "build_model", None)
+    monkeypatch.setattr(served_model, "build_model", None)
     asked = ("--prompt", "hello", "--prompt", "x", "--prompt", "y", "--max-new-tokens", 5, "--ranks", 2, "--dry-run")
     found = _run(tmp_path, *asked)
     assert found.exit_code == 0, found.stderr
@@ -210,9 +210,9 @@ def test_a_dry_run_says_whether_it_fits_and_loads_nothing(tmp_path: Path, monkey
     assert lines[0].startswith("prompts: 3, of ") and lines[0].endswith("and 5 new ones each at most")
     assert lines[1] == "ranks: 2, with 2 prompts at a time; rounds: 1" and lines[3].startswith("fits into the ")
     longest = len(find_source(tmp_path).text.encode("hello"))
-    needs = room.needed_bytes(tmp_path, torch.float32, 2, 2 * longest, 2 * (longest + 5))
+    needs = serve_memory.needed_bytes(tmp_path, torch.float32, 2, 2 * longest, 2 * (longest + 5))
     assert lines[2].startswith(f"a rank takes {decimal(sum(needs.values()))}: weights {decimal(needs['weights'])}, ")
-    monkeypatch.setattr(dry_run, "rank_memory", lambda *_: sum(needs.values()) - 1)
+    monkeypatch.setattr(generate_dry_run, "rank_memory", lambda *_: sum(needs.values()) - 1)
     assert "does NOT fit into the" in _run(tmp_path, *asked).stdout
     assert "fits into the 79.0 GiB of H100\n" in _run(tmp_path, *asked, "--gpu", "h100").stdout
     assert " µs by H100's datasheet: prefill " in _run(tmp_path, *asked, "--gpu", "h100").stdout

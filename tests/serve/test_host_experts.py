@@ -15,9 +15,9 @@ from carpool.experts.host_experts import host_experts
 from carpool.hf.generation import decode_graph
 from carpool.hf.seam.rides import rides
 from carpool.parallel.replicated import sharded_parameters
-from carpool.serve import room, source
-from carpool.serve.experts import ExpertTier
-from carpool.serve.source import find_source, open_model
+from carpool.serve import serve_memory, served_model
+from carpool.serve.expert_tier import ExpertTier
+from carpool.serve.served_model import find_source, open_model
 from tests.serve.checkpoints import greedy, save
 
 HOST = ExpertTier("host")
@@ -56,13 +56,13 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         in _run(tmp_path, "--prompt", "x", "--experts", "hots").output
     )
     found = find_source(tmp_path)
-    monkeypatch.setattr(source, "_ranks", lambda: 2)
+    monkeypatch.setattr(served_model, "_ranks", lambda: 2)
     with pytest.raises(
         ValueError, match="--experts host: experts come when they are chosen on one rank alone; use --ranks 1"
     ):
         open_model(found, max_tokens=64, experts=HOST)
-    monkeypatch.setattr(source, "_ranks", lambda: 1)
-    monkeypatch.setattr(source, "build_model", None)
+    monkeypatch.setattr(served_model, "_ranks", lambda: 1)
+    monkeypatch.setattr(served_model, "build_model", None)
     monkeypatch.setattr(host, "free_host_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"the experts \(--experts host\) of 1 ranks .* 0.0 GiB are free"):
         open_model(found, max_tokens=64, experts=HOST)
@@ -88,14 +88,14 @@ def test_what_cannot_be_read_from_disk_is_said(tmp_path: Path, monkeypatch: pyte
 
 def test_the_gpu_needs_two_layers_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "qwen3_moe", num_hidden_layers=6)
-    needed = room.needed_bytes(tmp_path, torch.float32, 1, 4, 4)
-    experts, layers = room.expert_elements(tmp_path)
+    needed = serve_memory.needed_bytes(tmp_path, torch.float32, 1, 4, 4)
+    experts, layers = serve_memory.expert_elements(tmp_path)
     assert layers == 6
     # Enough for all but three layers' experts.
-    monkeypatch.setattr(room, "rank_memory", lambda *_: sum(needed.values()) - 4 * experts // 2)
+    monkeypatch.setattr(serve_memory, "rank_memory", lambda *_: sum(needed.values()) - 4 * experts // 2)
     with pytest.raises(ValueError, match="or on one rank --experts host"):
-        room.check_room(tmp_path, torch.float32, 1, 4, 4)
-    room.check_room(tmp_path, torch.float32, 1, 4, 4, experts=HOST)
+        serve_memory.check_room(tmp_path, torch.float32, 1, 4, 4)
+    serve_memory.check_room(tmp_path, torch.float32, 1, 4, 4, experts=HOST)
 
 
 def test_decode_steps_are_no_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from carpool.serve.in_step import InStep
-from carpool.serve.source import find_source, open_model
+from carpool.serve.eval_tasks import InStep
+from carpool.serve.served_model import find_source, open_model
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 from tests.serve.checkpoints import save
 
-RANKS_IMPORT = ("carpool.serve.source",)
+RANKS_IMPORT = ("carpool.serve.served_model",)
 TEXTS = [[[1, 2, 3, 4, 5], [6, 7, 8], [9, 10]], []]
 
 

@@ -23,7 +23,7 @@ from carpool.hf.seam.experts_module import expert_function
 from carpool.hf.seam.layers import experts_modules, find_router
 from carpool.hf.weights.files import stored_weights
 from carpool.parallel.degrees import Degrees
-from carpool.serve.source import find_source, open_model
+from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.config import load_config
 from carpool.train.config.schema_adapter import AdapterSection

@@ -20,7 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from carpool.serve.text import Text
+from carpool.serve.prompts import Text
 from carpool.train.config import load_config
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import Corpus, check_sources, default_cache_dir, prepare

@@ -1,6 +1,6 @@
 """`carpool generate --dry-run`: whether it fits, and what it takes at least. Nothing is loaded, and no rank starts.
 
-    memory    of a rank: weights, the cache, rows (`carpool.serve.room`), beside what a GPU or this machine has
+    memory    of a rank: weights, the cache, rows (`carpool.serve.serve_memory`), beside what a GPU or this machine has
     work      rounds of prompts, tokens of prompts, steps of decoding at most
     time      with --gpu: what the datasheet's rates allow at best. Products of prompts by FLOP/s; a step of decoding
               reads the cache, dense weights, and those experts that its tokens are expected to choose by chance
@@ -19,11 +19,11 @@ from rich.filesize import decimal
 
 from carpool.hf.config.sizes import EXPERTS, TOP_K, first_key
 from carpool.planner.machine.hardware import Hardware
-from carpool.serve.experts import ExpertTier
-from carpool.serve.generate import ready
+from carpool.serve.answers import ready
+from carpool.serve.expert_tier import ExpertTier
 from carpool.serve.prompts import Prompt, Round, deal
-from carpool.serve.room import expert_elements, host_bytes, needed_bytes, rank_needs
-from carpool.serve.source import find_source
+from carpool.serve.serve_memory import expert_elements, host_bytes, needed_bytes, rank_needs
+from carpool.serve.served_model import find_source
 from carpool.train.launch.machine import find_gpu, rank_memory
 
 
@@ -37,7 +37,7 @@ def describe(
     experts: ExpertTier,
     gpu: str | None = None,
 ) -> str:
-    """What `carpool.serve.generate.run_rank` of these would take, on `ranks` ranks.
+    """What `carpool.serve.answers.run_rank` of these would take, on `ranks` ranks.
 
     Args:
         gpu: the name of a GPU for which it is meant; None: this machine.

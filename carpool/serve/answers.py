@@ -17,10 +17,9 @@ from carpool.experts.host_experts import host_experts
 from carpool.hf.generation.decode_graph import DecodeGraphs
 from carpool.hf.generation.generate import Generated, Sampling
 from carpool.hf.generation.generate import generate as continue_prompts
-from carpool.serve.experts import ExpertTier, what_came
-from carpool.serve.prompts import Prompt, check_length, deal, encode
-from carpool.serve.source import Source, find_source, open_model
-from carpool.serve.text import Text
+from carpool.serve.expert_tier import ExpertTier, what_came
+from carpool.serve.prompts import Prompt, Text, check_length, deal, encode
+from carpool.serve.served_model import Source, find_source, open_model
 from carpool.train.config.schema import Config
 
 # If nobody says.

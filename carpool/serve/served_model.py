@@ -28,10 +28,10 @@ from carpool.hf.building.narrow import row_size
 from carpool.hf.config.source import read_config
 from carpool.hf.finetune.adapters import share_adapters
 from carpool.hf.weights.stored_experts import StoredExperts
-from carpool.serve.experts import ON_DEVICE, PREDICTORS, ExpertTier
-from carpool.serve.folder import check_folder
-from carpool.serve.room import check_room
-from carpool.serve.text import Text
+from carpool.serve import check_folder
+from carpool.serve.expert_tier import ON_DEVICE, PREDICTORS, ExpertTier
+from carpool.serve.prompts import Text
+from carpool.serve.serve_memory import check_room
 from carpool.train.blueprint import model_source, top_k_of
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load

@@ -24,10 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.generation.decode_graph import DecodeGraphs
 from carpool.hf.generation.generate import Generated, generate
-from carpool.serve.generate import Speed, context_of, sampling_of
-from carpool.serve.prompts import check_length
-from carpool.serve.source import find_source, open_model
-from carpool.serve.text import Text
+from carpool.serve.answers import Speed, context_of, sampling_of
+from carpool.serve.prompts import Text, check_length
+from carpool.serve.served_model import find_source, open_model
 from carpool.train.config.schema import Config
 
 HELP = "/reset forgets the conversation, /exit ends it"
