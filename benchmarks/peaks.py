@@ -153,7 +153,7 @@ def measure_one(name: str, config: Config, steps: int, device: torch.device, fir
         if built.objective.graphs is not None:
             steps += EAGER_STEPS - 1
         numbers = peaks_on_cpu(run.run, steps) if device.type == "cpu" else peaks_on_gpu(run, steps, device)
-        transport, dense, graphs = built.transport.answer, plan.dense.answer, built.objective.graphs
+        transport, dense, graphs = built.transport.answer, plan.data_parallel.answer, built.objective.graphs
         memory, host = plan.estimate(transport, dense), plan.estimate.host_bytes(transport)
         captured = graphs is not None and graphs.bytes > 0
         what = run.what

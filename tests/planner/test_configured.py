@@ -22,7 +22,7 @@ from carpool.planner.step.events import execute
 from carpool.planner.step.lengths import Lengths
 from carpool.planner.step.prediction import predict
 from carpool.train.config import load_config
-from carpool.train.plan.division import decide_dense
+from carpool.train.plan.division import decide_data_parallel
 from tests.environment import TRACES
 
 H100 = find_hardware("H100")
@@ -82,7 +82,10 @@ def test_dense_parameters_are_whole_by_the_rule_of_runs(share: float) -> None:
     machine = replace(H100, capacity=needed / share)
     settings = config.model_dump() | {"moe": config.model_dump()["moe"] | {"transport": "nvlink"}}
     found, notes = candidate_of(settings, whole.degrees, shape, machine, 8)
-    assert found.data_parallel == decide_dense(config, whole.degrees, lambda _: int(needed), int(needed / share))[0]
+    assert (
+        found.data_parallel
+        == decide_data_parallel(config, whole.degrees, lambda _: int(needed), int(needed / share))[0]
+    )
     assert found.data_parallel == ("zero1" if share < 0.8 else "fsdp")
     assert ("more than 80%" in notes["parallelism.data_parallel = auto"]) == (share > 0.8)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
-from carpool.train.plan.division import decide_dense
+from carpool.train.plan.division import decide_data_parallel
 from tests.ranks import Ranks
 from tests.train import test_loop
 from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture
@@ -73,11 +73,13 @@ def test_losses_checkpoints_and_exports_are_equal(by_fsdp: Path, whole: Path) ->
 
 def test_the_record_says_which_and_why(by_fsdp: Path, whole: Path) -> None:
     infos = [json.loads((folder / "run.json").read_text()) for folder in (whole, by_fsdp)]
-    assert [(info["decisions"]["dense"]["name"], info["decisions"]["dense"]["how"]) for info in infos] == [
+    assert [
+        (info["decisions"]["data_parallel"]["name"], info["decisions"]["data_parallel"]["how"]) for info in infos
+    ] == [
         ("zero1", "default"),
         ("fsdp", "given"),
     ]
-    assert "whole dense parameters fit: about" in infos[0]["decisions"]["dense"]["why"]
+    assert "whole dense parameters fit: about" in infos[0]["decisions"]["data_parallel"]["why"]
     memory = [info["predicted"]["memory_per_rank_bytes"] for info in infos]
     # Of two layers, FSDP has both in full at a time.
     assert memory[0]["parameters"] == memory[1]["parameters"] and memory[0]["optimizer"] == memory[1]["optimizer"]
@@ -91,7 +93,7 @@ def test_resumes_bit_by_bit(two_ranks: Ranks, text: list[str], whole: Path, tmp_
     assert losses(again) == {step: value for step, value in losses(whole).items() if step > 2}
     ours, theirs = weights(again, 4), weights(whole, 4)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    assert json.loads((again / "run.json").read_text())["decisions"]["dense"]["why"].startswith("as recorded")
+    assert json.loads((again / "run.json").read_text())["decisions"]["data_parallel"]["why"].startswith("as recorded")
 
 
 @pytest.mark.parametrize("dense", ["fsdp", "zero1"])
@@ -160,7 +162,7 @@ def test_equals_fsdp_with(ranks: Ranks, two_ranks: Ranks, text: list[str], tmp_p
 )
 def test_auto_decides_by_memory(settings: dict[str, Any], degrees: Degrees, memory: int, answer: str, why: str) -> None:
     config = Config.model_validate({"model": {"model_type": "olmoe"}, "data": {"train": "x"}, **settings})
-    found, reason = decide_dense(config, degrees, {"zero1": 80, "fsdp": 1}.__getitem__, memory)
+    found, reason = decide_data_parallel(config, degrees, {"zero1": 80, "fsdp": 1}.__getitem__, memory)
     assert found == answer and why in reason
 
 
@@ -168,6 +170,6 @@ def test_what_cannot_be_whole_is_refused() -> None:
     settings = {"model": {"model_type": "olmoe"}, "data": {"train": "x"}}
     config = Config.model_validate({**settings, "moe": {"priority": True}, "parallelism": {"data_parallel": "zero1"}})
     with pytest.raises(ValueError, match=r"moe\.priority .*use 'fsdp' or 'auto'"):
-        decide_dense(config, Degrees(fsdp=4, ep=4), lambda _: 0, 1)
+        decide_data_parallel(config, Degrees(fsdp=4, ep=4), lambda _: 0, 1)
     with pytest.raises(ValueError, match="tensor parallelism divides them"):
         Config.model_validate({**settings, "parallelism": {"data_parallel": "zero1", "tp_size": 2}})

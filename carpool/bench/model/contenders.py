@@ -169,7 +169,7 @@ class CarpoolContender:
     @property
     def what(self) -> str:
         plan, name, schedule = self.run.plan, self.run.built.transport.answer, self.run.built.schedule.answer
-        parts = [f"{plan.degrees}", f"dense {plan.dense.answer}", f"transport {name}", f"schedule {schedule}"]
+        parts = [f"{plan.degrees}", f"dense {plan.data_parallel.answer}", f"transport {name}", f"schedule {schedule}"]
         graphs = "CUDA graphs" if self.captured else f"no CUDA graphs ({self.run.built.no_graphs})"
         return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager", graphs])
 

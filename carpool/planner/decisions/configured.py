@@ -16,7 +16,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.configuration.candidate import POLICIES, Candidate
 from carpool.planner.configuration.eager import by_settings
-from carpool.planner.decisions.rules import automatic_transport, dense_by_rule, foreseen_unfit
+from carpool.planner.decisions.rules import automatic_transport, data_parallel_by_rule, foreseen_unfit
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.memory.peak import memory_of
 from carpool.planner.model.shape import ModelShape
@@ -122,8 +122,10 @@ def candidate_of(
         found = replace(found, transport=decided("moe.transport", "auto", transport, why))
     if found.data_parallel == "auto":
         whole = replace(found, data_parallel="zero1")
-        dense, why = dense_by_rule(degrees, moe["priority"], lambda: memory_of(shape, whole).total, hardware.capacity)
-        found = replace(found, data_parallel=decided("parallelism.data_parallel", "auto", dense, why))
+        data_parallel, why = data_parallel_by_rule(
+            degrees, moe["priority"], lambda: memory_of(shape, whole).total, hardware.capacity
+        )
+        found = replace(found, data_parallel=decided("parallelism.data_parallel", "auto", data_parallel, why))
     return found, notes
 
 

@@ -30,14 +30,14 @@ HEADROOM = 0.8
 TWO_HOPS = "hierarchical"
 
 
-def why_not_whole(degrees: Degrees, priority: bool) -> str | None:
+def why_not_zero1(degrees: Degrees, priority: bool) -> str | None:
     """Why dense parameters cannot be whole; None: they can."""
     if degrees.tp > 1:
         return "tensor parallelism divides dense parameters"
     return "moe.priority holds back the reductions of FSDP" if priority else None
 
 
-def dense_by_rule(
+def data_parallel_by_rule(
     degrees: Degrees, priority: bool, needed: Callable[[], float], memory: float | None
 ) -> tuple[str, str]:
     """("fsdp" or "zero1", why).
@@ -47,7 +47,7 @@ def dense_by_rule(
         memory: the bytes that it has; None: not known, and then they are whole."""
     if degrees.dp_cp == 1:
         return "fsdp", "one data-parallel rank has nothing to shard"
-    if (reason := why_not_whole(degrees, priority)) is not None:
+    if (reason := why_not_zero1(degrees, priority)) is not None:
         return "fsdp", reason
     if memory is None:
         return "zero1", "the memory of a rank is not known"

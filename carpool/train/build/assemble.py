@@ -201,7 +201,7 @@ def _load(plan: Plan, meshes: Meshes) -> PreTrainedModel:
             seed=training.seed,
             attn_implementation=plan.attention,
             experts_implementation=config.model.experts_implementation,
-            dense=plan.dense.answer,
+            dense=plan.data_parallel.answer,
             base_dtype=config.adapter.base_dtype,
             meshes=meshes,
             sequence_parallel=plan.sequence_parallel.answer,
@@ -220,7 +220,7 @@ def _set_trained(plan: Plan, model: PreTrainedModel, saved: dict[str, Any]) -> i
         freeze_dense(model)
     elif training.freeze == "experts":
         freeze_experts(model, rides(model))
-    whole = plan.dense.answer == "zero1"
+    whole = plan.data_parallel.answer == "zero1"
     if config.adapter.kind is not None:
         start, own = config.adapter.path, Path(training.output_dir, ADAPTER)
         # What a run began with may be gone when it goes on, with the checkpoint's values.
@@ -319,7 +319,7 @@ def _objective(
 def _set_graphs(plan: Plan, built: Built) -> None:
     """Let steps be CUDA graphs, where they can be."""
     asked, objective, layers = plan.config.training.cuda_graphs, built.objective, built.rides
-    one = plan.estimate.candidate(built.transport.answer, plan.dense.answer)
+    one = plan.estimate.candidate(built.transport.answer, plan.data_parallel.answer)
     one = replace(one, schedule=built.schedule.answer.name)
     why = why_no_graphs(plan.config, one, built.model, layers)
     if why is None and NSIGHT:

@@ -32,7 +32,7 @@ from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import stages_of
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
-from carpool.planner.decisions.rules import dense_by_rule, why_not_whole
+from carpool.planner.decisions.rules import data_parallel_by_rule, why_not_zero1
 from carpool.train.config.renamed import value_now
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
@@ -144,17 +144,17 @@ def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel)
     return Chosen(True, {}, how, "fewer bytes between ranks, and norms and routers are computed once")
 
 
-def _read_dense(record: Record) -> str:
+def _read_data_parallel(record: Record) -> str:
     name = value_now("parallelism.data_parallel", record["name"])
     if name not in ("fsdp", "zero1"):
-        raise ValueError(f"dense = {name!r} is not known")
+        raise ValueError(f"data_parallel = {name!r} is not known")
     return str(name)
 
 
-DENSE_KIND: Kind[str] = Kind("dense", lambda name: {"name": name}, _read_dense)
+DATA_PARALLEL_KIND: Kind[str] = Kind("data_parallel", lambda name: {"name": name}, _read_data_parallel)
 
 
-def choose_dense(
+def choose_data_parallel(
     config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int, decisions: Decisions
 ) -> Chosen[str]:
     """Choose "fsdp" or "zero1". All ranks together.
@@ -175,27 +175,29 @@ def choose_dense(
     }
 
     def decide(kept: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
-        answer, why = decide_dense(config, degrees, predict, memory)
+        answer, why = decide_data_parallel(config, degrees, predict, memory)
         if config.parallelism.data_parallel != "auto":
             return Chosen(answer, shape, "given", why), False
         return kept or Chosen(answer, shape, "default", why + note), False
 
-    return decisions.choose(DENSE_KIND, shape, decide)
+    return decisions.choose(DATA_PARALLEL_KIND, shape, decide)
 
 
-def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int) -> tuple[str, str]:
-    """("fsdp" or "zero1", why), as `choose_dense`, in one process and without a record."""
+def decide_data_parallel(
+    config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int
+) -> tuple[str, str]:
+    """("fsdp" or "zero1", why), as `choose_data_parallel`, in one process and without a record."""
     wanted = config.parallelism.data_parallel
     if degrees.dp_cp == 1:
-        return dense_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
-    reason = why_not_whole(degrees, config.moe.priority)
+        return data_parallel_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
+    reason = why_not_zero1(degrees, config.moe.priority)
     if wanted == "zero1" and reason is not None:
         raise ValueError(f"parallelism.data_parallel = 'zero1' cannot be used here: {reason}; use 'fsdp' or 'auto'")
     if wanted != "auto":
         return wanted, "asked for"
     if reason is None and config.adapter.base_dtype is not None:
         return "zero1", "experts that are quantised are beside whole dense parameters"
-    return dense_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
+    return data_parallel_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
 
 
 Speeds = tuple[float, ...]

@@ -110,7 +110,10 @@ def _time(plan: Plan) -> list[str]:
     if not machine.cuda or config.adapter.kind is not None or config.training.freeze is not None:
         return []
     settings = config.model_dump()
-    settings["moe"]["transport"], settings["parallelism"]["data_parallel"] = plan.transport.answer, plan.dense.answer
+    settings["moe"]["transport"], settings["parallelism"]["data_parallel"] = (
+        plan.transport.answer,
+        plan.data_parallel.answer,
+    )
     settings["memory"] |= plan.policies.answer
     per_node = machine.topology.ranks_beside(0)
     try:
@@ -147,7 +150,7 @@ def _needed(plan: Plan) -> tuple[list[str], list[str]]:
             "a rank and step, if parameters are updated in the backward (modelled)"
         )
     name = f"{room / 2**30:,.0f} GiB" if cuda else f"{room / 2**30:,.1f} GiB, a rank's share of this machine"
-    return lines, describe_fit(plan.estimate, plan.transport.answer, plan.dense.answer, room, name)
+    return lines, describe_fit(plan.estimate, plan.transport.answer, plan.data_parallel.answer, room, name)
 
 
 def _mib(size: int) -> str:

@@ -195,24 +195,24 @@ class MemoryEstimate:
         """The same of a run with other settings, on the same ranks."""
         return MemoryEstimate(config, self.degrees, self.model, self.cuda, self.nodes, self)
 
-    def __call__(self, transport: str, dense: str) -> Memory:
+    def __call__(self, transport: str, data_parallel: str) -> Memory:
         """Predicted bytes of each component on one rank when memory is highest, and their total.
 
         Args:
             transport: the one that is used, not "auto".
-            dense: "fsdp" or "zero1", as `parallelism.data_parallel`.
+            data_parallel: "fsdp" or "zero1", as `parallelism.data_parallel`.
 
         Returns:
             parameters, gradients, optimizer, activations, logits, transport, copies (of experts that came from other
             ranks) if there are any, and loading where that is more; on GPUs context, nccl and fragments, and graphs if
             steps are captured; on CPUs process and allocator; total.
         """
-        found = {name: math.ceil(size) for name, size in self._peak(transport, dense).parts.items()}
+        found = {name: math.ceil(size) for name, size in self._peak(transport, data_parallel).parts.items()}
         return {**found, "total": sum(found.values())}
 
-    def _peak(self, transport: str, dense: str) -> Peak:
+    def _peak(self, transport: str, data_parallel: str) -> Peak:
         """Of the fullest rank of the pipeline."""
-        candidate = self.candidate(transport, dense)
+        candidate = self.candidate(transport, data_parallel)
         found = (peak_of(self.of_stage(candidate, one), candidate, one) for one in sorted({0, self.degrees.pp - 1}))
         return max(found, key=lambda one: one.total)
 
@@ -239,14 +239,14 @@ class MemoryEstimate:
             experts = max(0, own - self.config.memory.experts_bytes[1])
         return int(state) + experts
 
-    def candidate(self, transport: str, dense: str) -> Candidate:
+    def candidate(self, transport: str, data_parallel: str) -> Candidate:
         """What the planner calls such a configuration."""
         config, training = self.config, self.config.training
         return Candidate(
             degrees=self.degrees, sequence_length=config.data.sequence_length,
             micro_batch=self.tokens // config.data.sequence_length, accumulation=training.gradient_accumulation_steps,
-            transport=transport, schedule=config.moe.schedule, data_parallel=dense, policies=config.memory.policies,
-            optimizer_offload=training.optimizer_offload,
+            transport=transport, schedule=config.moe.schedule, data_parallel=data_parallel,
+            policies=config.memory.policies, optimizer_offload=training.optimizer_offload,
             optimizer_in_backward=training.optimizer_in_backward, compiled=training.torch_compile,
             pipeline=config.parallelism.pp_schedule,
             stored=self.stored, computed=self.computed, eager=self._why_eager,

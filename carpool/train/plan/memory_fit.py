@@ -57,19 +57,19 @@ class Change:
     price: str
 
 
-def describe_fit(estimate: MemoryEstimate, transport: str, dense: str, memory: int, name: str) -> list[str]:
+def describe_fit(estimate: MemoryEstimate, transport: str, data_parallel: str, memory: int, name: str) -> list[str]:
     """A verdict, and advice if it is a bad one: lines of text.
 
     Args:
-        transport, dense: as `MemoryEstimate.__call__` takes them.
+        transport, data_parallel: as `MemoryEstimate.__call__` takes them.
         memory: bytes of a rank.
         name: of that memory, such as "79 GiB".
     """
-    needed = estimate(transport, dense)["total"]
+    needed = estimate(transport, data_parallel)["total"]
     if needed <= memory:
         return [f"fits in {name} ({needed / GiB:,.1f} GiB at the peak)"]
     lines = [f"does not fit in {name}: {needed / GiB:,.1f} GiB at the peak. In the order of what it costs:"]
-    for change in advise(estimate, transport, dense, memory):
+    for change in advise(estimate, transport, data_parallel, memory):
         verdict = "fits" if change.total <= memory else "not enough"
         lines.append(f"  {change.settings:<58} {change.total / GiB:8,.1f} GiB, {verdict}: {change.price}")
     if len(lines) == 1:
@@ -77,12 +77,12 @@ def describe_fit(estimate: MemoryEstimate, transport: str, dense: str, memory: i
     return lines
 
 
-def advise(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:
+def advise(estimate: MemoryEstimate, transport: str, data_parallel: str, memory: int) -> Iterator[Change]:
     """Changes, each on top of those before it, until it fits."""
-    total = estimate(transport, dense)["total"]
+    total = estimate(transport, data_parallel)["total"]
     for settings, changed, price in _changes(estimate.config):
         smaller = estimate.changed(changed(estimate.config))
-        now = smaller(transport, dense)["total"]
+        now = smaller(transport, data_parallel)["total"]
         if now > (1 - LEAST_SAVING) * total:
             continue
         estimate, total = smaller, now
@@ -92,7 +92,7 @@ def advise(estimate: MemoryEstimate, transport: str, dense: str, memory: int) ->
     if total > memory:
         # Of several sequences in a micro-batch, each takes too little for shorter ones to help.
         several = estimate.config.training.per_device_train_batch_size > 1
-        yield from [_more_ranks(total)] if several else _shorter(estimate, transport, dense, memory)
+        yield from [_more_ranks(total)] if several else _shorter(estimate, transport, data_parallel, memory)
 
 
 def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
@@ -141,16 +141,16 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
         yield _one("memory", "moe_outputs", "recompute", "rides and experts again")
 
 
-def _shorter(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:
+def _shorter(estimate: MemoryEstimate, transport: str, data_parallel: str, memory: int) -> Iterator[Change]:
     length = estimate.config.data.sequence_length
     while length > 1024:
         length //= 2
         smaller = estimate.changed(_setter("data", sequence_length=length)(estimate.config))
-        total = smaller(transport, dense)["total"]
+        total = smaller(transport, data_parallel)["total"]
         if total <= memory:
             yield Change(f"data.sequence_length={length}", total, "longer texts are cut")
             return
-    yield _more_ranks(estimate(transport, dense)["total"])
+    yield _more_ranks(estimate(transport, data_parallel)["total"])
 
 
 def _more_ranks(total: int) -> Change:
@@ -251,18 +251,18 @@ def _fitting(
         ValueError: no policies fit into the budget."""
     config, budget = estimate.config, estimate.config.memory.budget_bytes
     assert budget is not None
-    dense = _assumed_dense(config)
+    data_parallel = _assumed_data_parallel(config)
 
     def preferred(policies: Policies) -> bool:
         if config.training.cuda_graphs != "on":
             return True
-        one = estimate.changed(with_policies(config, policies)).candidate(transport, dense)
+        one = estimate.changed(with_policies(config, policies)).candidate(transport, data_parallel)
         return (one.eager or one.why_eager_by_plan) is None
 
     return choose_policies(
         budget,
         open_items(config),
-        lambda policies: estimate.changed(with_policies(config, policies))(transport, dense)["total"],
+        lambda policies: estimate.changed(with_policies(config, policies))(transport, data_parallel)["total"],
         milliseconds,
         how,
         preferred,
@@ -281,13 +281,13 @@ def _modelled(
     except ValueError:
         return lambda policies: float(sum(policy != "save" for policy in policies.values()))
     candidate = replace(
-        estimate.candidate(transport, _assumed_dense(config)),
+        estimate.candidate(transport, _assumed_data_parallel(config)),
         experts="fp8" if config.moe.experts == "fp8" else "grouped",
     )
     return modelled_milliseconds(shape, hardware, candidate, per_node)
 
 
-def _assumed_dense(config: Config) -> str:
+def _assumed_data_parallel(config: Config) -> str:
     """The layout of non-expert parameters that is assumed while it is not decided."""
     return "zero1" if config.parallelism.data_parallel == "zero1" else "fsdp"
 

@@ -38,7 +38,7 @@ from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
 from carpool.train.plan.division import (
     SEQUENCE_KIND,
     CutModel,
-    choose_dense,
+    choose_data_parallel,
     context_cut,
     cut_into_stages,
     distributed_config,
@@ -70,7 +70,7 @@ class Plan:
         sequence_parallel: whether tensor-parallel ranks divide their tokens among themselves.
         transport: what the ranks are expected to choose.
         policies: what is saved for the backward.
-        dense: "fsdp" or "zero1".
+        data_parallel: "fsdp" or "zero1", of non-expert parameters.
     """
 
     config: Config
@@ -88,7 +88,7 @@ class Plan:
     sequence_parallel: Chosen[bool]
     transport: Chosen[str]
     policies: Chosen[Policies]
-    dense: Chosen[str]
+    data_parallel: Chosen[str]
 
     @property
     def bf16(self) -> bool:
@@ -109,12 +109,12 @@ class Plan:
     @property
     def candidate(self) -> Candidate:
         """The run in the planner's words."""
-        return self.estimate.candidate(self.transport.answer, self.dense.answer)
+        return self.estimate.candidate(self.transport.answer, self.data_parallel.answer)
 
     @cached_property
     def needs(self) -> Memory:
         """Predicted bytes of a rank, by component."""
-        return self.estimate(self.transport.answer, self.dense.answer)
+        return self.estimate(self.transport.answer, self.data_parallel.answer)
 
     @property
     def balance_loss(self) -> tuple[float, str]:
@@ -146,7 +146,7 @@ class Plan:
             lines.append(f"sequence parallelism: {on}: {self.sequence_parallel.why}")
         if self.cut is not None:
             lines.append(f"context: {self.cut}")
-        lines.append(f"dense parameters: {self.dense.answer}: {self.dense.why}")
+        lines.append(f"dense parameters: {self.data_parallel.answer}: {self.data_parallel.why}")
         weight, why = self.balance_loss
         lines.append(f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})")
         if (long := self.blueprint.why_long(config.data.sequence_length)) is not None:
@@ -207,9 +207,11 @@ def resolve(
         estimate = estimate.changed(config)
     if machine.here:
         check_host_and_disk(config, machine, estimate.host_bytes(transport.answer), estimate.disk_bytes())
-    dense = choose_dense(config, degrees, lambda one: estimate(transport.answer, one)["total"], memory, decisions)
-    check_parallelism(model, distributed_config(degrees, estimate.bf16), dense.answer, sequence_parallel.answer)
-    check_adapter(config, degrees, dense.answer, estimate.bf16)
+    data_parallel = choose_data_parallel(
+        config, degrees, lambda one: estimate(transport.answer, one)["total"], memory, decisions
+    )
+    check_parallelism(model, distributed_config(degrees, estimate.bf16), data_parallel.answer, sequence_parallel.answer)
+    check_adapter(config, degrees, data_parallel.answer, estimate.bf16)
     return Plan(
         config=config,
         machine=machine,
@@ -226,7 +228,7 @@ def resolve(
         sequence_parallel=sequence_parallel,
         transport=transport,
         policies=policies,
-        dense=dense,
+        data_parallel=data_parallel,
     )
 
 

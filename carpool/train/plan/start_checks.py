@@ -99,7 +99,7 @@ def check_fits(plan: Plan) -> None:
     if not plan.config.training.check_memory or plan.needs["total"] <= CLEARLY * plan.memory:
         return
     name = f"the {plan.memory / GiB:,.1f} GiB of a rank"
-    first, *lines = describe_fit(plan.estimate, plan.transport.answer, plan.dense.answer, plan.memory, name)
+    first, *lines = describe_fit(plan.estimate, plan.transport.answer, plan.data_parallel.answer, plan.memory, name)
     raise ValueError("\n".join([f"this run {first}", *lines, "to try it all the same: training.check_memory=false"]))
 
 

@@ -160,7 +160,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
         "exact": not lossy,
         "lossy_reasons": lossy,
         "predicted": {
-            "memory_per_rank_bytes": plan.estimate(layer.transport.name, plan.dense.answer),
+            "memory_per_rank_bytes": plan.estimate(layer.transport.name, plan.data_parallel.answer),
             "copies_per_token_uniform": degrees.etp
             * layer.transport.copies_per_token(layer.num_experts, blueprint.top_k, degrees.ep),
             "flops_per_token": flops_per_token(blueprint.size, config.data.sequence_length),
