@@ -41,7 +41,7 @@ test test-all: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy carpool
+	$(BIN)/mypy carpool carpool_systems
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -63,7 +63,7 @@ install: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
-	find carpool tests -type d -name __pycache__ -prune -exec rm -rf {} +
+	find carpool carpool_systems tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # torch goes first and alone: a range such as "torch>=2.11", met while other packages are resolved, can pull a newer
 # build together with gigabytes of CUDA libraries; the version pinned in constraints.txt is then already there.

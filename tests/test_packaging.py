@@ -16,8 +16,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def test_every_file_of_the_package_is_packed() -> None:
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["*"]
-    others = [path for path in (ROOT / "carpool").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    assert {"page.html.j2", "py.typed", "carpool.toml"} <= {path.name for path in others}
+    files = [path for name in ("carpool", "carpool_systems") for path in (ROOT / name).rglob("*") if path.is_file()]
+    others = [path for path in files if path.suffix not in (".py", ".pyc")]
+    assert {"page.html.j2", "py.typed", "carpool.toml", "lancet.toml"} <= {path.name for path in others}
     for path in others:
         assert any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns), f"package-data has no {path.name}"
         assert (path.parent / "__init__.py").is_file(), f"{path.parent} is no package, so {path.name} is not packed"

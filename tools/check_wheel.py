@@ -2,7 +2,7 @@
 
     python -m tools.check_wheel dist/carpool-0.1.0-py3-none-any.whl
 
-Compares the wheel with the source tree: every file of `carpool/` must be in it, Python or not.
+Compares the wheel with the source tree: every file of `carpool/` and `carpool_systems/` must be in it, Python or not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "carpool"
+ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT / "carpool", ROOT / "carpool_systems")
 LEFT_OUT = {".pyc"}
 
 
@@ -19,10 +20,9 @@ def missing(wheel: Path) -> list[str]:
     """Files of the package that the wheel lacks."""
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
-    files = (path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in LEFT_OUT)
-    return sorted(
-        name for name in (path.relative_to(PACKAGE.parent).as_posix() for path in files) if name not in packed
-    )
+    files = (path for package in PACKAGES for path in package.rglob("*"))
+    files = (path for path in files if path.is_file() and path.suffix not in LEFT_OUT)
+    return sorted(name for name in (path.relative_to(ROOT).as_posix() for path in files) if name not in packed)
 
 
 def main() -> int:

@@ -136,10 +136,12 @@ def _file_of(module: str, package: Path) -> str | None:
 
 
 def strangers(package: Path = PACKAGE) -> list[str]:
-    """Imports of transformers by `carpool.moe` or a room below it, one sentence each."""
+    """Imports of transformers by `carpool.moe` or a room below it, and of `carpool_systems` by any file: one sentence
+    each."""
     wrong: list[str] = []
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
+        wrong += [f"{file} imports {name}" for name in imports(path.read_text(), file, "carpool_systems")]
         if LEVEL.get(room_of("carpool." + file.removesuffix(".py").replace("/", ".")), -1) >= LEVEL["moe"]:
             wrong += [f"{file} imports {name}" for name in imports(path.read_text(), file, "transformers")]
     return wrong

@@ -75,8 +75,8 @@ def plan(
         from carpool.planner.model.shape import ModelShape
         from carpool.planner.search.constraints import read_constraints
         from carpool.planner.search.plan import plan as search
+        from carpool.planner.search.planners import MOVES, PLANNERS
         from carpool.planner.search.space import Space
-        from carpool.planner.search.systems import OTHERS, SYSTEMS
         from carpool.plugins.nearest import nearest
         from carpool.train.config.published import read_keys
         from carpool.train.config.schema_parallelism import MAX_RANKS
@@ -103,10 +103,10 @@ def plan(
                 "(--sequence-length)"
             )
         usable = None if memory is None else float(size_of(memory, "--memory"))
-        if unknown := [name for name in policy or () if name not in SYSTEMS]:
-            guess = nearest(unknown[0], SYSTEMS)
+        if unknown := [name for name in policy or () if name not in PLANNERS]:
+            guess = nearest(unknown[0], list(PLANNERS))
             raise ValueError(
-                f"--policy {unknown[0]} {OTHERS.get(unknown[0], 'is not known')}; there are {', '.join(SYSTEMS)}"
+                f"--policy {unknown[0]} is not known; there are {', '.join(sorted(PLANNERS))}"
                 f"{f'; did you mean {guess}?' if guess else ''}"
             )
         space = read_constraints(
@@ -121,18 +121,18 @@ def plan(
             search, shape, rates, gpus=gpus, tokens=batch - batch % sequence_length, sequence_length=sequence_length,
             per_node=gpus_per_node, memory=usable, routes=routes, space=space,
         )  # fmt: skip
-        found = ask(best=best, system=SYSTEMS["aceso"] if moves else None)
+        found = ask(best=best, system=MOVES if moves else None)
         if not found.plans:
             raise ValueError(_why_none(found))
         _show(found, shape, rates, routes, min(gpus_per_node, gpus), model, usable, out)
         if policy:
-            _show_policies(found.plans[0], {name: ask(best=1, system=SYSTEMS[name]) for name in policy})
+            _show_policies(found.plans[0], {name: ask(best=1, system=PLANNERS[name]) for name in policy})
 
 
 def _show_policies(best: Plan, found: Mapping[str, Found]) -> None:
     """What published planners would have chosen, beside the plan."""
     from carpool.bench.results import print_table, terminal
-    from carpool.planner.search.systems import SYSTEMS
+    from carpool.planner.search.planners import PLANNERS
 
     console, rows = terminal(150), []
     for name, one in found.items():
@@ -145,7 +145,7 @@ def _show_policies(best: Plan, found: Mapping[str, Found]) -> None:
     columns = ["", "configuration", "step, s", "interval", "beside the plan", "GiB", "exposed"]
     print_table(console, "published planners, by the same model of costs", columns, rows, long=1)
     for name in found:
-        console.print(f"{name}: {SYSTEMS[name].chooses} ({SYSTEMS[name].source})", highlight=False)
+        console.print(f"{name}: {PLANNERS[name].chooses} ({PLANNERS[name].source})", highlight=False)
 
 
 def _why_none(found: Found) -> str:

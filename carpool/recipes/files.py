@@ -1,4 +1,10 @@
-"""The files of recipes: where they are, and what they say. `carpool.recipes` says what a recipe is."""
+"""The files of recipes: where they are, and what they say. `carpool.recipes` says what a recipe is.
+
+A package brings recipes by an entry point of the group "carpool.recipes", which names a module beside its TOML files:
+
+    [project.entry-points."carpool.recipes"]
+    my_package = "my_package.recipes"
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,15 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from carpool.plugins.nearest import nearest
 
 FOLDERS = "CARPOOL_RECIPES"
+GROUP = "carpool.recipes"
 Kind = Literal["placement", "routing", "schedule", "memory", "transport", "mesh"]
 
 
@@ -116,12 +125,15 @@ def read(name: str) -> Recipe:
 
 
 def _paths() -> dict[str, Path]:
-    """The files of all recipes by name: those of the package, and those of the folders that the environment names."""
+    """The files of all recipes by name: Carpool's own, those of installed packages, and those of the folders that the
+    environment names."""
     folders = [Path(folder) for folder in os.environ.get(FOLDERS, "").split(os.pathsep) if folder]
     if absent := [str(folder) for folder in folders if not folder.is_dir()]:
         raise ValueError(f"{FOLDERS} names {', '.join(absent)}, which is no folder")
+    modules = dict.fromkeys(entry.value for entry in entry_points(group=GROUP))
+    installed = [Path(str(import_module(module).__file__)).parent for module in modules]
     found: dict[str, Path] = {}
-    for folder in (Path(__file__).parent, *folders):
+    for folder in (Path(__file__).parent, *installed, *folders):
         for path in sorted(folder.glob("*.toml")):
             if path.stem in found:
                 raise ValueError(f"two recipes are called {path.stem}: {found[path.stem]} and {path}; rename one")

@@ -57,7 +57,7 @@ def test_what_cannot_be_planned_says_why() -> None:
         ({"--hardware": "list.json"}, "list.json is not what 'carpool doctor --measure'"),
         ({"--hardware": "cpu"}, "say what a rank may use, such as --memory 70GiB"),
         ({"--policy": "alpine"}, "--policy alpine is not known; there are aceso, alpa,"),
-        ({"--policy": "nnscaler"}, "as --only does here for every policy; there are aceso, alpa,"),
+        ({"--policy": "nnscaler"}, "--policy nnscaler is not known; there are aceso, alpa,"),
         ({"--only": "memory.layer_activation=save"}, "did you mean memory.layer_activations?"),
         ({"--max-grad-norm": "inf"}, "--max-grad-norm inf must be a finite number"),
         ({"--tokens-per-batch": "9999999M"}, "--tokens-per-batch 9999999M is more than any step has"),

@@ -21,8 +21,8 @@ from carpool.planner.search import moves
 from carpool.planner.search.bounds import Bounds
 from carpool.planner.search.enumeration import Enumeration
 from carpool.planner.search.plan import Search, plan
+from carpool.planner.search.planners import MOVES
 from carpool.planner.search.space import POLICY_SETS, Problem, Space
-from carpool.planner.search.systems import SYSTEMS
 from carpool.planner.search.why import with_all_memory
 from carpool.planner.step.prediction import predict, step_seconds
 from carpool.train.config import load_config
@@ -138,7 +138,7 @@ def test_bounds_are_bounds_and_the_first_micro_batches_tell_of_all(candidate: Ca
 def test_moves_end_near_the_best(memory: float) -> None:
     numbers = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "per_node": 4, "memory": memory}
     best = plan(SHAPE, H100, **numbers, space=SMALL)  # type: ignore[arg-type]
-    found = plan(SHAPE, H100, **numbers, space=SMALL, system=SYSTEMS["aceso"])  # type: ignore[arg-type]
+    found = plan(SHAPE, H100, **numbers, space=SMALL, system=MOVES)  # type: ignore[arg-type]
     (one,) = found.plans
     assert one.memory.total <= memory
     ratio = one.prediction.seconds.middle / best.plans[0].prediction.seconds.middle
@@ -161,7 +161,7 @@ def test_moves_go_on_through_longer_steps(hops: int, ends: int, monkeypatch: pyt
 def test_moves_end_at_what_can_be_run() -> None:
     small = replace(SMALL, runs=lambda one: "not whole" if one.data_parallel == "zero1" else None)
     numbers = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "memory": 60e9, "space": small}
-    for system in (None, SYSTEMS["aceso"]):
+    for system in (None, MOVES):
         found = plan(SHAPE, H100, **numbers, system=system)  # type: ignore[arg-type]
         assert found.refused["not whole"] and found.plans
         assert all(one.candidate.data_parallel == "fsdp" for one in found.plans)

@@ -63,6 +63,12 @@ def test_no_room_below_the_layer_imports_transformers(tmp_path: Path) -> None:
     assert strangers(tmp_path) == ["ride/b.py imports transformers.trainer"]
 
 
+def test_plug_ins_of_published_systems_are_imported_by_nobody(tmp_path: Path) -> None:
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli" / "a.py").write_text("def later():\n    from carpool_systems.planners import ALPA")
+    assert strangers(tmp_path) == ["cli/a.py imports carpool_systems.planners"]
+
+
 def test_circles_of_files_are_refused(tmp_path: Path) -> None:
     files = {
         "ride/__init__.py": "from carpool.ride.a import go",

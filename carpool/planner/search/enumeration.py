@@ -20,8 +20,8 @@ from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches
 from carpool.planner.configuration.candidate import KEEP, Candidate
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.search.memories import Memories
+from carpool.planner.search.planners import Planner
 from carpool.planner.search.space import Problem, Space
-from carpool.planner.search.systems import System
 
 # Where the optimizer's state is and how gradients come to it, from those that cost no time on.
 _UPDATES = (("none", False), ("none", True), ("host", True), ("host", False))
@@ -79,7 +79,7 @@ class Enumeration:
         tight: those that need more than the memory that may be used, and no more than there is.
     """
 
-    def __init__(self, problem: Problem, space: Space, system: System | None = None) -> None:
+    def __init__(self, problem: Problem, space: Space, system: Planner | None = None) -> None:
         self.problem, self.space, self.system = problem, space, system
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()

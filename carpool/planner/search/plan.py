@@ -33,8 +33,8 @@ from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.bounds import Bounds
 from carpool.planner.search.enumeration import Enumeration
 from carpool.planner.search.moves import Place, relieve
+from carpool.planner.search.planners import Planner
 from carpool.planner.search.space import Problem, Space
-from carpool.planner.search.systems import System
 from carpool.planner.step.prediction import Prediction, inputs, predict, step_seconds
 
 # Of the memory of a device: the rest is for what the prediction misses.
@@ -90,7 +90,7 @@ def plan(
     routes: Routes | None = None,
     space: Space | None = None,
     best: int = 5,
-    system: System | None = None,
+    system: Planner | None = None,
 ) -> Found:
     """The fastest configurations that fit.
 
@@ -101,7 +101,7 @@ def plan(
         routes: what tokens choose; None: uniform.
         space: what may vary; None: all that is known.
         best: how many to return.
-        system: a published planner, whose choices these are (`carpool.planner.search.systems`); None: the fastest.
+        system: a published planner, whose choices these are (`carpool.planner.search.planners`); None: the fastest.
 
     Raises:
         ValueError: numbers that do not go together; the message says what to change."""

@@ -15,7 +15,6 @@ from carpool.train.config.schema_base import (
     check_options,
     known_name,
     listed_options,
-    toml_value,
 )
 
 
@@ -243,9 +242,11 @@ class TrainingSection(Section):
 
         cls = self.ablest_optimizer()
         if (name := lacks(cls)) is not None:
+            value = getattr(self, name)
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
             able = " or ".join(other for other in OPTIMIZERS if lacks(OPTIMIZERS[other]) is None)
             raise ValueError(
-                f"training.{name} = {toml_value(getattr(self, name))} needs the {able} optimizer, but "
+                f"training.{name} = {shown} needs the {able} optimizer, but "
                 f'training.optimizer = "{self.optimizer}"; leave one of them out'
             )
         if self.optimizer_options:

@@ -16,10 +16,11 @@ from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.constraints import read_constraints
 from carpool.planner.search.enumeration import Enumeration
 from carpool.planner.search.plan import Plan, plan
+from carpool.planner.search.planners import PLANNERS
 from carpool.planner.search.space import Problem, Space
-from carpool.planner.search.systems import SYSTEMS, _stages, fsmoe, roofline, tutel
 from carpool.planner.step.lengths import Lengths
 from carpool.train.config.published import read_keys
+from carpool_systems.planners import _stages, fsmoe, roofline, tutel
 
 SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 4}))
 H100 = find_hardware("H100")
@@ -30,7 +31,7 @@ SMALL = Space(pp=(1, 2), tp=(1,), cp=(1,), etp=(1,), micro_batches=(1, 2))
 
 
 def chosen(name: str | None, **changed: Any) -> Plan:
-    system = None if name is None else SYSTEMS[name]
+    system = None if name is None else PLANNERS[name]
     return plan(SHAPE, H100, **{**NUMBERS, **changed}, best=1, space=SMALL, system=system).plans[0]
 
 
@@ -39,18 +40,18 @@ def fastest() -> Plan:
     return chosen(None)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", PLANNERS)
 def test_no_policy_finds_a_faster_plan_that_fits(name: str, fastest: Plan) -> None:
     one = chosen(name)
     # Some may choose what the search leaves to a run: numbers of chunks, dense tensors in host memory.
     least = 0.95 if name in ("mist", "fsmoe") else 1 - 1e-9
     assert one.prediction.seconds.middle >= least * fastest.prediction.seconds.middle
     assert one.memory.total <= NUMBERS["memory"] and one.candidate.tokens == NUMBERS["tokens"]
-    assert SYSTEMS[name].source and SYSTEMS[name].chooses
+    assert PLANNERS[name].source and PLANNERS[name].chooses
 
 
 def candidates(name: str) -> tuple[list[Candidate], Problem]:
-    system = SYSTEMS[name]
+    system = PLANNERS[name]
     problem = Problem(SHAPE, H100, 16, 8, 64, 4096, 14e9, Routes())
     return list(Enumeration(problem, system.restrict(SMALL, SHAPE), system).candidates()), problem
 
@@ -130,7 +131,7 @@ def test_constraints_are_kept_by_every_search() -> None:
     assert (
         one.plans[0].candidate.degrees.ep in (2, 8) and one.plans[0].candidate.policies["expert_activations"] == "save"
     )
-    assert plan(SHAPE, H100, **NUMBERS, best=1, space=space, system=SYSTEMS["alpa"]).plans[0].candidate.degrees.ep in (
+    assert plan(SHAPE, H100, **NUMBERS, best=1, space=space, system=PLANNERS["alpa"]).plans[0].candidate.degrees.ep in (
         2,
         8,
     )
@@ -146,4 +147,4 @@ def test_constraints_are_kept_by_every_search() -> None:
     nothing = plan(SHAPE, H100, **NUMBERS, space=spread)
     assert not nothing.plans and any("no transport of nvlink joins" in why for why in nothing.refused)
     with pytest.raises(ValueError, match="pp: none of 1 is among what is allowed: 4"):
-        SYSTEMS["bagualu"].restrict(read_constraints(Space(), ["pp=4"]), SHAPE)
+        PLANNERS["bagualu"].restrict(read_constraints(Space(), ["pp=4"]), SHAPE)

@@ -1,27 +1,19 @@
-"""Published planners as policies of Carpool's search: what would each of them choose, by one model of costs?
+"""What published planners would choose, in the search of `carpool plan` (`carpool.planner.search.planners`).
 
-    restrict    what the system can choose among, of what Carpool can run
-    refine      what it decides by a formula of its own, once degrees and micro-batch are given
-    order       its own objective, where that is not the predicted step: the candidates, the best first
+    carpool plan ... --policy alpa --policy tutel
 
-What a system chooses is predicted as Carpool's own plan is, so that two plans differ in what was chosen and in nothing
-else. Transports are those of the search, unless a system is made of its own.
-
-    plan(shape, hardware, ..., system=SYSTEMS["alpa"])          carpool plan --policy alpa --policy tutel
-
-Not here: nnScaler (Lin et al., OSDI 2024) lets people constrain the search, which any search here takes
-(`constraints.py`, `carpool plan --only`). ScheMoE (Shi et al., EuroSys 2024) orders compression, exchange
-and decompression, which are one event in this model.
+Not here: nnScaler (Lin et al., OSDI 2024) lets people constrain the search, which any search of Carpool takes
+(`carpool plan --only`). ScheMoE (Shi et al., EuroSys 2024) orders compression, exchange and decompression, which are
+one event in Carpool's model of costs; FSMoE's planner chooses numbers of chunks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any
 
 from carpool.parallel.degrees import Degrees
@@ -29,49 +21,15 @@ from carpool.planner.configuration.candidate import Candidate
 from carpool.planner.configuration.stages import stage_layers
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.search.constraints import constrained
-from carpool.planner.search.space import Space
+from carpool.planner.search.planners import MOVES, LengthsOf, Planner
 from carpool.planner.step.lengths import Lengths
 from carpool.planner.step.overlap import Pieces, chunked
 from carpool.planner.step.travel import Piece
 
-LengthsOf = Callable[[Candidate], Lengths]
 MOST_CHUNKS = 8
-# Rows of an expert that share an entry of Tutel's dictionary.
+# Tokens of an expert that share an entry of Tutel's dictionary.
 BUCKET = 128
 RECOMPUTE: tuple[Mapping[str, str], ...] = ({}, {"layer_activations": "recompute", "moe_outputs": "recompute"})
-
-
-@dataclass(frozen=True)
-class System:
-    """A published planner; see the module's docstring.
-
-    Attributes:
-        source: the paper, and where in it.
-        chooses: for people, what it does otherwise than Carpool's search.
-        space: values of fields of `Space` that it chooses among; others stay as they are.
-        allowed: of a model, GPUs and degrees: why it would not have them; None: it may.
-        moves: it goes through the space by moves (`carpool.planner.search.moves`).
-    """
-
-    source: str
-    chooses: str
-    space: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    allowed: Callable[[ModelShape, Degrees], str | None] | None = None
-    refine: Callable[[Candidate, Lengths], Candidate] | None = None
-    order: Callable[[Sequence[Candidate], LengthsOf], list[Candidate]] | None = None
-    moves: bool = False
-
-    def restrict(self, space: Space, model: ModelShape) -> Space:
-        """The part of a space that it chooses among.
-
-        Raises:
-            ValueError: nothing is left of it."""
-        found = constrained(space, self.space)
-        if (rule := self.allowed) is None:
-            return found
-        own = rule
-        return replace(found, allowed=lambda degrees: space.allowed(degrees) or own(model, degrees))
 
 
 # -- objectives --------------------------------------------------------------------------------------------------------
@@ -204,59 +162,55 @@ def all_experts_apart(model: ModelShape, degrees: Degrees) -> str | None:
 
 
 ONE_STAGE: Mapping[str, Any] = {"pp": (1,), "tp": (1,), "cp": (1,), "etp": (1,)}
-SYSTEMS: Mapping[str, System] = MappingProxyType({
-    "aceso": System(
-        "Liu et al., EuroSys 2024",
-        "moves away from the bottleneck, one after the other",
-        moves=True,
-    ),
-    "alpa": System(
-        "Zheng et al., OSDI 2022, arXiv 2201.12023, sections 4.2 and 5.1",
-        "least communication within a stage, then least latency over stages; nothing is hidden",
-        {"cp": (1,), "etp": (1,), "schedules": ("none",), "policies": RECOMPUTE, "optimizer_offload": ("none",)},
-        order=alpa,
-    ),
-    "mist": System(
-        "Zhu et al., EuroSys 2025, arXiv 2503.19050",
-        "parallelism with what any transformer may keep, compute again or offload; nothing that only experts have",
-        {
-            "cp": (1,), "etp": (1,), "schedules": ("none",),
-            "policies": (
-                *RECOMPUTE, {"layer_activations": "offload"},
-                {"layer_activations": "offload", "expert_activations": "offload"},
-            ),
-        },
-    ),
-    "fastermoe": System(
-        "He et al., PPoPP 2022, its DDL-Roofline",
-        "data and expert parallelism by peak operations and bytes alone, without latencies and passes over memory",
-        {**ONE_STAGE, "data_parallel": ("zero1",), "schedules": ("none",)},
-        order=roofline,
-    ),
-    "fsmoe": System(
-        "Pan et al., ASPLOS 2025, arXiv 2501.10714, section 4",
-        "rides in chunks, as many as a linear model says, forward and backward apart",
-        {"schedules": ("chunks",)},
-        refine=fsmoe,
-    ),
-    "tutel": System(
-        "Hwang et al., MLSys 2023, arXiv 2206.03382, sections 3.1 to 3.3",
-        "parallelism of experts, chunks and all-to-all by the capacity, to which every expert's rows are padded",
-        {
-            **ONE_STAGE, "etp": (1, 2), "data_parallel": ("zero1",), "transports": ("alltoall", "hierarchical"),
-            "schedules": ("none", "chunks"), "chunks": (2, 4, 8),
-        },
-        order=tutel,
-    ),
-    "bagualu": System(
-        "Ma et al., PPoPP 2022, MoDa parallelism",
-        "data and expert parallelism alone, experts over all nodes of the tree, rows in two hops",
-        {**ONE_STAGE, "data_parallel": ("zero1",), "transports": ("hierarchical", "nvlink"), "schedules": ("none",)},
-        allowed=all_experts_apart,
-    ),
-})  # fmt: skip
-# Those that are no policy of a search here, and what says the same.
-OTHERS: Mapping[str, str] = MappingProxyType({
-    "nnscaler": "is none: its users constrain the search, as --only does here for every policy",
-    "schemoe": "is none: it orders compression, exchange and decompression, which are one event here; see fsmoe",
-})  # fmt: skip
+ACESO = MOVES
+ALPA = Planner(
+    "Zheng et al., OSDI 2022, arXiv 2201.12023, sections 4.2 and 5.1",
+    "least communication within a stage, then least latency over stages; nothing is hidden",
+    {"cp": (1,), "etp": (1,), "schedules": ("none",), "policies": RECOMPUTE, "optimizer_offload": ("none",)},
+    order=alpa,
+)
+MIST = Planner(
+    "Zhu et al., EuroSys 2025, arXiv 2503.19050",
+    "parallelism with what any transformer may keep, compute again or offload; nothing that only experts have",
+    {
+        "cp": (1,),
+        "etp": (1,),
+        "schedules": ("none",),
+        "policies": (
+            *RECOMPUTE,
+            {"layer_activations": "offload"},
+            {"layer_activations": "offload", "expert_activations": "offload"},
+        ),
+    },
+)
+FASTERMOE = Planner(
+    "He et al., PPoPP 2022, its DDL-Roofline",
+    "data and expert parallelism by peak operations and bytes alone, without latencies and passes over memory",
+    {**ONE_STAGE, "data_parallel": ("zero1",), "schedules": ("none",)},
+    order=roofline,
+)
+FSMOE = Planner(
+    "Pan et al., ASPLOS 2025, arXiv 2501.10714, section 4",
+    "rides in chunks, as many as a linear model says, forward and backward apart",
+    {"schedules": ("chunks",)},
+    refine=fsmoe,
+)
+TUTEL = Planner(
+    "Hwang et al., MLSys 2023, arXiv 2206.03382, sections 3.1 to 3.3",
+    "parallelism of experts, chunks and all-to-all by the capacity, to which every expert's rows are padded",
+    {
+        **ONE_STAGE,
+        "etp": (1, 2),
+        "data_parallel": ("zero1",),
+        "transports": ("alltoall", "hierarchical"),
+        "schedules": ("none", "chunks"),
+        "chunks": (2, 4, 8),
+    },
+    order=tutel,
+)
+BAGUALU = Planner(
+    "Ma et al., PPoPP 2022, MoDa parallelism",
+    "data and expert parallelism alone, experts over all nodes of the tree, rows in two hops",
+    {**ONE_STAGE, "data_parallel": ("zero1",), "transports": ("hierarchical", "nvlink"), "schedules": ("none",)},
+    allowed=all_experts_apart,
+)

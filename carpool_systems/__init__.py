@@ -1,0 +1,12 @@
+"""What only a published system needs, as plug-ins of Carpool: its recipe, and what no measured setting prefers.
+
+    recipes/       one TOML file per system: the settings and mechanisms that make it (`carpool recipes list`)
+    planners.py    what published planners would choose (`carpool plan --policy alpa`)
+
+This package enters through the same entry points as anybody's plug-in (`carpool.plugins`); pyproject.toml lists them.
+Nothing in `carpool` imports it, so a reader of the trainer can leave it out, and a stranger's package can do all that
+it does. A mechanism that wins a measurement moves into `carpool`; one that loses moves here.
+
+To add a system, write its recipe into `recipes/`. What it needs beyond the settings of `carpool train` is a class or
+a function here, and one line in pyproject.toml.
+"""
