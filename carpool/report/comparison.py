@@ -195,7 +195,7 @@ def numbers(a: Side, b: Side) -> list[list[str]]:
         rows.append(row(f"{part.capitalize()}, per step", _part_ms(s, part), _part_ms(t, part), ms_text, same))
     rows += [
         row("Bytes between ranks, per token", a.bytes_per_token, b.bytes_per_token, bytes_text, moved),
-        row("Copies per token", s.copies_per_token, t.copies_per_token, plain_text, moved),
+        row("Ranks per token", s.copies_per_token, t.copies_per_token, plain_text, moved),
         row("Training loss at the end", s.final_loss, t.final_loss, lambda v: plain_text(v, 4), losses),
         row("Held-out loss at the end", s.final_eval_loss, t.final_eval_loss, lambda v: plain_text(v, 4), losses),
         row("Memory, measured peak of a rank", a.run.memory_peak, b.run.memory_peak, bytes_text),
@@ -261,7 +261,7 @@ def _cards(a: Side, b: Side) -> list[tuple[str, str, str, str | None, str]]:
     made = [("loss", "Loss", "Points: held-out text.", body, f"Not drawn: {problem}.")]
     for name, title, unit, key, text, low in (
         ("speed", "Time of each step", "milliseconds", "step_ms", ms_text, 0.0),
-        ("copies", "Copies per token", "copies per token", "copies_per_token", plain_text, 0.0),
+        ("copies", "Ranks per token", "ranks per token", "copies_per_token", plain_text, 0.0),
         ("rank-load", "Load of ranks", "× the mean of all ranks (1: even)", "rank_load_max_over_mean", plain_text, 1.0),
     ):
         lines = [

@@ -175,7 +175,7 @@ def parts(run: Run) -> str | None:
 
 
 def copies(run: Run) -> str | None:
-    """Copies per token: measured, against K, and against what uniform routing predicts."""
+    """Ranks per token: measured, against K, and against what uniform routing predicts."""
     steps, values = series(run.train, lambda t: t.copies_per_token)
     if not np.isfinite(values).any():
         return None
@@ -186,12 +186,12 @@ def copies(run: Run) -> str | None:
         lines.append(Line(name, "predicted", ends, np.array([uniform] * 2), style="dash"))
     if chosen:
         lines.append(Line(f"K = {chosen}", "muted", ends, np.array([float(chosen)] * 2), style="thin"))
-    return draw_lines(Chart("Copies per token over steps", "copies per token", plain_text, marks=_marks(run)), lines)
+    return draw_lines(Chart("Ranks per token over steps", "ranks per token", plain_text, marks=_marks(run)), lines)
 
 
 def remote_rows(run: Run) -> str | None:
-    """Remote rows per token, with a mark where experts moved and, from there on, what was predicted."""
-    return _placed(run, lambda t: t.rows_remote_per_token, "rows", "dispatch", "remote rows per token", 0.0)
+    """Remote ranks per token, with a mark where experts moved and, from there on, what was predicted."""
+    return _placed(run, lambda t: t.rows_remote_per_token, "rows", "dispatch", "remote ranks per token", 0.0)
 
 
 def rank_load(run: Run) -> str | None:
@@ -255,13 +255,12 @@ def load_over_time(run: Run) -> str | None:
     worst_LX = np.array([np.fmax.reduce(imbalance_SL[g], axis=0) for g in groups]).T
     high = max(2.0, float(np.nanmax(worst_LX))) if np.isfinite(worst_LX).any() else 2.0
     grid = Grid(
-        "The busiest expert of each layer over time",
+        "Max/mean expert load of each layer over time",
         "layer",
         "step",
         layer_names(run, layers),
         [str(digests[int(g[0])].step) for g in groups],
-        [[f"busiest expert {plain_text(v)}" for v in row] for row in worst_LX],
-        suffix=" × the mean",
+        [[f"max/mean expert load {plain_text(v)}" for v in row] for row in worst_LX],
     )
     picture = draw_grid(grid, _levels(worst_LX, np.geomspace(1, high, HEAT_LEVELS + 1)), "heat")
     return picture + scale("heat", "1 (even)", f"{plain_text(high)} × the mean")
@@ -389,7 +388,7 @@ def traffic(run: Run) -> str | None:
         [str(i) for i in range(ranks)],
         [
             [
-                f"{count_text(rows_WW[i, j])} rows" + (f", {_percent(deviation_WW[i, j], 1)}" if i != j else " at home")
+                f"{count_text(rows_WW[i, j])} tokens" + (f", {_percent(deviation_WW[i, j], 1)}" if i != j else " stay")
                 for j in range(ranks)
             ]
             for i in range(ranks)
@@ -402,7 +401,7 @@ def traffic(run: Run) -> str | None:
     return (
         picture
         + scale("diverge", _percent(-high), _percent(high))
-        + f'<p class="muted mean">Mean: {count_text(mean)} rows a pair.</p>'
+        + f'<p class="muted mean">Mean: {count_text(mean)} tokens per pair of ranks.</p>'
     )
 
 

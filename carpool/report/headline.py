@@ -96,9 +96,9 @@ def facts(summary: Summary, info: RunInfo) -> list[Fact]:
         _waiting(summary),
         _moved(summary),
         Fact(
-            "copies per token",
+            "ranks per token",
             plain_text(summary.copies_per_token) + (f" of {chosen}" if chosen else ""),
-            f"{_VISITS.get(info.transport.name, _VISITS[''])}; one row per expert makes {chosen or 'K'}",
+            f"{_VISITS.get(info.transport.name, _VISITS[''])}; one send per expert makes {chosen or 'K'}",
         ),
         _loss(summary),
         *([_against(compare)] if compare is not None and compare.ratio is not None else []),
@@ -124,7 +124,7 @@ def _moved(summary: Summary) -> Fact:
         return Fact("bytes moved", bytes_text(0), "between ranks: every expert lives where its tokens are")
     detail = "between ranks, forward and backward"
     if theirs is not None:
-        detail += f"; one row per (token, expert) would have moved {bytes_text(theirs)}"
+        detail += f"; one send per (token, expert) would have moved {bytes_text(theirs)}"
         if ours:
             detail += f", {theirs / ours:.2f}× as much"
     if summary.bytes_network is not None:

@@ -84,7 +84,7 @@ def judge(
 def headline(checks: Sequence[Check], summary: Summary, info: RunInfo) -> tuple[State, str, str]:
     """How the run was: the state, a word for it, and the rest of the first line.
 
-    >>> ("good", "Healthy.", "36 % of the step waited for rides; 28 % fewer bytes than one row per expert.")
+    >>> ("good", "Healthy.", "36 % of the step waited for rides; 28 % fewer bytes than one send per expert.")
     """
     worst = {state: [c for c in checks if c.state == state] for state in ("bad", "look", "unknown")}
     rides = _rides(summary, info)
@@ -113,9 +113,9 @@ def _rides(summary: Summary, info: RunInfo) -> str:
         saved = 1 - ours / theirs
         amount = percent_text(abs(saved))
         parts.append(
-            f"{amount} {'fewer' if saved > 0 else 'more'} bytes than one row per expert"
+            f"{amount} {'fewer' if saved > 0 else 'more'} bytes than one send per expert"
             if abs(saved) >= 0.0005
-            else "as many bytes as one row per expert"
+            else "as many bytes as one send per expert"
         )
     return "; ".join(parts) + "." if parts else ""
 

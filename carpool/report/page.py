@@ -127,12 +127,12 @@ def _last_step(run: Run) -> list[tuple[str, str]]:
         ("Tokens, this step", count_text(last.tokens)),
         ("Tokens, so far", count_text(last.tokens_seen)),
         ("Step time", ms_text(last.step_ms)),
-        ("Rows between ranks", count_text(last.rows_remote)),
+        ("Tokens sent between ranks", count_text(last.rows_remote)),
         ("Bytes between ranks", bytes_text(last.bytes_remote)),
-        ("Bytes of rides between nodes", bytes_text(last.bytes_network)),
-        ("One row per (token, expert)", bytes_text(last.bytes_remote_alltoall)),
-        ("Load, max/mean, worst layer", plain_text(last.load_max_over_mean)),
-        ("Experts that nobody chose", count_text(last.dead_experts)),
+        ("Bytes between nodes, of rides", bytes_text(last.bytes_network)),
+        ("Sent once per expert, it would be", bytes_text(last.bytes_remote_alltoall)),
+        ("Max/mean expert load, worst layer", plain_text(last.load_max_over_mean)),
+        ("Experts without a token", count_text(last.dead_experts)),
         ("Router entropy (nats)", plain_text(last.router_entropy)),
         ("Tokens dropped", count_text(last.dropped_tokens)),
     ]
@@ -226,9 +226,9 @@ PLACEMENT_COLUMNS = (
     "Bytes moved",
     "Moved in",
     "Solved in",
-    "Remote rows per token: before → predicted, measured",
+    "Remote ranks per token: before → predicted, measured",
     "Remote bytes per token: before → predicted, measured",
-    "Load of the fullest rank: before → predicted, measured",
+    "Max/mean rank load: before → predicted, measured",
 )
 
 

@@ -62,7 +62,7 @@ SAMPLES = 48
 @dataclass(frozen=True)
 class LayersDigest:
     """What is kept of each `layers` line, per layer: imbalance_L, the busiest expert's load over the mean load, and
-    copies_L, copies per token."""
+    copies_L, ranks per token."""
 
     step: int
     imbalance_L: list[float]

@@ -75,7 +75,7 @@ def test_training_from_a_configuration(tmp_path: Path) -> None:
     toml = EXAMPLES / "train_from_config" / "olmoe_tiny.toml"
     assert f"carpool train --config {toml.relative_to(ROOT)}" in toml.read_text()
     text = _run("-m", "carpool.cli", "train", "--config", str(toml), f"training.output_dir={tmp_path}/run")
-    assert (tmp_path / "run" / "summary.json").is_file() and "copies per token" in text
+    assert (tmp_path / "run" / "summary.json").is_file() and "ranks per token" in text
 
 
 def test_the_configuration_is_valid() -> None:

@@ -43,9 +43,9 @@ Carpool: OlmoeForCausalLM, 200 steps, 1.64M tokens, 4 ranks, cpu, transport dedu
   step time          412 ms  median of the steps after warm-up, without evaluations and checkpoints;
                      19.9k tokens/s
   waiting for rides  23 %  of the step: dispatch 12 %, combine 11 %
-  bytes moved        1.23 GB  between ranks, forward and backward; one row per (token, expert) would
-                     have moved 1.85 GB, 1.50× as much
-  copies per token   2.90 of 4  one for each rank that the token visits, its own included; one row
+  bytes moved        1.23 GB  between ranks, forward and backward; one send per (token, expert)
+                     would have moved 1.85 GB, 1.50× as much
+  ranks per token    2.90 of 4  one for each rank that the token visits, its own included; one send
                      per expert makes 4
   held-out loss      5.550 → 2.100  training loss 1.900 at the end
   alltoall takes     1.29× as long  forward and backward alone, measured in this run, interleaved, 5

@@ -28,7 +28,7 @@ SUMMARY = {
     "bytes_remote_alltoall": 1000,
     "ride_share": 0.36,
 }
-RIDES = "36 % of the step waited for rides; 28 % fewer bytes than one row per expert."
+RIDES = "36 % of the step waited for rides; 28 % fewer bytes than one send per expert."
 
 
 def _steps(**changes: Any) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def test_the_page_and_the_terminal_begin_with_it(tmp_path: Path) -> None:
     fewer = 100 * (1 - summary["bytes_remote"] / summary["bytes_remote_alltoall"])
     expected = (
         f"{100 * summary['ride_share']:.0f} % of the step waited for rides; "
-        f"{fewer:.0f} % fewer bytes than one row per expert."
+        f"{fewer:.0f} % fewer bytes than one send per expert."
     )
     _, page = _page(tmp_path)
     body = page[page.index("<body>") :]

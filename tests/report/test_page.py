@@ -211,7 +211,7 @@ def test_grids_show_what_the_file_says(page: Page) -> None:
     columns = len(over_time["columns"])
     assert over_time["text"][columns - 1 :: columns] == shown["text"][SHAPE.experts : 2 * SHAPE.experts]
     busiest = _hover(page, "load-time")["text"]
-    assert busiest[columns - 1] == f"busiest expert {max(r for _, r in loads[: SHAPE.experts]):.2f} × the mean"
+    assert busiest[columns - 1] == f"max/mean expert load {max(r for _, r in loads[: SHAPE.experts]):.2f}"
     copies = [line["copies"] for line in train_lines(SHAPE) if line["kind"] == "layers"][-4:]
     means = [sum(layer) / len(layer) for layer in zip(*copies, strict=True)]
     columns = _line(page, "copies-layer", "measured")
@@ -248,13 +248,13 @@ def test_traffic_is_told_as_deviation_from_the_mean(page: Page) -> None:
     for i in ranks:
         for j in ranks:
             text = shown[len(rows) * i + j]
-            assert text.startswith(f"{count_text(rows[i][j])} rows")
+            assert text.startswith(f"{count_text(rows[i][j])} tokens")
             if i != j:
                 told = float(text.split(", ")[1].removesuffix(" %").replace("\u2212", "-"))
                 assert told == pytest.approx(100 * (rows[i][j] / mean - 1), abs=0.051)
             else:
-                assert text.endswith("at home")
-    assert f"Mean: {count_text(mean)} rows a pair." in page.shown("traffic")
+                assert text.endswith(" stay")
+    assert f"Mean: {count_text(mean)} tokens per pair of ranks." in page.shown("traffic")
 
 
 def test_the_block_on_top(page: Page, run: Path) -> None:
@@ -264,12 +264,12 @@ def test_the_block_on_top(page: Page, run: Path) -> None:
     would_be = f"{summary['bytes_remote_alltoall'] / 1e9:.2f} GB"
     more = summary["bytes_remote_alltoall"] / summary["bytes_remote"]
     assert gigabytes in page.text
-    assert f"one row per (token, expert) would have moved {would_be}, {more:.2f}× as much" in page.text
+    assert f"one send per (token, expert) would have moved {would_be}, {more:.2f}× as much" in page.text
     assert f"{summary['copies_per_token']:.2f} of 4" in page.text
     assert "alltoall takes 1.25× as long" in page.text
     assert f"step time {summary['step_ms_median']:.0f} ms median of the steps after warm-up" in page.text
     assert f"{100 * summary['ride_share']:.0f} % of the step" in page.text
-    assert page.text.index("bytes moved") < page.text.index("Where the step goes") < page.text.index("Copies per token")
+    assert page.text.index("bytes moved") < page.text.index("Where the step goes") < page.text.index("Ranks per token")
     assert "bytes moved" in page.shown("quote") and "EXACT" in page.shown("quote")
 
 
@@ -407,7 +407,7 @@ def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
     write_lines(tmp_path, lines)
     page = Page(write_report(tmp_path))
     assert not {"rank-share", "rank-experts", "rank-rides"} & set(page.tags_of)
-    assert "The run recorded no copies per layer." in page.shown("copies-layer")
+    assert "The run recorded no ranks per token by layer." in page.shown("copies-layer")
     assert "svg" in {tag for tag, _ in page.tags_of["load-expert"]}
 
 
