@@ -161,7 +161,10 @@ class Traffic:
         return total.index_add_(0, layer_N.long(), torch.cat([rows_NW, torch.stack(rest, 1)], 1))
 
     def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
-        return sum(sum(what[v]) - what[v][self.rank] for v in verbs or what)
+        total = 0
+        for verb in verbs or what:
+            total += sum(what[verb]) - what[verb][self.rank]
+        return total
 
 
 def _zeros(num_ranks: int) -> HostTraffic:

@@ -134,17 +134,23 @@ def _gradient_shards(parameters: list[torch.Tensor], ranks: int | None) -> Shard
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
     shards: Shards = {}
+    known: dict[object, int] = {}
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
             continue
-        copies = copies_of(grad, ranks)
+        copies = ranks
         if isinstance(grad, DTensor):
-            if any(placement.is_partial() for placement in grad.placements):
-                raise ValueError(
-                    f"a gradient of shape {tuple(grad.shape)} is still a partial sum over its mesh {grad.placements}; "
-                    "reduce it before clipping, a norm of partial sums means nothing"
-                )
+            # Many parameters are placed alike.
+            placed = grad.device_mesh, grad.placements
+            if placed not in known:
+                if any(placement.is_partial() for placement in grad.placements):
+                    raise ValueError(
+                        f"a gradient of shape {tuple(grad.shape)} is still a partial sum over its mesh "
+                        f"{grad.placements}; reduce it before clipping, a norm of partial sums means nothing"
+                    )
+                known[placed] = copies_of(grad, ranks)
+            copies = known[placed]
             grad = grad.to_local()
         if grad.numel() > 0:
             shards.setdefault((grad.device, grad.dtype, copies), []).append(grad)
@@ -154,7 +160,7 @@ def _gradient_shards(parameters: list[torch.Tensor], ranks: int | None) -> Shard
 def _accumulator(parameters: list[torch.Tensor]) -> torch.Tensor:
     """A zero to add to. Its device and dtype follow from the parameters, not from the gradients that happen to exist
     on this rank: all ranks bring the same kind of tensor to the all-reduce."""
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    dtype = torch.float64 if torch.float64 in {p.dtype for p in parameters} else torch.float32
     device = parameters[0].device if parameters else torch.device("cpu")
     for parameter in parameters:
         if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:

@@ -212,7 +212,8 @@ class ExchangeTransport(Transport):
         self, group: dist.ProcessGroup | None, slots_per_rank: int, options: TransportOptions | None = None
     ) -> None:
         super().__init__(group, slots_per_rank)
-        self.codecs = PLAIN if options is None else options.codecs
+        # `PLAIN` itself where nothing is encoded, which `Route.count` need not ask for sizes.
+        self.codecs = PLAIN if options is None or options.codecs == PLAIN else options.codecs
         # By what messages carry, where it is not sent as it is.
         self._codec_of: dict[str, Codec] = {}
         if self.num_ranks > 1:

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import carpool
+from carpool.train.config import load_config
+from carpool.train.run.loop import update
+from carpool.train.run.run import start_run
 from tests.ranks import Ranks, mesh
+from tests.train.test_loop import MODEL, text
+
+__all__ = ["text"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 # Of one forward and one backward of `carpool.MoE` over `dedup`: files of the package that run, and calls into them.
 MOST_FILES, MOST_CALLS = 27, 248
+# The same of one step of training a model with two layers of experts on two ranks: `carpool.train.run.loop.update`.
+MOST_STEP_FILES, MOST_STEP_CALLS = 52, 797
 
 
 def _documented(heading: str) -> list[tuple[str, str]]:
@@ -26,8 +36,9 @@ def _documented(heading: str) -> list[tuple[str, str]]:
     return re.findall(r"^\| \d+ \| `(carpool/[^`]+)` \| `([^`]+)` \|", section, flags=re.MULTILINE)
 
 
-def _walk() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Every function of Carpool that one forward and one backward call, in order."""
+@contextmanager
+def _calls() -> Iterator[list[tuple[str, str]]]:
+    """(file, function) of every call into Carpool inside, in order."""
     package = Path(carpool.__file__).parent
     calls: list[tuple[str, str]] = []
 
@@ -36,23 +47,42 @@ def _walk() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         if event == "call" and file.startswith(str(package)):
             calls.append((Path(file).relative_to(package.parent).as_posix(), frame.f_code.co_qualname))
 
-    moe = carpool.MoE(16, 32, num_experts=8, num_experts_per_tok=2, ep_mesh=mesh((4,), ("ep",)), transport="dedup")
-    x_TH = torch.randn(6, 16, requires_grad=True)
-    moe(x_TH).sum().backward()  # what is made once is made
     with torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(note)
         try:
-            loss = moe(x_TH).sum()
-            forward = list(calls)
-            calls.clear()
-            loss.backward()
+            yield calls
         finally:
             sys.setprofile(None)
-    return forward, calls
+
+
+def _layer() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """What one forward and one backward of a layer call."""
+    moe = carpool.MoE(16, 32, num_experts=8, num_experts_per_tok=2, ep_mesh=mesh((4,), ("ep",)), transport="dedup")
+    x_TH = torch.randn(6, 16, requires_grad=True)
+    moe(x_TH).sum().backward()  # what is made once is made
+    with _calls() as forward:
+        loss = moe(x_TH).sum()
+    with _calls() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def _step(output: str, overrides: list[str]) -> list[tuple[str, str]]:
+    """What the third step of a training run calls."""
+    run = start_run(load_config(None, [f"training.output_dir={output}", *overrides]), None, "test")
+    try:
+        with run.stop:
+            for _ in range(2):
+                update(run)
+            with _calls() as found:
+                update(run)
+    finally:
+        run.close()
+    return found
 
 
 def test_the_call_path_is_short_and_as_documented(ranks: Ranks) -> None:
-    forward, backward = ranks(_walk)[0]
+    forward, backward = ranks(_layer)[0]
     files = {file for file, _ in (*forward, *backward)}
     assert len(files) <= MOST_FILES, sorted(files)
     assert len(forward) + len(backward) <= MOST_CALLS
@@ -62,3 +92,11 @@ def test_the_call_path_is_short_and_as_documented(ranks: Ranks) -> None:
         rest = iter(calls)
         for step in steps:
             assert step in rest, f"{heading}: {step} is not called, or not in this place of the table"
+
+
+def test_the_call_path_of_a_training_step_is_short(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    never = ["training.eval_on_start=false", "training.eval_steps=none", "training.save_steps=none"]
+    calls = two_ranks(_step, str(tmp_path / "run"), [*MODEL, *text, *never])[0]
+    files = {file for file, _ in calls}
+    assert len(files) <= MOST_STEP_FILES, sorted(files)
+    assert len(calls) <= MOST_STEP_CALLS, len(calls)
