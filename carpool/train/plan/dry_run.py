@@ -150,7 +150,7 @@ def _needed(plan: Plan) -> tuple[list[str], list[str]]:
             "a rank and step, if parameters are updated in the backward (modelled)"
         )
     name = f"{room / 2**30:,.0f} GiB" if cuda else f"{room / 2**30:,.1f} GiB, a rank's share of this machine"
-    return lines, describe_fit(plan.estimate, plan.transport.answer, plan.data_parallel.answer, room, name)
+    return lines, describe_fit(plan, name)
 
 
 def _mib(size: int) -> str:

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from carpool.planner.configuration.candidate import POLICIES
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
@@ -41,6 +41,9 @@ from carpool.planner.model.shape import ModelShape
 from carpool.train.blueprint import planned_attention
 from carpool.train.config.schema import Config
 from carpool.train.plan.estimate import MemoryEstimate
+
+if TYPE_CHECKING:
+    from carpool.train.plan.resolve import Plan
 
 GiB = 2**30
 # A run is refused if it would need this much more than there is: estimates are wrong by less.
@@ -57,19 +60,13 @@ class Change:
     price: str
 
 
-def describe_fit(estimate: MemoryEstimate, transport: str, data_parallel: str, memory: int, name: str) -> list[str]:
-    """A verdict, and advice if it is a bad one: lines of text.
-
-    Args:
-        transport, data_parallel: as `MemoryEstimate.__call__` takes them.
-        memory: bytes of a rank.
-        name: of that memory, such as "79 GiB".
-    """
-    needed = estimate(transport, data_parallel)["total"]
+def describe_fit(plan: Plan, name: str) -> list[str]:
+    """A verdict, and advice if it is a bad one: lines of text. `name`: of a rank's memory, such as "79 GiB"."""
+    needed, memory = plan.needs["total"], plan.memory
     if needed <= memory:
         return [f"fits in {name} ({needed / GiB:,.1f} GiB at the peak)"]
     lines = [f"does not fit in {name}: {needed / GiB:,.1f} GiB at the peak. In the order of what it costs:"]
-    for change in advise(estimate, transport, data_parallel, memory):
+    for change in advise(plan):
         verdict = "fits" if change.total <= memory else "not enough"
         lines.append(f"  {change.settings:<58} {change.total / GiB:8,.1f} GiB, {verdict}: {change.price}")
     if len(lines) == 1:
@@ -77,12 +74,12 @@ def describe_fit(estimate: MemoryEstimate, transport: str, data_parallel: str, m
     return lines
 
 
-def advise(estimate: MemoryEstimate, transport: str, data_parallel: str, memory: int) -> Iterator[Change]:
+def advise(plan: Plan) -> Iterator[Change]:
     """Changes, each on top of those before it, until it fits."""
-    total = estimate(transport, data_parallel)["total"]
+    estimate, total, memory = plan.estimate, plan.needs["total"], plan.memory
     for settings, changed, price in _changes(estimate.config):
         smaller = estimate.changed(changed(estimate.config))
-        now = smaller(transport, data_parallel)["total"]
+        now = _total(plan, smaller)
         if now > (1 - LEAST_SAVING) * total:
             continue
         estimate, total = smaller, now
@@ -92,7 +89,7 @@ def advise(estimate: MemoryEstimate, transport: str, data_parallel: str, memory:
     if total > memory:
         # Of several sequences in a micro-batch, each takes too little for shorter ones to help.
         several = estimate.config.training.per_device_train_batch_size > 1
-        yield from [_more_ranks(total)] if several else _shorter(estimate, transport, data_parallel, memory)
+        yield from [_more_ranks(total)] if several else _shorter(plan, estimate)
 
 
 def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
@@ -141,16 +138,21 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
         yield _one("memory", "moe_outputs", "recompute", "rides and experts again")
 
 
-def _shorter(estimate: MemoryEstimate, transport: str, data_parallel: str, memory: int) -> Iterator[Change]:
+def _total(plan: Plan, estimate: MemoryEstimate) -> int:
+    """Bytes of a rank at the peak, with other settings."""
+    return estimate(plan.transport.answer, plan.data_parallel.answer)["total"]
+
+
+def _shorter(plan: Plan, estimate: MemoryEstimate) -> Iterator[Change]:
     length = estimate.config.data.sequence_length
     while length > 1024:
         length //= 2
         smaller = estimate.changed(_setter("data", sequence_length=length)(estimate.config))
-        total = smaller(transport, data_parallel)["total"]
-        if total <= memory:
+        total = _total(plan, smaller)
+        if total <= plan.memory:
             yield Change(f"data.sequence_length={length}", total, "longer texts are cut")
             return
-    yield _more_ranks(estimate(transport, data_parallel)["total"])
+    yield _more_ranks(_total(plan, estimate))
 
 
 def _more_ranks(total: int) -> Change:

@@ -98,8 +98,7 @@ def check_fits(plan: Plan) -> None:
         ValueError: unless `training.check_memory` is false."""
     if not plan.config.training.check_memory or plan.needs["total"] <= CLEARLY * plan.memory:
         return
-    name = f"the {plan.memory / GiB:,.1f} GiB of a rank"
-    first, *lines = describe_fit(plan.estimate, plan.transport.answer, plan.data_parallel.answer, plan.memory, name)
+    first, *lines = describe_fit(plan, f"the {plan.memory / GiB:,.1f} GiB of a rank")
     raise ValueError("\n".join([f"this run {first}", *lines, "to try it all the same: training.check_memory=false"]))
 
 
