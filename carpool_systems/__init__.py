@@ -1,6 +1,7 @@
 """What only a published system needs, as plug-ins of Carpool: its recipe, and what no measured setting prefers.
 
     recipes/       one TOML file per system: the settings and mechanisms that make it (`carpool recipes list`)
+    transports.py  hierarchical all-to-alls: 1d (HetuMoE), 2d (DeepSpeed-MoE), 2dh (Tutel)
     planners.py    what published planners would choose (`carpool plan --policy alpa`)
 
 This package enters through the same entry points as anybody's plug-in (`carpool.plugins`); pyproject.toml lists them.

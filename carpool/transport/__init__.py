@@ -8,8 +8,6 @@
 | `nvlink`       | one per rank that holds an expert    | GPUs of one host: kernels write into peers' memory    |
 | `hierarchical` | one per other node, then one per     | slow links between nodes; `nvlink` inside them        |
 |                | rank that holds an expert            |                                                       |
-| `1d`           | one per expert, by leaders of nodes  | contenders of `hierarchical`: the hierarchical        |
-| `2d`, `2dh`    | one per expert, inside a node first  | all-to-alls of others (`stepwise.py`)                 |
 | `local`        | none: they stay                      | one rank, which "auto" gives it                       |
 
 All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` has to know which ranks share a
@@ -44,7 +42,6 @@ from carpool.transport.local import Local
 from carpool.transport.nodes import known_topology, set_topology, topology_of, why_not_nodes
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
-from carpool.transport.stepwise import AllToAll1D, AllToAll2D, AllToAll2DH
 
 __all__ = [
     "TRANSPORTS",
@@ -87,10 +84,7 @@ def _check(name: str, cls: type[Transport]) -> None:
 TRANSPORTS: Registry[type[Transport]] = Registry(
     "transport",
     "carpool.transports",
-    {
-        cls.name: cls
-        for cls in (NVLink, AllToAll, Dedup, Gather, Hierarchical, AllToAll1D, AllToAll2D, AllToAll2DH, Local)
-    },
+    {cls.name: cls for cls in (NVLink, AllToAll, Dedup, Gather, Hierarchical, Local)},
     _check,
 )
 
