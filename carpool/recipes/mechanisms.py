@@ -25,11 +25,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from carpool.experts import EXPERTS
 from carpool.parallel.schedules import SCHEDULES
+from carpool.placement.policies import POLICIES
 from carpool.placement.solvers import solver_names
 from carpool.plugins.nearest import nearest
 from carpool.recipes.files import Recipe
 from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config.schema import keys
+from carpool.train.config.schema_placement import SOLVING
 from carpool.transport import TRANSPORTS
 
 __all__ = ["KINDS", "SWITCHES", "WITHOUT_SETTING", "Mechanism", "check", "find"]
@@ -74,6 +76,7 @@ class Mechanism:
             KINDS["solver"]: solver_names(),
             KINDS["transport"]: TRANSPORTS,
             KINDS["experts"]: EXPERTS,
+            KINDS["policy"]: (*SOLVING, *POLICIES),
         }
         known = tuple(lists.get(setting, get_args(field.annotation)))
         try:

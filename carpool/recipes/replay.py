@@ -31,7 +31,7 @@ from carpool.placement.adopt import decide, moved_bytes
 from carpool.placement.align import aligned
 from carpool.placement.forecast import predict
 from carpool.placement.objective import evaluate
-from carpool.placement.policies import POLICIES, LoadModel, make_pool
+from carpool.placement.policies import POLICIES, LoadModel
 from carpool.placement.solvers import solve_both
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.machine.cost import CostModel
@@ -107,9 +107,8 @@ class _Replay:
                 extra_slots=section.replicas, load_limit=section.load_limit, cost=self.cost, load_E=load_E,
             )  # fmt: skip
             return found[-1] if section.policy == "place" else self._adopted(found, number, section)
-        options = {"pool": make_pool(history_NE, self.ranks)} if section.policy == "pick" else {}
         model = LoadModel(self.cost, self.parts[0].top_k, self.topology)
-        moved = POLICIES[section.policy](load_E, self.layout, section.replicas, model, **options)
+        moved = POLICIES[section.policy](load_E, self.layout, section.replicas, model, history_NE)
         return aligned(moved, self.layout, self.topology)
 
     def _seen(self, number: int, tokens: int) -> LayerTrace:

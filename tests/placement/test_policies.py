@@ -10,21 +10,11 @@ import pytest
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.adopt import decide, moved_bytes
-from carpool.placement.policies import (
-    POLICIES,
-    LoadModel,
-    eplb,
-    expand_shrink,
-    fetch,
-    lpt_cv,
-    make_pool,
-    pick,
-    shadow,
-    subset,
-)
+from carpool.placement.policies import POLICIES, LoadModel
 from carpool.placement.solvers.problem import homes_of
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import DEFAULT, LinkRate
+from carpool_systems.policies import eplb, expand_shrink, fetch, lpt_cv, make_pool, pick, shadow, subset
 from tests.placement.synthetic import layer
 
 PLAIN = ExpertLayout.contiguous(8, 4)

@@ -48,7 +48,7 @@ def _solves(config: Config) -> bool:
 
 
 def _copies(config: Config) -> bool:
-    return _moves(config) and config.placement.replicas > 0 and config.placement.policy not in ("lpt_cv", "pick")
+    return _moves(config) and config.placement.replicas > 0 and config.placement.uses_replicas
 
 
 def _limits(config: Config) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from carpool.plugins.nearest import nearest
-from carpool.train.config.schema_base import Section
+from carpool.train.config.schema_base import Section, known_name
 
 
 def _check_solver(name: str) -> None:
@@ -21,6 +21,22 @@ def _check_solver(name: str) -> None:
         )
 
 
+# Policies that ask a solver.
+SOLVING = ("migrate", "place")
+
+
+def _known_policy(name: str) -> str:
+    """Names are the registry's, plug-ins' included."""
+    if name in SOLVING:  # without PyTorch, which the registry needs
+        return name
+    from carpool.placement.policies import POLICIES
+
+    return known_name("placement.policy", name, (*SOLVING, *sorted(POLICIES)))
+
+
+PolicyName = Annotated[str, AfterValidator(_known_policy)]
+
+
 class PlacementSection(Section):
     """Moving experts, while a run goes on, to where their tokens are. Exact: only the order of sums changes."""
 
@@ -29,19 +45,13 @@ class PlacementSection(Section):
         gt=0,
         description="Steps between two looks at where experts should live. none: they stay where moe.layout puts them.",
     )
-    policy: Literal[
-        "place", "migrate", "shadow", "subset", "expand_shrink", "eplb", "lpt_cv", "pick", "fetch", "degree"
-    ] = Field(
+    policy: PolicyName = Field(
         default="migrate",
         description="What decides where experts go. migrate: homes and replicas go where the solver says, if the "
         "cost model says that moving pays. place: experts stay where the file moe.layout puts them, which `carpool "
-        "place --solvers SOLVER` wrote. "
-        "The others look at the predicted load alone and are followed at once: shadow (FasterMoE) "
-        "copies the busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) "
-        "changes the copies that there are; eplb (DeepSeek-V3) moves homes and fills all room with "
-        "copies; lpt_cv (MindSpeed) and pick (SmartMoE) move homes; fetch (Janus) copies all experts to all "
-        "ranks where that takes less time than to send the tokens, for each layer by itself; degree (Tutel) lets each "
-        "expert be computed by etp_size ranks, by fewer, or by every rank, whichever takes least time.",
+        "place --solvers SOLVER` wrote. Others are plug-ins: they look at the predicted load alone, and are followed "
+        "at once. Those of published systems are shadow (FasterMoE), subset (Prophet), expand_shrink (FlexMoE), eplb "
+        "(DeepSeek-V3), lpt_cv (MindSpeed), pick (SmartMoE), fetch (Janus) and degree (Tutel).",
     )
     solver: str = Field(
         default="search",
@@ -87,14 +97,23 @@ class PlacementSection(Section):
         "waits for it. The result is the same.",
     )
 
+    @property
+    def uses_replicas(self) -> bool:
+        """Whether the policy fills slots with replicas."""
+        if self.policy in SOLVING:
+            return True
+        from carpool.placement.policies import POLICIES
+
+        return POLICIES[self.policy].replicas
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.solver != type(self).model_fields["solver"].default:
             _check_solver(self.solver)
         if self.policy == "place" and self.every is not None:
             raise ValueError("placement.policy = 'place' leaves experts where they are: leave placement.every out")
-        if self.policy in ("shadow", "subset", "expand_shrink", "eplb", "fetch", "degree") and not self.replicas:
+        if self.policy not in SOLVING and self.uses_replicas and not self.replicas:
             raise ValueError(
-                f"placement.policy = {self.policy!r} needs placement.replicas: room for copies on each rank"
+                f"placement.policy = {self.policy!r} needs placement.replicas: slots on each rank for replicas"
             )
         return self

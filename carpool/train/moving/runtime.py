@@ -40,7 +40,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.placement.align import aligned
 from carpool.placement.forecast import predict
-from carpool.placement.policies import POLICIES, make_pool
+from carpool.placement.policies import POLICIES
 from carpool.placement.trace import Trace, concatenate
 from carpool.replicas.migrate import Moved
 from carpool.report.units import bytes_text
@@ -234,8 +234,7 @@ class Placement:
         for number, (name, layout) in enumerate(layouts.items()):
             history_SE = np.stack([load_LE[number, : layout.num_experts] for load_LE in self.loads])
             load_E = predict(section.predictor, history_SE)
-            pool = {"pool": make_pool(history_SE, layout.num_ranks)} if section.policy == "pick" else {}
-            found = policy(load_E, layout, section.replicas, model, **pool)
+            found = policy(load_E, layout, section.replicas, model, history_SE)
             found = padded(aligned(found, layout, self.facts.topology), section.replicas)
             before.append(load_ratio(load_E, layout))
             after.append(load_ratio(load_E, found))
