@@ -27,10 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from carpool.activations import KEEP, KeptPolicies
 from carpool.experts import Choices, ExpertFunction, make_activation
 from carpool.experts.slices import check_slices
-from carpool.layer.arguments import check_dtype, check_types
+from carpool.layer.checks import check_dtype, check_replay, check_types
 from carpool.layer.core import LayerCore
 from carpool.layer.module import LayerModule, check_mesh, group_of
-from carpool.layer.replay_check import check_replay
 from carpool.layer.shared_expert import SharedExpert
 from carpool.layout import ExpertLayout
 from carpool.ride.schedule import Schedule

@@ -15,7 +15,7 @@ from carpool.layout.topology import Topology
 from carpool.placement import predict
 from carpool.transport import Codecs, TransportOptions
 from carpool.transport.codecs import ROW_VERBS
-from carpool.transport.codecs.merging import Merger
+from carpool.transport.merging import Merger
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 H, F, E, K, T = 24, 16, 8, 3, 21

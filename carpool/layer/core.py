@@ -46,7 +46,7 @@ from carpool.transport import (
     unfit_transports,
     why_not_nodes,
 )
-from carpool.transport.codecs.merging import Merger
+from carpool.transport.merging import Merger
 
 Result = TypeVar("Result")
 # (rows that arrived, their local slots or -1, their weights) -> the weighted sum over each row's slots.

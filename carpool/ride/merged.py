@@ -1,4 +1,4 @@
-"""A ride in which similar rows travel as one (`carpool.transport.codecs.merging`). LOSSY.
+"""A ride in which similar rows travel as one (`carpool.transport.merging`). LOSSY.
 
     choices (token, expert)     groups of them     one row with one choice for each group rides     each choice takes
     its group's output, weighted where the token is
@@ -18,7 +18,7 @@ import torch
 from carpool.metrics.counters import LayerStats, Traffic
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
-from carpool.transport.codecs.merging import Merger
+from carpool.transport.merging import Merger
 
 Made = TypeVar("Made")
 

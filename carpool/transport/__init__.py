@@ -15,8 +15,8 @@ node (`set_topology`, otherwise the launcher is asked) and needs several nodes; 
 costs says that it pays (`carpool.planner.decisions.rules`). `nvlink` has buffers of a fixed size, so "auto" picks
 it only where somebody has said how many tokens a rank may have (`TransportOptions.max_tokens`).
 
-`base.py` has the contract, and names what a new transport has to say of itself. `codecs/` says how rows become bytes on
-any of these ways. `register` adds a transport from outside the package (`carpool.plugins`). `TRANSPORTS` is the only
+`base.py` has the contract, and names what a new transport has to say of itself. `codecs.py` says how rows become bytes
+on any of these ways. `register` adds a transport from outside the package (`carpool.plugins`). `TRANSPORTS` is the only
 list: commands, configuration, estimates, benchmarks and recipes read it.
 """
 

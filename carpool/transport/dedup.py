@@ -21,9 +21,8 @@ from collections.abc import Sequence
 import torch
 
 from carpool.layout.topology import Topology
-from carpool.layout.uniform import uniform_copies
 from carpool.transport.exchange import ExchangeTransport, RowsToSend
-from carpool.transport.volume import Counts, one_row_per_rank
+from carpool.transport.volume import Counts, one_row_per_rank, uniform_copies
 
 
 class Dedup(ExchangeTransport):

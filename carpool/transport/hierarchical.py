@@ -35,7 +35,6 @@ import torch.distributed as dist
 
 from carpool.activations import Arena
 from carpool.layout.topology import Topology
-from carpool.layout.uniform import uniform_copies
 from carpool.metrics.counters import VERBS
 from carpool.transport.base import BufferOverflowError, bytes_of_rides
 from carpool.transport.codecs import PLAIN, Codecs
@@ -48,7 +47,7 @@ from carpool.transport.nodes import hops_of, why_not_nodes, why_not_several
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
 from carpool.transport.room import NodeRoom, Room, node_room
-from carpool.transport.volume import Counts, Volume, one_row_per_rank
+from carpool.transport.volume import Counts, Volume, one_row_per_rank, uniform_copies
 
 
 class Hierarchical(MultiHop):

@@ -17,7 +17,7 @@ from carpool.layout.topology import Topology, Whereabouts, agree, whereabouts
 from carpool.train.config.schema import ParallelismSection
 from carpool.train.launch.machine import find_machine
 from carpool.transport import check_topology
-from carpool.transport.places import fabric_of
+from carpool.transport.nodes import fabric_of
 from tests.ranks import Ranks
 
 TWO_NODES = Topology((0, 0, 1, 1), (0, 0, 1, 1))

@@ -14,10 +14,10 @@ import pytest
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.layout.uniform import uniform_copies
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, find_hardware, hardware_of
 from carpool.transport import find_transport
+from carpool.transport.volume import uniform_copies
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(6, 2, 3), (6, 3, 2), (7, 3, 3), (4, 4, 2), (5, 1, 5)])

@@ -69,7 +69,7 @@ def test_nodes_have_names_and_slow_cables_that_can_be_cut() -> None:
 # What a rank says of the cluster: by torchrun's word, and by the hosts' names where nobody says more.
 WHERE = """
 import os, sys, torch, torch.distributed as dist
-from carpool.transport.places import find_topology
+from carpool.transport.nodes import find_topology
 dist.init_process_group("gloo")
 found = [find_topology(None)]
 os.environ.pop("GROUP_RANK")

@@ -24,7 +24,7 @@ from torch import nn
 from carpool.hf.routing.topk import AnsweredRouter
 from carpool.hf.seam.layers import find_router
 from carpool.hf.seam.rides import ExpertRides, required_rides
-from carpool.layer.replay_check import check_replay
+from carpool.layer.checks import check_replay
 from carpool.routing import Routing
 
 

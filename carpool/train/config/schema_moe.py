@@ -289,7 +289,7 @@ CodecName = Annotated[Coded, NONE_IS_A_WORD]
 
 
 class CodecSection(Section):
-    """How rows become bytes on their way between ranks (carpool/transport/codecs). The defaults are exact."""
+    """How rows become bytes on their way between ranks (carpool/transport/codecs.py). The defaults are exact."""
 
     dispatch: CodecName = Field(
         default="none",

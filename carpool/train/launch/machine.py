@@ -15,7 +15,7 @@ from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config, ParallelismSection
 from carpool.train.launch.ranks import from_rank_0
 from carpool.train.launch.start import local_ranks, use_cuda
-from carpool.transport.places import find_topology
+from carpool.transport.nodes import find_topology
 
 # GPUs of a node, where nobody says how many there are.
 NODE = 8

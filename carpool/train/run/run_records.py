@@ -17,7 +17,6 @@ import carpool
 from carpool.hf.compute.compiled import shards_inside
 from carpool.hf.seam.layers import decoder_layers
 from carpool.layout.layouts import Layouts
-from carpool.layout.uniform import uniform_copies
 from carpool.train.build.expert_kernels import describe_kernels
 from carpool.train.build.offloaded import FEW_KIND
 from carpool.train.checkpoints.run_source import keep_source
@@ -30,6 +29,7 @@ from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, read_in
 from carpool.train.records.record import Recorder
 from carpool.train.steps.graphs import describe_graphs, note_graphs
 from carpool.transport import TransportOptions
+from carpool.transport.volume import uniform_copies
 
 if TYPE_CHECKING:
     from carpool.train.run.run import Run

@@ -31,7 +31,6 @@ from carpool.activations import Arena, Arrivals, Ready
 from carpool.kernels.awaited import MAX_CTAS, Awaited
 from carpool.kernels.packets import packet_bytes
 from carpool.layout.topology import Topology
-from carpool.layout.uniform import uniform_copies
 from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, BufferOverflowError, Pending, Transport
 from carpool.transport.codecs import Codecs
@@ -42,7 +41,7 @@ from carpool.transport.nvlink.route import NVLinkRoute
 from carpool.transport.nvlink.rows import LeasedRows
 from carpool.transport.nvlink.runner import VerbRunner
 from carpool.transport.nvlink.usable import why_not
-from carpool.transport.volume import Counts, one_row_per_rank
+from carpool.transport.volume import Counts, one_row_per_rank, uniform_copies
 
 MAX_RANKS = 63  # one bit each in the plan
 PART_TOKENS = 16  # parts are multiples of it, so that ranges of tokens begin where the kernels like it

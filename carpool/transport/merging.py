@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from carpool.transport.codecs.choice import Codecs
+from carpool.transport.codecs import Codecs
 
 # Rows that are compared with each other at once, which takes WINDOW x WINDOW numbers.
 WINDOW = 1024

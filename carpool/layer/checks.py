@@ -1,0 +1,86 @@
+"""What a layer checks before it computes: arguments of its constructor, and recordings that are replayed.
+
+Arguments are what the constructor's annotations say, or the error names the argument and what it must be:
+
+    check_types(MoE.__init__, {"layout": "contiguous", ...})
+    ->  TypeError: layout='contiguous' must be carpool.layout.expert_layout.ExpertLayout or None
+
+Python itself would find out later, inside of something that the caller has never seen.
+
+Of a recording all ranks find out together whether it fits, before anything is sent: rows travel with K ids each, so
+ranks with other K would misread each other's, and one that refuses while the others send would leave them waiting.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from numbers import Integral
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+import torch.distributed as dist
+
+from carpool.routing import Routing
+
+
+def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise TypeError for the first argument that is not of a type that the function's annotations name.
+
+    Args:
+        given: arguments by name; what has no annotation is not looked at."""
+    for name, hint in get_type_hints(function).items():
+        wanted = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+        if name in given and not any(_is(given[name], get_origin(one) or one) for one in wanted):
+            named = " or ".join(map(_name, wanted))
+            raise TypeError(f"{name}={given[name]!r} must be {named}")
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise ValueError for parameters in which nothing can be trained."""
+    known = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if dtype is not None and dtype not in known:
+        raise ValueError(f"{dtype=} cannot be trained in: use one of {', '.join(map(str, known))}")
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    if wanted is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, wanted)
+
+
+def _name(wanted: Any) -> str:
+    if wanted is type(None):
+        return "None"
+    cls = get_origin(wanted) or wanted
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def check_replay(recording: Routing, num_tokens: int, num_experts: int, group: dist.ProcessGroup | None) -> None:
+    """Check a recording on all ranks of the group. Collective; waits for the device.
+
+    Raises:
+        ValueError: on all ranks, if the recording of any does not fit its tokens, or they have different K."""
+    error: ValueError | None = None
+    try:
+        recording.check(num_tokens, num_experts)
+    except ValueError as refused:
+        error = refused
+    if group is not None:
+        found = _all_found(error is not None, recording.expert_TK, group)
+        if error is None and (bad := [rank for rank, (refuses, _) in enumerate(found) if refuses]):
+            error = ValueError(f"the routing of rank {bad[0]} of the expert-parallel group does not fit its tokens")
+        different = sorted({top_k for _, top_k in found})
+        if error is None and len(different) > 1:
+            error = ValueError(f"all ranks must replay as many choices per token, but they have K = {different}")
+    if error is not None:
+        raise error
+
+
+def _all_found(refuses: bool, expert_TK: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    """[refuses, K] of each rank."""
+    top_k = expert_TK.shape[1] if expert_TK.dim() == 2 else -1
+    mine = torch.tensor([int(refuses), top_k], device=expert_TK.device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return torch.stack(found).tolist()
