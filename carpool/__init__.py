@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from carpool.ride.schedule import Schedule
     from carpool.routing import Router, Routing
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ExpertLayout",

@@ -1,6 +1,6 @@
 """Does a wheel hold all that Carpool needs at run time?
 
-    python -m tools.check_wheel dist/carpool-0.1.0-py3-none-any.whl
+    python -m tools.check_wheel dist/carpool-0.2.0-py3-none-any.whl
 
 Compares the wheel with the source tree: every file of `carpool/` and `carpool_systems/` must be in it, Python or not.
 """
