@@ -12,9 +12,8 @@ from rich.markup import escape
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, check_writable, command, errors, require
 from carpool.train.launch.ahead import look_ahead, said_if_slow
-from carpool.train.launch.output import lasting_output
 from carpool.train.launch.stopping import leaves_setup
-from carpool.train.launch.worker import collector_paused
+from carpool.train.launch.worker import collector_paused, lasting_output
 
 if TYPE_CHECKING:
     from carpool.train.config import Config
@@ -208,14 +207,9 @@ def _check_output(config: Config) -> None:
     from carpool.train.launch.start import find_world
     from carpool.train.records.files import check_no_run, why_not_writable
 
-    folder, resume = Path(config.training.output_dir), config.training.resume_from_checkpoint
-    if resume is None:
+    folder = Path(config.training.output_dir)
+    if config.training.resume_from_checkpoint is None:
         check_no_run(folder)
-    elif resume == "last" and not (folder / "checkpoints").is_dir():
-        raise ValueError(
-            f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint; check training.output_dir, "
-            "or give training.resume_from_checkpoint=auto, which begins with new weights where none was saved"
-        )
     # Ranks that are there already try together.
     if find_world(os.environ) is None and (why := why_not_writable(folder)):
         raise ValueError(f"training.output_dir = {folder}: {why}; choose another folder")

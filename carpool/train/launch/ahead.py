@@ -16,11 +16,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from carpool.train.config import Config
-from carpool.train.launch.worker import die_with, find_entry, is_user_error, leave
+from carpool.train.launch.worker import die_with, find_entry, is_user_error, job_of, leave
 
 # A look ahead takes seconds, or a minute where files come from afar.
 _LIMIT_SECONDS = 300.0
@@ -38,14 +37,7 @@ def look_ahead(config: Config, entry: str, *, debug: bool = False, **kwargs: Any
         ValueError: at the end, what `entry` raised, if a user can put it right. Ranks meet any other error, too, and
             report it, as they do where the process does not answer in time.
     """
-    job = {
-        "entry": entry,
-        "config": config.model_dump(mode="json"),
-        "kwargs": kwargs,
-        "agent": os.getpid(),
-        "path": [str(Path(p).absolute()) for p in sys.path],
-        "debug": debug,
-    }
+    job = {**job_of(config, entry, kwargs), "debug": debug}
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {job['path']!r}; from {__name__} import main; main()"],
         stdin=subprocess.PIPE,

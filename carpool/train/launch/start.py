@@ -37,7 +37,7 @@ from carpool.parallel.world import World, find_world
 from carpool.train.config import Config
 from carpool.train.launch.failure import Interrupted, RankFailure, rank_failure, resume_hint, stopped_text
 from carpool.train.launch.stopping import LISTENERS, Relay, Stopped, in_setup
-from carpool.train.launch.worker import entry_name, find_entry, record_error, run_rank
+from carpool.train.launch.worker import entry_name, find_entry, job_of, record_error, run_rank
 
 __all__ = ["Interrupted", "RankFailure", "Stopped", "World", "find_world", "local_ranks", "run", "use_cuda"]
 
@@ -141,16 +141,7 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
         # Says to agents in other containers that this one lives.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump(
-            {
-                "entry": entry,
-                "config": config.model_dump(mode="json"),
-                "kwargs": kwargs,
-                "agent": os.getpid(),
-                "path": [str(Path(p).absolute()) for p in sys.path],
-            },
-            file,
-        )
+        json.dump(job_of(config, entry, kwargs), file)
         file.flush()
         redirects = {rank: Std.NONE if debug or rank == 0 else Std.ALL for rank in range(ranks)}
         launch_config = LaunchConfig(
