@@ -65,7 +65,7 @@ def check_writable(option: str, file: Path) -> None:
 
 def check_output(option: str, folder: Path) -> None:
     """Raise ValueError if a folder cannot be written: before the work whose results it is to hold."""
-    from carpool.train.records.files import why_not_writable
+    from carpool.train.records.run_folder import why_not_writable
 
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{option} {folder} is a file; name a folder")

@@ -142,7 +142,7 @@ def generate(
         if gpu is not None:
             raise ValueError("--gpu says for which GPU --dry-run predicts; give both, or neither")
         start(
-            "carpool.serve.answers:run_rank",
+            "carpool.serve.generate_answers:run_rank",
             ranks,
             debug=debug,
             model=str(model),

@@ -205,7 +205,7 @@ def _recipe(name: str) -> Path:
 def _check_output(config: Config) -> None:
     """Refuses a folder that cannot be written, or in which another run is."""
     from carpool.train.launch.start import find_world
-    from carpool.train.records.files import check_no_run, why_not_writable
+    from carpool.train.records.run_folder import check_no_run, why_not_writable
 
     folder = Path(config.training.output_dir)
     if config.training.resume_from_checkpoint is None:

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.activations.loss_head import HeadLoss, next_tokens
 from carpool.kernels.cross_entropy import IGNORED
-from carpool.serve.answers import context_of
+from carpool.serve.generate_answers import context_of
 from carpool.serve.prompts import Text
 from carpool.serve.served_model import find_source, open_model
 from carpool.train.config.schema import Config

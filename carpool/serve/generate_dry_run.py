@@ -19,8 +19,8 @@ from rich.filesize import decimal
 
 from carpool.hf.config.sizes import EXPERTS, TOP_K, first_key
 from carpool.planner.machine.hardware import Hardware
-from carpool.serve.answers import ready
 from carpool.serve.expert_tier import ExpertTier
+from carpool.serve.generate_answers import ready
 from carpool.serve.prompts import Prompt, Round, deal
 from carpool.serve.serve_memory import expert_elements, host_bytes, needed_bytes, rank_needs
 from carpool.serve.served_model import find_source
@@ -37,7 +37,7 @@ def describe(
     experts: ExpertTier,
     gpu: str | None = None,
 ) -> str:
-    """What `carpool.serve.answers.run_rank` of these would take, on `ranks` ranks.
+    """What `carpool.serve.generate_answers.run_rank` of these would take, on `ranks` ranks.
 
     Args:
         gpu: the name of a GPU for which it is meant; None: this machine.

@@ -40,7 +40,7 @@ from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.lora import attach_adapter
-from carpool.train.records.files import ADAPTER
+from carpool.train.records.run_folder import ADAPTER
 from carpool.transport import HierarchicalOptions
 
 

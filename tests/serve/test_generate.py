@@ -19,7 +19,7 @@ from carpool.hf.generation import decode_graph
 from carpool.hf.generation.decode_graph import DecodeGraphs
 from carpool.hf.generation.generate import Sampling, generate
 from carpool.serve import generate_dry_run, serve_memory, served_model
-from carpool.serve.answers import answer
+from carpool.serve.generate_answers import answer
 from carpool.serve.prompts import deal
 from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.run_source import keep_source

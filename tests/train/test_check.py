@@ -23,7 +23,7 @@ from carpool.train.launch.ahead import look_ahead
 from carpool.train.launch.worker import find_entry
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.start_checks import check_run
-from carpool.train.records.record import Recorder
+from carpool.train.records.metrics_writer import Recorder
 
 REFUSED = [
     ("model.config.hiden_size=4", "the configuration of olmoe has no key 'hiden_size'"),

@@ -34,7 +34,7 @@ from carpool.train.checkpoints.record_trace import load_run
 from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
 from carpool.train.data import corpus as corpora
-from carpool.train.records.files import why_not_writable
+from carpool.train.records.run_folder import why_not_writable
 from carpool.train.run.finish import sample
 from carpool.train.run.loop import train
 from carpool.train.run.run_records import _earlier_starts

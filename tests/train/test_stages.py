@@ -19,7 +19,7 @@ from carpool.experts.gemm.measure_choices import Measured, _Problem
 from carpool.planner.decisions.chosen import Chosen
 from carpool.train.build.expert_kernels import KERNELS_KIND, Shape, decide, describe_kernels, explain, mean_over_ranks
 from carpool.train.config import describe, load_config
-from carpool.train.records.files import read_record
+from carpool.train.records.run_folder import read_record
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import loop
 from carpool.train.run.run import start_run

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from carpool.train.config import load_config
-from carpool.train.records import record
-from carpool.train.records.record import Recorder
+from carpool.train.records import metrics_writer
+from carpool.train.records.metrics_writer import Recorder
 from carpool.train.run import loop
 from carpool.train.run.finish import UnwrittenError
 from carpool.train.run.loop import record_step
@@ -50,7 +50,7 @@ class Full(FileIO):
 
 def test_records_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it filled up in the middle of a line."""
-    monkeypatch.setattr(record, "FileIO", Full)
+    monkeypatch.setattr(metrics_writer, "FileIO", Full)
     said: list[str] = []
     one = recorder(tmp_path, said)
     for step, Full.room in ((1, 10_000), (2, 20), (3, 0)):
@@ -65,8 +65,8 @@ def test_records_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_no_more_waits_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "FileIO", Full)
-    monkeypatch.setattr(record, "_MOST_WAITING", 200)
+    monkeypatch.setattr(metrics_writer, "FileIO", Full)
+    monkeypatch.setattr(metrics_writer, "_MOST_WAITING", 200)
     one = recorder(tmp_path, [])
     Full.room = 0
     for step in range(20):

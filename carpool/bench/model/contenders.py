@@ -47,7 +47,7 @@ from carpool.train.launch.machine import find_machine, rank_device
 from carpool.train.launch.ranks import from_rank_0
 from carpool.train.plan.division import distributed_config
 from carpool.train.plan.resolve import Plan, resolve
-from carpool.train.records.files import CONFIG, INFO, LAYOUT, METRICS
+from carpool.train.records.run_folder import CONFIG, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import record, step_numbers, update
 from carpool.train.run.run import start_run
 

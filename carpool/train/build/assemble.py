@@ -64,7 +64,7 @@ from carpool.train.plan.division import distributed_config
 from carpool.train.plan.offload_checks import disk_folder
 from carpool.train.plan.resolve import Plan
 from carpool.train.plan.transport_choice import choose_on_ranks
-from carpool.train.records.files import ADAPTER
+from carpool.train.records.run_folder import ADAPTER
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.objective import Objective
 from carpool.train.steps.optimizer import make_optimizer

@@ -37,7 +37,7 @@ from carpool.train.checkpoints.export import Exported, check_target, write_model
 from carpool.train.checkpoints.merge_check import NAME, AdapterModules, MergeCheck
 from carpool.train.checkpoints.run_source import read_source
 from carpool.train.launch.ranks import gather, rank, together
-from carpool.train.records.files import ADAPTER
+from carpool.train.records.run_folder import ADAPTER
 
 
 def merge_adapter(

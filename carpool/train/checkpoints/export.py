@@ -41,7 +41,7 @@ from carpool.train.checkpoints.manager import CheckpointManager, step_of
 from carpool.train.checkpoints.read_back import ReadBack
 from carpool.train.checkpoints.run_source import Source, copy_source, read_source
 from carpool.train.launch.ranks import gather, rank, together, world
-from carpool.train.records.files import ADAPTER
+from carpool.train.records.run_folder import ADAPTER
 
 Parts = dict[str, tuple[TensorStorageMetadata, list[Path]]]
 

@@ -15,7 +15,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
 from carpool.train.config.schema import Config, TrainingSection
 from carpool.train.data.loader import check_same_order
-from carpool.train.records.files import SUMMARY, check_no_run
+from carpool.train.records.run_folder import SUMMARY, check_no_run
 
 
 class _Strict(BaseModel):

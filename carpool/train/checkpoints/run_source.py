@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from carpool.hf.weights.files import Stored, stored_weights
 from carpool.train.data.tokenizer import BytesTokenizer
-from carpool.train.records.files import replace_text
+from carpool.train.records.run_folder import replace_text
 
 SOURCE, _RECORD = "source", "source.json"
 # Of the text model's tokenizer, of the processors of others, and what must travel with weights. Never code.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from carpool.train.config.published import is_configuration_alone
-from carpool.train.records.files import ADAPTER
+from carpool.train.records.run_folder import ADAPTER
 
 Key = tuple[str, str]  # (section, key)
 

@@ -181,7 +181,7 @@ def resume_hint(config: Config) -> str:
     saved = _checkpoints(config)
     if saved:
         return f"continue from {saved[-1]} with the same command and training.resume_from_checkpoint=last"
-    from carpool.train.records.files import METRICS
+    from carpool.train.records.run_folder import METRICS
 
     folder = Path(config.training.output_dir)
     if (folder / METRICS).exists():

@@ -50,7 +50,7 @@ from carpool.train.launch.ranks import from_rank_0
 from carpool.train.moving.cost import Array, Facts
 from carpool.train.moving.layouts import load_ratio, padded
 from carpool.train.moving.solve import Question, Solving
-from carpool.train.records.files import LAYOUT, replace_text
+from carpool.train.records.run_folder import LAYOUT, replace_text
 
 TRACE_FILE, LOADS_FILE = "placement-trace.npz", "placement-loads.npz"
 # Steps whose loads a predictor may look at.

@@ -44,7 +44,7 @@ from carpool.train.data.tokenizer import Tokenizer, framed
 from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
-from carpool.train.records.files import ADAPTER, SUMMARY, replace_text
+from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.run import Run
 from carpool.train.steps.capacity import full_capacity
 from carpool.transport import TransportOptions

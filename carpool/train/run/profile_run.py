@@ -31,7 +31,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config import Config
 from carpool.train.plan.start_checks import check_start
-from carpool.train.records.files import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
+from carpool.train.records.run_folder import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import update
 from carpool.train.run.run import Run, start_run
 

@@ -50,7 +50,7 @@ from carpool.train.plan.start_checks import (
     find_checkpoint,
 )
 from carpool.train.records.environment import peak_memory
-from carpool.train.records.files import why_not_writable
+from carpool.train.records.run_folder import why_not_writable
 from carpool.train.run.run_records import Records, open_records, record_graphs
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.objective import Batch, Losses

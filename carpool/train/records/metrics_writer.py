@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from carpool.train.records.files import METRICS, lock
+from carpool.train.records.run_folder import METRICS, lock
 
 # Bytes of records that wait for a disk; beyond, they are dropped and counted.
 _MOST_WAITING = 64 << 20

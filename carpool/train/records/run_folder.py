@@ -3,7 +3,7 @@
 run.json        what the run is: versions, model, mesh, choices. Written at the start, again by each resumed run.
 config.toml     the resolved settings
 layout.json     where experts live
-metrics.jsonl   one line per record (`carpool.train.records.record`); locked while a run writes
+metrics.jsonl   one line per record (`carpool.train.records.metrics_writer`); locked while a run writes
 summary.json    written at the end
 """
 
