@@ -146,7 +146,7 @@ def test_a_repeated_step_is_as_if_it_had_been_the_first(two_ranks: Ranks, text: 
 
 STUCK = """
 import time, torch
-from carpool.train.launch.roll_call import Watchdog
+from carpool.train.launch.worker import Watchdog
 from carpool.transport.nvlink import Buffers
 
 def missing(grace):

@@ -21,16 +21,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from carpool.layout.topology import whereabouts
-from carpool.train.launch.worker import end_process
-
-if TYPE_CHECKING:
-    from carpool.transport import RankMissingError
-    from carpool.transport.nvlink import Buffers
 
 log = logging.getLogger("carpool")
 
@@ -41,9 +35,6 @@ PATIENCE_SECONDS = 6.0
 MOST_WATCHERS = 256
 # After the timeout, for the main thread to fail by itself.
 GRACE_SECONDS = 5.0
-# Between two looks of the watchdog, and what it leaves the main thread to fail by itself.
-WATCHDOG_SECONDS = 0.2
-WATCHDOG_GRACE_SECONDS = 10.0
 
 
 class RanksLostError(RuntimeError):
@@ -193,47 +184,3 @@ class RollCall:
 
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:200]}"
-
-
-class Watchdog:
-    """A daemon thread that ends a process whose main thread cannot notice any more that a rank is missing.
-
-    A kernel that waits in vain for a peer gives up and writes so to host memory (`Buffers.host_status`). The main
-    thread looks there at its next ride, and raises. But it may be inside a collective with the same peer, which never
-    gives up and cannot be interrupted. So this thread looks too.
-
-    If a rank is missing and `stop` has not been called `grace` seconds later, it logs and records which, and ends the
-    process with exit code 1.
-
-    Args:
-        buffers: gives the buffers of the moment.
-        grace: seconds for the main thread to raise the same by itself, and to stop this thread on its way out.
-    """
-
-    def __init__(self, buffers: Callable[[], Sequence[Buffers]], grace: float = WATCHDOG_GRACE_SECONDS) -> None:
-        self._buffers, self._grace = buffers, grace
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="carpool-watchdog", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no more. The thread lets go of what it looked at before this returns."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(WATCHDOG_SECONDS)
-
-    def _watch(self) -> None:
-        from carpool.transport import RankMissingError  # ranks that have no such transport need not import it
-
-        while not self._stopped.wait(WATCHDOG_SECONDS):
-            for buffers in self._buffers():
-                try:
-                    buffers.check()
-                except RankMissingError as error:
-                    self._end(error)
-
-    def _end(self, error: RankMissingError) -> None:
-        if not self._stopped.wait(self._grace):
-            end_process(error)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -34,6 +34,8 @@ from carpool.train.launch.stopping import Stopped
 if TYPE_CHECKING:
     from carpool.train.config import Config, ParallelismSection
     from carpool.train.launch.roll_call import RollCall
+    from carpool.transport import RankMissingError
+    from carpool.transport.nvlink import Buffers
 
 log = logging.getLogger("carpool")
 
@@ -44,6 +46,10 @@ _END_SECONDS = 20.0
 _MEETING_SECONDS = 20.0
 # NCCL cannot say which rank it waits for; so much later than the kernels of transport nvlink, which can, it gives up.
 _NCCL_EXTRA_SECONDS = 30
+
+# Between two looks of the watchdog, and what it leaves the main thread to fail by itself.
+WATCHDOG_SECONDS = 0.2
+WATCHDOG_GRACE_SECONDS = 10.0
 
 
 def main() -> None:
@@ -92,6 +98,50 @@ def end_process(error: BaseException) -> NoReturn:
     log.error("%s", error)
     record_error(error)
     leave(1)
+
+
+class Watchdog:
+    """A daemon thread that ends a process whose main thread cannot notice any more that a rank is missing.
+
+    A kernel that waits in vain for a peer gives up and writes so to host memory (`Buffers.host_status`). The main
+    thread looks there at its next ride, and raises. But it may be inside a collective with the same peer, which never
+    gives up and cannot be interrupted. So this thread looks too.
+
+    If a rank is missing and `stop` has not been called `grace` seconds later, it logs and records which, and ends the
+    process with exit code 1.
+
+    Args:
+        buffers: gives the buffers of the moment.
+        grace: seconds for the main thread to raise the same by itself, and to stop this thread on its way out.
+    """
+
+    def __init__(self, buffers: Callable[[], Sequence[Buffers]], grace: float = WATCHDOG_GRACE_SECONDS) -> None:
+        self._buffers, self._grace = buffers, grace
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="carpool-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more. The thread lets go of what it looked at before this returns."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(WATCHDOG_SECONDS)
+
+    def _watch(self) -> None:
+        from carpool.transport import RankMissingError  # ranks that have no such transport need not import it
+
+        while not self._stopped.wait(WATCHDOG_SECONDS):
+            for buffers in self._buffers():
+                try:
+                    buffers.check()
+                except RankMissingError as error:
+                    self._end(error)
+
+    def _end(self, error: RankMissingError) -> None:
+        if not self._stopped.wait(self._grace):
+            end_process(error)
 
 
 def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:

@@ -36,8 +36,8 @@ from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
 from carpool.train.launch.ranks import from_rank_0, gather
-from carpool.train.launch.roll_call import Watchdog
 from carpool.train.launch.stopping import StopRequest
+from carpool.train.launch.worker import Watchdog
 from carpool.train.moving.cost import Facts
 from carpool.train.moving.runtime import Placement
 from carpool.train.plan.resolve import Plan, resolve
