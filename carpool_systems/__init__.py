@@ -3,6 +3,7 @@
     recipes/       one TOML file per system: the settings and mechanisms that make it (`carpool recipes list`)
     transports.py  hierarchical all-to-alls: 1d (HetuMoE), 2d (DeepSpeed-MoE), 2dh (Tutel)
     policies.py    where experts go, by their loads (`placement.policy`): FasterMoE, Prophet, FlexMoE, EPLB, ...
+    eplb.py        DeepSeek's load balancer, as a solver (`carpool place --solvers eplb`)
     planners.py    what published planners would choose (`carpool plan --policy alpa`)
 
 This package enters through the same entry points as anybody's plug-in (`carpool.plugins`); pyproject.toml lists them.

@@ -27,10 +27,10 @@ import numpy as np
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.policies import LoadModel, Policy
-from carpool.placement.solvers.eplb import from_loads
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.problem import held, homes_of
 from carpool.placement.trace import Array
+from carpool_systems.eplb import from_loads
 
 
 def shadow(load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadModel | None = None) -> ExpertLayout:

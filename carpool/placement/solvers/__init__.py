@@ -3,10 +3,10 @@
     contiguous, random    what a layout is worth that knows nothing
     occult                pairwise collaboration, greedily; ignores load
     lpt                   load alone
-    eplb                  load, with replicas in the extra slots
     hypergraph            the exact objective without load or replicas, by Mt-KaHyPar
     search                the exact objective under the load limit, with replicas in the extra slots
 
+Plug-ins bring further ones, such as eplb of carpool_systems (load, with replicas in the extra slots).
 `search` starts from Occult's and LPT's layouts; "hypergraph+search" and so on start from what that solver found.
 
 A solver is a function from a `Problem` to an `ExpertLayout`, the same for the same problem. From outside the package:
@@ -29,7 +29,6 @@ from typing import Any
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.placement.solvers.eplb import eplb
 from carpool.placement.solvers.hypergraph import hypergraph
 from carpool.placement.solvers.lpt import lpt
 from carpool.placement.solvers.occult import occult
@@ -72,7 +71,6 @@ SOLVERS: Registry[Solver] = Registry(
         "contiguous": contiguous,
         "random": random,
         "lpt": lpt,
-        "eplb": eplb,
         "occult": occult,
         "hypergraph": hypergraph,
         "search": _search,
