@@ -28,6 +28,7 @@ from carpool.train.config.published import FROM, read_keys
 from carpool.train.config.schema import Config, ModelSection
 from carpool.train.data.formats import are_packed
 from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.extensions import extensions_in_use
 from carpool.train.flops import ModelSize, model_size
 
 
@@ -93,6 +94,8 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
     made = make_config(model_type or _model_type(model.architecture or ""), keys)
     if model.travel_size is not None:
         made.get_text_config().travel_size = model.travel_size
+    for extension in extensions_in_use(config):
+        extension.change_model(made)
     return made
 
 

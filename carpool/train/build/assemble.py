@@ -57,6 +57,7 @@ from carpool.train.build.schedule_choice import choose_schedule, rides_first
 from carpool.train.config.fine_tuning import adapter_folder
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import ranks_of
+from carpool.train.extensions import Extension, extensions_in_use
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import add_adapter
 from carpool.train.moving.layouts import first_layouts
@@ -94,6 +95,7 @@ class Built:
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
         consumed: uses gradients in the backward; None: they are kept until the optimizer's step.
         offloaded: keeps experts in host memory; None: they are on the device.
+        extensions: of plug-in packages, those that are in use.
         no_graphs: why steps are not captured as CUDA graphs; None: they are.
     """
 
@@ -117,6 +119,7 @@ class Built:
     consumed: ConsumedGradients | None
     offloaded: HostExperts | None
     metrics: RideMetrics
+    extensions: list[Extension]
     no_graphs: str | None = None
 
 
@@ -152,7 +155,9 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
     bias = _bias_balance(plan, model, meshes)
 
     experts_lossy = set_experts(model, config.moe.experts, **config.moe.expert_options)
-    own = list(layers.values())
+    own, extensions = list(layers.values()), extensions_in_use(config)
+    for extension in extensions:
+        extension.prepare_layers(plan, model, own)
     transport, options, kernels, schedule = _set_rides(plan, model, own)
     two_batch = schedule.answer.name == "two-batch"
     objective = _objective(plan, model, meshes, two_batch, ep_topology)
@@ -183,7 +188,10 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
         consumed=consumed,
         offloaded=offloaded,
         metrics=metrics,
+        extensions=extensions,
     )
+    for extension in extensions:
+        extension.prepare_run(plan, built)
     _set_graphs(plan, built)
     # Drop-out and the like differ between ranks with different tokens, and only between them.
     torch.manual_seed(config.training.seed + plan.degrees.dp_cp_rank(machine.rank))
@@ -321,7 +329,7 @@ def _set_graphs(plan: Plan, built: Built) -> None:
     asked, objective, layers = plan.config.training.cuda_graphs, built.objective, built.rides
     one = plan.estimate.candidate(built.transport.answer, plan.data_parallel.answer)
     one = replace(one, schedule=built.schedule.answer.name)
-    why = why_no_graphs(plan.config, one, built.model, layers)
+    why = built.no_graphs or why_no_graphs(plan.config, one, built.model, layers)
     if why is None and NSIGHT:
         why = "Nsight watches, and a graph has no names of layers"
     # NCCL wants an operation captured by all ranks or by none. Nsight may watch one of them, and stages differ.

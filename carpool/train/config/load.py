@@ -35,6 +35,7 @@ from carpool.train.config.schema import (
     ModelSection,
     ParallelismSection,
     TrainingSection,
+    config_type,
     keys,
 )
 from carpool.train.config.schema_adapter import AdapterSection
@@ -154,7 +155,7 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
         settings["model"] = _merged(DEMO_MODEL, model)
         sources |= {("model", key): FROM_DEMO for key in DEMO_MODEL if ("model", key) in sources}
     try:
-        config = Config.model_validate(settings)
+        config = config_type().model_validate(settings)
     except ValidationError as error:
         lines: dict[str, list[str]] = {}
         for detail in error.errors():
@@ -173,7 +174,7 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
     """Each key as `(dotted name, type, default as TOML, description)`, in the order of the sections."""
-    default = Config()
+    default = config_type()()
     for section, cls, key in keys():
         field = cls.model_fields[key]
         text = toml_value(getattr(getattr(default, section), key))

@@ -11,9 +11,11 @@
     [memory]       what is kept for the backward, and where
     [placement]    where experts live while a run goes on
 
-Each section has a file, `schema_SECTION.py`; [codec] and [nvlink] are beside [moe]. What several sections say together
-is checked here. Names are transformers' own wherever transformers has one. `Config()` without arguments is the demo: a
-small OLMoE-shaped model trained on the Python standard library's source code by four processes of this machine.
+Each section has a file, `schema_SECTION.py`; [codec] and [nvlink] are beside [moe]. Plug-in packages add sections
+(`carpool.train.extensions`): a file is read into a `config_type()`, which is `Config` with these. What several sections
+say together is checked here. Names are transformers' own wherever transformers has one. `Config()` without
+arguments is the demo: a small OLMoE-shaped model trained on the Python standard library's source code by four
+processes of this machine.
 
 Reading a file, overriding keys and the errors that name key, value and place are `carpool.train.config`'s task;
 a validator here only says what is wrong with values that have the right type.
@@ -25,9 +27,10 @@ command line it is written as the word "none".
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from carpool.parallel.combinations import check_supported
 from carpool.parallel.schedules import check_micro_batches
@@ -40,6 +43,7 @@ from carpool.train.config.schema_moe import CodecSection, MoeSection, NvlinkSect
 from carpool.train.config.schema_parallelism import ParallelismSection
 from carpool.train.config.schema_placement import PlacementSection
 from carpool.train.config.schema_training import TrainingSection
+from carpool.train.extensions import EXTENSIONS, Extension, extensions_in_use
 
 
 class Config(Section):
@@ -169,6 +173,12 @@ class Config(Section):
                 "quantised stay on their GPU, in order, and grouped products dequantise them; leave one of them out"
             )
 
+    @model_validator(mode="after")
+    def _checked_by_extensions(self) -> Self:
+        for extension in extensions_in_use(self):
+            extension.check(self)
+        return self
+
     def settings_of_transport(self, name: str) -> dict[str, Any]:
         """What is said to a transport: to nvlink in its section, to another where moe.transport names it."""
         if name == "nvlink":
@@ -205,9 +215,36 @@ class Config(Section):
         return "\n\n".join(blocks) + "\n"
 
 
+def config_type() -> type[Config]:
+    """`Config` with the sections of extensions.
+
+    Raises:
+        ValueError: an extension has the name of another section."""
+    return _with_sections(tuple(EXTENSIONS.values()))
+
+
+@lru_cache
+def _with_sections(extensions: tuple[type[Extension], ...]) -> type[Config]:
+    if not extensions:
+        return Config
+    sections: dict[str, Any] = {}
+    for one in extensions:
+        if one.name in Config.model_fields:
+            raise ValueError(f"extension {one.name!r} has the name of a section that Carpool has; use another name")
+        sections[one.name] = (one.section, Field(default_factory=one.section, description=one.help))
+    made = create_model("Config", __base__=Config, __module__=__name__, **sections)
+    # Ranks get their configuration by pickle, which finds no class that was made while running.
+    made.__reduce__ = lambda self: (_from_sections, (self.__dict__,))  # type: ignore[method-assign,assignment]
+    return made
+
+
+def _from_sections(sections: dict[str, Section]) -> Config:
+    return config_type().model_construct(None, **sections)
+
+
 def keys() -> Iterator[tuple[str, type[Section], str]]:
     """Every `(section, class of the section, key)` that a configuration has."""
-    for section, field in Config.model_fields.items():
+    for section, field in config_type().model_fields.items():
         cls = field.annotation
         assert isinstance(cls, type) and issubclass(cls, Section)
         for key in cls.model_fields:

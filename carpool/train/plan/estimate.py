@@ -45,6 +45,7 @@ from carpool.planner.model.shape import kept_if_compiled
 from carpool.train.blueprint import attention_of, top_k_of
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
+from carpool.train.extensions import extensions_in_use
 from carpool.train.lora import outline_adapter
 from carpool.train.plan.division import context_cut, divides_tokens
 from carpool.train.plan.transport_choice import transport_options
@@ -204,10 +205,12 @@ class MemoryEstimate:
 
         Returns:
             parameters, gradients, optimizer, activations, logits, transport, copies (of experts that came from other
-            ranks) if there are any, and loading where that is more; on GPUs context, nccl and fragments, and graphs if
-            steps are captured; on CPUs process and allocator; total.
+            ranks) and extensions if there are any, and loading where that is more; on GPUs context, nccl and
+            fragments, and graphs if steps are captured; on CPUs process and allocator; total.
         """
         found = {name: math.ceil(size) for name, size in self._peak(transport, data_parallel).parts.items()}
+        if brought := sum(extension.device_bytes(self) for extension in extensions_in_use(self.config)):
+            found["extensions"] = brought
         return {**found, "total": sum(found.values())}
 
     def _peak(self, transport: str, data_parallel: str) -> Peak:

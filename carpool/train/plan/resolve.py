@@ -30,6 +30,7 @@ from carpool.planner.decisions.chosen import Chosen, Decisions
 from carpool.planner.decisions.policies import Policies
 from carpool.train.blueprint import Blueprint, attention_of, check_implementations
 from carpool.train.config.schema import Config
+from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import check_adapter
@@ -212,7 +213,7 @@ def resolve(
     )
     check_parallelism(model, distributed_config(degrees, estimate.bf16), data_parallel.answer, sequence_parallel.answer)
     check_adapter(config, degrees, data_parallel.answer, estimate.bf16)
-    return Plan(
+    plan = Plan(
         config=config,
         machine=machine,
         blueprint=blueprint,
@@ -230,6 +231,9 @@ def resolve(
         policies=policies,
         data_parallel=data_parallel,
     )
+    for extension in extensions_in_use(config):
+        extension.check_plan(plan)
+    return plan
 
 
 def _check_whole_experts(config: Config, blueprint: Blueprint, degrees: Degrees) -> None:

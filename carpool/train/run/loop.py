@@ -121,6 +121,8 @@ def update(run: Run) -> tuple[Losses, float, int]:
     """The optimizer's step on the next batches: their losses, the norm of the gradient, and the signal that asked a
     rank to stop, 0 if none did. The same on all ranks. The step before is recorded meanwhile."""
     built = run.built
+    for extension in built.extensions:
+        extension.before_step(run)
     batches = [run.to_device(batch) for batch in next(run.data.train)]
     means, measured = run.with_capacity(partial(_launch, run, batches))
     run.fit_capacity()
@@ -139,6 +141,8 @@ def update(run: Run) -> tuple[Losses, float, int]:
             built.bias.step()
         if (kept := replicated(built.model)) is not None:
             kept.write()
+    for extension in built.extensions:
+        extension.after_step(run)
     signum = max((signum for signum, ranks in zip(STOP_SIGNALS, asked, strict=True) if ranks), default=0)
     return losses, norm, signum
 

@@ -1,0 +1,130 @@
+"""What a plug-in package may add to `carpool train`: a section of settings, and what it does in a run.
+
+A transport, a codec, an expert computation, an optimizer or a solver enters through the registry of its kind
+(`carpool.plugins`). An `Extension` is for what has no registry. It brings a section of its own:
+
+    class NoiseSection(Section):
+        scale: float = Field(0.0, ge=0, description="Standard deviation of the noise that is added to each router.")
+
+    class Noise(Extension):
+        name, section, help = "noise", NoiseSection, "Noise in routers. Off by default."
+
+        def prepare_layers(self, plan, model, layers):
+            ...                                             # self.settings.scale
+
+    carpool.train.extensions.register(Noise)
+
+Then `carpool train noise.scale=0.1` works as for any other section: `--help-config` lists it, unknown keys are refused
+with the nearest one, `config.toml` records it, and a resumed run must have the same. `CARPOOL_PLUGINS` names a module
+that registers one; a package has an entry point in the group "carpool.extensions", whose name is that of the section:
+
+    [project.entry-points."carpool.extensions"]
+    noise = "my_package.noise:Noise"
+
+While all settings of its section have their defaults, an extension does nothing: none of its methods is called. In
+use, they are called in this order, on all ranks alike:
+
+    check                 settings of a configuration, before anything is read
+    change_model          the model's configuration, before a model is built from scratch
+    check_plan            the plan, before anything is loaded; a dry run ends after it
+    device_bytes          for the estimate of memory
+    prepare_layers        the model is there, layers have no transport and no buffers yet
+    prepare_run           layers, objective and optimizer are there, no step is captured as a graph yet
+    before_step, after_step
+
+One object gets the calls from `prepare_layers` on, so that it may remember what it made. Those before it are made to
+objects of their own, and must not change them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from carpool.plugins import Registry
+from carpool.train.config.schema_base import Section
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from carpool.hf.seam.rides import ExpertRides
+    from carpool.train.build.assemble import Built
+    from carpool.train.config.schema import Config
+    from carpool.train.plan.estimate import MemoryEstimate
+    from carpool.train.plan.resolve import Plan
+    from carpool.train.run.run import Run
+
+__all__ = ["EXTENSIONS", "Extension", "extensions_in_use", "register"]
+
+
+class Extension:
+    """A section of settings, and what it does in a run.
+
+    Attributes:
+        name: of the section.
+        section: its class. Every key has a default and a description, and the defaults together mean "off".
+        help: what the section is about, in one sentence.
+        settings: the section of this run.
+    """
+
+    name: ClassVar[str]
+    section: ClassVar[type[Section]]
+    help: ClassVar[str]
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    def check(self, config: Config) -> None:
+        """Raise ValueError if these settings contradict others."""
+
+    def change_model(self, model_config: PreTrainedConfig) -> None:
+        """Change the configuration of a model that is built from scratch."""
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise ValueError for what this model, machine or division into ranks cannot have."""
+
+    def device_bytes(self, estimate: MemoryEstimate) -> int:
+        """Bytes of device memory that a rank needs for it."""
+        return 0
+
+    def prepare_layers(self, plan: Plan, model: PreTrainedModel, layers: list[ExpertRides]) -> None:
+        """Change the MoE layers before their transport is chosen and their buffers are made."""
+
+    def prepare_run(self, plan: Plan, built: Built) -> None:
+        """Change what was built, such as the objective. A reason in `built.no_graphs` keeps steps out of CUDA graphs;
+        all ranks must give the same."""
+
+    def before_step(self, run: Run) -> None:
+        """Called before the batches of a step are read."""
+
+    def after_step(self, run: Run) -> None:
+        """Called when a step's update has been made."""
+
+
+def _check(name: str, cls: type[Extension]) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, Extension)):
+        raise ValueError(f"extension {name!r} ({cls!r}) must be a subclass of carpool.train.extensions.Extension")
+    section = getattr(cls, "section", None)
+    if getattr(cls, "name", None) != name or not name.isidentifier() or not getattr(cls, "help", ""):
+        raise ValueError(f"extension {name!r} ({cls.__name__}) needs name, an identifier, and help, one sentence")
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        raise ValueError(f"extension {name!r} ({cls.__name__}): its section must be a subclass of Section")
+    for key, field in section.model_fields.items():
+        if field.is_required() or not field.description:
+            raise ValueError(f"extension {name!r}: {name}.{key} needs a default and a description")
+
+
+EXTENSIONS: Registry[type[Extension]] = Registry("extension", "carpool.extensions", {}, _check)
+
+
+def register(cls: type[Any]) -> type[Any]:
+    """Add an extension under its `name`. Returns it, so it can decorate a class.
+
+    Raises:
+        ValueError: another one has the name, or it is no complete `Extension`."""
+    return EXTENSIONS.register(cls)
+
+
+def extensions_in_use(config: Config) -> list[Extension]:
+    """An object of each extension of which a setting differs from its default."""
+    found = [(cls, getattr(config, name, None)) for name, cls in EXTENSIONS.items()]
+    return [cls(settings) for cls, settings in found if settings is not None and settings != cls.section()]
