@@ -1,4 +1,4 @@
-"""A solver and a recipe from outside the package, each in one file, are known to all commands."""
+"""A solver, a policy and a recipe from outside the package, each in one file, are known to all commands."""
 
 from __future__ import annotations
 
@@ -38,9 +38,30 @@ policy = "migrate"
 solver = "backwards"
 """
 
+POLICY = """
+from carpool.layout import ExpertLayout
+from carpool.placement.policies import POLICIES, Policy
 
-def carpool(folder: Path, *commands: str) -> list[str]:
-    """The output of each command, in one process that knows the plug-ins."""
+def deal(load_E, layout, extra_slots, model, history_SE):
+    ranks = layout.num_ranks
+    return ExpertLayout(tuple(tuple(range(rank, layout.num_experts, ranks)) for rank in range(ranks)))
+
+POLICIES.register(Policy(deal, replicas=False), "deal")
+"""
+DEALING = """
+[recipe]
+system = "Dealing"
+source = "a plug-in"
+mechanisms = ["policy:deal"]
+
+[placement]
+every = 10
+policy = "deal"
+"""
+
+
+def carpool(folder: Path, *commands: str, plugin: str = "backwards") -> list[str]:
+    """The output of each command, in one process that knows the plug-in."""
     program = f"""
 import sys
 from carpool.cli import app
@@ -49,7 +70,7 @@ for command in {commands!r}:
         sys.exit(code)
     print("=====")
 """
-    known = {"CARPOOL_PLUGINS": "backwards", FOLDERS: str(folder / "recipes"), "COLUMNS": "200"}
+    known = {"CARPOOL_PLUGINS": plugin, FOLDERS: str(folder / "recipes"), "COLUMNS": "200"}
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -81,6 +102,26 @@ def test_commands_know_them(tmp_path: Path) -> None:
     assert [row["solver"] for row in rows] == ["backwards", "backwards+search"] and rows[0]["copies"] > 0
     compared = json.loads((tmp_path / "compared" / "recipes.json").read_text())["rows"]
     assert [row["name"] for row in compared] == ["experts in order", "reverse"]
+
+
+def test_a_policy_decides_where_experts_go(tmp_path: Path) -> None:
+    (tmp_path / "dealing.py").write_text(POLICY)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "dealing.toml").write_text(DEALING)
+    topics(16, 4, 256).save(tmp_path / "trace.npz")
+    listed, *_ = carpool(
+        tmp_path,
+        "recipes list",
+        "recipes compare --trace trace.npz --parts 3 --recipes dealing --out compared",
+        plugin="dealing",
+    )
+    assert "policy:deal" in listed
+    rows = {row["name"]: row for row in json.loads((tmp_path / "compared" / "recipes.json").read_text())["rows"]}
+    # From contiguous homes each of 4 ranks keeps one of its 4 experts; after that nothing moves: 12 in 2 looks.
+    assert rows["experts in order"]["moved"] == 0 and rows["dealing"]["moved"] == 6
+    settings = ["parallelism.num_ranks=2", "placement.every=10", "placement.policy=deal"]
+    refused = CliRunner().invoke(app, ["train", "--dry-run", *settings])
+    assert refused.exit_code == 1 and "placement.policy = 'deal'" in refused.stderr, "its policy is not there"
 
 
 def test_recipes_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
