@@ -58,7 +58,13 @@ def in_setup(name: str) -> str:
     )
 
 
+# Taken by the first that leaves: the handler and the thread that the signal wakes may come at the same time.
+_LEAVING = threading.Lock()
+
+
 def _leave_setup(number: int, frame: FrameType | None) -> None:
+    if not _LEAVING.acquire(blocking=False):
+        return
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         with contextlib.suppress(OSError):
             show_cursor = "\x1b[?25h" if os.isatty(2) else ""
