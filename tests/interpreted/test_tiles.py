@@ -255,16 +255,16 @@ def _small() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("tokens", "parts", "options"),
     [
-        ((40, 17), (2,), {"expert_inputs": "resend", "bias": True}),
+        ((40, 17), (2,), {"rows": "resend", "bias": True}),
         ((33,), (2,), {"recompute": True}),
-        ((29, 12), (2,), {"expert_inputs": "offload", "expert_activations": "offload", "arena": True}),
+        ((29, 12), (2,), {"rows": "offload", "hidden": "offload", "arena": True}),
         (
             (20, 30),
             (2,),
             {"activation": Activation("silu", gated=True, interleaved=True, limit=7.0), "transposed": True},
         ),
         ((0, 0), (3,), {}),
-        ((0, 20), (5,), {"slots": 1, "expert_inputs": "resend", "recompute": True}),
+        ((0, 20), (5,), {"slots": 1, "rows": "resend", "recompute": True}),
     ],
     ids=str,
 )

@@ -69,7 +69,7 @@ def test_what_is_foretold_is_what_transports_would_count() -> None:
     facts = replace(FACTS, top_k=4, hidden=64)
     source_T, topology = trace.source_T(4), Topology.even(4, 2)
     routings = [trace.expert_TK[source_T == rank] for rank in range(4)]
-    halved = Codecs(dispatch="fp8", hop="nodes")
+    halved = Codecs(dispatch="fp8", inter_node="nodes")
     for transport, codecs in (("dedup", PLAIN), ("alltoall", PLAIN), ("gather", PLAIN), ("hierarchical", halved)):
         one = replace(facts, transport=transport, codecs=codecs)
         told = outlook([evaluate(trace, layout, topology=topology, cost=one.cost)] * 2, one)
