@@ -2,7 +2,7 @@
 
     python -m benchmarks.placement --out placement.json
 
-    solvers       `carpool place`, each trace, 4 and 8 ranks: copies per token and load on the half that nobody solved,
+    solvers       `carpool place`, each trace, 4 and 8 ranks: ranks per token and load on the half that nobody solved,
                   with the load limited to 1.1 of the mean, and on 4 ranks without a limit
     replicas      the search with room for a tenth of the experts as copies, against without: with their filling to pay
                   for, and with that hidden

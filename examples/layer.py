@@ -46,7 +46,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 5 == 0:
-            print(f"step {step:3d}  loss {loss.item():.4f}  copies per token {block.moe.stats().copies_per_token:.2f}")
+            print(f"step {step:3d}  loss {loss.item():.4f}  ranks per token {block.moe.stats().copies_per_token:.2f}")
     dist.destroy_process_group()
 
 

@@ -48,7 +48,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         for line in (entry for entry in trainer.state.log_history if "loss" in entry):
             copies = line["carpool/copies_per_token"]
-            print(f"step {line['step']:3d}  loss {line['loss']:.3f}  copies per token {copies:.2f}")
+            print(f"step {line['step']:3d}  loss {line['loss']:.3f}  ranks per token {copies:.2f}")
     dist.destroy_process_group()
 
 

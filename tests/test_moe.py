@@ -357,7 +357,7 @@ def checkpointed(layout: str, transport: str) -> list[str]:
         if (again.load_E, again.tokens, aux_again) != (stats.load_E, stats.tokens, aux):
             wrong.append(f"load, tokens or balance loss under {how}")
         if again.copies_per_token != stats.copies_per_token or not torch.equal(counted.entropy, counter.entropy):
-            wrong.append(f"copies per token {again.copies_per_token} instead of {stats.copies_per_token} under {how}")
+            wrong.append(f"ranks per token {again.copies_per_token} instead of {stats.copies_per_token} under {how}")
         times = 1 if how == "rides kept" else 2
         if again.rows_dispatched != times * stats.rows_dispatched or again.tokens_dispatched != times * stats.tokens:
             wrong.append(f"rides are counted as often as rows travel, {times} times {how}")

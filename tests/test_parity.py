@@ -1,7 +1,7 @@
 """The parity matrix: output and every gradient equal a single-process reference on the whole batch.
 
 Four ranks always take part. With EP 2 they are two copies of an expert-parallel group of two, with EP 1 four copies
-of a layer that holds all experts; so the averages of dense parameters and the sums of experts over copies are told
+of a layer that holds all experts; so the averages of non-expert parameters and the sums of experts over copies are told
 apart. The product transport x layout x EP is complete; all other settings are spread over it such that each pair of
 values meets (tests/pairwise.py). Every case runs in one call of the pool, each is compared in a test of its own, and
 the last tests break one reduction each and require that the comparison notices.

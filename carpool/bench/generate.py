@@ -1,6 +1,6 @@
 """`carpool bench generate`: how fast a model reads prompts and writes tokens, over the ranks of a machine.
 
-    carpool         dense parameters whole on each rank, experts spread (`carpool.serve`), and decode steps in a CUDA
+    carpool         non-expert parameters whole on each rank, experts spread (`carpool.serve`), decode steps in a CUDA
                     graph where that is possible
     carpool-eager   the same without graphs
     transformers    Transformers' own `generate`: over ranks its expert parallelism (`all_to_all`) and FSDP2 for dense

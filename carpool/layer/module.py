@@ -144,7 +144,7 @@ class LayerModule(nn.Module):
         return self.core.routing
 
     def stats(self, reset: bool = False) -> RideStats:
-        """Copies per token, rows, bytes and expert load of this rank's tokens since the last reset."""
+        """Ranks per token, rows, bytes and expert load of this rank's tokens since the last reset."""
         core = self.core
         summary = replace(core.stats.summary(), dropped=int(self.router.dropped.item()) + int(core.dropped or 0))
         if reset:

@@ -202,7 +202,7 @@ RULES = (
     ),
     Rule(
         ("tp",),
-        "whole dense parameters are on each rank, and tensor parallelism divides them",
+        "whole non-expert parameters are on each rank, and tensor parallelism divides them",
         {"parallelism.data_parallel": "fsdp"},
         lambda sizes, settings: settings.get("parallelism.data_parallel") == "zero1",
     ),

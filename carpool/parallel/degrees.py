@@ -1,6 +1,6 @@
 """The degrees of parallelism of a run: over how many ranks each dimension of the work is divided.
 
-    dense parameters    pp x dp_replicate x fsdp  x cp x tp     = all ranks
+    non-expert parameters    pp x dp_replicate x fsdp  x cp x tp     = all ranks
     experts             pp x dp_replicate x efsdp x ep x etp    = all ranks
 
 Both lines are one order of the ranks, the last axis fastest, so they agree on pp and dp_replicate and fold the rest:
@@ -26,7 +26,7 @@ class Degrees:
 
     Attributes:
         dp_replicate: copies of the sharded model (HSDP).
-        fsdp: ranks that shard the dense parameters of a copy and see distinct sequences.
+        fsdp: ranks that shard the non-expert parameters of a copy and see distinct sequences.
         tp: tensor-parallel ranks.
         ep: ranks over which a layer's experts are spread.
         cp: context-parallel ranks, which share sequences; each has a part of every sequence.
@@ -133,7 +133,7 @@ class Degrees:
     def __str__(self) -> str:
         dense = f"fsdp {self.fsdp} x tp {self.tp}, experts ep {self.ep} x efsdp {self.efsdp}"
         more = "".join(f", {axis} {self.size(axis)}" for axis in ("cp", "etp", "pp") if self.size(axis) > 1)
-        return f"{dense}, copies {self.dp_replicate}{more}"
+        return f"{dense}, replicas {self.dp_replicate}{more}"
 
 
 def chunks(rows: int, ranks: int) -> tuple[int, ...]:

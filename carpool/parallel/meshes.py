@@ -86,7 +86,7 @@ class Meshes:
 class StageMeshes:
     """What transformers asks of its `TransformersDeviceMesh`, for the ranks of one stage of a pipeline.
 
-    Dense parameters are over (pp, dp_replicate, fsdp, tp), of which pp has one rank: transformers has one stage to
+    Non-expert parameters are over (pp, dp_replicate, fsdp, tp), of which pp has one rank: transformers has one stage to
     shard and knows of no other. Ranks that share sequences shard parameters as those with sequences of their own do,
     so context-parallel ranks are among those of fsdp. Experts are over (pp, dp_replicate, efsdp, ep), of which ep has
     the ranks of etp, too: slices of experts are sharded as experts are (carpool/hf/axes/slices.py).

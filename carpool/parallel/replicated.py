@@ -1,4 +1,4 @@
-"""Dense parameters whole on every rank, with the optimizer's state sharded: no all-gather for each layer.
+"""Non-expert parameters whole on every rank, with the optimizer's state sharded: no all-gather for each layer.
 
 FSDP2 gathers the parameters of each layer in the forward and again in the backward. Under expert parallelism over all
 ranks of a few hosts, few parameters are not experts' (Qwen3-30B-A3B: 1.5 of 30.5 billion), and gathering them costs
@@ -27,7 +27,7 @@ Cost. Parameters P, stored in s bytes, computed with in c, reduced in r:
 
 Gradients are *summed* over ranks, not averaged: whoever makes the loss divides it by the number of ranks. So experts
 that no other rank has need no pass over their gradients; the optimizer takes them as the backward leaves them. This is
-all that is left to do where FSDP has all dense parameters (`carpool.hf.axes.dense.keep_experts`).
+all that is left to do where FSDP has all non-expert parameters (`carpool.hf.axes.dense.keep_experts`).
 
 Micro-batches are added in the dtype of the reduction. A bucket is added when all of its gradients are there, by few
 kernels, and buckets are reduced in one order, the same on all ranks. Nothing here waits for the host.
@@ -49,7 +49,7 @@ from carpool.experts.host_experts import host_experts
 from carpool.parallel import fsdp
 from carpool.parallel.flat import Bucket, FlatBuffers, Place
 
-# Axes of the mesh of dense parameters: the last one shards, the one before copies.
+# Axes of the mesh of non-expert parameters: the last one shards, the one before copies.
 MESH_AXES = {"dp_replicate", "fsdp"}
 BUCKET_BYTES = 100 * 2**20
 _ATTRIBUTE = "_carpool_replicated"
@@ -95,7 +95,7 @@ class Replicated:
     """Takes over those of a model's sharded parameters that FSDP does not have. All ranks construct and call it alike.
 
     Args:
-        model: its dense parameters are DTensors, `Shard(0)` on a mesh of the axes `MESH_AXES`; experts are DTensors on
+        model: its non-expert parameters are DTensors, `Shard(0)` on a mesh of `MESH_AXES`; experts are DTensors on
             another mesh, of which modules then get this rank's part. Either may have hooks of FSDP instead. Afterwards
             modules have plain parameters. What is frozen is frozen before.
         computed: the dtype of whole parameters; None: as they are stored. Gradients are added in float32 then.

@@ -35,7 +35,7 @@ def plot_coactivation(trace: LayerTrace, layout: ExpertLayout, path: str | Path)
             axis.axhline(end - 0.5, color="white", linewidth=0.6)
             axis.axvline(end - 0.5, color="white", linewidth=0.6)
         copies = evaluate(trace, ExpertLayout(one.homes)).copies_per_token
-        axis.set_title(f"{title}: {copies:.2f} copies per token")
+        axis.set_title(f"{title}: {copies:.2f} ranks per token")
         axis.set_xlabel("expert, by rank")
     axes[0].set_ylabel("expert, by rank")
     figure.colorbar(image, ax=axes, label="chosen together, times what independent choices would be", shrink=0.8)

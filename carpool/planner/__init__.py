@@ -5,7 +5,7 @@
     configuration/  what is one configuration of a run?         as numbers and words, and its TOML
     step/           how long does its step take?                lengths of pieces, an event graph of them, a prediction
     memory/         how many bytes does a rank need for it?     a timeline, of plans and of runs
-    decisions/      what does a run decide by a rule?           transport, dense parameters, kept policies; the record
+    decisions/      what does a run decide by a rule?           transport, data parallelism, kept policies; the record
     search/         which configuration is the best?            enumeration, bounds, published planners, reasons
     simulator/      what would a large run be like?             drawn routing, slow ranks, failures
 

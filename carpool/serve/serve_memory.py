@@ -1,6 +1,6 @@
 """Memory of a rank: what weights and the cache need, compared with what there is, before anything is read.
 
-weights     dense parameters whole, and E / W of the experts
+weights     non-expert parameters whole, and E / W of the experts
 cache       keys and values of each layer: tokens x heads x (size of a key + size of a value)
 rows        what rides of the largest forward hold: tokens x hidden size, for some buffers of it
 """

@@ -5,7 +5,7 @@
                                                                         which it exported; the adapter that it trained,
                                                                         beside the model that was adapted
 
-Over several ranks each keeps the dense parameters whole, for prompts of its own, and E / W of the experts.
+Over several ranks each keeps the non-expert parameters whole, for prompts of its own, and E / W of the experts.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def spread_model(
     adapter: Path | None = None,
     **implementations: Any,
 ) -> PreTrainedModel:
-    """A model for inference: dense parameters whole on each rank, experts spread over all. All ranks together.
+    """A model for inference: non-expert parameters whole on each rank, experts spread over all. All ranks together.
 
     Args:
         build: as `carpool.hf.building.model.build_model`; a configuration gets random weights.

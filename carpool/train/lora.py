@@ -1,7 +1,7 @@
 """The adapter of a run: from `[adapter]` to peft's configuration, and into the model.
 
 frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.finetune.expert_adapters`)
--> float32 -> with whole dense parameters (parallelism.data_parallel = zero1), they are reduced with the other buckets
+-> float32 -> with whole non-expert parameters (parallelism.data_parallel = zero1) reduced with the other buckets
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _WHOLE_LAYERS = ("DecoderLayer", "AttentionLayer")
 def add_adapter(
     model: PreTrainedModel, section: AdapterSection, seed: int, replicate: bool, start: Path | None = None
 ) -> int:
-    """Freeze a model and put the adapters in. All ranks together, before dense parameters are made whole.
+    """Freeze a model and put the adapters in. All ranks together, before non-expert parameters are made whole.
 
     Args:
         seed: of their first values, which are the same for any number of ranks.
-        replicate: dense parameters will be whole (`carpool.hf.axes.dense.replicate_dense`), and so will adapters be.
+        replicate: non-expert parameters will be whole (`carpool.hf.axes.dense.replicate_dense`), and so will adapters.
         start: the folder of the adapter to start from; None: start anew.
 
     Returns:
@@ -135,7 +135,7 @@ def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> N
             f"each expert is on one rank then; set parallelism.ep_size={degrees.world_size}, and no copies of the model"
         )
     elif dense != "zero1":
-        why = 'they are beside whole dense parameters; set parallelism.data_parallel="zero1"'
+        why = 'they are beside whole non-expert parameters; set parallelism.data_parallel="zero1"'
     elif bf16 and config.model.dtype != "bfloat16":
         why = 'FSDP casts experts that are stored in another dtype; set model.dtype="bfloat16"'
     if why is not None:

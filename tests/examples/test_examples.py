@@ -46,8 +46,8 @@ def _main(name: str) -> str:
 
 
 def _check(name: str, text: str) -> None:
-    """The loss falls; placement leaves fewer copies per token; what is rewarded becomes more."""
-    pattern = r"copies per token ([0-9.]+) -> ([0-9.]+)" if name == "place_experts" else r"loss ([0-9.]+)"
+    """The loss falls; placement leaves fewer ranks per token; what is rewarded becomes more."""
+    pattern = r"ranks per token ([0-9.]+) -> ([0-9.]+)" if name == "place_experts" else r"loss ([0-9.]+)"
     found = re.findall(r"reward ([0-9.]+)", text)[::-1] if name == "trl_grpo" else re.findall(pattern, text)
     assert len(found) >= 2, text
     pairs = found if name == "place_experts" else [(found[0], found[-1])]

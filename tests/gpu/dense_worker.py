@@ -1,4 +1,4 @@
-"""One rank of tests/gpu/test_dense_gpu.py: whole dense parameters on a GPU, and nothing that waits for the host."""
+"""One rank of tests/gpu/test_dense_gpu.py: whole non-expert parameters on a GPU, nothing waits for the host."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ _BUDGET = (
     "training.per_device_train_batch_size=2", "training.max_steps=3", "training.eval_on_start=false",
     "training.save_pretrained=false", "training.save_steps=none", "training.sample_prompt=none",
     "data.eval_max_sequences=4", "training.per_device_eval_batch_size=2", "training.full_determinism=true",
-    # By itself a run within a budget would divide dense parameters first, and have nothing left to choose.
+    # By itself a run within a budget would divide non-expert parameters first, and have nothing left to choose.
     "parallelism.data_parallel=zero1",
 )  # fmt: skip
 _add("no budget", 2, *_BUDGET)

@@ -1,4 +1,4 @@
-"""Whole dense parameters on GPUs: the same losses as under FSDP2, stored in either dtype, and no call that waits."""
+"""Whole non-expert parameters on GPUs: the losses of FSDP2, stored in either dtype, and no call that waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense parameters that are whole on each rank: every gradient and every step is FSDP2's, and that of one process."""
+"""Non-expert parameters that are whole on each rank: every gradient and step is FSDP2's, and that of one process."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _adapted() -> str:
 
 
 def test_adapters_that_come_too_late_are_refused(ranks: Ranks) -> None:
-    assert "before dense parameters are made whole" in ranks(_adapted)[0]
+    assert "before non-expert parameters are made whole" in ranks(_adapted)[0]
 
 
 def _refused(rows: int, **settings: Any) -> str:
@@ -198,4 +198,4 @@ def _refused(rows: int, **settings: Any) -> str:
 
 def test_what_is_refused(ranks: Ranks) -> None:
     assert "is tied, and FSDP cannot shard its 61 rows evenly over 4 ranks" in ranks(_refused, 61)[0]
-    assert "tensor parallelism divides dense parameters" in ranks(_refused, 60, fsdp_size=2, tp_size=2)[0]
+    assert "tensor parallelism divides non-expert parameters" in ranks(_refused, 60, fsdp_size=2, tp_size=2)[0]

@@ -78,7 +78,7 @@ def copies_not_added() -> Iterator[None]:
 
 @contextmanager
 def whole_parameters_averaged() -> Iterator[None]:
-    """Gradients of whole dense parameters are added, and the loss is one whose gradients are averaged."""
+    """Gradients of whole non-expert parameters are added, and the loss is one whose gradients are averaged."""
     right = Objective.__init__
 
     def wrong(self: Objective, *args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ def test_sizes_of_an_example() -> None:
         "world_size": 16, "pp_size": 1, "dp_replicate_size": 2, "fsdp_size": 4, "cp_size": 1, "tp_size": 2,
         "efsdp_size": 2, "ep_size": 4, "etp_size": 1,
     }  # fmt: skip
-    assert str(degrees) == "fsdp 4 x tp 2, experts ep 4 x efsdp 2, copies 2"
+    assert str(degrees) == "fsdp 4 x tp 2, experts ep 4 x efsdp 2, replicas 2"
 
 
 @pytest.mark.parametrize("axes", [DENSE_AXES, EXPERT_AXES])
@@ -46,7 +46,7 @@ def test_ranks_that_share_tokens_or_sequences() -> None:
     assert ALL.ranks_along(21, "pp") == (5, 21) and ALL.ranks_along(21, "tp") == (20, 21)
     assert ALL.ranks_along(21, "cp") == (21, 23) and ALL.ranks_along(21, "ep") == (17, 19, 21, 23)
     assert len({ALL.dp_rank(rank) for rank in ALL.ranks_along(21, "cp")}) == 1
-    assert str(ALL).endswith("copies 2, cp 2, etp 2, pp 2")
+    assert str(ALL).endswith("replicas 2, cp 2, etp 2, pp 2")
 
 
 def test_a_group_along_several_axes_is_in_order() -> None:

@@ -82,8 +82,8 @@ def test_a_refusal_names_the_axes_and_what_works() -> None:
     with pytest.raises(ValueError) as error:
         check_supported({"fsdp": 4, "tp": 2}, {"parallelism.data_parallel": "zero1"})
     assert str(error.value) == (
-        "parallelism.tp_size = 2 with parallelism.data_parallel = 'zero1': whole dense parameters are on each rank, "
-        "and "
+        "parallelism.tp_size = 2 with parallelism.data_parallel = 'zero1': whole non-expert parameters are on each "
+        "rank, and "
         "tensor parallelism divides them. The nearest combination that works: parallelism.data_parallel = 'fsdp'"
     )
     with pytest.raises(ValueError, match=r"tp_size = 2 with parallelism.ep_size = 1: .*ep_size = 2$"):

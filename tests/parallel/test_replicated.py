@@ -1,4 +1,4 @@
-"""Whole dense parameters with sharded optimizer state, against one process that has the whole batch."""
+"""Whole non-expert parameters with sharded optimizer state, against one process that has the whole batch."""
 
 from __future__ import annotations
 

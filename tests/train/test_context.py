@@ -241,7 +241,7 @@ def test_a_dry_run_divides_tokens(text: list[str], tmp_path: Path) -> None:
     shared = dry_run(load_config(None, [*settings, "parallelism.cp_size=4"]), gpu="h100")
     whole = dry_run(load_config(None, settings), gpu="h100")
     assert "each rank has 1/4 of every sequence, attention by ulysses" in shared
-    assert "fsdp 2 x tp 1, experts ep 8 x efsdp 1, copies 1, cp 4" in shared
+    assert "fsdp 2 x tp 1, experts ep 8 x efsdp 1, replicas 1, cp 4" in shared
     kept, four_times = (_mib(one, "activations") for one in (shared, whole))
     assert four_times / 4.2 < kept < four_times / 3.8
     with pytest.raises(ValueError, match=r"4096 or 4100 can"):

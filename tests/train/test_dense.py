@@ -79,7 +79,7 @@ def test_the_record_says_which_and_why(by_fsdp: Path, whole: Path) -> None:
         ("zero1", "default"),
         ("fsdp", "given"),
     ]
-    assert "whole dense parameters fit: about" in infos[0]["decisions"]["data_parallel"]["why"]
+    assert "whole non-expert parameters fit: about" in infos[0]["decisions"]["data_parallel"]["why"]
     memory = [info["predicted"]["memory_per_rank_bytes"] for info in infos]
     # Of two layers, FSDP has both in full at a time.
     assert memory[0]["parameters"] == memory[1]["parameters"] and memory[0]["optimizer"] == memory[1]["optimizer"]

@@ -40,7 +40,8 @@ def test_a_line_says_what_matters() -> None:
     lines = _run(420, 1.0, terminal=False, steps=84).splitlines()
     assert lines[0].startswith("step   1/420  loss 2.3512  412 ms  4,952 tokens/s  grad 0.71")
     assert (
-        lines[-2] == "step  80/420  loss 2.3512  412 ms  4,952 tokens/s  grad 0.71  copies 2.84  load 1.98  6 min left"
+        lines[-2]
+        == "step  80/420  loss 2.3512  412 ms  4,952 tokens/s  grad 0.71  ranks/token 2.84  load 1.98  6 min left"
     )
     assert lines[-1] == "[bold]done[/]"
 

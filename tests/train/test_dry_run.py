@@ -57,10 +57,10 @@ def test_what_was_sized_is_said() -> None:
     ],
 )
 def test_fsdp_is_named_for_what_it_has(settings: list[str], why: str) -> None:
-    """A line that says "dense parameters: replicate" stands above."""
+    """A line that says "non-expert parameters: replicate" stands above."""
     shown = dry_run(load_config(None, settings), gpu="h100")
     assert f"# CUDA graphs: none, because {why}\n" in shown
-    assert ("# dense parameters: fsdp" in shown) == (why == FSDP)
+    assert ("# non-expert parameters: fsdp" in shown) == (why == FSDP)
     graphs = [*settings, "parallelism.data_parallel=zero1", "model.dtype=bfloat16", "parallelism.ep_size=none"]
     assert "# CUDA graphs: forward" in dry_run(
         load_config(None, [*graphs, "parallelism.dp_replicate_size=1"]), gpu="h100"

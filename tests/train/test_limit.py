@@ -1,4 +1,4 @@
-"""Training with limited routing and with frozen dense parameters: it says so, keeps to it, and resumes."""
+"""Training with limited routing and with frozen non-expert parameters: it says so, keeps to it, and resumes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How do ranks divide all of a model but its routed experts?
 
-    meshes, dense                   the meshes of the run; dense parameters, sharded or whole
+    meshes, dense                   the meshes of the run; non-expert parameters, sharded or whole
     uneven, slices                  experts that ranks do not divide evenly, and experts in slices (`etp`)
     tensor_parallel                 attention heads and dense MLPs (`tp`)
     sequence_parallel, context      tokens of a sequence: over tensor-parallel ranks, and over ranks of their own (`cp`)

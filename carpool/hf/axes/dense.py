@@ -1,11 +1,11 @@
-"""How a model's dense parameters lie on the ranks: sharded by FSDP2, or whole on each (`carpool.parallel.replicated`).
+"""How a model's non-expert parameters are laid out: by FSDP2, or whole on each rank (`carpool.parallel.replicated`).
 
     with sharded_as("zero1"):               transformers shards, and hangs no hooks on modules
         model = ...                             built or loaded, as under FSDP
     freeze_dense(model)                         or not
     replicate_dense(model, bfloat16=True)       parameters are whole from here on
 
-    with sharded_as("fsdp"):                    FSDP2 shards dense parameters
+    with sharded_as("fsdp"):                    FSDP2 shards non-expert parameters
         model = ...
     freeze_dense(model)
     keep_experts(model)                         experts are plain parameters from here on
@@ -58,7 +58,7 @@ def sharded_as(dense: str | None) -> Iterator[None]:
 
 
 def replicate_dense(model: nn.Module, bfloat16: bool, **options: Any) -> Replicated:
-    """Make the dense parameters of a model that was built as "zero1" whole. All ranks together.
+    """Make the non-expert parameters of a model that was built as "zero1" whole. All ranks together.
 
     Args:
         bfloat16: compute in bfloat16, and add gradients in float32.
@@ -69,7 +69,7 @@ def replicate_dense(model: nn.Module, bfloat16: bool, **options: Any) -> Replica
 
 def keep_experts(model: nn.Module) -> Replicated | None:
     """Of a model that was built as "fsdp": if FSDP has none of its experts, modules get this rank's part of them as
-    plain parameters. Gradients are then summed over ranks, those of dense parameters too, and not averaged: whoever
+    plain parameters. Gradients are then summed over ranks, also of non-expert parameters, and not averaged: whoever
     makes the loss divides it by the number of data-parallel ranks. All ranks together.
 
     Returns:
@@ -106,11 +106,11 @@ def _shard_dense(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: di
 
 
 def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str, str]) -> Any:
-    """Stands for transformers' `apply_fully_sharded_data_parallelism`: dense parameters get placements, no hooks."""
+    """Replaces transformers' `apply_fully_sharded_data_parallelism`: non-expert parameters get placements, no hooks."""
     config = model.config.distributed_config
     if config.tp_size > 1:
         raise ValueError(
-            "tensor parallelism divides dense parameters, so they cannot be whole on each rank: use "
+            "tensor parallelism divides non-expert parameters, so they cannot be whole on each rank: use "
             "parallelism.data_parallel='fsdp' or parallelism.tp_size=1"
         )
     copied = config.dp_replicate_size > 1
@@ -136,7 +136,7 @@ def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str
             fully_shard(module, mesh=expert_mesh, mp_policy=policy)
         # Then they share streams, and the next layer's are gathered ahead.
         fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=set(made.values()))
-        # As the gradients of dense parameters are.
+        # As the gradients of non-expert parameters are.
         fsdp.sum_gradients(model)
     # Transformers' generation asks for that: all ranks take part in each forward.
     model._is_fsdp_managed_module = True

@@ -161,7 +161,7 @@ def _synchronize_new(adapters: list[dict[str, nn.Parameter | None]], model: nn.M
 def _check_config(model: Any, config: Any) -> None:
     """Raise ValueError for what peft cannot do on sharded weights. What it depends on is the same on all ranks."""
     if replicated(model) is not None:
-        raise ValueError("adapters are added before dense parameters are made whole (replicate_dense), not after")
+        raise ValueError("adapters are added before non-expert parameters are made whole (replicate_dense), not after")
     if model.config.distributed_config.tp_size > 1:
         raise ValueError("adapters beside tensor-parallel modules are sharded with them, so use tp_size=1 with Carpool")
     start = getattr(config, "init_lora_weights", True)
@@ -233,7 +233,7 @@ def names_of_former_experts(model: Any) -> set[str]:
 
 
 def share_adapters(model: Any) -> None:
-    """Shard the adapters of a model that was built as "zero1" as its dense parameters are, so that
+    """Shard the adapters of a model that was built as "zero1" as its non-expert parameters are, so that
     `replicate_dense` makes them whole with the others. All ranks together."""
     copied = model.config.distributed_config.dp_replicate_size > 1
     mesh = model._mesh_manager.get_mesh(("dp_replicate", "fsdp") if copied else "fsdp")

@@ -194,7 +194,7 @@ def _only_base(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _added(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of the forward of a wrapper around a small parameter, a router's: the same sum. peft's way writes to the
-    parameter, and where dense parameters share one buffer, autograd takes that for a change of all of them."""
+    parameter, and where non-expert parameters share one buffer, autograd takes that for a change of all of them."""
     module, name = wrapper.get_base_layer(), wrapper.parameter_name
     deltas = [wrapper.get_delta_weight(adapter) for adapter in _active(wrapper)]
     if not deltas:

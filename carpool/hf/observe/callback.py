@@ -3,7 +3,7 @@
     trainer = Trainer(model, args, train_dataset=data)
     CarpoolCallback.add_to(trainer)
 
-Each of the Trainer's log lines then also has copies per token, rows and bytes that left their rank, what one row per
+Each of the Trainer's log lines then also has ranks per token, rows and bytes that left their rank, what one row per
 (token, expert) would have moved, expert load, idle experts, and milliseconds in dispatch, experts and combine.
 `callbacks=[CarpoolCallback()]` works too, but puts the callback behind the trackers (TensorBoard and the like), which
 then do not see its numbers; `trainer.state.log_history` does.

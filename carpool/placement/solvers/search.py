@@ -26,7 +26,7 @@ afterwards; their part of the tables is taken out and put back: a step costs a f
 
 Replicas then fill the extra slots (`replicas.py`).
 
-Measured on traces with topics (64 or 256 experts, top-8, 8 ranks, 10k tokens, another 10k held out), copies per token
+Measured on traces with topics (64 or 256 experts, top-8, 8 ranks, 10k tokens, another 10k held out), ranks per token
 without a load limit: Occult's greedy 4.473 / 4.803, Mt-KaHyPar 4.330 / 4.790, this from Occult's 4.325 / 4.744, this
 from Mt-KaHyPar's 4.274 / 4.704. Their loads are 1.6 to 2.2 times the mean; with the limit of 1.1, 4.466 / 4.892 from
 Occult's: where experts of one topic are hot together, balance costs rows.

@@ -96,7 +96,7 @@ class Candidate:
 
     @property
     def experts_as_dense(self) -> bool:
-        """Whether experts are whole on each rank, as dense parameters are."""
+        """Whether experts are whole on each rank, as non-expert parameters are."""
         degrees = self.degrees
         return self.data_parallel == "zero1" and degrees.ep * degrees.etp == 1 and degrees.dp_cp > 1
 
@@ -201,7 +201,7 @@ class Candidate:
         if degrees.etp > 1:
             found += f" etp{degrees.etp}"
         if degrees.dp_replicate > 1:
-            found += f" x{degrees.dp_replicate} copies"
+            found += f" x{degrees.dp_replicate} replicas"
         kept = [f"{item} {policy}" for item, policy in self.policies.items() if policy != "save"]
         parts = [found, f"{self.micro_batch} x {self.accumulation}", self.transport, self.data_parallel]
         if degrees.pp > 1:

@@ -31,9 +31,9 @@ TWO_HOPS = "hierarchical"
 
 
 def why_not_zero1(degrees: Degrees, priority: bool) -> str | None:
-    """Why dense parameters cannot be whole; None: they can."""
+    """Why non-expert parameters cannot be whole; None: they can."""
     if degrees.tp > 1:
-        return "tensor parallelism divides dense parameters"
+        return "tensor parallelism divides non-expert parameters"
     return "moe.priority holds back the reductions of FSDP" if priority else None
 
 
@@ -55,8 +55,8 @@ def data_parallel_by_rule(
     sizes = f"about {size / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
     if size > HEADROOM * memory:
         most = f", more than {HEADROOM:.0%}" if size <= memory else ""
-        return "fsdp", f"whole dense parameters do not fit: {sizes}{most}"
-    return "zero1", f"whole dense parameters fit: {sizes}"
+        return "fsdp", f"whole non-expert parameters do not fit: {sizes}{most}"
+    return "zero1", f"whole non-expert parameters fit: {sizes}"
 
 
 def foreseen_unfit(

@@ -97,7 +97,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     degrees, moe_layers, number = candidate.degrees, sizes.moe_layers, len(sizes.layers)
     computed, stored = candidate.computed, candidate.stored
     replicated = candidate.data_parallel == "zero1" and degrees.dp_cp > 1
-    # With ep = 1 experts lie as dense parameters do.
+    # With ep = 1 experts lie as non-expert parameters do.
     together = replicated and degrees.expert_ranks == 1
     whole, whole_trained = (
         (dense + (experts if together else 0)) if replicated else 0

@@ -245,7 +245,7 @@ class Lengths(Travel):
         yield self._kernel("loss", "loss", "elementwise", 0, moved)
 
     def dense_of(self, layer: LayerShape) -> float:
-        """Dense parameters of a layer on a tensor-parallel rank."""
+        """Non-expert parameters of a layer on a tensor-parallel rank."""
         return layer.dense_parameters / self.degrees.tp
 
     @property

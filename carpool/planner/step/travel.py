@@ -135,7 +135,7 @@ class Travel:
     ) -> Piece | None:
         """An all-gather to `size` bytes, or a reduction of them to shards, over an axis. None if that has one rank.
 
-        `axis` may also be "fsdp and cp": ranks that shard dense parameters. `tree`: what all ranks get in the end is
+        `axis` may also be "fsdp and cp": ranks that shard non-expert parameters. `tree`: what all ranks get at last is
         the same, so that a tree can add it up, in fewer steps than a ring."""
         if axis == "fsdp and cp":
             group, per_node = self._sharing()

@@ -154,7 +154,7 @@ class ParallelismSection(Section):
 
     @property
     def _others(self) -> dict[str, int]:
-        """All sizes of dense parameters but that of FSDP, by key; those of 1 are left out, but for the first two."""
+        """All sizes of non-expert parameters but FSDP's, by key; those of 1 are left out, but for the first two."""
         others = {"tp_size": self.tp_size, "dp_replicate_size": self.dp_replicate_size}
         return others | {key: getattr(self, key) for key in ("cp_size", "pp_size") if getattr(self, key) > 1}
 

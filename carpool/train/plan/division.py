@@ -105,10 +105,10 @@ def cut_into_stages(config: Config, degrees: Degrees, blueprint: PreTrainedModel
 
 
 def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
-    """The mesh for transformers: FSDP2 x TP for dense parameters, FSDP2 x EP for experts."""
+    """The mesh for transformers: FSDP2 x TP for non-expert parameters, FSDP2 x EP for experts."""
     return DistributedConfig(
         tp_size=degrees.tp,
-        # Ranks that share sequences shard dense parameters, too.
+        # Ranks that share sequences shard non-expert parameters, too.
         fsdp_size=degrees.fsdp * degrees.cp,
         dp_replicate_size=degrees.dp_replicate,
         # For transformers a slice of an expert is an expert.
@@ -196,7 +196,7 @@ def decide_data_parallel(
     if wanted != "auto":
         return wanted, "asked for"
     if reason is None and config.adapter.base_dtype is not None:
-        return "zero1", "experts that are quantised are beside whole dense parameters"
+        return "zero1", "experts that are quantised are beside whole non-expert parameters"
     return data_parallel_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
 
 

@@ -147,7 +147,7 @@ class Plan:
             lines.append(f"sequence parallelism: {on}: {self.sequence_parallel.why}")
         if self.cut is not None:
             lines.append(f"context: {self.cut}")
-        lines.append(f"dense parameters: {self.data_parallel.answer}: {self.data_parallel.why}")
+        lines.append(f"non-expert parameters: {self.data_parallel.answer}: {self.data_parallel.why}")
         weight, why = self.balance_loss
         lines.append(f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})")
         if (long := self.blueprint.why_long(config.data.sequence_length)) is not None:

@@ -86,7 +86,7 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
     check_sequences(plan, are_packed(config.data))
     check_amount(plan, tokenizer)
     if config.training.cuda_graphs == "on":
-        # By its transport and its dense parameters only the ranks can tell.
+        # By its transport and its non-expert parameters only the ranks can tell.
         check_graphs(plan.candidate.eager or plan.candidate.why_eager_by_plan)
     return plan
 

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere.
 
     a terminal   step 84/420 ━━━━━╺━━━━━━━━━━━━━━━━━━━  20% 0:00:36  2 min left  loss 2.3512  412 ms  4,952 tokens/s
-    elsewhere    step  84/420  loss 2.3512  412 ms  4,952 tokens/s  grad 0.71  copies 2.84  load 1.98  2 min left
+    elsewhere    step  84/420  loss 2.3512  412 ms  4,952 tokens/s  grad 0.71  ranks/token 2.84  load 1.98  2 min left
 
 Everything shown is in the step's record, so that nothing waits for the device. The time left is that of the steps that
 remain at the pace of the latest ones; what lies between steps (evaluations, checkpoints) is part of the pace.
@@ -102,7 +102,7 @@ def details(record: dict[str, Any]) -> list[str]:
     """What a line has room for besides."""
     parts = [
         f"grad {record['grad_norm']:.2f}",
-        f"copies {record['copies_per_token']:.2f}",
+        f"ranks/token {record['copies_per_token']:.2f}",
         f"load {record['load_max_over_mean']:.2f}",
     ]
     if record.get("mfu") is not None:

@@ -2,7 +2,7 @@
 
 The loss is the sum of the cross-entropies of all predicted tokens of the global batch over their number, wherever
 they lie: a mean of per-rank means would weigh tokens by how full their rank happens to be. FSDP averages gradients over
-the data-parallel ranks, so each rank differentiates `its sum * ranks / tokens of all`. Where dense parameters are whole
+the data-parallel ranks, so each rank differentiates `its sum * ranks / tokens`. Where non-expert parameters are whole
 (`carpool.parallel.replicated`), gradients are summed, and it is `its sum / tokens of all`.
 """
 
