@@ -276,7 +276,7 @@ def check_paths(resolved: Resolved, compare: str | None = None) -> None:
     from carpool.planner.machine.hardware import find_hardware
     from carpool.train.data.chat import read_template
     from carpool.train.data.corpus import check_sources
-    from carpool.train.data.formats import find_format
+    from carpool.train.data.rows import find_format
     from carpool.train.data.tokenizer import load_tokenizer
 
     if config.parallelism.hardware is not None:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig
 
 from carpool.train.config.schema import DataSection
-from carpool.train.data.pretrained import read_pretrained
 from carpool.train.data.rows import parse_json
-from carpool.train.data.tokenizer import FileTokenizer
+from carpool.train.data.tokenizer import FileTokenizer, read_pretrained
 
 Messages = Sequence[dict[str, Any]]
 

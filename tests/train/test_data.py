@@ -24,10 +24,8 @@ from carpool.serve.prompts import Text
 from carpool.train.config import load_config
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import Corpus, check_sources, default_cache_dir, prepare
-from carpool.train.data.formats import fields_of
-from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets, permutation
-from carpool.train.data.prefetch import Prefetch
-from carpool.train.data.rows import PIECE_BYTES, read_rows
+from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader, count_targets, permutation
+from carpool.train.data.rows import PIECE_BYTES, fields_of, read_rows
 from carpool.train.data.sequences import Stream
 from carpool.train.data.show import show
 from carpool.train.data.sources import Source, describe_sources, find_sources

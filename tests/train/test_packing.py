@@ -13,8 +13,7 @@ from carpool.train.build.run_data import check_vocabulary
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets
-from carpool.train.data.packing import best_fit, cut
-from carpool.train.data.sequences import Examples, eval_sequences, train_sequences
+from carpool.train.data.sequences import Examples, best_fit, cut, eval_sequences, train_sequences
 
 SIZES = [5, 1, 9, 3, 2, 4, 17, 8, 2, 6]
 

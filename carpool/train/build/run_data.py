@@ -12,7 +12,7 @@ import torch
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.loader import EvalLoader, TrainLoader
-from carpool.train.data.prefetch import Prefetch
+from carpool.train.data.loader import Prefetch
 from carpool.train.data.sequences import Sequences, eval_sequences, train_sequences
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.ranks import patiently, together

@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.examples import Encoder, make_encoder
-from carpool.train.data.formats import EVAL_SPLITS, TRAIN_SPLITS, Format, fields_of, find_format
-from carpool.train.data.rows import Row, read_rows
+from carpool.train.data.rows import EVAL_SPLITS, TRAIN_SPLITS, Format, Row, fields_of, find_format, read_rows
 from carpool.train.data.sources import Source, describe_sources, find_sources
 from carpool.train.data.tokenizer import Tokenizer
 

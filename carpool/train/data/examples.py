@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.chat import Chat, Conversation, check_messages
-from carpool.train.data.formats import TOOLS, Format
-from carpool.train.data.pretrained import fingerprint_of, load_pretrained
-from carpool.train.data.rows import Row, parse_json
-from carpool.train.data.tokenizer import Tokenizer, added_tokens, framed
+from carpool.train.data.rows import TOOLS, Format, Row, parse_json
+from carpool.train.data.tokenizer import Tokenizer, added_tokens, fingerprint_of, framed, load_pretrained
 
 
 class Example(NamedTuple):

@@ -15,6 +15,9 @@ The bytes tokenizer is the embedded default. Token b is byte b; 256 ends a docum
     "ké"  ->  [107, 195, 169]          vocab_size 320: 258 tokens, padded to a multiple of 64
 
 A vocabulary that small makes a small model's embedding small too, so that nearly all of its parameters are layers.
+
+Conversations and prompts take the tokenizer of transformers in a checkpoint's folder, with its chat template
+(`read_pretrained`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from carpool.train.config.schema import DataSection
 
 Tokens = NDArray[np.uint32]
 Frame = tuple[tuple[int, ...], tuple[int, ...]]
@@ -229,3 +234,51 @@ def _eos_beside(file: Path) -> str | None:
 
 def _storable(text: str) -> str:
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+# One of these is in every folder that holds a tokenizer. Transformers makes an empty one where there is none.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def check_has_tokenizer(folder: Path) -> None:
+    """Raise ValueError if there is no tokenizer in the folder of a checkpoint."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy those of the model that it was "
+            "made from into it"
+        )
+
+
+def load_pretrained(data: DataSection, model_path: str | None) -> Any:
+    """The tokenizer of transformers that `[data]` and `[model]` name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    folder = data.tokenizer or model_path
+    if folder is None or not Path(folder).is_dir():
+        named = f"data.tokenizer = {folder!r} is none" if folder else "none is named"
+        raise ValueError(
+            "conversations and prompts need a folder with a tokenizer of transformers, and "
+            f"{named}: set model.path to a checkpoint's folder, or data.tokenizer to a folder with a tokenizer's files"
+        )
+    return read_pretrained(Path(folder))
+
+
+def read_pretrained(folder: Path) -> Any:
+    """The tokenizer of transformers in the folder of a checkpoint. ValueError: there is none."""
+    from transformers import AutoTokenizer
+
+    check_has_tokenizer(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged or missing file makes it raise
+        raise ValueError(f"{folder} has no tokenizer that transformers can read: {error}") from None
+
+
+def fingerprint_of(pretrained: Any) -> str:
+    """Equal for two tokenizers of transformers only if they turn every text into the same tokens."""
+    backend = getattr(pretrained, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(sorted(pretrained.get_vocab().items()))
+    settings = json.dumps(pretrained.special_tokens_map, sort_keys=True, default=str)
+    return hashlib.sha256((content + settings).encode("utf-8", errors="replace")).hexdigest()

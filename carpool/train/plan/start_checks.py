@@ -29,8 +29,8 @@ from carpool.train.config.fine_tuning import of_adapter
 from carpool.train.config.schema import Config
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus, check_encoder
-from carpool.train.data.formats import are_packed
 from carpool.train.data.loader import TrainLoader
+from carpool.train.data.rows import are_packed
 from carpool.train.data.sequences import train_sequences
 from carpool.train.data.sources import find_sources
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
