@@ -396,7 +396,7 @@ def where() -> dict[str, Any]:
     """Hardware, versions and commit."""
     import torch
 
-    from carpool.train.records.environment import environment
+    from carpool.metrics.host import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = environment(device, torch.cuda.device_count())

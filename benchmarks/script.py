@@ -16,7 +16,7 @@ from torch import nn
 from carpool.bench.results import print_table, terminal
 from carpool.hf import rides
 from carpool.hf.seam.rides import buffers_of_rides
-from carpool.train.records.environment import environment
+from carpool.metrics.host import environment
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:

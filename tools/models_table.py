@@ -17,9 +17,8 @@ from pathlib import Path
 import transformers
 
 from carpool.hf.seam.layers import experts_modules
-from carpool.train.blueprint import meta_model, model_config, top_k_of
+from carpool.train.blueprint import meta_model, model_config, model_size, top_k_of
 from carpool.train.config.published import published_models
-from carpool.train.flops import model_size
 from tests.hf import parity
 from tests.hf.tiny_models import MoEArchitecture, discover
 from tests.ranks import Ranks

@@ -35,7 +35,7 @@ class Result:
     def of(
         cls, started: str, command: str, settings: dict[str, Any], device: torch.device, num_ranks: int, cases: Any
     ) -> Result:
-        from carpool.train.records.environment import environment
+        from carpool.metrics.host import environment
 
         return cls(carpool.__version__, started, command, settings, environment(device, num_ranks), cases)
 

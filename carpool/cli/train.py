@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, check_writable, command, errors, require
-from carpool.train.launch.ahead import look_ahead, said_if_slow
+from carpool.train.launch.start import look_ahead, said_if_slow
 from carpool.train.launch.stopping import leaves_setup
 from carpool.train.launch.worker import collector_paused, lasting_output
 

@@ -13,6 +13,6 @@ A folder answers one question, and imports only folders that stand above it here
     build/         How does a plan become a model on these ranks, with its data, optimizer and objective?
     run/           How does it go, from its first line to its last? run.py makes it, loop.py takes its steps.
 
-Three files stand in the folder itself: blueprint.py and flops.py say what is known of a model before it is built, and
-lora.py puts adapters into it.
+Three files stand in the folder itself: blueprint.py says what is known of a model before it is built, extensions.py
+what a plug-in package may add to a run, and lora.py puts adapters into the model.
 """

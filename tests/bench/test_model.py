@@ -33,8 +33,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.planner.machine.hardware import CPU, HARDWARE
 from carpool.profile.kinds import IDLE, KINDS
-from carpool.train.blueprint import model_config
-from carpool.train.flops import ModelSize
+from carpool.train.blueprint import ModelSize, model_config
 from tests.ranks import Ranks
 
 TINY = {

@@ -8,9 +8,8 @@ import torch
 from carpool.hf.activations.activation_sizes import measure_activations
 from carpool.hf.seam.layers import experts_modules
 from carpool.planner.model.shape import ModelShape
-from carpool.train.blueprint import meta_model, model_config, top_k_of
+from carpool.train.blueprint import flops_per_token, meta_model, model_config, model_size, top_k_of
 from carpool.train.config.published import published_models, read_keys
-from carpool.train.flops import flops_per_token, model_size
 
 
 @pytest.mark.parametrize("name", published_models())

@@ -19,7 +19,7 @@ from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.config import Config, resolve_config
-from carpool.train.launch.ahead import look_ahead
+from carpool.train.launch.start import look_ahead
 from carpool.train.launch.worker import find_entry
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.start_checks import check_run
@@ -123,7 +123,7 @@ def test_errors_that_no_user_makes_are_left_to_the_ranks() -> None:
 def test_a_look_ahead_that_does_not_answer_is_ended_and_ranks_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("carpool.train.launch.ahead._LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr("carpool.train.launch.start._LIMIT_SECONDS", 0.2)
     with look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
         pass
     assert "did not answer for 0 s, and was ended; ranks start" in capsys.readouterr().err

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from carpool.hf.config.sizes import head_sizes
 from carpool.hf.seam.layers import experts_modules
-from carpool.train.blueprint import model_config, top_k_of
-from carpool.train.flops import ModelSize, flops_per_token, model_size
+from carpool.train.blueprint import ModelSize, flops_per_token, model_config, model_size, top_k_of
 
 
 def _size(config: PreTrainedConfig) -> ModelSize:

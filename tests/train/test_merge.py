@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.peaks import growth
 from carpool.hf.weights.original_layout import OriginalLayout
 from carpool.train.checkpoints import adapter_files as merging
-from carpool.train.checkpoints import merge_check as unmerged
+from carpool.train.checkpoints import adapter_files as unmerged
 from carpool.train.checkpoints.adapter_files import merge_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint

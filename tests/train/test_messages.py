@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from carpool.layout.topology import Topology
 from carpool.train.config import load, load_config
 from carpool.train.config.schema import keys
-from carpool.train.launch.ahead import said_if_slow
+from carpool.train.launch.start import said_if_slow
 from carpool.transport.nodes import why_not_several
 from tests.train.test_cli import error_of
 

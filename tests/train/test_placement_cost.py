@@ -13,9 +13,9 @@ from carpool.placement.align import aligned
 from carpool.placement.objective import evaluate
 from carpool.placement.volume import predict
 from carpool.planner.machine.hardware import DEFAULT as H200
-from carpool.train.moving.cost import Facts, foretell, outlook
 from carpool.train.moving.layouts import load_ratio, padded
 from carpool.train.moving.runtime import newest
+from carpool.train.moving.solve import Facts, foretell, outlook
 from carpool.transport import Codecs, TransportOptions, find_transport
 from carpool.transport.codecs import PLAIN
 from tests.placement.synthetic import topics

@@ -40,9 +40,8 @@ from carpool.bench.timing import host_waits, rounds
 from carpool.metrics.host import slowest, synchronize
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.trace import STEP, load
-from carpool.train.blueprint import Blueprint
+from carpool.train.blueprint import Blueprint, flops_per_token, peak_flops
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.flops import flops_per_token, peak_flops
 from carpool.train.launch.machine import find_machine
 from carpool.train.launch.ranks import gather
 from carpool.train.plan.estimate import Memory, MemoryEstimate

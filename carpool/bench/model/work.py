@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import Hardware
-from carpool.train.flops import ModelSize, flops_per_token
+from carpool.train.blueprint import ModelSize, flops_per_token
 from carpool.transport import find_transport
 
 

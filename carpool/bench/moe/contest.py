@@ -29,7 +29,7 @@ from carpool.bench.moe.results import PASSES, CaseResult, ContenderResult, Times
 from carpool.bench.moe.settings import LayerSettings, Settings, lossy_reasons
 from carpool.bench.moe.shapes import Shape
 from carpool.bench.timing import Clock, rounds
-from carpool.train.flops import peak_flops
+from carpool.train.blueprint import peak_flops
 from carpool.transport import find_transport
 
 PLOT = "carpool.bench.moe.plot:write_plot"

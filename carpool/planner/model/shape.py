@@ -189,7 +189,7 @@ class ModelShape:
         return self.active - (0 if self.tied else self.vocabulary * self.hidden)
 
     def flops_per_token(self, length: int) -> float:
-        """Operations of one token's forward and backward, as `carpool.train.flops` counts them."""
+        """Operations of one token's forward and backward, as `carpool.train.blueprint` counts them."""
         scores = sum(
             layer.heads * (layer.qk_size + layer.value_size) // 2 * self.seen(layer, length) for layer in self.layers
         )

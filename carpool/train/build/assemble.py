@@ -62,7 +62,7 @@ from carpool.train.launch.ranks import gather
 from carpool.train.lora import add_adapter
 from carpool.train.moving.layouts import first_layouts
 from carpool.train.plan.division import distributed_config
-from carpool.train.plan.offload_checks import disk_folder
+from carpool.train.plan.resolve import disk_folder
 from carpool.train.plan.resolve import Plan
 from carpool.train.plan.transport_choice import choose_on_ranks
 from carpool.train.records.run_folder import ADAPTER

@@ -49,7 +49,7 @@ from carpool.train.blueprint import meta_model
 from carpool.train.config.schema import Config, MemorySection
 from carpool.train.launch.machine import device_name
 from carpool.train.plan.resolve import Plan
-from carpool.train.plan.offload_checks import check_offload_layouts, disk_folder
+from carpool.train.plan.resolve import check_offload_layouts, disk_folder
 
 
 def make_offload(

@@ -2,27 +2,43 @@
 the model.
 
 peft merges: each weight becomes weight + scaling * b a, in the weight's dtype. So the merged model's outputs are those
-of the two together up to that rounding. peft's own modules do it, but of a model without values
-(`carpool.train.checkpoints.merge_check`). So memory is needed for the tensors that are converted together, one layer's
-experts, and their adapters, however large the model is. A layer that lies in several files is merged once for each.
-What was written is read back and compared before the folder has its name.
+of the two together up to that rounding. peft's own modules do it, beside a model without values: each has its weight
+and its adapter while it works, so memory is needed for one layer's experts, however large the model is. A layer that
+lies in several files is merged once for each.
+
+What was written is read back before the folder has its name. With peft's modules it is compared with base plus adapter
+in three ways, none through the code that merged:
+
+- Each value of an adapted tensor with w + scaling b a, in float32, from the files of the base and of the adapter. A
+  tensor without an adapter is the base's, and one that was trained itself (modules_to_save) the adapter's.
+- Each product of random tokens with an adapted tensor: x w' with the merged one beside x w + scaling (x a) b, which is
+  peft's own forward for linear layers. An expert's gate and up are two products.
+- Logits, if the model fits in host memory: Transformers loads what was written, and peft the base and the adapter.
+  No formula says how much rounding moves logits, but peft's merge in float32 can be rounded, too: what was written may
+  not be much farther away. The median token is compared, since rounding makes some choose another expert.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from carpool.activations.host_memory import SHARE, free_host_memory
 from carpool.hf.config.source import read_config
 from carpool.hf.finetune.adapters import adapter_tensors
+from carpool.hf.seam.experts_module import expert_function
 from carpool.hf.weights.files import stored_weights
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
 from carpool.train.blueprint import meta_model
@@ -33,11 +49,205 @@ from carpool.train.checkpoints.checkpoint_files import (
     put_in_place,
     remove_left,
 )
-from carpool.train.checkpoints.export import Exported, check_target, write_model
-from carpool.train.checkpoints.merge_check import NAME, AdapterModules, MergeCheck
+from carpool.train.checkpoints.export import Exported, ReadBack, check_target, check_values, unit_roundoff, write_model
 from carpool.train.checkpoints.run_source import read_source
 from carpool.train.launch.ranks import gather, rank, together
 from carpool.train.records.run_folder import ADAPTER
+
+NAME = "default"
+# Of products and logits in float32: sums in another order.
+_SUMS = 1e-4
+
+
+class AdapterModules:
+    """The modules of an adapter, by the names of the model's tensors that they change.
+
+    Attributes:
+        layers: modules of peft that add something to a tensor, and its name there.
+        replaced: keys, in the adapter's file, of what stands in for a tensor (modules_to_save).
+        file: of the adapter.
+
+    Raises:
+        ValueError: the folder `adapter` holds none of the model in the folder `base`, or one of a tied tensor."""
+
+    def __init__(self, base: Path, adapter: Path) -> None:
+        from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+        from peft.tuners.lora import LoraLayer
+        from peft.utils import ModulesToSaveWrapper
+
+        self.base, self.folder, path = base, adapter, adapter / "adapter_model.safetensors"
+        self.file: Any = safe_open(path, framework="pt")
+        model: Any = meta_model(base)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        with torch.device("meta"):
+            adapted = get_peft_model(model, PeftConfig.from_pretrained(str(adapter)), NAME, low_cpu_mem_usage=True)
+        parameters: dict[str, Any] = dict(adapted.eval().named_parameters())
+        kept = get_peft_model_state_dict(adapted, state_dict=parameters, adapter_name=NAME, save_embedding_layers=False)
+        self._keys = {id(parameter): key for key, parameter in kept.items()}
+        ours = {key: tuple(parameter.shape) for key, parameter in kept.items()}
+        theirs = {key: tuple(self.file.get_slice(key).get_shape()) for key in self.file.keys()}  # noqa: SIM118
+        if differ := sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key)):
+            raise ValueError(
+                f"{path} is not an adapter of this model: {differ[0]} is {theirs.get(differ[0], 'not')} there, and "
+                f"beside {base} it would be {ours.get(differ[0], 'not')}; say which model it is of (--base)"
+            )
+        self.layers: dict[str, tuple[Any, str]] = {}
+        self.replaced: dict[str, str] = {}
+        for module in adapted.modules():
+            if isinstance(module, LoraLayer):
+                own = getattr(module, "parameter_name", "weight")
+                self.layers[names[id(module.get_base_layer()._parameters[own])]] = module, own
+            elif isinstance(module, ModulesToSaveWrapper):
+                trained = dict(module.modules_to_save[NAME].named_parameters())
+                for name, parameter in module.original_module.named_parameters():
+                    self.replaced[names[id(parameter)]] = self._keys[id(trained[name])]
+        for pair in (model.all_tied_weights_keys or {}).items():
+            if {*pair} & (self.layers.keys() | self.replaced.keys()):
+                raise ValueError(
+                    f"{path} changes one of {' and '.join(pair)}, which are one tensor of {base}: a merged model would "
+                    "change both; use base and adapter with peft, unmerged"
+                )
+
+    @contextmanager
+    def filled(self, name: str, weight: nn.Parameter) -> Iterator[Any]:
+        """Inside, the module that changes the tensor of that name has its adapter and this weight, which it may change,
+        and no bias."""
+        module, own = self.layers[name]
+        layer = module.get_base_layer()
+        inner = [one for path, one in module.named_modules() if not f"{path}.".startswith("base_layer.")]
+        before = [(one._parameters, dict(one._parameters)) for one in [*inner, layer]]
+        for one in inner:
+            for key, parameter in one._parameters.items():
+                if parameter is not None:
+                    value = self.file.get_tensor(self._keys[id(parameter)])
+                    one._parameters[key] = nn.Parameter(value, requires_grad=False)
+        layer._parameters[own] = weight
+        if isinstance(layer, nn.Linear):
+            layer._parameters["bias"] = None
+        try:
+            yield module
+        finally:
+            for parameters, empty in before:
+                parameters.update(empty)
+            module.merged_adapters.clear()
+            module._caches.clear()
+
+
+class MergeCheck(ReadBack):
+    """Compares a merged model with its base and the adapter.
+
+    Args:
+        logits: compare logits, if the model fits in host memory.
+        folder, layout: of the merged model."""
+
+    def __init__(
+        self, modules: AdapterModules, base: OriginalWeights, logits: bool, folder: Path, layout: OriginalLayout, _: Any
+    ) -> None:
+        super().__init__(folder, layout, base.read)
+        self._modules, self._base, self._logits, self._folder, self._layout = modules, base, logits, folder, layout
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    @torch.no_grad()
+    def _compare(self, name: str, written: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> tuple[float, str]:
+        layers, replaced = self._modules.layers, self._modules.replaced
+        if name in layers or name in replaced:
+            self._dtypes[name] = dtype
+        if name not in layers:
+            read = self._modules.file.get_tensor(replaced[name]) if name in replaced else read
+            return super()._compare(name, written, read, dtype)
+        # Stacked experts become float32 one by one.
+        weight, largest = nn.Parameter(read.float() if read.ndim == 2 else read, requires_grad=False), (0.0, "")
+        with self._modules.filled(name, weight) as module:
+            for part, matrices, linear in _products(name, module, weight, written):
+                largest = max(largest, (_compare_product(part, matrices, linear, unit_roundoff(dtype)), part))
+        return largest
+
+    def finish(self, largest: float, name: str) -> str:
+        if lost := sorted(self._base.stored.keys() - self._written.stored.keys() - set(self._layout.left_out)):
+            raise ValueError(f"it lacks {lost[0]}, which the base has")
+        changed = self._modules.layers.keys() | self._modules.replaced.keys()
+        if not changed or changed != self._dtypes.keys():
+            raise ValueError(f"of {len(changed)} tensors that the adapter changes it has {len(self._dtypes)}")
+        text = f"read back: {len(changed)} tensors differ from base plus adapter by at most {largest:.1e} ({name})"
+        return f"{text}; logits {self._compare_logits()}" if self._logits else text
+
+    @torch.no_grad()
+    def _compare_logits(self) -> str:
+        needed = 5 * sum(math.prod(stored.shape) for stored in self._written.stored.values())
+        if (free := free_host_memory()) is None or needed > SHARE * free:
+            return "were not compared: the model in float32 does not fit in host memory"
+        from peft import PeftModel
+
+        auto: Any = AutoModelForCausalLM
+        options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+        model = auto.from_pretrained(self._modules.base, **options)
+        adapted = PeftModel.from_pretrained(model, str(self._modules.folder)).eval()
+        vocabulary = model.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (4, 16), generator=torch.Generator().manual_seed(0))
+        try:
+            trained = adapted(input_ids=ids, use_cache=False).logits
+        except Exception as error:  # whatever a model says that computes on GPUs alone
+            return f"were not compared, because this machine cannot compute the base's: {error}"
+        model = adapted.merge_and_unload()
+        for name, dtype in self._dtypes.items():
+            tensor = model.get_parameter_or_buffer(name)
+            tensor.copy_(tensor.to(dtype))
+        logits = [model(input_ids=ids, use_cache=False).logits]
+        del model, adapted
+        model, info = auto.from_pretrained(self._folder, output_loading_info=True, **options)
+        if wrong := sorted(str(key) for keys in info.values() for key in keys):
+            raise ValueError(f"Transformers does not load it: {wrong[0]}")
+        logits.append(model.eval()(input_ids=ids, use_cache=False).logits)
+        norm = trained.norm(dim=-1)
+        rounded, merged = (((one - trained).norm(dim=-1) / norm).median().item() for one in logits)
+        if not merged <= 4 * rounded + _SUMS:
+            raise ValueError(
+                f"logits of the median random token differ by {merged:.1%}, by rounding only {rounded:.1%}"
+            )
+        return f"of {ids.numel()} random tokens by {merged:.1e} (median; by rounding alone {rounded:.1e})"
+
+
+def _products(name: str, module: Any, w: torch.Tensor, written: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """The products with an adapted tensor, as `_compare_product` takes them. `module`: peft's, with values."""
+    a, b = module.lora_A[NAME].weight.float(), module.lora_B[NAME].weight.float() * module.scaling[NAME]
+    if w.ndim == 2:
+        yield name, (w, a, b, written.float()), None if hasattr(module, "parameter_name") else module
+        return
+    experts = module.get_base_layer()
+    if getattr(experts, "is_transposed", False):
+        w, written = w.transpose(1, 2), written.transpose(1, 2)
+    kinds, half, function = {"": slice(None)}, w.shape[1] // 2, expert_function(experts)
+    if name.endswith("gate_up_proj"):
+        kinds = {", gate": slice(half), ", up": slice(half, None)}
+        if function is not None and getattr(function.activation, "interleaved", False):
+            kinds = {", gate": slice(0, None, 2), ", up": slice(1, None, 2)}
+    a_EQI, b_EOQ = a.unflatten(0, (len(w), -1)), b.unflatten(1, (-1, len(w))).permute(2, 0, 1)
+    for e in range(len(w)):
+        for kind, rows in kinds.items():
+            matrices = w[e, rows].float(), a_EQI[e], b_EOQ[e, rows], written[e, rows].float()
+            yield f"{name}, expert {e}{kind}", matrices, None
+
+
+def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any, roundoff: float) -> float:
+    """How far the product of random tokens with what was written is from base plus adapter, relative to the latter.
+
+    `matrices`: the base's, a, b times the scaling, and what was written. `linear`: peft's module, if it is of a linear
+    layer. Raises ValueError if they are farther apart than by rounding, or a value of the matrices is."""
+    w_OI, a_QI, b_OQ, written_OI = matrices
+    x_TI = torch.randn(32, w_OI.shape[1], generator=torch.Generator().manual_seed(0))
+    delta_OI = b_OQ @ a_QI
+    expected_OI, steps = w_OI + delta_OI, 1
+    y_TO = x_TI @ w_OI.T + (x_TI @ a_QI.T) @ b_OQ.T if linear is None else linear(x_TI)
+    if linear is not None and (magnitude := linear.lora_magnitude_vector):
+        # DoRA: peft rounds the sum, its norm, and the product of the two.
+        expected_OI, steps = expected_OI * (magnitude[NAME].weight / expected_OI.norm(dim=1))[:, None], 4
+    # peft rounds what it adds, and then the sum; sums in float32 depend on their order.
+    slack = 2 * roundoff * delta_OI.abs().max() + 2**-18 * expected_OI.abs().max()
+    check_values(name, written_OI, expected_OI, steps * roundoff, slack.item())
+    relative = ((x_TI @ written_OI.T - y_TO).norm() / y_TO.norm().clamp_min(1e-30)).item()
+    if not relative <= 2 * steps * roundoff + _SUMS:
+        raise ValueError(f"products of random tokens with {name} differ by {relative:.1%}, more than by rounding")
+    return relative
 
 
 def merge_adapter(

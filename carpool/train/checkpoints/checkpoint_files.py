@@ -48,7 +48,7 @@ class FileRecord(BaseModel):
 
 
 class RankRecord(BaseModel):
-    """What a rank keeps for itself: the state of its random generators (`carpool.train.checkpoints.rng`)."""
+    """What a rank keeps for itself: the state of its random generators (`carpool.train.checkpoints.state_tensors`)."""
 
     rng: dict[str, Any]
 

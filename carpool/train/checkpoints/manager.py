@@ -52,13 +52,13 @@ from carpool.train.checkpoints.checkpoint_files import (
     read_state,
     write_state,
 )
-from carpool.train.checkpoints.rng import rng_state
 from carpool.train.checkpoints.state_tensors import (
     Hook,
     Tensors,
     as_rectangles,
     model_tensors,
     optimizer_tensors,
+    rng_state,
 )
 from carpool.train.launch.ranks import gather, one_process_is_fine, rank, together
 

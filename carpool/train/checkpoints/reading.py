@@ -30,15 +30,16 @@ from carpool.train.checkpoints.checkpoint_files import (
     read_state,
     stored_tensors,
 )
-from carpool.train.checkpoints.rng import check_rng_state, set_rng_state
 from carpool.train.checkpoints.state_tensors import (
     Hook,
     Tensors,
     as_rectangles,
     assign,
+    check_rng_state,
     copy_back,
     model_tensors,
     optimizer_tensors,
+    set_rng_state,
 )
 from carpool.train.launch.ranks import gather, one_process_is_fine, rank, together, world
 

@@ -47,9 +47,8 @@ from carpool.report.units import bytes_text
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_placement import PlacementSection
 from carpool.train.launch.ranks import from_rank_0
-from carpool.train.moving.cost import Array, Facts
 from carpool.train.moving.layouts import load_ratio, padded
-from carpool.train.moving.solve import Question, Solving
+from carpool.train.moving.solve import Array, Facts, Question, Solving
 from carpool.train.records.run_folder import LAYOUT, replace_text
 
 TRACE_FILE, LOADS_FILE = "placement-trace.npz", "placement-loads.npz"

@@ -14,9 +14,8 @@ from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import predict
 from carpool.planner.step.streaming import break_even_tokens
-from carpool.train.blueprint import planned_attention
+from carpool.train.blueprint import flops_per_token, planned_attention
 from carpool.train.config.schema import Config, keys
-from carpool.train.flops import flops_per_token
 from carpool.train.launch.machine import imagine_machine
 from carpool.train.plan.estimate import state_bytes
 from carpool.train.plan.memory_fit import describe_fit

@@ -28,12 +28,12 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.hf.compute.compiled import eagerly
 from carpool.hf.observe.metrics import LaterRecord
 from carpool.hf.seam.rides import rooms_of_rides
+from carpool.metrics.host import peak_memory
 from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.config.schema import Config
 from carpool.train.launch.stopping import STOP_SIGNALS, Stopped
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
-from carpool.train.records.environment import peak_memory
 from carpool.train.run.finish import evaluate, finish, leave, save
 from carpool.train.run.run import Run, StepNumbers, start_run
 from carpool.train.run.run_records import record_plan

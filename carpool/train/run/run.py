@@ -24,6 +24,7 @@ from carpool.hf.observe.metrics import LaterRecord
 from carpool.hf.seam.layouts import current_layouts, is_logical, logical_like, physical_order, slots_of_rides_kept
 from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
 from carpool.layout.layouts import Layouts
+from carpool.metrics.host import peak_memory
 from carpool.train.blueprint import Blueprint
 from carpool.train.build.assemble import Built, build
 from carpool.train.build.policy_times import measure_on_small_model
@@ -38,8 +39,8 @@ from carpool.train.launch.machine import find_machine, rank_device, ranks_of
 from carpool.train.launch.ranks import from_rank_0, gather
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.worker import Watchdog
-from carpool.train.moving.cost import Facts
 from carpool.train.moving.runtime import Placement
+from carpool.train.moving.solve import Facts
 from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.plan.start_checks import (
     check_choices,
@@ -49,7 +50,6 @@ from carpool.train.plan.start_checks import (
     decisions_from,
     find_checkpoint,
 )
-from carpool.train.records.environment import peak_memory
 from carpool.train.records.run_folder import why_not_writable
 from carpool.train.run.run_records import Records, open_records, record_graphs
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state

@@ -17,14 +17,14 @@ import carpool
 from carpool.hf.compute.compiled import shards_inside
 from carpool.hf.seam.layers import decoder_layers
 from carpool.layout.layouts import Layouts
+from carpool.metrics.host import environment
+from carpool.train.blueprint import flops_per_token, peak_flops
 from carpool.train.build.expert_kernels import describe_kernels
 from carpool.train.build.offloaded import FEW_KIND
 from carpool.train.checkpoints.run_source import keep_source
-from carpool.train.flops import flops_per_token, peak_flops
 from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import Planned, describe, measured_beside
 from carpool.train.records.display import Display
-from carpool.train.records.environment import environment
 from carpool.train.records.metrics_writer import Recorder
 from carpool.train.records.run_folder import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.steps.graphs import describe_graphs, note_graphs
