@@ -119,6 +119,13 @@ def balance_loss(run: Run) -> str | None:
     return _simple(run, chart, "aux_loss", "combine")
 
 
+def plugin_metric(run: Run, name: str) -> str | None:
+    """A metric of a plug-in package (`carpool.metrics.metric`)."""
+    steps, values = series(run.train, lambda t: t.metrics.get(name))
+    chart = Chart(f"{name} over steps", run.info.metrics[name].get("unit", ""), lambda v: f"{v:.4g}", zero=False)
+    return draw_lines(chart, [Line("", "experts", steps, values)])
+
+
 def gradient_norm(run: Run) -> str | None:
     """The global gradient norm before clipping, on a logarithmic axis if it spans more than a factor of 30."""
     steps, values = series(run.train, lambda t: t.grad_norm)

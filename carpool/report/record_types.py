@@ -124,6 +124,7 @@ class RunInfo(Record):
     decisions: dict[str, Decision] = Field(default_factory=dict)
     plan: PlanInfo | None = None
     layout: dict[str, Any] = Field(default_factory=dict)
+    metrics: dict[str, dict[str, str]] = Field(default_factory=dict)
     exact: bool | None = None
     lossy_reasons: list[str] = Field(default_factory=list)
     predicted: Predicted = Field(default_factory=Predicted)
@@ -172,6 +173,7 @@ class Train(Record):
     dropped_tokens: int | None = None
     ms: dict[str, Timing] = Field(default_factory=dict)
     memory_peak_bytes: int | None = None
+    metrics: dict[str, float | None] = Field(default_factory=dict)
 
     def part_ms(self, part: str, which: str) -> float | None:
         """`which` (p50, p99 or total) of one part of the layer, in ms; None if it was not measured."""

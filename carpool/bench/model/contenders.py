@@ -136,7 +136,7 @@ class CarpoolContender:
         run, begin = self.run, time.perf_counter()
         run.step += 1
         losses, norm, _ = update(run)
-        run.unrecorded = step_numbers(run, losses, norm, run.rode, begin)
+        run.unrecorded = step_numbers(run, losses, norm, begin)
         if run.placement.decides(run.step):
             record(run)
         run.placement.after_step(run.step)

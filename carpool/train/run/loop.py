@@ -29,6 +29,7 @@ from carpool.hf.compute.compiled import eagerly
 from carpool.hf.observe.metrics import LaterRecord
 from carpool.hf.seam.rides import rooms_of_rides
 from carpool.metrics.host import peak_memory
+from carpool.metrics.metric import start_metrics
 from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.config.schema import Config
@@ -90,7 +91,7 @@ def loop(run: Run) -> None:
         for group in run.built.optimizer.param_groups:
             group["lr"] = learning_rate(run.step, training)
         losses, norm, signum = update(run)
-        run.unrecorded = step_numbers(run, losses, norm, run.rode, begin)
+        run.unrecorded = step_numbers(run, losses, norm, begin)
         begin = time.perf_counter()
         last = run.step == run.last_step
         evaluates = training.eval_steps is not None and run.step % training.eval_steps == 0 and not last
@@ -152,6 +153,8 @@ def _launch(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Ten
     found = gradients(run, batches)
     record(run)
     run.rode = start_numbers(run)
+    if run.metrics:
+        run.measured = start_metrics(run.metrics, run.built.model, run.built.device)
     return found
 
 
@@ -211,15 +214,16 @@ def start_numbers(run: Run) -> LaterRecord:
     return run.built.metrics.start(device, beside=(peak_memory(device) - run.memory_before,))
 
 
-def step_numbers(run: Run, losses: Losses, norm: float, rode: LaterRecord, begin: float) -> StepNumbers:
+def step_numbers(run: Run, losses: Losses, norm: float, begin: float) -> StepNumbers:
     """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`)."""
-    return StepNumbers(run.step, run.data.train.tokens, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
+    step_ms = 1e3 * (time.perf_counter() - begin)
+    return StepNumbers(run.step, run.data.train.tokens, losses, norm, run.rode, run.measured, step_ms)
 
 
 def record_step(run: Run, numbers: StepNumbers) -> None:
     """Record them. Waits until they are there."""
     training, records, info = run.config.training, run.records, run.records.info
-    step, tokens, losses, norm, later, step_ms = numbers
+    step, tokens, losses, norm, later, measured, step_ms = numbers
     rode = later.read()
     run.placement.count(rode)
     per_second = tokens / step_ms * 1e3
@@ -243,6 +247,7 @@ def record_step(run: Run, numbers: StepNumbers) -> None:
         "hfu": used * _computed_again(run) if used is not None else None,
         **rode.record,
         "memory_peak_bytes": int(rode.most[0]),
+        **({} if measured is None else {"metrics": measured.read()}),
     }
     run.losses["final_loss"] = losses.loss
     records.steps.append({"step": step, **record})

@@ -25,6 +25,7 @@ from carpool.hf.seam.layouts import current_layouts, is_logical, logical_like, p
 from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import peak_memory
+from carpool.metrics.metric import METRICS, LaterMetrics, Metric
 from carpool.train.blueprint import Blueprint
 from carpool.train.build.assemble import Built, build
 from carpool.train.build.policy_times import measure_on_small_model
@@ -68,6 +69,7 @@ class StepNumbers(NamedTuple):
     losses: Losses
     norm: float
     rode: LaterRecord
+    metrics: LaterMetrics | None
     step_ms: float
 
 
@@ -81,7 +83,8 @@ class Run:
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
         totals, losses: of the whole run, resumed parts included; both go into checkpoints.
         unrecorded: the step that was done last; None: its numbers are recorded.
-        rode: the rides of the latest step, on their way to the host.
+        rode, measured: rides and plug-ins' metrics of the latest step, on their way to the host.
+        metrics: those of plug-ins.
     """
 
     plan: Plan
@@ -101,6 +104,8 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
     unrecorded: StepNumbers | None = None
     rode: LaterRecord = field(init=False)
+    measured: LaterMetrics | None = None
+    metrics: list[Metric] = field(default_factory=lambda: [cls() for cls in METRICS.values()])
     checkpoints: CheckpointManager = field(init=False)
     placement: Placement = field(init=False)
     records: Records = field(init=False)

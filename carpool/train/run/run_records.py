@@ -153,6 +153,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
                 blueprint.top_k,
             ),
         },
+        "metrics": {one.name: {"help": one.help, "unit": one.unit} for one in run.metrics},
         "experts": layer.compute.name if layer.compute is not None else "the model's own",
         "optimizer": built.optimizer.describe()[0],
         "layout": layout_record(layouts, built.layout_source),
