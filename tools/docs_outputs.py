@@ -32,10 +32,10 @@ COLUMNS = 150
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 # What only a machine knows: how much memory it has, how fast it is (the column of seconds of `carpool place`), and how
-# its products round (last: errors below 1e-5, and the expert that has the largest).
+# its products round (last: errors below 1e-5, and the tensor that has the largest).
 OF_THE_MACHINE = re.compile(
     r"(?<=of )[\d.,]+(?= GiB of a rank would be used)|(?<=fits in )[\d.,]+(?= GiB, a rank's share)|searched in [\d.,]+"
-    r"|(?<=\d {6})\d\.\d\d\s*$|\d\.\de-0[5-9]|(?<=, expert )\d+(?=, (?:gate|up|down)\))"
+    r"|(?<=\d {6})\d\.\d\d\s*$|\d\.\de-0[5-9](?: \(model\.[^)]*\))?"
 )
 _MEASURED = re.compile(r"[\d.,]+ ?(?=(ms|s|us|µs|min|tokens/s|[kMG]?B/s)(\W|$))")
 

@@ -21,8 +21,9 @@ Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look
 
 The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.experts.EXPERTS` ("carpool.experts"),
 `carpool.optim.OPTIMIZERS` ("carpool.optimizers"), `carpool.metrics.metric.METRICS` ("carpool.metrics") and
-`carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package that takes plug-ins makes its own. What has none of these enters as an extension, with a section of settings of its own:
-`carpool.train.extensions.EXTENSIONS` ("carpool.extensions").
+`carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package that takes plug-ins makes its own. What has none of
+these enters as an extension, with a section of settings of its own: `carpool.train.extensions.EXTENSIONS`
+("carpool.extensions").
 
 `carpool train` gives a transport, an expert computation and an optimizer the options that they name, and refuses
 others: moe.transport_options, moe.expert_options and training.optimizer_options.
