@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class RideMetrics:
         """What this rank has counted: a row per layer, to be summed over ranks, and each layer's milliseconds."""
         layers, ranks, rank = self.layers, self.layers[0].num_ranks, self.layers[0].rank
         experts = max(own.num_experts for own in layers)
-        traffic = Traffic.totals([own.stats.traffic for own in layers], device, self._far() or ())
+        traffic = Traffic.totals([own.stats.traffic for own in layers], device, self._far or ())
         rows_LWW = torch.zeros(len(layers), ranks, ranks, dtype=torch.float64, device=device)
         rows_LWW[:, rank] = traffic[:, :ranks]
         tokens, filled = [], []
@@ -145,8 +146,9 @@ class RideMetrics:
             own_LN = own_LN.new_zeros(self.number, own_LN.shape[1]).index_copy(0, self._rows(device), own_LN)
         return own_LN, [own.stats.meter.milliseconds() for own in layers]
 
+    @cached_property
     def _far(self) -> list[int] | None:
-        """The ranks of other nodes; None: there are none, or nobody has said where ranks are."""
+        """The ranks of other nodes; None: there are none, or where ranks are was not known at the first record."""
         topology = None if self.layers[0].group is None else known_topology(self.layers[0].group)
         if topology is None or topology.num_nodes == 1:
             return None
@@ -187,7 +189,7 @@ class RideMetrics:
             "rows_remote_per_token": float(rows_L.sum() / dispatched_L.sum().clamp(min=1)),
             "bytes_remote": int(bytes_L.sum()),
             "bytes_remote_alltoall": int(baseline_L.sum()),
-            **({} if self._far() is None else {"bytes_network": int(far_L.sum())}),
+            **({} if self._far is None else {"bytes_network": int(far_L.sum())}),
             "bytes_replicas": int(slots_L.sum()),
             "load_max_over_mean": max((float(load.max() / load.mean()) if load.sum() else 0.0) for load in loads),
             "rank_load_max_over_mean": float((served_LW.amax(1) / served_LW.mean(1).clamp(min=1e-9)).mean()),

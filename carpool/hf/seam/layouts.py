@@ -124,7 +124,8 @@ def slots_of_rides_kept(layers: Sequence[ExpertRides], quantised: bool, prefetch
         for own in layers:
             if quantised and isinstance(own.compute, FP8Experts):
                 stack.enter_context(own.compute.weights_unchanged())
-        stack.enter_context(keep_slots([(own.filler, one) for own, one in zip(layers, ahead, strict=True)]))
+        if any(hop.travels for own in layers for hop in own.filler.hops):
+            stack.enter_context(keep_slots([(own.filler, one) for own, one in zip(layers, ahead, strict=True)]))
         yield
 
 

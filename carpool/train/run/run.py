@@ -160,7 +160,8 @@ class Run:
 
     def fit_capacity(self) -> None:
         """After a step: from now on send as many tokens to each other node as steps need, if these are fewer."""
-        if (rows := fewer_node_tokens(rooms_of_rides(self.built.rides))) is not None:
+        rooms = rooms_of_rides(self.built.rides)
+        if rooms and (rows := fewer_node_tokens(rooms)) is not None:
             self.forget_graphs()
             self.records.write("node_rows", self.step, rows=rows)
             self.records.say(f"step {self.step}: from now on {rows:,} rows travel to each other node")

@@ -152,7 +152,7 @@ class Objective:
         for own in () if padding_T is None else self.riding:
             own.padded = True
         with (
-            WithoutExperts(padding_T),
+            nullcontext() if padding_T is None else WithoutExperts(padding_T),
             self.cast(device),
             fastest_attention(device),
             unpacked() if position_BL is None else packed(),
