@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from carpool.kernels.ordered_sum import ordered_sum
+from carpool.kernels.device import ordered_sum
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import VERBS, Traffic
 from carpool.transport.alltoall import AllToAll

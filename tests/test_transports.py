@@ -23,7 +23,7 @@ from carpool.experts import (
     make_activation,
     reference_experts,
 )
-from carpool.kernels.ordered_sum import ordered_sum
+from carpool.kernels.device import ordered_sum
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import LayerStats, Traffic
 from carpool.placement import VERBS, predict

@@ -24,7 +24,7 @@ import torch
 
 from carpool.activations import Arena, Rows
 from carpool.experts.base import Activation, ActivationFunction
-from carpool.kernels.ordered_sum import ordered_sum
+from carpool.kernels.device import ordered_sum
 
 
 class Pairs(NamedTuple):

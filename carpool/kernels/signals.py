@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from carpool.kernels.awaited import MAX_PARTS
+from carpool.kernels import MAX_PARTS
 
 # In the interpreter no program may wait for another: everything it waits for has been sent before.
 SPIN = not triton.knobs.runtime.interpret

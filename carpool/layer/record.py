@@ -21,7 +21,7 @@ from torch import nn
 
 from carpool.layer.core import LayerCore
 from carpool.layer.recorder import Recorder
-from carpool.metrics.meter import in_recompute
+from carpool.metrics.counters import in_recompute
 
 __all__ = ["Recording", "record"]
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout import ExpertLayout
-from carpool.metrics.meter import Meter
+from carpool.metrics.counters import Meter
 from carpool.replicas.filling import crosses_once, held_rows
 from carpool.replicas.slots import SlotFiller
 from carpool.transport.nodes import hops_of, known_topology

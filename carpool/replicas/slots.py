@@ -27,11 +27,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from carpool.experts import ExpertWeights
-from carpool.kernels.device import on_gpu
-from carpool.kernels.ordered_sum import ordered_sum
+from carpool.kernels.device import on_gpu, ordered_sum
 from carpool.layout import ExpertLayout
-from carpool.metrics.counters import new_counter
-from carpool.metrics.meter import Meter, in_recompute
+from carpool.metrics.counters import Meter, in_recompute, new_counter
 
 
 class Step(Protocol):

@@ -46,7 +46,7 @@ import torch
 from carpool.activations import Arrivals, Rows
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.device import reserved
-from carpool.metrics.meter import RideSpans
+from carpool.metrics.counters import RideSpans
 from carpool.ride.saved import arena_for
 from carpool.ride.setup import NO_HOOKS, Kept, RideSetup
 from carpool.ride.turns import handover

@@ -30,7 +30,7 @@ import torch
 from carpool.activations.recompute import kept_rides, taken_before
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
-from carpool.metrics.meter import in_recompute
+from carpool.metrics.counters import in_recompute
 from carpool.ride.chunks import PLAIN
 from carpool.ride.operator import ride_operator
 from carpool.ride.saved import bring_back, put_away, save, saved

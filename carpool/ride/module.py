@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from carpool.activations import Rows
-from carpool.metrics.meter import Meter
+from carpool.metrics.counters import Meter
 from carpool.ride.function import first_order
 from carpool.ride.setup import RideSetup
 from carpool.ride.turns import handover

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from carpool.kernels.awaited import MAX_PARTS
+from carpool.kernels import MAX_PARTS
 from carpool.plugins.nearest import nearest
 
 __all__ = ["MAX_CHUNKS", "NAMES", "Schedule"]

@@ -44,7 +44,7 @@ from carpool.activations import Rows
 from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.experts.gemm.parts import Backward, Forward, why_no_parts
 from carpool.kernels.device import reserved
-from carpool.metrics.meter import RideSpans
+from carpool.metrics.counters import RideSpans
 from carpool.ride.chunks import kept_rows
 from carpool.ride.saved import arena_for
 from carpool.ride.setup import Kept, RideSetup

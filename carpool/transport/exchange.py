@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.activations import Arrivals, Rows
-from carpool.kernels.ordered_sum import ordered_sum
+from carpool.kernels.device import ordered_sum
 from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.codecs import PLAIN, ROW_VERBS, Codec, Codecs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation, reference_experts
-from carpool.kernels.ordered_sum import ordered_sum
+from carpool.kernels.device import ordered_sum
 from carpool.transport import Arrivals, Rows
 from tests.gpu.ranks import needs, torchrun
 

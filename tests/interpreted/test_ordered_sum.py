@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from carpool.kernels.ordered_sum import ordered_lists, ordered_sum
+from carpool.kernels.device import ordered_lists, ordered_sum
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)

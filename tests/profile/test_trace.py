@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool.metrics.meter import range_name
+from carpool.metrics.counters import range_name
 from carpool.profile.merge import merge
 from carpool.profile.numbers import LayerTimes, Profile, Times, load_profile, measure, save_profile
 from carpool.profile.trace import Label, _flat, kind_of, load, parse, read

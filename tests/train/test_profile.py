@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from carpool import cli
 from carpool.hf.seam.layers import short_names
-from carpool.metrics import meter as meter_module
-from carpool.metrics.meter import Meter
+from carpool.metrics import counters as meter_module
+from carpool.metrics.counters import Meter
 from carpool.profile.numbers import load_profile
 from carpool.profile.trace import load, parse
 from carpool.train.config import load_config

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from carpool.kernels.awaited import MAX_CTAS
+from carpool.kernels import MAX_CTAS
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import Config, load_config
 from carpool.train.config import load as configuration

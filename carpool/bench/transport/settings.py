@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 from carpool.bench.options import RankOptions, ShapeOptions, check_experts, one_of, parse_sizes
 from carpool.bench.routings import ROUTINGS, check_skew
-from carpool.kernels.awaited import MAX_CTAS
+from carpool.kernels import MAX_CTAS
 from carpool.layout import ExpertLayout
 from carpool.transport import TRANSPORTS, between_ranks, find_transport
 

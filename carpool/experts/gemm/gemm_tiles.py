@@ -43,7 +43,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from carpool.experts.gemm.table_kernels import aligned
-from carpool.kernels.awaited import MAX_CTAS, Awaited
+from carpool.kernels import MAX_CTAS, Awaited
 from carpool.kernels.device import processors
 from carpool.kernels.quick import power_of_2
 from carpool.kernels.signals import SPIN

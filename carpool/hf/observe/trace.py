@@ -35,7 +35,7 @@ from torch import nn
 from carpool.hf.axes.sequence_parallel import sequence_shard
 from carpool.hf.seam.layers import experts_modules
 from carpool.layer.recorder import Mark, Recorder
-from carpool.metrics.meter import in_recompute
+from carpool.metrics.counters import in_recompute
 
 __all__ = ["Mark", "TraceRecorder"]
 

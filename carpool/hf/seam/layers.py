@@ -16,7 +16,7 @@ _ROUTER = re.compile(r"Router$|Gate$")
 
 
 def name_layers(model: nn.Module) -> None:
-    """Let profilers show the model's Carpool layers by their names (`carpool.metrics.meter.Meter`)."""
+    """Let profilers show the model's Carpool layers by their names (`carpool.metrics.counters.Meter`)."""
     layers = rides(model)
     for name, own in zip(short_names(list(layers)), layers.values(), strict=True):
         own.stats.meter.layer = name

@@ -43,7 +43,7 @@ from carpool.hf.seam.shared import compute_shared_beside
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.experts.host_experts import HostExperts
-from carpool.metrics.meter import NSIGHT
+from carpool.metrics.counters import NSIGHT
 from carpool.optim import OptimizerBase
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.meshes import Meshes

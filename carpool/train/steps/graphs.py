@@ -35,8 +35,7 @@ from carpool.hf.activations.layer_policies import draws_random_numbers, offloade
 from carpool.hf.compute.packed import one_row_only
 from carpool.hf.seam.rides import ExpertRides, buffers_of_rides, why_experts_wait
 from carpool.kernels.capture import Recorder
-from carpool.metrics.counters import HostCounts
-from carpool.metrics.meter import watched
+from carpool.metrics.counters import HostCounts, watched
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.activations import Arena
-from carpool.kernels.awaited import MAX_CTAS, MAX_PARTS
+from carpool.kernels import MAX_CTAS, MAX_PARTS
 from carpool.transport.base import RankMissingError
 
 PAGE = 256  # bytes; regions start at multiples of it

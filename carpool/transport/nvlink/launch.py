@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from carpool.kernels.awaited import MAX_CTAS, MAX_PARTS
+from carpool.kernels import MAX_CTAS, MAX_PARTS
 from carpool.kernels.quick import cdiv, power_of_2
 from carpool.kernels.signals import SPIN
 from carpool.transport.nvlink.buffers import VERBS, Buffers, Lease

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from carpool.kernels.awaited import MAX_CTAS
+from carpool.kernels import MAX_CTAS
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import RunSizes, TransportOptions
 

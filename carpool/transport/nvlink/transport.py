@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.activations import Arena, Arrivals, Ready
-from carpool.kernels.awaited import MAX_CTAS, Awaited
+from carpool.kernels import MAX_CTAS, Awaited
 from carpool.kernels.packets import packet_bytes
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
