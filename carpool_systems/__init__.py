@@ -4,6 +4,8 @@
     transports.py  hierarchical all-to-alls: 1d (HetuMoE), 2d (DeepSpeed-MoE), 2dh (Tutel)
     policies.py    where experts go, by their loads (`placement.policy`): FasterMoE, Prophet, FlexMoE, EPLB, ...
     eplb.py        DeepSeek's load balancer, as a solver (`carpool place --solvers eplb`)
+    mechanisms.py  what makes a system that system, and whether a recipe has it
+    compare.py, replay.py   `carpool recipes compare`: a recording replayed under recipes; race.py: training steps
     planners.py    what published planners would choose (`carpool plan --policy alpa`)
 
 This package enters through the same entry points as anybody's plug-in (`carpool.plugins`); pyproject.toml lists them.

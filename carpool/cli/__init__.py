@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated, NoReturn
 
 import typer
@@ -38,6 +39,13 @@ for function in (train, plan, profile, report, generate, chat, export, merge, tr
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
+# Plug-ins' commands: "recipes.race" is `carpool recipes race`.
+for entry in entry_points(group="carpool.commands"):
+    group, _, name = entry.name.rpartition(".")
+    try:
+        {"": app, "bench": bench, "recipes": recipes}[group].command(name)(entry.load())
+    except Exception as error:
+        typer.echo(f"warning: the command {entry.name} of a plug-in is not there: {error!r}", err=True)
 
 
 def main() -> NoReturn:

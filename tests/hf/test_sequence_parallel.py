@@ -17,10 +17,10 @@ from carpool.hf.axes.sequence_parallel import sequence_shard
 from carpool.hf.building.model import build_model
 from carpool.parallel import sequence
 from carpool.parallel.degrees import Degrees
-from carpool.recipes import load
-from carpool.recipes.resolve import resolve
 from carpool.train.plan.division import distributed_config
 from carpool.train.steps.objective import Objective
+from carpool_systems.mechanisms import load
+from carpool_systems.resolve import resolve
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet
 from tests.hf.tiny_models import discover, tiny_config

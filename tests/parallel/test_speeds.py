@@ -12,11 +12,11 @@ from carpool.parallel.speeds import data_speeds, shares
 from carpool.placement import solvers
 from carpool.placement.objective import evaluate
 from carpool.planner.machine.cost import CostModel
-from carpool.recipes import load
-from carpool.recipes.resolve import resolve
 from carpool.train.config import load_config
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import Stream
+from carpool_systems.mechanisms import load
+from carpool_systems.resolve import resolve
 from tests.placement.synthetic import layer
 
 

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import carpool
 from carpool import KeptPolicies
 from carpool.activations import Offloader
-from carpool.recipes import load, read
-from carpool.recipes.mechanisms import check
-from carpool.recipes.resolve import resolve
+from carpool.recipes import read
 from carpool.train.steps.optimizer import make_optimizer
+from carpool_systems.mechanisms import check, load
+from carpool_systems.resolve import resolve
 
 SYSTEMS = ("mpipemoe", "megascale-memory", "deepseek-v3-memory")
 H, F, E, K, TOKENS = 32, 24, 8, 2, 40

@@ -18,11 +18,11 @@ from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.next_experts import NextExperts
 from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients
-from carpool.recipes import load, names
-from carpool.recipes.mechanisms import find
+from carpool.recipes import names
 from carpool.train.build.offloaded import loading_of
 from carpool.train.config import Config, load_config
 from carpool.train.steps.optimizer import make_optimizer
+from carpool_systems.mechanisms import find, load
 from tests.memory.test_host_experts import LAYERS, batch, loss_of, model_of
 
 # What makes a system that system; a recipe may not lose any of it.

@@ -12,10 +12,11 @@ import torch
 from carpool.bench.model.results import Case, KindRow, Row, Times
 from carpool.bench.model.run import ModelBenchmark
 from carpool.bench.model.settings import Settings
-from carpool.recipes import load, names, read
-from carpool.recipes.race import find_field, libraries, sameness, table
-from carpool.recipes.resolve import in_effect
+from carpool.recipes import names, read
 from carpool.train.config import load_config
+from carpool_systems.mechanisms import load
+from carpool_systems.race import find_field, libraries, sameness, table
+from carpool_systems.resolve import in_effect
 from tests.ranks import Ranks
 
 

@@ -21,11 +21,11 @@ from carpool.cli import app
 from carpool.layout import ExpertLayout
 from carpool.moe import MoE
 from carpool.placement.trace import Trace
-from carpool.recipes import Recipe, load, names, read
-from carpool.recipes.compare import Axis, chosen, compare, ways
-from carpool.recipes.mechanisms import Mechanism, find
-from carpool.recipes.resolve import in_effect, resolve
+from carpool.recipes import Recipe, names, read
 from carpool.train.config import Config, load_config
+from carpool_systems.compare import Axis, chosen, compare, ways
+from carpool_systems.mechanisms import Mechanism, find, load
+from carpool_systems.resolve import in_effect, resolve
 from tests.kept_slots import slots_kept
 from tests.ranks import mesh
 

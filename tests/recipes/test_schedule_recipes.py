@@ -18,13 +18,13 @@ import torch.distributed as dist
 import carpool.experts.gemm.products
 from carpool.metrics.counters import VERBS as COUNTED
 from carpool.moe import MoE
-from carpool.recipes import load, names, read
-from carpool.recipes.mechanisms import WITHOUT_SETTING
-from carpool.recipes.resolve import resolve
+from carpool.recipes import names, read
 from carpool.ride.schedule import Schedule
 from carpool.ride.two_batch import TwoBatch
 from carpool.transport import find_transport
 from carpool.transport.base import Pending, Transport
+from carpool_systems.mechanisms import WITHOUT_SETTING, load
+from carpool_systems.resolve import resolve
 from tests.ranks import Ranks, mesh
 
 RANKS_IMPORT = ["carpool.ride.two_batch"]

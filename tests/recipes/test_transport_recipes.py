@@ -22,10 +22,11 @@ from carpool.placement.policies import POLICIES, LoadModel
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import CostModel
-from carpool.recipes import load, names
-from carpool.recipes.resolve import resolve
+from carpool.recipes import names
 from carpool.transport import TRANSPORTS, HierarchicalOptions, TransportOptions
 from carpool.transport.codecs import PLAIN, Codecs
+from carpool_systems.mechanisms import load
+from carpool_systems.resolve import resolve
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 SYSTEMS = {

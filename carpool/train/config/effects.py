@@ -4,10 +4,9 @@
     limit_by = "groups"      says which ranks a token keeps, and nothing limits it
     ->  moe.limit_by = 'groups' (in olmoe.toml) changes nothing without moe.limit_ranks or moe.limit_nodes: ...
 
-One table, `EFFECTS`, for whoever asks: `check_effects` refuses what a user has set in vain, and recipes
-(`carpool.recipes.resolve`) leave it out where they compare runs. What a run has recorded is taken as it is, and so is
-what a file says and the command line puts out of effect: `--config olmoe.toml placement.every=none` turns off all of
-the file's [placement].
+One table, `EFFECTS`: `check_effects` refuses what a user has set in vain. What a run has recorded is taken as it is,
+and so is what a file says and the command line puts out of effect: `--config olmoe.toml placement.every=none` turns off
+all of the file's [placement].
 """
 
 from __future__ import annotations

@@ -27,13 +27,14 @@ from rich.table import Table
 from carpool.layout.topology import Topology
 from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import CostModel
-from carpool.recipes import Recipe, load, names, read
-from carpool.recipes.replay import NUMBERS, Way, replay
-from carpool.recipes.resolve import in_effect, resolve
+from carpool.recipes import Recipe, names, read
 from carpool.routing.limit_options import LimitOptions
 from carpool.train.config import Config
 from carpool.transport import TRANSPORTS, Transport
 from carpool.transport.multi_hop import MultiHop
+from carpool_systems.mechanisms import load
+from carpool_systems.replay import NUMBERS, Way, replay
+from carpool_systems.resolve import in_effect, resolve
 
 __all__ = ["Axis", "Outcome", "chosen", "compare", "print_table", "refusal", "ways"]
 

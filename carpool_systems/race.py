@@ -35,11 +35,11 @@ from carpool.bench.model.settings import Own, Settings
 from carpool.bench.options import find_ranks
 from carpool.bench.ranks import RankBenchmark, start_ranks
 from carpool.bench.results import Result, print_table, terminal
-from carpool.recipes import load
-from carpool.recipes.files import Recipe
-from carpool.recipes.resolve import in_effect
+from carpool.recipes import Recipe
 from carpool.train.config import Config
 from carpool.train.config.schema_base import toml_value
+from carpool_systems.mechanisms import load
+from carpool_systems.resolve import in_effect
 
 BASELINE = "alltoall"
 # Settings by which a recipe computes something else, and what `Run` itself does not name as lossy.
@@ -100,7 +100,7 @@ def race(
         overrides=(*dtype, *settings.overrides),
     )
     settings.check_set()
-    start_ranks(settings, "carpool.recipes.race:BENCHMARK", debug=debug, command=command)
+    start_ranks(settings, "carpool_systems.race:BENCHMARK", debug=debug, command=command)
 
 
 def find_field(settings: Settings, recipes: Sequence[Recipe], transport: str = BASELINE) -> Field:

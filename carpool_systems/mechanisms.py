@@ -28,13 +28,13 @@ from carpool.parallel.schedules import SCHEDULES
 from carpool.placement.policies import POLICIES
 from carpool.placement.solvers import solver_names
 from carpool.plugins.nearest import nearest
-from carpool.recipes.files import Recipe
-from carpool.recipes.resolve import in_effect, resolve
+from carpool.recipes import Recipe, read
 from carpool.train.config.schema import keys
 from carpool.train.config.schema_placement import SOLVING
 from carpool.transport import TRANSPORTS
+from carpool_systems.resolve import in_effect, resolve
 
-__all__ = ["KINDS", "SWITCHES", "WITHOUT_SETTING", "Mechanism", "check", "find"]
+__all__ = ["KINDS", "SWITCHES", "WITHOUT_SETTING", "Mechanism", "check", "find", "load"]
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,17 @@ def find(mechanism: str) -> Mechanism | None:
         return SWITCHES[mechanism]
     kind, _, name = mechanism.partition(":")
     return Mechanism(KINDS[kind], name) if kind in KINDS else None
+
+
+def load(name: str) -> Recipe:
+    """A recipe that this version can follow, by name or from the path of a TOML file.
+
+    Raises:
+        ValueError: there is none, it is no recipe, something of it is missing here, its settings are none that
+            `carpool train` takes, or one that chooses a mechanism has no effect; says which."""
+    recipe = read(name)
+    check(recipe)
+    return recipe
 
 
 def check(recipe: Recipe) -> None:

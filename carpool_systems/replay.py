@@ -41,7 +41,7 @@ from carpool.train.config.schema_placement import PlacementSection
 
 __all__ = ["NUMBERS", "Way", "replay"]
 
-# What `replay` finds for each layer; see `carpool.recipes.compare.Outcome`.
+# What `replay` finds for each layer; see `carpool_systems.compare.Outcome`.
 NUMBERS = ("rows", "remote", "nodes", "load", "layer_us", "replicas", "moved", "moved_bytes", "seconds")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from carpool.recipes.files import Recipe
+from carpool.recipes import Recipe
 from carpool.train.config import Config, load_config
 from carpool.train.config.effects import has_effect
 from carpool.train.config.schema import keys
