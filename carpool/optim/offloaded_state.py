@@ -224,6 +224,9 @@ class StreamedUpdate(Update):
             # Copies on other streams may still use those of before.
             torch.cuda.synchronize(self.device)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self._buffers]
+        if self._into is not None:
+            # Deterministic algorithms fill new memory on the current stream; copies in come after that.
+            self._into.wait_stream(torch.cuda.current_stream(self.device))
         self._of_tiles.clear()
 
     # -- what updates ----------------------------------------------------------------------------------------------

@@ -323,7 +323,8 @@ def test_routers_of_each_kind_can_be_adapted(name: str) -> None:
     assert add_adapter(model, section, seed=0, replicate=False) > 0
     model.zero_grad()
     again = model(input_ids=ids, labels=ids)
-    assert torch.equal(again.logits, output.logits)
+    # To rounding: products on CPUs round by how their memory is aligned.
+    torch.testing.assert_close(again.logits, output.logits, rtol=1e-5, atol=1e-6)
     again.loss.backward()
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     assert trained and all("lora_" in name for name in trained)
