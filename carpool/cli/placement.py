@@ -189,7 +189,7 @@ def place(
 def _transport(asked: str | None, top_k: int, ranks: int, nodes: int, cost: CostModel) -> tuple[str, str]:
     """For whose rows experts are placed, and why. Over `nvlink` they are those of `dedup`."""
     from carpool.layout.topology import Topology
-    from carpool.planner.decisions.rules import automatic_transport
+    from carpool.planner.transports import automatic_transport
     from carpool.transport import choose_transport
 
     if asked is not None:

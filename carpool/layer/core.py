@@ -22,8 +22,8 @@ from carpool.activations import KEEP, KeptPolicies, Offloader
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layout import ExpertLayout, assign
 from carpool.metrics.counters import LayerStats, add_once, new_counter
-from carpool.planner.decisions.rules import automatic_transport
 from carpool.planner.machine.hardware import hardware_of
+from carpool.planner.transports import automatic_transport
 from carpool.replicas.node_slots import make_filler
 from carpool.replicas.slots import fill_slots
 from carpool.ride.function import WaitingRides, ride

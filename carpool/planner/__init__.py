@@ -5,10 +5,11 @@
     configuration/  what is one configuration of a run?         as numbers and words, and its TOML
     step/           how long does its step take?                lengths of pieces, an event graph of them, a prediction
     memory/         how many bytes does a rank need for it?     a timeline, of plans and of runs
-    decisions/      what does a run decide by a rule?           transport, data parallelism, kept policies; the record
+    decisions/      what does a run decide by a rule?           data parallelism, kept policies; the record
+    transports.py   what do transports say of themselves?       which can be used, what they send; what "auto" becomes
     search/         which configuration is the best?            enumeration, bounds, published planners, reasons
     simulator/      what would a large run be like?             drawn routing, slow ranks, failures
 
-Each folder imports only those above it; `decisions`, `search` and `simulator` do not import each other. Nothing here
-needs an accelerator, PyTorch or transformers.
+`decisions`, `search` and `simulator` do not import each other. Nothing here needs an accelerator or transformers, and
+no transport, solver or published planner is named: the registries are asked.
 """

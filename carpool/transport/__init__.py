@@ -12,7 +12,7 @@
 
 All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` has to know which ranks share a
 node (`set_topology`, otherwise the launcher is asked) and needs several nodes; there "auto" picks it where the model of
-costs says that it pays (`carpool.planner.decisions.rules`). `nvlink` has buffers of a fixed size, so "auto" picks
+costs says that it pays (`carpool.planner.transports`). `nvlink` has buffers of a fixed size, so "auto" picks
 it only where somebody has said how many tokens a rank may have (`TransportOptions.max_tokens`).
 
 `base.py` has the contract, and names what a new transport has to say of itself. `codecs.py` says how rows become bytes

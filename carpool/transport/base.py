@@ -35,7 +35,7 @@ from carpool.metrics.counters import VERBS, Traffic
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import TransportOptions
 from carpool.transport.room import Room
-from carpool.transport.volume import Counts, Volume
+from carpool.transport.volume import Counts, MeanRows, Volume
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
 # weight's float32 gradient on the way back in the backward.
@@ -169,6 +169,9 @@ class Transport(ABC):
         one_row_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
         one_row_per_node: whether it is sent once to each other node instead, and passed on there.
         hops_in_turn: whether a row takes links of several kinds one after the other.
+        between_nodes: whether "auto" takes it on several nodes where the model of costs says that it is faster.
+        writes_to_peers: whether it writes rows into the memory of GPUs of its node, if they reach each other.
+        needs_nvlink: whether GPUs without NVLink cannot use it.
         rides_in_parts: whether `plan` and the combines take parts (`carpool.ride.tiles`).
         knows_rows: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
             that run a model's own forward would compute them.
@@ -184,6 +187,9 @@ class Transport(ABC):
     one_row_per_rank: ClassVar[bool] = False
     one_row_per_node: ClassVar[bool] = False
     hops_in_turn: ClassVar[bool] = False
+    between_nodes: ClassVar[bool] = False
+    writes_to_peers: ClassVar[bool] = False
+    needs_nvlink: ClassVar[bool] = False
     rides_in_parts: ClassVar[bool] = False
     knows_rows: ClassVar[bool] = True
     graphable: bool = False
@@ -219,6 +225,24 @@ class Transport(ABC):
         """Expected rows per token if experts are chosen uniformly."""
 
     @classmethod
+    def mean_rows(
+        cls, reached: Callable[[int], float], num_experts: int, top_k: int, num_ranks: int, per_node: int
+    ) -> MeanRows:
+        """Rows of one dispatch, for plans, which know no routing but how far a token's choices are spread.
+
+        Args:
+            reached: of so many equal parts of the experts, the share that a token visits.
+            per_node: ranks of the group on each node.
+
+        Example: one row to each rank, 4 ranks on 2 nodes, half of which a token visits: `MeanRows(0.5, 1.0, 2.0)`."""
+        nodes, each = num_ranks // per_node, reached(num_ranks)
+        if cls.one_row_per_node and nodes > 1:
+            return MeanRows(nodes * (per_node - 1) * each, (nodes - 1) * reached(nodes), each * num_ranks)
+        if not (cls.one_row_per_rank or cls.one_row_per_node):
+            each = cls.copies_per_token(num_experts, top_k, num_ranks) / num_ranks
+        return MeanRows((per_node - 1) * each, (num_ranks - per_node) * each, each * num_ranks)
+
+    @classmethod
     def choices_per_row(cls, top_k: int) -> int:
         """J: how many of its token's choices a row may serve."""
         return top_k
@@ -252,6 +276,11 @@ class Transport(ABC):
     @classmethod
     def buffer_bytes(cls, options: Any, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
         """Bytes of the buffers that all layers share, on each rank; 0: it has none."""
+        return 0
+
+    @classmethod
+    def planned_buffer_bytes(cls, tokens: int, num_ranks: int, row_bytes: int, top_k: int) -> int:
+        """The same, for plans: of default options, if each rank has so many tokens."""
         return 0
 
     @classmethod

@@ -60,6 +60,8 @@ class Hierarchical(MultiHop):
     name = "hierarchical"
     options_class = HierarchicalOptions
     one_row_per_node = True
+    between_nodes = True
+    writes_to_peers = True
 
     @classmethod
     def own_options(cls, options: Any) -> HierarchicalOptions:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,20 @@ class Volume:
     def bytes_remote(self, *verbs: str) -> int:
         """Bytes to other ranks, of the verbs given or of all."""
         return sum(int(self.bytes_WW[verb].sum() - self.bytes_WW[verb].trace()) for verb in verbs or VERBS)
+
+
+class MeanRows(NamedTuple):
+    """Expected rows of one dispatch, for each token of a rank.
+
+    Attributes:
+        inside: to other ranks of the node.
+        between: to other nodes.
+        arrive: that the experts of a rank get, its own tokens' included.
+    """
+
+    inside: float
+    between: float
+    arrive: float
 
 
 def one_row_per_choice(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:

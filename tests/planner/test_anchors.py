@@ -31,6 +31,7 @@ def test_megatron_bridge_on_16_h100() -> None:
     assert mfu is not None and mfu.low < 299 / 989 < mfu.high
 
 
+@pytest.mark.usefixtures("outside_transports")
 def test_deepseek_v3_on_2048_h800() -> None:
     """2.788 M GPU hours for 14.8 T tokens (arXiv 2412.19437, table 1), as published: 16 stages, experts on 64 ranks, at
     most four nodes for a token, rows out in FP8 by DeepEP, rides of one micro-batch beside the other's computation."""
@@ -45,7 +46,7 @@ def test_deepseek_v3_on_2048_h800() -> None:
     def hours(**changed: Any) -> list[float]:
         """Millions, (low, middle, high): the step of few micro-batches, and of each further one."""
         candidate = Candidate(
-            Degrees(1, 128, 1, 64, pp=16), 4096, 1, short, "deepep", policies=KEEP, moments="bfloat16",
+            Degrees(1, 128, 1, 64, pp=16), 4096, 1, short, "node-rows", policies=KEEP, moments="bfloat16",
             pipeline="DualPipeV", schedule="two-batch", codecs={"dispatch": "fp8"},
         )  # fmt: skip
         one = replace(candidate, **changed)

@@ -176,7 +176,7 @@ def test_a_program_is_what_was_recorded_again_and_again() -> None:
     """Random events of which three copies follow each other, with ends that others and the outside wait for."""
     rng = np.random.default_rng(0)
     for _ in range(20):
-        kinds, number = ("dense", "dispatch", "gather", "offload"), int(rng.integers(1, 40))
+        kinds, number = ("dense", "dispatch", "all-gather", "offload"), int(rng.integers(1, 40))
         events = [
             (str(rng.choice(kinds)), float(rng.random() * (rng.random() < 0.8)), rng.integers(0, 2 + i, 3).tolist())
             for i in range(number)

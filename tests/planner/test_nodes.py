@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import carpool
 from carpool.layout.topology import Topology
-from carpool.planner.decisions.rules import way_between_nodes
 from carpool.planner.machine.hardware import hardware_of
+from carpool.planner.transports import way_between_nodes
 from carpool.transport import set_topology
 from tests.ranks import WORLD_SIZE, Ranks
 

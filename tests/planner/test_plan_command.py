@@ -79,7 +79,7 @@ def test_bad_input_is_told_apart(changed: dict[str, str], said: str, tmp_path: P
     assert result.exit_code == 1 and said in found, found
 
 
-def test_a_plan_needs_no_pytorch() -> None:
+def test_the_planner_is_imported_without_pytorch() -> None:
     """Reading a model's sizes, and the search, start in a second; PyTorch would take several."""
     code = (
         "import sys; from carpool.train.config.published import read_keys; import carpool.planner.search.plan, "

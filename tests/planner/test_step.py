@@ -103,8 +103,8 @@ def test_what_hides_is_not_exposed() -> None:
     assert one.exposed["dispatch"] + one.exposed["combine"] == pytest.approx(rides)
     assert two.exposed["dispatch"] + two.exposed["combine"] < 0.5 * rides and two.seconds.middle < one.seconds.middle
     fsdp = predict(model, H200, Candidate(ranks, 4096, 16, data_parallel="fsdp"), 8)
-    gathers = sum(event.seconds for event in fsdp.graph.events if event.kind == "gather")
-    assert fsdp.exposed.get("gather", 0.0) < 0.5 * gathers
+    gathers = sum(event.seconds for event in fsdp.graph.events if event.kind == "all-gather")
+    assert fsdp.exposed.get("all-gather", 0.0) < 0.5 * gathers
 
 
 def test_order_is_of_pairs_that_differ() -> None:
@@ -133,8 +133,9 @@ def test_a_token_of_limited_routing_visits_fewer_nodes() -> None:
         assert limited < Routes().reached(Choice(32, 3), parts) + 1e-9
 
 
+@pytest.mark.usefixtures("outside_transports")
 def test_rows_in_fp8_take_half_the_time_on_the_links() -> None:
-    candidate = Candidate(Degrees(1, 16, 1, 16), 4096, 4, transport="deepep")
+    candidate = Candidate(Degrees(1, 16, 1, 16), 4096, 4, transport="node-rows")
     one, two = (
         Lengths(shape("qwen3-30b-a3b", 2), HARDWARE["H100"], replace(candidate, codecs=codecs), 8)
         for codecs in ({}, {"dispatch": "fp8"})
@@ -215,7 +216,7 @@ def test_a_group_of_more_ranks_than_a_node_has_crosses_the_network() -> None:
 def test_a_ring_of_many_nodes_has_as_many_steps_as_ranks() -> None:
     small, large = (
         Lengths(shape("mixtral-8x7b", 1), HARDWARE["H100"], Candidate(Degrees(fsdp=ranks), 4096, 1), 8).collective(
-            "gather", "gather", 1e6, "fsdp"
+            "all-gather", "all-gather", 1e6, "fsdp"
         )
         for ranks in (512, 16384)
     )
@@ -238,7 +239,7 @@ def test_float32_moves_twice_the_bytes_and_multiplies_without_tensor_cores() -> 
     pieces = [{p.name: p for p in [*of.forward(layer), *of.gathers(layer)]} for of in (half, whole)]
     ratio = {name: pieces[1][name].seconds / pieces[0][name].seconds for name in pieces[1]}
     assert ratio["attention"] == pytest.approx(989 / 67, rel=0.03) and ratio["experts"] > 8
-    for name in ("norms", "dispatch", "gather"):
+    for name in ("norms", "dispatch", "all-gather"):
         assert 1.5 < ratio[name] < 2.05, name
     assert pieces[1]["experts"].high == 1.6, "no kernel was measured in float32"
     assert replace(one, computed=4).settings()["training"]["bf16"] is False

@@ -10,6 +10,7 @@ from carpool.optim import OPTIMIZERS
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED
 from carpool.planner.configuration.eager import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS, of_transport
+from carpool.planner.transports import preferred_transport, transport_class
 
 # What may be done about each item of what is kept for the backward (`carpool.planner.memory.kept`).
 POLICIES: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +54,7 @@ class Candidate:
     sequence_length: int
     micro_batch: int
     accumulation: int = 1
-    transport: str = "nvlink"
+    transport: str = field(default_factory=preferred_transport)
     schedule: str = "none"
     _: KW_ONLY
     data_parallel: str = "zero1"
@@ -128,7 +129,7 @@ class Candidate:
     @property
     def waits(self) -> bool:
         """Whether the host waits for the device in each MoE layer, to learn how many rows travel."""
-        return self.transport not in ("nvlink", "local")
+        return not transport_class(self.transport).graphable
 
     @property
     def why_eager(self) -> str | None:
@@ -249,7 +250,7 @@ class Candidate:
         if degrees.pp > 1:
             parallelism["pp_schedule"] = self.pipeline
         moe: dict[str, Any] = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}
-        if self.transport == "local":
+        if transport_class(self.transport).alone:
             del moe["transport"]
         if self.schedule == "chunks":
             moe["chunks"] = self.chunks

@@ -3,5 +3,4 @@
 chosen.py      decide or measure once, record it, take it again on resume
 configured.py  a configuration of `carpool train` in the planner's words, with what a run decides by rules
 policies.py    the policies of saved activations that fit into a budget and cost least
-rules.py       what "auto" becomes: whether non-expert parameters are whole on each rank; the transport
 """

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from carpool.planner.machine.hardware import DEFAULT, Hardware
+from carpool.planner.machine.hardware import DEFAULT, NVLINK, Hardware
 
 if TYPE_CHECKING:
     from carpool.layout import ExpertLayout
@@ -36,6 +36,13 @@ Array = npt.NDArray[Any]
 
 RIDES = 4  # dispatch and combine, forward and backward
 GEMM_PASSES = 3  # forward, gradients of inputs, gradients of weights
+
+
+def _between_any_ranks() -> str:
+    """The transport that "auto" takes where nothing is known of the ranks."""
+    from carpool.transport import choose_transport
+
+    return choose_transport("auto", 2, 2)[0]
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class CostModel:
     element_size: int = 2
     tokens_per_rank: int = 8192
     hardware: Hardware = field(default=DEFAULT)
-    transport: str = "dedup"
+    transport: str = field(default_factory=_between_any_ranks)
     codecs: Codecs | None = None
     replicas_hidden: float = 0.0
     speeds: tuple[float, ...] = ()
@@ -105,7 +112,7 @@ class CostModel:
         """What a row between nodes costs, in rows inside a node; 1 on a single node."""
         if topology.num_nodes == 1:
             return 1.0
-        inside = self.hardware.rate("nvlink" if "nvlink" in topology.pairs else "node")
+        inside = self.hardware.rate(NVLINK if NVLINK in topology.pairs else "node")
         slower = inside.bytes_per_second / self.hardware.network.bytes_per_second
         return slower * self.row_bytes_over(network=True) / self.row_bytes
 

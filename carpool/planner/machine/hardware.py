@@ -1,8 +1,8 @@
 """Rates of a machine: links and matrix products, by the name of its GPU.
 
     profile = hardware_of("NVIDIA H200")
-    profile.rate("nvlink")      LinkRate(bytes_per_second=3.2e11, latency=1.2e-05)
-    profile.source              "measured (docs/measurements.md)"
+    profile.nvlink      LinkRate(bytes_per_second=3.2e11, latency=1.2e-05)
+    profile.source      "measured (docs/measurements.md)"
 
 Where a rate comes from decides how far to trust it, so each profile says so, and runs record it:
 
@@ -27,12 +27,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from carpool.planner.machine.work import Source, Work, read_work
 from carpool.plugins.nearest import nearest
 
 GB, GiB = 1e9, 2**30
+# A kind of link, as of `carpool.layout.topology.Link`; a transport has the same name.
+NVLINK: Final = "nvlink"
 # Kinds of kernels on an H200, by its datasheet: (share of its peak, share of its memory's bandwidth, latency). Experts
 # and attention are fitted to docs/measurements.md; "What experts compute" (residual 5 %), "Attention"; the others to
 # the kinds of kernels of whole steps there ("Whole training steps of real configurations").
@@ -119,6 +121,11 @@ class Hardware:
         """Between the device and host memory."""
         return self.node if self.host is None else self.host
 
+    @property
+    def node_link(self) -> str:
+        """The kind of link between the GPUs of a node."""
+        return "node" if self.nvlink is None else NVLINK
+
     def rate(self, link: str) -> LinkRate:
         """Of a kind of link (`carpool.layout.topology.Link`)."""
         found: LinkRate | None = getattr(self, link)
@@ -171,7 +178,7 @@ class Hardware:
         return cls(**{**settings, **links, "kernels": read_work(settings.get("kernels"))})
 
 
-_LINKS = ("nvlink", "node", "network", "host", "disk", "push", "gathered", "network_alone")
+_LINKS = (NVLINK, "node", "network", "host", "disk", "push", "gathered", "network_alone")
 
 
 def _datasheet(

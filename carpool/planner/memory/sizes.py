@@ -19,6 +19,7 @@ from carpool.planner.configuration.stages import layer_ranges
 from carpool.planner.memory.held import scores_bytes
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
+from carpool.planner.transports import transport_class
 
 # Of one piece of the loss, as in `carpool.kernels.cross_entropy`.
 LOGITS = 2**29
@@ -161,10 +162,8 @@ def _piece(tokens: int, words: int) -> int:
 
 
 def _buffers(shape: ModelShape, candidate: Candidate) -> float:
-    """Of transport nvlink: a slab for each other rank, partial sums, choices and weights
-    (`carpool.transport.nvlink.buffers.Regions`)."""
-    degrees, tokens = candidate.degrees, candidate.rank_tokens
-    if candidate.transport != "nvlink" or degrees.expert_ranks == 1:
+    degrees, row_bytes = candidate.degrees, shape.hidden * candidate.computed
+    if degrees.expert_ranks == 1:
         return 0.0
-    row, away = shape.hidden * candidate.computed, (degrees.expert_ranks - 1) * tokens
-    return away * row + (away + tokens) * (row + 12 * shape.top_k * degrees.etp)
+    way = transport_class(candidate.transport)
+    return way.planned_buffer_bytes(candidate.rank_tokens, degrees.expert_ranks, row_bytes, shape.top_k * degrees.etp)

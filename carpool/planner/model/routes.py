@@ -14,33 +14,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from carpool.planner.transports import transport_class
+
 if TYPE_CHECKING:
     from carpool.placement.trace import Trace
-
-# One row to each other node, passed on there. Of DeepEP, which comes as a plug-in, the second hop begins with the first
-# row that arrives; hops of "hierarchical" come in turn.
-TWO_HOPS = ("hierarchical", "deepep")
-ONE_ROW_PER_RANK = ("nvlink", "dedup", *TWO_HOPS)
-
-
-class Rows(NamedTuple):
-    """Of one dispatch, for each token of a rank.
-
-    Attributes:
-        inside: rows that go to other ranks of the node.
-        between: rows that go to other nodes.
-        arrive: rows that the experts of a rank get, its own tokens' included.
-    """
-
-    inside: float
-    between: float
-    arrive: float
+    from carpool.transport.volume import MeanRows
 
 
 def check_trace(trace: Trace, num_experts: int, top_k: int) -> None:
@@ -142,13 +126,7 @@ class Routes:
         found: float = self._found[key]
         return found
 
-    def rows(self, transport: str, choice: Choice, ranks: int, per_node: int) -> Rows:
-        """For a group of `ranks` ranks, `per_node` of them on each node."""
-        nodes = ranks // per_node
-        to_rank = self.reached(choice, ranks)
-        each = to_rank if transport in ONE_ROW_PER_RANK else choice.top_k / ranks
-        arrive = each * ranks
-        if transport in TWO_HOPS and nodes > 1:
-            between = (nodes - 1) * self.reached(choice, nodes)
-            return Rows(nodes * (per_node - 1) * to_rank, between, arrive)
-        return Rows((per_node - 1) * each, (ranks - per_node) * each, arrive)
+    def rows(self, transport: str, choice: Choice, ranks: int, per_node: int) -> MeanRows:
+        """Of one dispatch over a group of `ranks` ranks, `per_node` of them on each node."""
+        way = transport_class(transport)
+        return way.mean_rows(partial(self.reached, choice), choice.num_experts, choice.top_k, ranks, per_node)

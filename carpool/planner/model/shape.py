@@ -4,7 +4,7 @@
     shape.total, shape.active            30,532,122,624 and 3,353,032,704 for Qwen3-30B-A3B
     shape.layers[0].kept_bytes(4096)     79,740 bytes a token that autograd keeps of attention, norms and the router
 
-Transformers is not asked, so a plan needs neither it nor PyTorch. The counts are held against transformers' own models
+Transformers is not asked, so a plan does not need it. The counts are held against transformers' own models
 for every published configuration that ships with Carpool (`tests/planner/test_model_shape.py`). Families differ in few
 places, and each place is a key or a set of names below: latent attention, norms of queries and keys, biases, shared
 experts, layers with a dense MLP, windows, linear attention.

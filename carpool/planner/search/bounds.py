@@ -15,9 +15,8 @@ from carpool.planner.configuration.candidate import Candidate
 from carpool.planner.configuration.stages import stage_layers
 from carpool.planner.model.shape import LayerShape
 from carpool.planner.search.space import Problem
+from carpool.planner.step.events import COMMUNICATION
 from carpool.planner.step.lengths import STEP_HOST, TAKEN
-
-_TRAVELS = ("dispatch", "combine", "gather", "reduction", "send")
 
 
 class Bounds:
@@ -82,7 +81,7 @@ class Bounds:
                     reduced = lengths.reductions(lengths.dense_of(layer), experts)
                     reductions = sum(piece.seconds for piece in reduced if piece.name != "copies")
             chain = sum(piece.seconds for piece in pieces)
-            travels = sum(piece.seconds for piece in pieces if piece.kind in _TRAVELS)
+            travels = sum(piece.seconds for piece in pieces if piece.kind in COMMUNICATION)
             rides = sum(piece.seconds for piece in pieces if piece.kind in ("dispatch", "combine"))
             self.sums[key] = [chain, chain - travels, rides, gathers, reductions, host]
         return [number * one for one in self.sums[key]]

@@ -6,7 +6,7 @@ carpool plan --only ep=8,16 --only memory.layer_activations=save
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,8 +24,7 @@ ONLY: Mapping[str, str] = MappingProxyType({
     "pp_schedule": "pipelines",
     **{f"memory.{item}": "policies" for item in POLICIES},
 })  # fmt: skip
-KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "transports": ("nvlink", "hierarchical", "dedup", "alltoall"),
+_KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "schedules": ("none", "chunks", "two-batch"),
     "data_parallel": ("zero1", "fsdp"),
     "optimizer_offload": ("none", "host"),
@@ -35,17 +34,25 @@ KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
 NUMBERS = ("pp", "tp", "cp", "etp", "ep", "replicas", "micro_batches")
 
 
+def _known(field: str) -> tuple[str, ...]:
+    if field == "transports":
+        from carpool.transport import between_ranks
+
+        return between_ranks()
+    return _KNOWN[field]
+
+
 def constrained(space: Space, only: Mapping[str, Sequence[Any]]) -> Space:
     """A space of which some fields have only these values, in the order of the space, which is that of what they cost.
 
     Raises:
         ValueError: a field has none of them."""
-    default = {field.name: field.default for field in fields(space)}
+    default = Space()
     changed: dict[str, Any] = {}
     for name, values in only.items():
         now = getattr(space, name)
         kept = [one for one in now or () if one in values]
-        if not now or now == default[name]:
+        if not now or now == getattr(default, name):
             kept += [one for one in values if one not in kept]
         if not kept:
             raise ValueError(
@@ -89,8 +96,8 @@ def read_constraints(space: Space, given: Iterable[str]) -> Space:
             if not all(word.isdigit() and int(word) for word in words):
                 raise ValueError(f"--only {one}: {name} is a positive number, or several with commas between them")
             values = [int(word) for word in words]
-        elif unknown := sorted(set(words) - set(KNOWN[field])):
-            raise ValueError(_none_of(one, unknown, KNOWN[field]))
+        elif unknown := sorted(set(words) - set(_known(field))):
+            raise ValueError(_none_of(one, unknown, _known(field)))
         elif field == "optimizer_in_backward":
             values = [word == "true" for word in words]
         space = constrained(space, {field: values})

@@ -10,7 +10,7 @@ with which the configuration does not fit ("memory").
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -18,10 +18,10 @@ from carpool.parallel.combinations import refusal, rules_of
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches
 from carpool.planner.configuration.candidate import KEEP, Candidate
-from carpool.planner.machine.hardware import Hardware
 from carpool.planner.search.memories import Memories
 from carpool.planner.search.planners import Planner
 from carpool.planner.search.space import Problem, Space
+from carpool.planner.transports import usable_transports
 
 # Where the optimizer's state is and how gradients come to it, from those that cost no time on.
 _UPDATES = (("none", False), ("none", True), ("host", True), ("host", False))
@@ -125,7 +125,7 @@ class Enumeration:
         """Those of a base's degrees and micro-batch that fit."""
         space, degrees = self.space, base.degrees
         replicates = degrees.tp == 1 and degrees.dp_cp > 1
-        transports = transports_of(base, self.problem.per_node, self.problem.hardware, space.transports)
+        transports = usable_transports(degrees, self.problem.per_node, self.problem.hardware, space.transports)
         if not transports:
             self.refused[f"no transport of {', '.join(space.transports)} joins the ranks of a layer's experts"] += 1
         schedules = [(one, n) for one in space.schedules for n in (space.chunks if one == "chunks" else (1,))]
@@ -213,18 +213,3 @@ class Enumeration:
                     continue
                 fitting.append(policies)
                 yield one
-
-
-def transports_of(candidate: Candidate, per_node: int, hardware: Hardware, among: Sequence[str]) -> list[str]:
-    """Those that the expert-parallel group can use."""
-    degrees = candidate.degrees
-    if degrees.ep * degrees.etp == 1:
-        return ["local"]
-    axis = "ep" if degrees.ep > 1 else "etp"
-    ranks = degrees.ranks_along(0, axis)
-    inside = sum(rank < per_node for rank in ranks)
-    nvlink, hops = inside == len(ranks) and hardware.nvlink is not None, 1 < inside < len(ranks)
-    takes = {"nvlink": nvlink, "hierarchical": hops, "local": False}
-    found = [one for one in among if takes.get(one, True)]
-    # The same rows, sooner.
-    return [one for one in found if one != "dedup" or "nvlink" not in found]

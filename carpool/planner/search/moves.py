@@ -35,7 +35,7 @@ RELIEF: Mapping[str, tuple[Move, ...]] = MappingProxyType({
     "idle": (("pp", -1), ("micro_batch", -1)),
     "dispatch": (("ep", -1), ("micro_batch", 1)),
     "combine": (("ep", -1), ("micro_batch", 1)),
-    "gather": (("micro_batch", 1), ("dp_replicate", 1), ("pp", 1)),
+    "all-gather": (("micro_batch", 1), ("dp_replicate", 1), ("pp", 1)),
     "reduction": (("tp", -1), ("micro_batch", 1), ("ep", 1)),
     "host": (("micro_batch", 1), ("pp", 1)),
     "offload": (("ep", 1), ("pp", 1)),

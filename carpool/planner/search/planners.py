@@ -7,7 +7,7 @@
 What a planner chooses is predicted as Carpool's own plan is, so that two plans differ in what was chosen and in nothing
 else. Transports are those of the search, unless a planner is made of its own.
 
-    plan(shape, hardware, ..., system=PLANNERS["alpa"])          carpool plan --policy alpa --policy tutel
+    plan(shape, hardware, ..., system=PLANNERS[name])          carpool plan --policy NAME --policy OTHER
 
 `PLANNERS` is a registry for plug-ins: entry points of the group "carpool.planners" (`carpool.plugins`).
 """

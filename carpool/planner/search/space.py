@@ -11,6 +11,7 @@ from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.lengths import Lengths
+from carpool.planner.transports import planned_transports
 
 # From those that cost no time on. A later one is tried where none that it contains fits.
 POLICY_SETS: tuple[Mapping[str, str], ...] = (
@@ -77,7 +78,7 @@ class Space:
     ep: Sequence[int] = ()
     replicas: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
-    transports: Sequence[str] = ("nvlink", "hierarchical", "dedup")
+    transports: Sequence[str] = field(default_factory=planned_transports)
     schedules: Sequence[str] = ("none", "two-batch")
     chunks: Sequence[int] = (2,)
     data_parallel: Sequence[str] = ("zero1", "fsdp")

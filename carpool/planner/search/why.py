@@ -21,7 +21,7 @@ GiB = 2**30
 NAMES = {
     "dense": "dense products", "attention": "attention", "experts": "experts", "elementwise": "norms and other passes",
     "loss": "the loss", "optimizer": "the optimizer", "dispatch": "dispatches", "combine": "combines",
-    "gather": "gathers of parameters", "reduction": "reductions of gradients", "send": "sends between stages",
+    "all-gather": "gathers of parameters", "reduction": "reductions of gradients", "send": "sends between stages",
     "offload": "copies to and from host memory", "host": "the host", "idle": "waiting for other stages",
 }  # fmt: skip
 

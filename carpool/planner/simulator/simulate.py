@@ -25,7 +25,7 @@ import numpy as np
 from carpool.planner.simulator.goodput import Failures
 from carpool.planner.simulator.sampling import SampledRouting
 from carpool.planner.simulator.step import Step
-from carpool.planner.step.events import COMPUTATION, STREAM_OF, Array, Event, Execution, Seconds, execute
+from carpool.planner.step.events import COMMUNICATION, COMPUTATION, STREAM_OF, Array, Event, Execution, Seconds, execute
 
 if TYPE_CHECKING:
     from carpool.placement.trace import Trace
@@ -121,8 +121,7 @@ class Simulation:
     @property
     def communication(self) -> float:
         """The share of the step in which a rank waits for others' data and computes nothing."""
-        kinds = ("dispatch", "combine", "gather", "reduction", "send")
-        return sum(self.exposed.get(kind, 0.0) for kind in kinds) / self.sizes[-1].drawn
+        return sum(self.exposed.get(kind, 0.0) for kind in COMMUNICATION) / self.sizes[-1].drawn
 
     @property
     def throughput(self) -> float:

@@ -18,6 +18,7 @@ from carpool.planner.simulator.sampling import Spread
 from carpool.planner.step.events import Graph, Group
 from carpool.planner.step.graph import step_graph
 from carpool.planner.step.lengths import Lengths
+from carpool.planner.transports import transport_class
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def step_on(shape: ModelShape, hardware: Hardware, candidate: Candidate, per_nod
     lengths = Lengths(shape, hardware, candidate, per_node)
     group = lengths.members_per_node("ep")[0] if degrees.ep > 1 else Group(1)
     halves = candidate.schedule == "two-batch" and candidate.accumulation == 1
-    rows = {"alltoall": "expert", "hierarchical": "node"}
+    way = transport_class(candidate.transport)
+    each = way.choices_per_row(max(2, shape.top_k)) == 1
     spread = Spread(
         ranks=degrees.stage_size,
         group=group,
@@ -95,7 +97,7 @@ def step_on(shape: ModelShape, hardware: Hardware, candidate: Candidate, per_nod
         top_k=shape.top_k,
         tokens=candidate.rank_tokens // (2 if halves else 1),
         ranks_per_node=per_node,
-        one_row_for=rows.get(candidate.transport, "rank"),  # type: ignore[arg-type]
+        one_row_for="expert" if each else "node" if way.one_row_per_node else "rank",
     )
     memory = memory_of(shape, candidate).total
     label = candidate.label.partition(",")[0]

@@ -50,12 +50,14 @@ STREAM_OF = MappingProxyType({
     # Rows to experts and back.
     "dispatch": RIDES, "combine": RIDES,
     # Other communication: of parameters, of gradients, between stages of a pipeline.
-    "gather": COLLECTIVES, "reduction": COLLECTIVES, "send": SENDS,
+    "all-gather": COLLECTIVES, "reduction": COLLECTIVES, "send": SENDS,
     # Between the device and host memory; what the host does.
     "offload": COPIES, "host": HOST,
 })  # fmt: skip
 """Kinds of events, and the stream of each unless the event names another. Streams may have any name."""
 KINDS = tuple(STREAM_OF)
+# In which ranks wait for data of others.
+COMMUNICATION = ("dispatch", "combine", "all-gather", "reduction", "send")
 IDLE = "idle"
 
 

@@ -152,7 +152,7 @@ class _Builder:
         """Of a micro-batch's activations to the next stage."""
         lengths, hardware = self.lengths, self.lengths.hardware
         between = self.degrees.stage_size >= lengths.per_node
-        rate = hardware.network if between else hardware.rate("nvlink")
+        rate = hardware.network if between else hardware.rate(hardware.node_link)
         return rate.latency + lengths.tokens * lengths.shape.hidden * lengths.element / rate.bytes_per_second
 
     def _add(

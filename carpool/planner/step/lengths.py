@@ -131,7 +131,7 @@ class Lengths(Travel):
         if degrees.cp == 1:
             return None
         size = self.tokens * (layer.heads + layer.key_heads) * (layer.qk_size + layer.value_size) * self.element
-        return self.collective("sequences", "gather", size * (2 if backward else 1), "cp", "context parallel")
+        return self.collective("sequences", "all-gather", size * (2 if backward else 1), "cp", "context parallel")
 
     # -- a layer -------------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Lengths(Travel):
             yield from _some(self.streamed_state(dense, experts))
         if candidate.data_parallel == "zero1":
             size = dense + (experts if candidate.experts_as_dense else 0)
-            yield from _some(self.collective("parameters", "gather", self.element * size, "fsdp and cp"))
+            yield from _some(self.collective("parameters", "all-gather", self.element * size, "fsdp and cp"))
 
     def streamed_state(self, dense: float, experts: float) -> Piece | None:
         """The optimizer's state of these parameters, from host memory and back; None: it is on the device."""
@@ -289,9 +289,13 @@ class Lengths(Travel):
     def gathers(self, layer: LayerShape) -> Iterator[Piece]:
         """Of a layer's parameters before its forward or backward."""
         if self.candidate.data_parallel == "fsdp":
-            yield from _some(self.collective("gather", "gather", self.element * self.dense_of(layer), "fsdp and cp"))
+            yield from _some(
+                self.collective("all-gather", "all-gather", self.element * self.dense_of(layer), "fsdp and cp")
+            )
         if layer.experts and not self.candidate.experts_as_dense:
-            yield from _some(self.collective("gather experts", "gather", self.element * self.experts_of_layer, "efsdp"))
+            yield from _some(
+                self.collective("all-gather experts", "all-gather", self.element * self.experts_of_layer, "efsdp")
+            )
 
     def reductions(self, dense: float, experts: float) -> Iterator[Piece]:
         """Of gradients of so many parameters, to their shards and over copies of the model."""

@@ -20,7 +20,7 @@ from carpool.planner.configuration.candidate import Candidate
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import LayerShape, ModelShape
-from carpool.planner.step.events import Execution, Graph, execute
+from carpool.planner.step.events import COMMUNICATION, Execution, Graph, execute
 from carpool.planner.step.graph import BOUNDS, StepClock, step_graph
 from carpool.planner.step.lengths import Lengths
 
@@ -63,7 +63,7 @@ class Prediction:
     @property
     def communication(self) -> float:
         """Seconds of rides, gathers, reductions and sends that nothing hides."""
-        return sum(self.exposed.get(kind, 0.0) for kind in ("dispatch", "combine", "gather", "reduction", "send"))
+        return sum(self.exposed.get(kind, 0.0) for kind in COMMUNICATION)
 
     def tokens_per_second(self) -> float:
         """Of one GPU."""
@@ -140,7 +140,7 @@ def inputs(hardware: Hardware, candidate: Candidate, routes: Routes, shape: Mode
     found = {f"{name} (kernels)": hardware.kernel(name).source for name in kernels}
     if not candidate.captured:
         found["host's launches"] = hardware.kernel("host ride").source
-    found["links inside a node"] = hardware.link_source("nvlink" if hardware.nvlink is not None else "node")
+    found["links inside a node"] = hardware.link_source(hardware.node_link)
     found["links between nodes"] = hardware.link_source("network")
     found["choices of experts"] = "measured" if routes.chosen else "assumed"
     found["passes over memory, host's time for a layer"] = "fitted"

@@ -19,12 +19,13 @@ from carpool.planner.machine.work import SPREAD
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.events import Group
+from carpool.planner.transports import transport_class
 
 # Seconds of a step of NCCL's rings inside a node and from one node to the next, as NCCL itself reckons for large
 # messages (src/graph/tuning.cc, hwLat of Ring, Simple). A ring of many nodes has as many steps as ranks, a tree twice
 # as many as the logarithm of the nodes.
 RING_INSIDE, RING_BETWEEN = 3.4e-6, 14e-6
-# What kernels of transport nvlink reach of copies that no multiprocessor makes (docs/measurements.md).
+# What kernels that write to peers reach of copies that no multiprocessor makes (docs/measurements.md).
 OF_PUSH = 0.89
 # A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
 NCCL_PLAN, NCCL_RIDE, PACKED = 0.3e-3, 0.1e-3, 4
@@ -108,15 +109,15 @@ class Travel:
             inside += arrive / degrees.ep * (degrees.etp - 1) / degrees.etp
         fullest = self.routes.fullest(shape.num_experts, degrees.ep)
         hardware = self.hardware
-        link = "nvlink" if hardware.nvlink is not None else "node"
+        link, way = hardware.node_link, transport_class(transport)
         rate = hardware.rate(link)
-        if transport in ("nvlink", "hierarchical") and hardware.push is not None:
+        if way.writes_to_peers and hardware.push is not None:
             rate = LinkRate(OF_PUSH * hardware.push.bytes_per_second, 12e-6)
         inner = whole if self.candidate.codecs.get("inter_node") == "nodes" else row
         times = [self._over(link, rate, self.tokens * inside * inner * fullest)]
         if between:
             times.append(self._over("network", hardware.network, self.tokens * between * row * fullest))
-        in_turn = transport == "hierarchical"
+        in_turn = way.hops_in_turn
         seconds = sum(one[0] for one in times) if in_turn else max(one[0] for one in times)
         low = sum(one[0] * one[2][0] for one in times) / sum(one[0] for one in times)
         high = sum(one[0] * one[2][1] for one in times) / sum(one[0] for one in times)
@@ -124,7 +125,7 @@ class Travel:
         if encoded:
             # Read whole and written encoded, and the other way round where rows arrive.
             seconds += hardware.kernel("elementwise").seconds(0, self.tokens * (1 + arrive) * (whole + row))
-        if transport not in ("nvlink", "local"):
+        if self.candidate.waits:
             packed = hardware.kernel("elementwise").seconds(0, PACKED * self.tokens * arrive * row)
             extra = NCCL_RIDE + packed + (NCCL_PLAN if plan else 0)
             seconds, fixed = seconds + extra, fixed + NCCL_RIDE
@@ -144,9 +145,10 @@ class Travel:
         if group.size == 1 or size == 0:
             return None
         hardware, nodes = self.hardware, -(-group.size // max(per_node, 1))
-        link = "nvlink" if hardware.nvlink is not None else "node"
         seconds, fixed, spread = self._over(
-            link, hardware.gather_link, size * (per_node - 1) / per_node if nodes > 1 else size * (1 - 1 / group.size)
+            hardware.node_link,
+            hardware.gather_link,
+            size * (per_node - 1) / per_node if nodes > 1 else size * (1 - 1 / group.size),
         )
         if nodes > 1:
             ports = 1 if hardware.shared_network else per_node

@@ -3,7 +3,7 @@
 moe.transport       a run that starts                              a run that is resumed
 auto                by the rule of `choose_transport`, of those    as recorded in run.json, if the ranks can still
                     that every rank can use; on several nodes      use the same ones
-                    by `carpool.planner.decisions.rules`
+                    by `carpool.planner.transports`
 any other           that one                                       that one
 
 A plan has the transport that is expected, as far as one process can tell (`expected_transport`). The ranks choose by
@@ -22,7 +22,7 @@ from carpool.hf.seam.rides import ExpertRides
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Kind
-from carpool.planner.decisions.rules import automatic_transport, foreseen_unfit
+from carpool.planner.transports import automatic_transport, foreseen_unfit
 from carpool.train.blueprint import Blueprint
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine, device_name

@@ -61,6 +61,8 @@ class NVLink(VerbRunner, Transport):
     automatic = True
     anywhere = False
     one_row_per_rank = True
+    writes_to_peers = True
+    needs_nvlink = True
     rides_in_parts = True
     knows_rows = False
     graphable = True
@@ -79,6 +81,12 @@ class NVLink(VerbRunner, Transport):
         assert options.max_tokens is not None
         capacity = options.capacity or options.max_tokens
         return Regions.of(num_ranks, options.max_tokens, capacity, hidden * element_size, top_k).total
+
+    @classmethod
+    def planned_buffer_bytes(cls, tokens: int, num_ranks: int, row_bytes: int, top_k: int) -> int:
+        """Rows from each other rank; partial sums, choices and weights of these and of the own tokens (`Regions`)."""
+        away = (num_ranks - 1) * tokens
+        return away * row_bytes + (away + tokens) * (row_bytes + 12 * top_k)
 
     @classmethod
     def why_not(cls, group: dist.ProcessGroup | None) -> str | None:
