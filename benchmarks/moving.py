@@ -47,7 +47,7 @@ from benchmarks.script import join_group, make_parser, write_results
 from benchmarks.texts import KINDS, data_of, say
 from carpool.placement.solvers import solver_names
 from carpool.train.config import load_config
-from carpool.train.run.loop import train
+from carpool.train.run.run import train
 
 Lines = list[dict[str, Any]]
 RUNS = ("stays", "moves", "moves, replicas", "resumed")

@@ -42,8 +42,7 @@ from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.machine import rank_device
 from carpool.train.plan.estimate import tensors_of
 from carpool.train.plan.resolve import Plan
-from carpool.train.run.loop import record, update
-from carpool.train.run.run import Run
+from carpool.train.run.loop import Run, record, update
 from tools.random_checkpoint import plan, write
 
 QWEN = [

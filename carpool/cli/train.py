@@ -101,7 +101,7 @@ def train(
         from carpool.train.launch.start import run
 
         check_ahead(resolved, "carpool.train.plan.start_checks:check_run", debug, compare=compare)
-        entry = "carpool.train.run.loop:train"
+        entry = "carpool.train.run.run:train"
         run(settings, entry, debug=debug, compare=compare, command=command(), fixed=resolved.fixed)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 DENSE_AXES = ("pp", "dp_replicate", "fsdp", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "etp")
@@ -50,7 +51,7 @@ class Degrees:
         """All ranks."""
         return self.pp * self.stage_size
 
-    @property
+    @cached_property
     def stage_size(self) -> int:
         """Ranks of one stage of the pipeline."""
         return self.dp_replicate * self.fsdp * self.cp * self.tp

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from carpool.train.config.schema import Config
     from carpool.train.plan.estimate import MemoryEstimate
     from carpool.train.plan.resolve import Plan
-    from carpool.train.run.run import Run
+    from carpool.train.run.loop import Run
 
 __all__ = ["EXTENSIONS", "Extension", "extensions_in_use", "register"]
 

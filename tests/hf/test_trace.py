@@ -21,7 +21,7 @@ from carpool.placement.trace import Trace
 from carpool.train.checkpoints.record_trace import record, sequences
 from carpool.train.config import load_config
 from carpool.train.plan.division import distributed_config
-from carpool.train.run.loop import train
+from carpool.train.run.run import train
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import quiet
 from tests.hf.test_behaviours import _model, _save

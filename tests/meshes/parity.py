@@ -1,6 +1,6 @@
 """One case of the matrix on the ranks of a pool: the trainer's own set-up and step beside one process.
 
-What is under test is the trainer: `Step` is a run (`carpool.train.run.run.Run`) with drawn data and without files, and
+What is under test is the trainer: `Step` is a run (`carpool.train.run.loop.Run`) with drawn data and without files, and
 takes its first step as a run does, up to the norm of the gradient. The reference knows nothing of Carpool: the model of
 transformers with the same weights, each document by itself, the balance loss as its formula says.
 
@@ -33,8 +33,8 @@ from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import train_sequences
 from carpool.train.moving.layouts import first_layouts
-from carpool.train.run.loop import gradients
-from carpool.train.run.run import Run, plan_on_ranks, with_data
+from carpool.train.run.loop import Run, gradients
+from carpool.train.run.run import plan_on_ranks, with_data
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.meshes import breakages

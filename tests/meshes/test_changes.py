@@ -15,7 +15,7 @@ import pytest
 import transformers
 
 from carpool.train.config.schema import Config
-from carpool.train.run.loop import train
+from carpool.train.run.run import train
 from tests.hf.meshes import reuse_meshes
 from tests.meshes.cases import SEQUENCES
 from tests.ranks import Ranks

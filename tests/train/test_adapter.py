@@ -29,7 +29,7 @@ from carpool.train.config import load_config
 from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.lora import add_adapter, attach_adapter, check_adapter, resolve_saved, resolve_targets
 from carpool.train.plan.start_checks import check_run
-from carpool.train.run.loop import train
+from carpool.train.run.run import train
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks

@@ -9,7 +9,7 @@ import pytest
 
 from carpool.recipes import path_of
 from carpool.train.config import load_config
-from carpool.train.run.loop import train
+from carpool.train.run.run import train
 from carpool_systems.mechanisms import load
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, records, text  # noqa: F401

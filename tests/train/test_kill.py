@@ -20,7 +20,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import checkpoint_to_resume
 from carpool.train.config import load_config
 from carpool.train.launch.stopping import EXIT_STOPPED, Stopped
-from carpool.train.run.loop import train
+from carpool.train.run.run import train
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start, text
 

@@ -36,7 +36,7 @@ from carpool.train.config.schema import TrainingSection
 from carpool.train.data import corpus as corpora
 from carpool.train.records.run_folder import why_not_writable
 from carpool.train.run.finish import sample
-from carpool.train.run.loop import train
+from carpool.train.run.run import train
 from carpool.train.run.run_records import _earlier_starts
 from carpool.train.steps.optimizer import learning_rate
 from tests.ranks import Ranks

@@ -19,7 +19,7 @@ from carpool.train.config import Config, load_config
 from carpool.train.config import load as configuration
 from carpool.train.config.schema import NvlinkSection
 from carpool.train.plan.transport_choice import most_tokens, transport_options
-from carpool.train.run.loop import train
+from carpool.train.run.run import train
 from carpool.train.steps.capacity import grow_if_short
 from carpool.transport import Codecs
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
@@ -117,7 +117,7 @@ class Cramped(Buffers):
 
 def _train(output: str, settings: list[str], cramped: bool) -> int:
     buffers: list[Any] = [Cramped()] if cramped else []
-    with unittest.mock.patch("carpool.train.run.run.rooms_of_rides", lambda layers: buffers):
+    with unittest.mock.patch("carpool.train.run.loop.rooms_of_rides", lambda layers: buffers):
         train(load_config(None, [*MODEL, *settings, *CUT, f"training.output_dir={output}"]))
     return buffers[0].capacity if cramped else 0
 

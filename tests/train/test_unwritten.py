@@ -19,6 +19,7 @@ from carpool.train.config import load_config
 from carpool.train.records import metrics_writer
 from carpool.train.records.metrics_writer import Recorder
 from carpool.train.run import loop
+from carpool.train.run import run as runs
 from carpool.train.run.finish import UnwrittenError
 from carpool.train.run.loop import record_step
 from tests.ranks import Ranks
@@ -121,7 +122,7 @@ def _train(output: str, settings: list[str], what: str) -> str:
 
     try:
         with unittest.mock.patch.object(loop, "record_step", after):
-            loop.train(load_config(None, [*MODEL, *settings, f"training.output_dir={folder}"]))
+            runs.train(load_config(None, [*MODEL, *settings, f"training.output_dir={folder}"]))
     except UnwrittenError as error:
         return str(error)
     return ""
@@ -164,9 +165,9 @@ def test_why_a_run_ended_is_written_though_its_numbers_are_lost(monkeypatch: pyt
 
     records = SimpleNamespace(write=lambda kind, step, **fields: written.append({kind: step, **fields}))
     run = SimpleNamespace(stop=contextlib.nullcontext(), step=7, records=records, close=lambda: None)
-    monkeypatch.setattr(loop, "start_run", lambda *_: run)
-    monkeypatch.setattr(loop, "loop", lost)
-    monkeypatch.setattr(loop, "record", lost_again)
+    monkeypatch.setattr(runs, "start_run", lambda *_: run)
+    monkeypatch.setattr(runs, "loop", lost)
+    monkeypatch.setattr(runs, "record", lost_again)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        loop.train(load_config(None, []))
+        runs.train(load_config(None, []))
     assert written == [{"stopped": 7, "why": "CUDA error: an illegal memory access", "signal": None, "finite": None}]

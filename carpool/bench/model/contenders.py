@@ -1,6 +1,6 @@
 """Who takes a training step in `carpool bench model`: from the same weights, on the same tokens, to the same loss.
 
-    carpool                 the trainer itself (`carpool.train.run.run.Run`), with a configuration as users write it
+    carpool                 the trainer itself (`carpool.train.run.loop.Run`), with a configuration as users write it
     carpool-compiled        the same with training.torch_compile
     transformers            transformers' own expert parallelism (`all_to_all`) with its grouped experts, FSDP2 through
                             its `DistributedConfig`, its loss, and what its Trainer does then: the norm over all meshes,

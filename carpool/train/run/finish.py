@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +45,11 @@ from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text
-from carpool.train.run.run import Run
 from carpool.train.steps.capacity import full_capacity
 from carpool.transport import TransportOptions
+
+if TYPE_CHECKING:
+    from carpool.train.run.loop import Run
 
 
 def evaluate(run: Run) -> None:

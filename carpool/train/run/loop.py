@@ -1,7 +1,7 @@
-"""The main job: a `Config` in, a run directory out. Runs in every rank, inside an initialised process group.
+"""The steps of a run (`Run`), on every rank inside an initialised process group.
 
     start        plan -> data -> model (FSDP x EP) -> optimizer -> resume                run.py
-    each step    batch -> loss, gradients, their norm -> all rows had a place?           here
+    each step    batch -> loss, gradients, their norm -> all tokens had a place?         here
                  -> finite? -> update -> numbers of the step before -> was anybody asked to stop?
     now and then held-out loss and a sample; a checkpoint                                finish.py
     at the end   held-out loss, checkpoint, comparison with another transport, summary   finish.py
@@ -17,66 +17,168 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compute.compiled import eagerly
 from carpool.hf.observe.metrics import LaterRecord
-from carpool.hf.seam.rides import rooms_of_rides
+from carpool.hf.seam.layouts import current_layouts, slots_of_rides_kept
+from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
+from carpool.layout.layouts import Layouts
 from carpool.metrics.host import peak_memory
-from carpool.metrics.metric import start_metrics
+from carpool.metrics.metric import METRICS, LaterMetrics, Metric, start_metrics
 from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
+from carpool.train.build.run_data import RunData
+from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.config.schema import Config
-from carpool.train.launch.stopping import STOP_SIGNALS, Stopped
+from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.launch.stopping import STOP_SIGNALS, StopRequest
+from carpool.train.launch.worker import Watchdog
+from carpool.train.moving.runtime import Placement
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
-from carpool.train.run.finish import evaluate, finish, leave, save
-from carpool.train.run.run import Run, StepNumbers, start_run
-from carpool.train.run.run_records import record_plan
-from carpool.train.steps.diagnose import NonFiniteError, determinism, explain
+from carpool.train.plan.resolve import Plan
+from carpool.train.run.finish import evaluate, leave, save
+from carpool.train.run.run_records import Records, record_plan
+from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
+from carpool.train.steps.diagnose import NonFiniteError, explain
 from carpool.train.steps.objective import Batch, Losses
 from carpool.train.steps.optimizer import learning_rate
 
+T = TypeVar("T")
 
-def train(
-    config: Config, *, compare: str | None = None, command: str = "carpool train", fixed: Collection[str] = ()
-) -> None:
-    """Train as `config` says, from the start or from a checkpoint.
 
-    Args:
-        compare: at the end, compare step times with this transport.
-        command: what the user typed, for the record.
-        fixed: settings that the user has said, by SECTION.KEY.
+class StepNumbers(NamedTuple):
+    """Of a step that was done, while those of its rides are on their way to the host. `tokens`: that it has, of which
+    it may predict fewer."""
 
-    Raises:
-        ValueError: a configuration, data or checkpoint that cannot be used; nothing has been written then.
-        NonFiniteError: the loss or its gradient is NaN or infinite; the last checkpoint is untouched.
-        Stopped: a rank got SIGTERM or SIGUSR1; there is a checkpoint of the last step.
-        UnwrittenError: the run came to its end, but not all of it could be written.
+    step: int
+    tokens: int
+    losses: Losses
+    norm: float
+    rode: LaterRecord
+    metrics: LaterMetrics | None
+    step_ms: float
+
+
+@dataclass
+class Run:
+    """What lives as long as a run, the same on all ranks but for what belongs to a rank. `loop.py` takes its steps.
+
+    Attributes:
+        compare_with: a transport whose step times are compared at the end; None: no comparison.
+        memory_before: peak bytes of this process before anything was built.
+        step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
+        totals, losses: of the whole run, resumed parts included; both go into checkpoints.
+        unrecorded: the step that was done last; None: its numbers are recorded.
+        rode, measured: rides and plug-ins' metrics of the latest step, on their way to the host.
+        metrics: those of plug-ins.
     """
-    # transformers' own progress bars, one per rank, would write over the run's.
-    disable_progress_bar()
-    with determinism(config.training.full_determinism):
-        run = start_run(config, compare, command, fixed)
-        try:
-            with run.stop:
-                loop(run)
-                finish(run)
-        except Exception as error:
-            with suppress(Exception):  # a lost device has no numbers
-                record(run, wait=False)
-            # Why the run ends here, for its report.
-            asked = error.signal if isinstance(error, Stopped) else None
-            finite = False if isinstance(error, NonFiniteError) else None
-            run.records.write("stopped", run.step, why=str(error) or type(error).__name__, signal=asked, finite=finite)
-            raise
-        finally:
-            run.close()
+
+    plan: Plan
+    built: Built
+    data: RunData
+    tokenizer: Tokenizer
+    compare_with: str | None = None
+    memory_before: int = 0
+    step: int = 0
+    start: int = 0
+    saved_at: int = 0
+    last_step: int = 0
+    totals: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "bytes_remote": 0, "bytes_remote_alltoall": 0})
+    losses: dict[str, float | None] = field(
+        default_factory=lambda: dict.fromkeys(("final_loss", "first_eval_loss", "final_eval_loss"))
+    )
+    stop: StopRequest = field(default_factory=StopRequest)
+    unrecorded: StepNumbers | None = None
+    rode: LaterRecord = field(init=False)
+    measured: LaterMetrics | None = None
+    metrics: list[Metric] = field(default_factory=lambda: [cls() for cls in METRICS.values()])
+    checkpoints: CheckpointManager = field(init=False)
+    placement: Placement = field(init=False)
+    records: Records = field(init=False)
+    watchdog: Watchdog = field(init=False)
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.training.output_dir)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.plan.machine.rank == 0
+
+    def layouts(self) -> Layouts:
+        """Where the experts of each layer are now. Those of other stages of a pipeline are as this rank's."""
+        own = current_layouts(self.built.model)
+        if self.plan.pipeline is None:
+            return own
+        return Layouts(dict.fromkeys(self.plan.pipeline.moe_layers, next(iter(own.values()))))
+
+    def slots_kept(self) -> AbstractContextManager[None]:
+        """Inside, slots are filled once, not in every forward."""
+        hold, prefetch = self.config.moe.fp8_cache_weights, self.config.placement.prefetch
+        return slots_of_rides_kept(self.built.rides, hold, prefetch)
+
+    def with_capacity(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns once all tokens had a place in the transport's buffers. Until then the buffers grow,
+        and it is repeated from the same random state."""
+        rooms, device = rooms_of_rides(self.built.rides), self.built.device
+        if not rooms:
+            return compute()
+        before, mark = random_state(device), self.placement.mark()
+        while True:
+            result = compute()
+            made = grow_if_short(rooms, device, self.forget_graphs)
+            if made is None:
+                return result
+            self.built.model.zero_grad(set_to_none=True)
+            restore_random_state(before, device)
+            self.built.metrics.reset()
+            self.placement.rewind(mark)
+            self.records.write("repeat", self.step, **made._asdict())
+            now = [f"{made.capacity:,} a slab"] if made.capacity is not None else []
+            now += [f"{made.arena_bytes / 2**20:,.0f} MiB for the backward"] if made.arena_bytes else []
+            now += [f"{made.node_rows:,} to each other node"] if made.node_rows is not None else []
+            self.records.say(f"step {self.step}: more rows than there is room for: now {', '.join(now)}, and once more")
+
+    def fit_capacity(self) -> None:
+        """After a step: from now on send as many tokens to each other node as steps need, if these are fewer."""
+        rooms = rooms_of_rides(self.built.rides)
+        if rooms and (rows := fewer_node_tokens(rooms)) is not None:
+            self.forget_graphs()
+            self.records.write("node_rows", self.step, rows=rows)
+            self.records.say(f"step {self.step}: from now on {rows:,} rows travel to each other node")
+
+    def forget_graphs(self) -> None:
+        if self.built.objective.graphs is not None:
+            self.built.objective.graphs.forget()
+
+    def check_rides(self) -> None:
+        """Raise RankMissingError if a ride since the last call lacked a rank. Looks at host memory."""
+        for buffers in buffers_of_rides(self.built.rides):
+            buffers.check()
+
+    def to_device(self, batch: Batch) -> Batch:
+        return {name: value.to(self.built.device, non_blocking=True) for name, value in batch.items()}
+
+    def close(self) -> None:
+        # NCCL waits for graphs that hold its operations when a process group is destroyed.
+        self.forget_graphs()
+        self.data.train.close()
+        self.placement.close()
+        self.watchdog.stop()
+        self.records.close()
 
 
 def loop(run: Run) -> None:

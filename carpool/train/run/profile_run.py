@@ -32,8 +32,8 @@ from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume
 from carpool.train.config import Config
 from carpool.train.plan.start_checks import check_start
 from carpool.train.records.run_folder import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
-from carpool.train.run.loop import update
-from carpool.train.run.run import Run, start_run
+from carpool.train.run.loop import Run, update
+from carpool.train.run.run import start_run
 
 PROFILE = "profile"
 

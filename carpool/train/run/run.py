@@ -1,9 +1,10 @@
-"""A run on one rank: it has a plan, the model that was built by it, data, and records.
+"""A run on one rank, from its settings to its last line: it has a plan, what was built by it, data, and records.
 
     plan_on_ranks   settings, checked on all ranks -> `Plan`                     carpool/train/plan
     read_data       the plan's data; it says how many steps an epoch has         carpool/train/build/run_data.py
     build           the plan's model, objective and optimizer                    carpool/train/build/assemble.py
     start_run       all of that, then the checkpoint that is resumed, records
+    train           start, all steps (`loop.py`), the end (`finish.py`)
 
 What cannot be ends in an error before anything is written.
 """
@@ -11,21 +12,19 @@ What cannot be ends in an error before anything is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.observe.metrics import LaterRecord
-from carpool.hf.seam.layouts import current_layouts, is_logical, logical_like, physical_order, slots_of_rides_kept
-from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
-from carpool.layout.layouts import Layouts
+from carpool.hf.seam.layouts import is_logical, logical_like, physical_order
+from carpool.hf.seam.rides import buffers_of_rides
 from carpool.metrics.host import peak_memory
-from carpool.metrics.metric import METRICS, LaterMetrics, Metric
 from carpool.train.blueprint import Blueprint
 from carpool.train.build.assemble import Built, build
 from carpool.train.build.policy_times import measure_on_small_model
@@ -38,7 +37,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
 from carpool.train.launch.ranks import from_rank_0, gather
-from carpool.train.launch.stopping import StopRequest
+from carpool.train.launch.stopping import Stopped
 from carpool.train.launch.worker import Watchdog
 from carpool.train.moving.runtime import Placement
 from carpool.train.moving.solve import Facts
@@ -52,139 +51,47 @@ from carpool.train.plan.start_checks import (
     find_checkpoint,
 )
 from carpool.train.records.run_folder import why_not_writable
-from carpool.train.run.run_records import Records, open_records, record_graphs
-from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
-from carpool.train.steps.objective import Batch, Losses
+from carpool.train.run.finish import finish
+from carpool.train.run.loop import Run, loop, record
+from carpool.train.run.run_records import open_records, record_graphs
+from carpool.train.steps.diagnose import NonFiniteError, determinism
 from carpool.transport import check_codecs, check_transport
 
-T = TypeVar("T")
 
+def train(
+    config: Config, *, compare: str | None = None, command: str = "carpool train", fixed: Collection[str] = ()
+) -> None:
+    """Train as `config` says, from the start or from a checkpoint.
 
-class StepNumbers(NamedTuple):
-    """Of a step that was done, while those of its rides are on their way to the host. `tokens`: that it has, of which
-    it may predict fewer."""
+    Args:
+        compare: at the end, compare step times with this transport.
+        command: what the user typed, for the record.
+        fixed: settings that the user has said, by SECTION.KEY.
 
-    step: int
-    tokens: int
-    losses: Losses
-    norm: float
-    rode: LaterRecord
-    metrics: LaterMetrics | None
-    step_ms: float
-
-
-@dataclass
-class Run:
-    """What lives as long as a run, the same on all ranks but for what belongs to a rank. `loop.py` takes its steps.
-
-    Attributes:
-        compare_with: a transport whose step times are compared at the end; None: no comparison.
-        memory_before: peak bytes of this process before anything was built.
-        step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
-        totals, losses: of the whole run, resumed parts included; both go into checkpoints.
-        unrecorded: the step that was done last; None: its numbers are recorded.
-        rode, measured: rides and plug-ins' metrics of the latest step, on their way to the host.
-        metrics: those of plug-ins.
+    Raises:
+        ValueError: a configuration, data or checkpoint that cannot be used; nothing has been written then.
+        NonFiniteError: the loss or its gradient is NaN or infinite; the last checkpoint is untouched.
+        Stopped: a rank got SIGTERM or SIGUSR1; there is a checkpoint of the last step.
+        UnwrittenError: the run came to its end, but not all of it could be written.
     """
-
-    plan: Plan
-    built: Built
-    data: RunData
-    tokenizer: Tokenizer
-    compare_with: str | None = None
-    memory_before: int = 0
-    step: int = 0
-    start: int = 0
-    saved_at: int = 0
-    last_step: int = 0
-    totals: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "bytes_remote": 0, "bytes_remote_alltoall": 0})
-    losses: dict[str, float | None] = field(
-        default_factory=lambda: dict.fromkeys(("final_loss", "first_eval_loss", "final_eval_loss"))
-    )
-    stop: StopRequest = field(default_factory=StopRequest)
-    unrecorded: StepNumbers | None = None
-    rode: LaterRecord = field(init=False)
-    measured: LaterMetrics | None = None
-    metrics: list[Metric] = field(default_factory=lambda: [cls() for cls in METRICS.values()])
-    checkpoints: CheckpointManager = field(init=False)
-    placement: Placement = field(init=False)
-    records: Records = field(init=False)
-    watchdog: Watchdog = field(init=False)
-
-    @property
-    def config(self) -> Config:
-        return self.plan.config
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.training.output_dir)
-
-    @property
-    def main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.plan.machine.rank == 0
-
-    def layouts(self) -> Layouts:
-        """Where the experts of each layer are now. Those of other stages of a pipeline are as this rank's."""
-        own = current_layouts(self.built.model)
-        if self.plan.pipeline is None:
-            return own
-        return Layouts(dict.fromkeys(self.plan.pipeline.moe_layers, next(iter(own.values()))))
-
-    def slots_kept(self) -> AbstractContextManager[None]:
-        """Inside, slots are filled once, not in every forward."""
-        hold, prefetch = self.config.moe.fp8_cache_weights, self.config.placement.prefetch
-        return slots_of_rides_kept(self.built.rides, hold, prefetch)
-
-    def with_capacity(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns once all tokens had a place in the transport's buffers. Until then the buffers grow,
-        and it is repeated from the same random state."""
-        rooms, device = rooms_of_rides(self.built.rides), self.built.device
-        if not rooms:
-            return compute()
-        before, mark = random_state(device), self.placement.mark()
-        while True:
-            result = compute()
-            made = grow_if_short(rooms, device, self.forget_graphs)
-            if made is None:
-                return result
-            self.built.model.zero_grad(set_to_none=True)
-            restore_random_state(before, device)
-            self.built.metrics.reset()
-            self.placement.rewind(mark)
-            self.records.write("repeat", self.step, **made._asdict())
-            now = [f"{made.capacity:,} a slab"] if made.capacity is not None else []
-            now += [f"{made.arena_bytes / 2**20:,.0f} MiB for the backward"] if made.arena_bytes else []
-            now += [f"{made.node_rows:,} to each other node"] if made.node_rows is not None else []
-            self.records.say(f"step {self.step}: more rows than there is room for: now {', '.join(now)}, and once more")
-
-    def fit_capacity(self) -> None:
-        """After a step: from now on send as many tokens to each other node as steps need, if these are fewer."""
-        rooms = rooms_of_rides(self.built.rides)
-        if rooms and (rows := fewer_node_tokens(rooms)) is not None:
-            self.forget_graphs()
-            self.records.write("node_rows", self.step, rows=rows)
-            self.records.say(f"step {self.step}: from now on {rows:,} rows travel to each other node")
-
-    def forget_graphs(self) -> None:
-        if self.built.objective.graphs is not None:
-            self.built.objective.graphs.forget()
-
-    def check_rides(self) -> None:
-        """Raise RankMissingError if a ride since the last call lacked a rank. Looks at host memory."""
-        for buffers in buffers_of_rides(self.built.rides):
-            buffers.check()
-
-    def to_device(self, batch: Batch) -> Batch:
-        return {name: value.to(self.built.device, non_blocking=True) for name, value in batch.items()}
-
-    def close(self) -> None:
-        # NCCL waits for graphs that hold its operations when a process group is destroyed.
-        self.forget_graphs()
-        self.data.train.close()
-        self.placement.close()
-        self.watchdog.stop()
-        self.records.close()
+    # transformers' own progress bars, one per rank, would write over the run's.
+    disable_progress_bar()
+    with determinism(config.training.full_determinism):
+        run = start_run(config, compare, command, fixed)
+        try:
+            with run.stop:
+                loop(run)
+                finish(run)
+        except Exception as error:
+            with suppress(Exception):  # a lost device has no numbers
+                record(run, wait=False)
+            # Why the run ends here, for its report.
+            asked = error.signal if isinstance(error, Stopped) else None
+            finite = False if isinstance(error, NonFiniteError) else None
+            run.records.write("stopped", run.step, why=str(error) or type(error).__name__, signal=asked, finite=finite)
+            raise
+        finally:
+            run.close()
 
 
 def start_run(

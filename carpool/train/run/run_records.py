@@ -32,7 +32,7 @@ from carpool.transport import TransportOptions
 from carpool.transport.volume import uniform_copies
 
 if TYPE_CHECKING:
-    from carpool.train.run.run import Run
+    from carpool.train.run.loop import Run
 
 
 @dataclass
