@@ -37,7 +37,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("routing", "transport", "experts", "memory", "activations"),
     ("metrics",),
     ("layout",),
-    ("kernels", "plugins"),
+    ("families", "kernels", "plugins"),
 )
 LEVEL = {room: number for number, line in enumerate(ORDER) for room in line}
 

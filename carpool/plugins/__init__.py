@@ -20,7 +20,8 @@ An entry point is imported when its name is looked up, so one that cannot be imp
 Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look into any registry.
 
 The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.experts.EXPERTS` ("carpool.experts"),
-`carpool.optim.OPTIMIZERS` ("carpool.optimizers"), `carpool.metrics.metric.METRICS` ("carpool.metrics") and
+`carpool.optim.OPTIMIZERS` ("carpool.optimizers"), `carpool.families.FAMILIES` ("carpool.families"),
+`carpool.metrics.metric.METRICS` ("carpool.metrics") and
 `carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package that takes plug-ins makes its own. What has none of
 these enters as an extension, with a section of settings of its own: `carpool.train.extensions.EXTENSIONS`
 ("carpool.extensions"). Two groups of entry points are not registries: "carpool.recipes" (`carpool.recipes`), and

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 
-from carpool.hf.config.sizes import EXPERTS, TOP_K, first_key
+from carpool.families import family_of
 from carpool.planner.machine.hardware import Hardware
 from carpool.serve.expert_tier import ExpertTier
 from carpool.serve.generate_answers import ready
@@ -48,7 +48,8 @@ def describe(
     kind = source.dtype if dtype is None else getattr(torch, dtype)
     if experts.away and ranks > 1:
         raise ValueError(f"--experts {experts.where}: experts come on one rank alone; use --ranks 1")
-    keys = (first_key(source.config, names) for names in (EXPERTS, TOP_K))
+    known = family_of(source.config)
+    keys = known.experts_key(source.config), known.top_k_key(source.config)
     number, top_k = (getattr(source.config, key) if key else 0 for key in keys)
     if number and -(-number // ranks) * (ranks - 1) >= number:
         raise ValueError(f"{number} experts leave one of {ranks} ranks without any: lower --ranks")

@@ -28,10 +28,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from carpool.families import family_of
 from carpool.hf.building.narrow import narrow_experts, row_size
 from carpool.hf.compute.attention import fused_attention
 from carpool.hf.compute.documents import DOCUMENTS, why_no_bounds
-from carpool.hf.config.sizes import TOP_K, check_sizes, first_key, head_sizes
+from carpool.hf.config.sizes import check_sizes, head_sizes
 from carpool.hf.config.source import make_config, read_config
 from carpool.hf.seam.layers import experts_modules
 from carpool.parallel.degrees import Degrees
@@ -245,11 +246,12 @@ def top_k_of(model: nn.Module) -> int:
     """K of a transformers model's router."""
     config: Any = model.config
     text = config.get_text_config()
-    key = first_key(text, TOP_K)
+    known = family_of(text)
+    key = known.top_k_key(text)
     if key is None:
         raise ValueError(
-            f"{type(model).__name__} does not say how many experts a token visits; tried {', '.join(TOP_K)} of its "
-            "config"
+            f"{type(model).__name__} does not say how many experts a token visits; tried "
+            f"{', '.join(known.top_k_keys)} of its config"
         )
     return int(getattr(text, key))
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from carpool.experts import ExpertFunction
+from carpool.families import family_of
 from carpool.hf.finetune.adapters import names_of_former_experts, share_adapters
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.hf.seam.layers import experts_modules, find_router
@@ -26,8 +27,6 @@ from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_adapter import GROUPS, AdapterSection
 
-# In the names of classes that mix tokens.
-_MIXES = ("Attention", "MLA", "DeltaNet", "Mamba", "Mixer", "ShortConv")
 # Layers that are called after what mixes tokens in them.
 _WHOLE_LAYERS = ("DecoderLayer", "AttentionLayer")
 
@@ -286,9 +285,9 @@ def _short(names: set[str], everything: Iterable[str], parts: int) -> list[str]:
 def _in_attention(model: nn.Module, name: str) -> bool:
     """Whether a module is part of something that mixes tokens: by the classes of what is around it. A layer that is
     called after its attention (JambaAttentionDecoderLayer) has all else in it, too."""
-    parts = name.split(".")
+    words, parts = family_of(model).mixers, name.split(".")
     around = (type(model.get_submodule(".".join(parts[:size]))).__name__ for size in range(1, len(parts)))
-    return any(word in one for one in around if not one.endswith(_WHOLE_LAYERS) for word in _MIXES)
+    return any(word in one for one in around if not one.endswith(_WHOLE_LAYERS) for word in words)
 
 
 def _expert_weights(experts: nn.Module, function: ExpertFunction | None) -> tuple[str, ...]:

@@ -13,13 +13,15 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 
 import carpool.hf
+from carpool.families import Family
 from carpool.hf import BiasBalance, rides
-from carpool.hf.routing.bias import NAMES, find_biases
+from carpool.hf.routing.bias import find_biases
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks
 from tests.train.test_loop import records, run, text, weights  # noqa: F401
 
+NAMES = Family("").selection_bias
 MODELS = Path(transformers.__file__).parent / "models"
 # Lfm2-MoE has one only if its configuration asks for it; DeepSeek-V4's first layers route by hashes.
 WITH_BIAS = sorted(

@@ -11,8 +11,9 @@ from torch import nn
 
 import carpool
 import carpool.hf
+from carpool.families import Family, family_of_class
 from carpool.hf.seam.layers import experts_modules
-from carpool.hf.seam.shared import BLOCKS, NAMES, compute_shared_beside, shared_experts
+from carpool.hf.seam.shared import compute_shared_beside, shared_experts
 from carpool.ride.schedule import Schedule
 from carpool.ride.two_batch import TwoBatch
 from carpool.transport import Pending
@@ -178,7 +179,9 @@ def _restored(path: str) -> bool:
 
 def _calls_shared_experts_last(model: Any, block: Any) -> bool:
     """Watched: whether the block calls its routed experts, then its shared ones, on the rows that it is given."""
-    shared = [getattr(block, name) for name in NAMES if isinstance(getattr(block, name, None), nn.Module)]
+    shared = [
+        getattr(block, name) for name in Family("").shared_experts if isinstance(getattr(block, name, None), nn.Module)
+    ]
     if len(shared) != 1:
         return False
     told: list[tuple[str, int, int]] = []
@@ -198,12 +201,13 @@ def _calls_shared_experts_last(model: Any, block: Any) -> bool:
 
 @pytest.mark.parametrize("folder", sorted(discover().keys() - EXCEPTIONS.keys()))
 def test_the_blocks_of_all_models_are_known(folder: str) -> None:
-    """A model that a later transformers adds, or changes, shows here whether it belongs to `BLOCKS`."""
+    """A model that a later transformers adds, or changes, shows here whether its family is `shared_after_routed`."""
     model = tiny_model(discover()[folder]).eval()
     blocks = {type(b).__name__: b for b in (model.get_submodule(n.rpartition(".")[0]) for n in experts_modules(model))}
     for name, block in blocks.items():
-        assert _calls_shared_experts_last(model, block) == (name in BLOCKS), name
-        assert (shared_experts(block) is not None) == (name in BLOCKS)
+        last = family_of_class(type(block)).shared_after_routed
+        assert _calls_shared_experts_last(model, block) == last, name
+        assert (shared_experts(block) is not None) == last
 
 
 def test_a_forward_of_ones_own_is_left_alone() -> None:

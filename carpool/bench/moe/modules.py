@@ -15,22 +15,18 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from carpool.bench.moe.shapes import Shape
-from carpool.hf.config.sizes import EXPERTS, first_key
+from carpool.families import family
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
-
-
-# What a family's configuration needs besides sizes.
-FURTHER = {"nemotron_h": {"mlp_hidden_act": "relu2", "moe_latent_size": None}}
 
 
 def make_module(shape: Shape, experts: int, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
     """The experts module with `experts` experts, and random weights that keep the size of what they multiply."""
     modeling = importlib.import_module(f"transformers.models.{shape.family}.modeling_{shape.family}")
     (module_class,) = (thing for name, thing in vars(modeling).items() if name.endswith("Experts"))
-    config = CONFIG_MAPPING[shape.family](**FURTHER.get(shape.family, {}))
+    config = CONFIG_MAPPING[shape.family](**family(shape.family).layer_keys)
     inner = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
-    config.update({"hidden_size": shape.hidden, inner: shape.inner, first_key(config, EXPERTS): experts})
+    config.update({"hidden_size": shape.hidden, inner: shape.inner, family(shape.family).experts_key(config): experts})
     with torch.device("meta"):
         module: nn.Module = module_class(config)
     module = module.to(dtype).to_empty(device=device)

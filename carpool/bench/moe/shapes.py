@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from carpool.bench.options import check_experts, one_of, parse_sizes
+from carpool.families import family
 
 FAMILY_OF = {"swiglu": "qwen3_moe", "gpt-oss": "gpt_oss", "relu2": "nemotron_h"}
-UNGATED = ("nemotron_h",)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Shape:
 
     @property
     def gated(self) -> bool:
-        return self.family not in UNGATED
+        return family(self.family).gated
 
     @property
     def flops(self) -> int:

@@ -23,21 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.families import Logits, family_of_class
 from carpool.hf.axes.sequence_parallel import SequenceHead, of_all_words, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
-
-# Models of transformers that change their logits after the output layer, and how the loss knows it: they are scaled, or
-# capped. A test watches all models, and says which are missing here.
-_DIVIDE = {
-    "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM",
-}  # fmt: skip
-_MULTIPLY = {"Cohere2MoeForCausalLM"}
-_CAP = {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"}
-# The same of those whose logits are made as they make them: in float32, or cut off.
-CHANGE_LOGITS = {
-    "BeamForCausalLM", "Inkling2ForCausalLM", "Inkling2ForConditionalGeneration", "InklingForCausalLM",
-    "InklingForConditionalGeneration",
-}  # fmt: skip
 
 
 class HeadLoss:
@@ -80,7 +68,7 @@ class HeadLoss:
             The sum, a scalar of float32 or float64, and what the model returned, whose `logits` mean nothing.
 
         Raises:
-            RuntimeError: the model changes its logits after its output layer, and is not in `CHANGE_LOGITS`."""
+            RuntimeError: the model changes its logits after its output layer, which `carpool.families` does not say."""
         if self.why_whole is not None:
             out = self.model(input_ids=input_ids, **settings)
             with torch.profiler.record_function("carpool::loss"):
@@ -165,27 +153,31 @@ def output_layer(model: nn.Module) -> Any:
     return None if find is None else find()
 
 
-def _forward_of(model: nn.Module) -> str:
+def _forward_of(model: nn.Module) -> type:
     """The class whose forward a model runs: FSDP and users derive classes from it."""
-    return next(cls for cls in type(model).__mro__ if "forward" in vars(cls)).__name__
+    return next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
+
+
+def known_change(model: nn.Module) -> Logits | None:
+    """What a model does to its logits after its output layer, if it is known to do something."""
+    return family_of_class(_forward_of(model)).logits
 
 
 def logit_change(model: nn.Module) -> LogitChange | None:
-    """What a model does to its logits after its output layer, if it is known to do something."""
-    name, config = _forward_of(model), getattr(model, "config", None)
-    if config is None:
+    """The same in numbers; None also where only the model's own code does it."""
+    known = known_change(model)
+    if known is None or known.change == "other" or (config := getattr(model, "config", None)) is None:
         return None
-    if name in _DIVIDE:
-        return LogitChange(scale=1 / config.logits_scaling)
-    if name in _MULTIPLY:
-        return LogitChange(scale=config.logit_scale)
-    return LogitChange(softcap=config.get_text_config().final_logit_softcapping) if name in _CAP else None
+    number = getattr(config.get_text_config(), known.key)
+    if known.change == "cap":
+        return LogitChange(softcap=number)
+    return LogitChange(scale=1 / number if known.change == "divide" else number)
 
 
 def why_whole(model: nn.Module) -> str | None:
     """Why the output layer of a model cannot compute the loss; None: it can."""
-    name = _forward_of(model)
-    if name in CHANGE_LOGITS:
+    name, known = _forward_of(model).__name__, known_change(model)
+    if known is not None and known.change == "other":
         return f"{name} changes its logits after its output layer"
     head = output_layer(model)
     if not isinstance(head, nn.Linear) or next(c for c in type(head).__mro__ if "forward" in vars(c)) is not nn.Linear:

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.families import family_of
 from carpool.hf.seam.layers import find_router, list_number
 from carpool.hf.seam.rides import ExpertRides, required_rides
 from carpool.layout.topology import Topology
@@ -44,8 +45,6 @@ from carpool.planner.machine.hardware import Hardware
 from carpool.transport import find_transport
 from carpool.transport.sequences import SequenceMoves
 
-# Of the norm before experts, in models of transformers.
-_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm")
 # A move goes forward, and its gradients back.
 MOVES = 2
 PICO = 1e12
@@ -107,7 +106,8 @@ class _Ahead:
 
     def __init__(self, model: nn.Module, layer: nn.Module, name: str, num_experts: int, top_k: int) -> None:
         router = find_router(model, name)
-        norm = next((getattr(layer, one) for one in _NORMS if hasattr(layer, one)), None)
+        norms = family_of(model).experts_norm
+        norm = next((getattr(layer, one) for one in norms if hasattr(layer, one)), None)
         found = [] if router is None else [
             (module, key)
             for module in router.modules()

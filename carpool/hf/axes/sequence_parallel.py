@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
 
+from carpool.families import Family, family_of
 from carpool.hf.seam.layers import list_number
 from carpool.hf.seam.rides import rides
 from carpool.parallel.sequence import (
@@ -54,8 +55,6 @@ _SHAPE: ContextVar[tuple[int, int]] = ContextVar("shape")
 # How layers are told (B, L): an argument that models hand on. A layer that is computed again is told again.
 _ARGUMENT = "sequence_shape"
 
-ATTENTION = ("self_attn", "attention", "attn")
-MLP = ("mlp", "feed_forward", "block_sparse_moe", "moe")
 # transformers' styles, and what stands for them.
 STYLES = {
     "colwise": "carpool_colwise",
@@ -152,7 +151,7 @@ def sequence_plan(model: PreTrainedModel) -> dict[str, str]:
         changed[rule] = STYLES[style]
     styles = model._expand_parallel_plan(changed)
     for number, layer in enumerate(layers):
-        _regions(layer, f"{stem}.{number}", styles)
+        _regions(layer, f"{stem}.{number}", styles, family_of(model))
     return changed
 
 
@@ -183,7 +182,7 @@ def _check_around(model: PreTrainedModel, stem: str) -> None:
             raise ValueError(f"{type(module).__name__} of {name} hands no further arguments on")
 
 
-def _regions(layer: nn.Module, name: str, styles: dict[str, str]) -> dict[str, bool]:
+def _regions(layer: nn.Module, name: str, styles: dict[str, str], known: Family) -> dict[str, bool]:
     """Modules of a layer that see all tokens, by name within it; whether gradients of their input are partial.
 
     Raises:
@@ -193,11 +192,11 @@ def _regions(layer: nn.Module, name: str, styles: dict[str, str]) -> dict[str, b
         own = {rule: style for rule, style in styles.items() if rule.startswith(f"{name}.{child}.")}
         ends = {rule.removeprefix(f"{name}.") for rule, style in own.items() if "rowwise" in style}
         parents = {end.rpartition(".")[0] for end in ends & {one for one, _ in layer.named_modules()}}
-        if child in ATTENTION:
+        if child in known.attention:
             if own and parents != {child}:
                 raise ValueError(f"the tensor-parallel plan of {name}.{child} has no row-parallel end")
             found[child] = bool(own)
-        elif child in MLP:
+        elif child in known.mlp:
             found |= dict.fromkeys(parents, True)
         elif "norm" not in child and any(True for _ in module.parameters()):
             raise ValueError(f"{name}.{child} may need every token")
@@ -240,7 +239,7 @@ def shard_sequences(model: PreTrainedModel, firsts: Collection[int] = (0,)) -> S
     styles = model._expand_parallel_plan(model.tp_plan)
     alike: set[int] = set()
     for number, layer in enumerate(layers):
-        for child, partial in _regions(layer, f"{stem}.{number}", styles).items():
+        for child, partial in _regions(layer, f"{stem}.{number}", styles, family_of(model)).items():
             region = layer.get_submodule(child)
             region.forward = _in_region(region.forward, group, partial)
             own = {style for rule, style in styles.items() if rule.startswith(f"{stem}.{number}.{child}.")}

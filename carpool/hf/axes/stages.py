@@ -31,7 +31,7 @@ from transformers.distributed.mixin import DistributedMixin
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-from carpool.hf.config.sizes import TOP_K, first_key
+from carpool.families import FAMILIES, family_of
 from carpool.hf.seam.layers import list_number
 from carpool.parallel import fsdp
 from carpool.parallel.pipeline import cut
@@ -83,15 +83,10 @@ def why_not_cut(model: PreTrainedModel) -> str | None:
             return f"{name} does not keep its layers as an embedding, a list of layers and a norm"
     if _head_name(model) is None:
         return f"{name} has no output layer beside its layers"
-    if model.config.model_type not in ONE_AFTER_THE_OTHER:
-        known = ", ".join(sorted(ONE_AFTER_THE_OTHER))
+    if not family_of(model).pipeline:
+        known = ", ".join(name for name, one in FAMILIES.items() if one.pipeline)
         return f"{name} has not been compared with its stages, as models of the types {known} have"
     return None
-
-
-# Model types whose forward does nothing but one layer after the other. Others may scale embeddings, or share between
-# layers, which stages would repeat or lack. Each of these is compared with one process by tests/train/test_pipeline.py.
-ONE_AFTER_THE_OTHER = {"deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"}
 
 
 def cut_model(blueprint: PreTrainedModel, stages: int) -> list[Part]:
@@ -115,7 +110,7 @@ def cut_model(blueprint: PreTrainedModel, stages: int) -> list[Part]:
 
 def _multiplications(layer: nn.Module, config: Any) -> float:
     text = config.get_text_config()
-    key = first_key(text, TOP_K)
+    key = family_of(text).top_k_key(text)
     total = 0.0
     for module in layer.modules():
         for parameter in module.parameters(recurse=False):

@@ -29,15 +29,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from carpool.families import family_of
 from carpool.hf.config.sizes import head_sizes
 
 DOCUMENTS = "carpool_documents"
 # Of PyTorch's flash attention.
 WIDEST_HEAD = 256
-# Models whose layers add to the mask, or whose mask alone has their sliding window.
-OWN_MASKS = {"doge", "phimoe"}
-# The same of those that have layers with a window, which not all of these models have.
-WINDOW_IN_MASK = {"qwen2_moe"}
 
 
 def why_no_bounds(model: Any, cuda: bool, half: bool) -> str | None:
@@ -49,9 +46,10 @@ def why_no_bounds(model: Any, cuda: bool, half: bool) -> str | None:
     if not (model._supports_sdpa and model._supports_attention_backend):
         return f"{type(model).__name__} does not let others compute its attention"
     text = model.config.get_text_config()
-    if text.model_type in OWN_MASKS:
+    known = family_of(text)
+    if known.more_in_mask:
         return f"{type(model).__name__} has more in its mask than documents"
-    if text.model_type in WINDOW_IN_MASK and "sliding_attention" in (text.layer_types or ()):
+    if known.window_in_mask and "sliding_attention" in (text.layer_types or ()):
         return f"{type(model).__name__} has its sliding window in its mask alone"
     if not cuda:
         return None

@@ -18,8 +18,9 @@ The mask that keeps them apart has an entry for each two tokens. Attention that 
 (`carpool.hf.compute.documents`).
 
 Only attention looks at documents. A layer that carries a state from token to token carries it over seams:
-`why_not_packed` says which models have such layers. Two models of transformers 5.23 do not show the position ids to
-their masks, and so attend over seams without a word; `packed_settings` makes their masks for them.
+`why_not_packed` says which models have such layers. Some
+models do not show the position ids to their masks (`masks_without_positions`), and so attend over seams without a
+word; `packed_settings` makes their masks for them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
+from carpool.families import family_of
 from carpool.hf.compute.documents import bounds, takes_bounds
 
 # Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.ride.two_batch`).
@@ -42,10 +44,6 @@ _look = masking_utils.find_packed_sequence_indices
 
 # `layer_types` of a configuration whose tokens look at their own document only. A test watches all models.
 WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
-# Models whose positions have several axes, which they number themselves, or whose tokens look ahead.
-OWN_POSITIONS = {"diffusion_gemma", "ernie4_5_vl_moe", "glm4v_moe", "openai_privacy_filter"}
-# Models that make their masks without looking at position ids, and take masks that are made already.
-MASKS_WITHOUT_POSITIONS = {"afmoe", "gpt_oss"}
 
 
 @contextmanager
@@ -92,7 +90,7 @@ def why_not_packed(model: nn.Module) -> str | None:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return f"{name} has an encoder, which looks at whole rows"
-    if config.model_type in OWN_POSITIONS or "position_ids" not in inspect.signature(model.forward).parameters:
+    if family_of(model).own_positions or "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{name} does not take the positions of tokens in their documents"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - WITHIN_DOCUMENTS)
     if others or getattr(model, "_is_stateful", False):
@@ -111,11 +109,11 @@ def packed_settings(
     """
     settings: dict[str, Any] = {"position_ids": position_ids_BL}
     config: Any = model.config
+    apart = family_of(model).masks_without_positions
     if takes_bounds(model):
         mask = bounds(position_ids_BL, ends_BD)
-        apart = config.model_type in MASKS_WITHOUT_POSITIONS
         settings["attention_mask"] = {"full_attention": mask, "sliding_attention": mask} if apart else mask
-    elif config.model_type in MASKS_WITHOUT_POSITIONS:
+    elif apart:
         # Of the embeddings only shape, dtype and device matter. bfloat16 has zero and nearly -inf, hence does for all.
         like = torch.empty((*position_ids_BL.shape, 1), dtype=torch.bfloat16, device=position_ids_BL.device)
         asked = {"config": config, "inputs_embeds": like, "attention_mask": None, "past_key_values": None}

@@ -25,7 +25,7 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from carpool.plugins.nearest import nearest_names
 
@@ -137,8 +137,8 @@ def _fault(config_class: type[PreTrainedConfig], key: str, value: Any) -> str | 
 def _model_sources(config_class: type[PreTrainedConfig]) -> Iterator[Any]:
     """The module that defines the model, and the functions of transformers' other modules that it imports."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type)
-    if name is not None:
-        model_class = getattr(transformers, name)
+    model_class = registered_model(config_class) if name is None else getattr(transformers, name)
+    if model_class is not None:
         module = sys.modules[model_class.__module__]
     else:  # a sub-configuration: its model is in the file beside it
         __import__(modeling := config_class.__module__.replace("configuration_", "modeling_"))
@@ -148,6 +148,12 @@ def _model_sources(config_class: type[PreTrainedConfig]) -> Iterator[Any]:
         elsewhere = getattr(value, "__module__", None) or ""
         if inspect.isfunction(value) and elsewhere.startswith("transformers.") and elsewhere != module.__name__:
             yield inspect.unwrap(value)
+
+
+def registered_model(config_class: type[PreTrainedConfig] | None) -> type | None:
+    """The causal language model that somebody has registered for a configuration class outside of Transformers."""
+    found: type | None = MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.get(config_class)
+    return found
 
 
 def _parse(source: Any) -> ast.Module:

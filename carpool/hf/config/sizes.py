@@ -12,15 +12,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from carpool.families import family_of
 from carpool.hf.config.keys import suggestion
 
-# Names under which transformers' configurations keep K, the experts of a token.
-TOP_K = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "num_selected_experts",
-    "top_k", "moe_k",
-)  # fmt: skip
-# The same of E.
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 _POSITIVE = (
     "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -48,7 +42,8 @@ def impossible_sizes(config: PreTrainedConfig) -> list[str]:
         value = getattr(text, key, None)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    top_k_key, experts_key = first_key(text, TOP_K), first_key(text, EXPERTS)
+    known = family_of(text)
+    top_k_key, experts_key = known.top_k_key(text), known.experts_key(text)
     keys = [key for key in (*_POSITIVE, top_k_key, experts_key) if key is not None]
     wrong = [
         f"{key} = {value} in the {kind} configuration must be at least 1"
@@ -90,15 +85,6 @@ def impossible_sizes(config: PreTrainedConfig) -> list[str]:
             "so the size of a head is no whole number: change one of them, or set head_dim"
         )
     return wrong
-
-
-def first_key(text: Any, names: tuple[str, ...]) -> str | None:
-    """The first of these keys that the configuration has as a whole number."""
-    for name in names:
-        value = getattr(text, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return name
-    return None
 
 
 def head_sizes(text: Any) -> tuple[int, int]:

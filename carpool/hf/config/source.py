@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from carpool.hf.config.keys import check_keys, suggestion
+from carpool.hf.config.keys import check_keys, registered_model, suggestion
 from carpool.hf.config.sizes import impossible_sizes
 from carpool.hf.weights.files import check_weight_files
 
@@ -32,7 +32,9 @@ def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
             that something does), or a value that the configuration refuses or that cannot be meant
             (`carpool.hf.config.sizes`). The message has a line for each of them.
     """
-    if model_type not in CONFIG_MAPPING or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if model_type not in CONFIG_MAPPING or not (
+        model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or registered_model(CONFIG_MAPPING[model_type])
+    ):
         known = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
         code = " Its file brings its own code (auto_map), which Carpool never runs." if "auto_map" in keys else ""
         raise ValueError(

@@ -23,12 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from carpool.families import family_of
 from carpool.hf.seam.rides import ExpertRides, required_rides
 from carpool.parallel.replicated import sharded_parameters
 from carpool.routing.bias import update_biases
-
-# What transformers' models call the bias that only the selection of experts sees.
-NAMES = ("e_score_correction_bias", "expert_bias")
 
 
 def find_biases(model: nn.Module, experts: Mapping[str, int] | None = None) -> dict[str, tuple[nn.Module, str]]:
@@ -43,7 +41,7 @@ def find_biases(model: nn.Module, experts: Mapping[str, int] | None = None) -> d
     for layer, number in experts.items():
         block = model.get_submodule(layer.rpartition(".")[0])
         for holder in block.modules():
-            for name in NAMES:
+            for name in family_of(model).selection_bias:
                 bias = getattr(holder, name, None)
                 if isinstance(bias, torch.Tensor) and bias.numel() == number and not bias.requires_grad:
                     found.setdefault(layer, (holder, name))
@@ -53,8 +51,9 @@ def find_biases(model: nn.Module, experts: Mapping[str, int] | None = None) -> d
 def check_biases(model: nn.Module, found: Collection[str]) -> None:
     """Raise ValueError if no router of a model has a bias. `found`: what `find_biases` found."""
     if not found:
+        names = " or ".join(family_of(model).selection_bias)
         raise ValueError(
-            f"{type(model).__name__} has no bias per expert that its routers choose by ({' or '.join(NAMES)}), so "
+            f"{type(model).__name__} has no bias per expert that its routers choose by ({names}), so "
             "there is nothing to move; balance it by a loss instead"
         )
 

@@ -18,9 +18,8 @@ from transformers.integrations.moe import _default_apply_gate
 
 from carpool.experts import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.quantised import Quantised
+from carpool.families import family_of_class
 
-# Where gpt-oss's own gate is defined, which is recognised without importing that model.
-GPT_OSS_GATE = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate")
 # By exact type: a subclass may compute something else.
 ACTIVATION_MODULES: dict[type, str] = {
     SiLUActivation: "silu", nn.SiLU: "silu", GELUActivation: "gelu", nn.GELU: "gelu", GELUTanh: "gelu_tanh",
@@ -56,9 +55,10 @@ def _described(experts: Any) -> Activation | None:
     if "_apply_gate" in vars(experts):
         return None  # somebody replaced the class's
     gate = type(experts)._apply_gate
-    if experts.has_gate and (gate.__module__, gate.__qualname__) == GPT_OSS_GATE:
-        limit, alpha = float(experts.limit), float(experts.alpha)
-        return Activation("silu", gated=True, interleaved=True, limit=limit, alpha=alpha, up_shift=1.0)
+    known = family_of_class(gate).gate
+    if experts.has_gate and known is not None and gate.__qualname__ == known.function:
+        numbers: Any = {name: float(getattr(experts, name)) for name in known.attributes}
+        return Activation(**known.activation, **numbers)
     if experts.has_gate and gate is not _default_apply_gate:
         return None
     act = getattr(experts, "act_fn", None)

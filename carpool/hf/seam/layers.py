@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,9 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from carpool.families import family_of
 from carpool.hf.seam.rides import rides
-
-_ROUTER = re.compile(r"Router$|Gate$")
 
 
 def name_layers(model: nn.Module) -> None:
@@ -69,5 +67,6 @@ def find_router(model: nn.Module, experts: str) -> nn.Module | None:
     """The router of an experts module: its sibling whose class says that it is one, or None."""
     parent = model.get_submodule(experts.rpartition(".")[0])
     children = [getattr(child, "get_base_layer", lambda child=child: child)() for child in parent.children()]
-    found = [child for child in children if _ROUTER.search(type(child).__name__.removeprefix("FSDP"))]
+    ends = family_of(model).router
+    found = [child for child in children if type(child).__name__.removeprefix("FSDP").endswith(ends)]
     return found[0] if len(found) == 1 else None

@@ -10,7 +10,8 @@ calls them itself (`SharedExperts.compute`), and the block is given, when it ask
 autograd comes to them while the ride's last combine is under way. Sums of gradients may have another order: equal to
 rounding.
 
-Blocks that call the shared experts first (Qwen2-MoE, AFMoE, ...) are left alone: `BLOCKS` names those that do not.
+Blocks that call the shared experts first (Qwen2-MoE, AFMoE, ...) are left alone: `carpool.families` names those that
+do not (`shared_after_routed`).
 """
 
 from __future__ import annotations
@@ -21,19 +22,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from carpool.families import family_of_class
 from carpool.hf.seam.rides import rides
 from carpool.ride.turns import HALF
-
-NAMES = ("shared_experts", "shared_expert")
-# Blocks of transformers that call their shared experts after the routed ones, on the rows that they were given. A test
-# watches the blocks of all models, and says which are missing here.
-BLOCKS = {
-    "AriaTextMoELayer", "AXK1MoE", "AXK2MoE", "BailingHybridMoE", "Cohere2MoeSparseMoeBlock", "DeepseekOcr2TextMoe",
-    "DeepseekV2Moe", "DeepseekV32MoE", "DeepseekV3MoE", "DeepseekV4SparseMoeBlock", "Dots1MoE", "Dots3NoteTextMoE",
-    "ExaoneMoeSparseMoEBlock", "FlintSparseMoeBlock", "Glm4MoeLiteMoE", "Glm4MoeMoE", "Glm4vMoeTextMoE",
-    "Glm5NextTextMoE", "GlmMoeDsaMoE", "HYV3MoE", "HYV4MoE", "KimiLinearMoE", "Kolibri1SparseMoeBlock", "Mistral4MoE",
-    "MistralLarge4TextMoE", "NemotronHMoE", "SolarOpenMoE", "UnlimitedOcrTextMoe",
-}  # fmt: skip
 
 
 class _Early(NamedTuple):
@@ -119,11 +110,11 @@ def shared_experts(block: nn.Module) -> nn.Module | None:
     nobody has looked."""
     # FSDP and users derive classes from a block's; what counts is whose forward it runs.
     owner = next(cls for cls in type(block).__mro__ if "forward" in vars(cls))
-    if owner.__name__ not in BLOCKS or not owner.__module__.startswith("transformers.models."):
+    known = family_of_class(owner)
+    modules = (getattr(block, name, None) for name in known.shared_experts)
+    module = next((module for module in modules if isinstance(module, nn.Module)), None)
+    if module is None or not known.shared_after_routed:
         return None
-    module: nn.Module = next(
-        getattr(block, name) for name in NAMES if isinstance(getattr(block, name, None), nn.Module)
-    )
     # One that FSDP shards by itself has its parameters only while it is called; another's forward may do anything.
     return None if isinstance(module, FSDPModule) or "forward" in vars(module) else module
 

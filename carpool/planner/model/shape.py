@@ -6,8 +6,7 @@
 
 Transformers is not asked, so a plan does not need it. The counts are held against transformers' own models
 for every published configuration that ships with Carpool (`tests/planner/test_model_shape.py`). Families differ in few
-places, and each place is a key or a set of names below: latent attention, norms of queries and keys, biases, shared
-experts, layers with a dense MLP, windows, linear attention.
+places, and each is a key of the configuration or a field of `carpool.families`.
 """
 
 from __future__ import annotations
@@ -18,24 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from carpool.families import family
 from carpool.planner.model.routes import Choice
 
 Kind = Literal["full", "window", "linear"]
-
-TOP_K = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "num_selected_experts",
-    "top_k", "moe_k",
-)  # fmt: skip
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
-_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-_FIRST_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
-# Norms of queries and keys: of each head, or of all heads together.
-_HEAD_NORMS = ("qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "dots1", "exaone_moe", "hunyuan_v1_moe", "qwen3_5_moe")
-_WHOLE_NORMS = ("olmoe", "minimax_m2", "flex_olmo")
-# Routers that compute with float32 copies of their rows and weights.
-_FLOAT_ROUTERS = ("deepseek_v3", "deepseek_v2", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_linear", "dots1")
-_WITHOUT_OUTPUT_BIAS = ("glm4_moe",)
-_SINKS = ("gpt_oss",)
 
 
 @dataclass(frozen=True)
@@ -233,6 +218,7 @@ class _Reader:
 
     def __init__(self, keys: Mapping[str, Any], attention: str | None) -> None:
         self.keys, self.attention_is, self.type = keys, attention, str(keys.get("model_type", ""))
+        self.family = family(self.type)
         self.hidden = self.need("hidden_size")
 
     def get(self, *names: str, default: int = 0) -> int:
@@ -252,21 +238,22 @@ class _Reader:
         return value
 
     def shape(self) -> ModelShape:
-        number, experts, width = self.need("num_hidden_layers"), self.need(*EXPERTS), self.expert_width()
+        number, experts = self.need("num_hidden_layers"), self.need(*self.family.experts_keys)
+        width = self.expert_width()
         window = self.get("sliding_window") if self.keys.get("use_sliding_window", True) else 0
         return ModelShape(
             model_type=self.type,
             hidden=self.hidden,
             vocabulary=self.need("vocab_size"),
             num_experts=experts,
-            top_k=self.need(*TOP_K),
+            top_k=self.need(*self.family.top_k_keys),
             expert_hidden=width,
-            expert_biases=2 * width + self.hidden if self.type == "gpt_oss" else 0,
+            expert_biases=2 * width + self.hidden if self.family.expert_biases else 0,
             tied=bool(self.keys.get("tie_word_embeddings", False)),
             window=window,
             layers=self.layers(number, experts, window),
             groups=self.groups(experts),
-            sinks=self.type in _SINKS,
+            sinks=self.family.sinks,
         )
 
     def groups(self, experts: int) -> tuple[int, int]:
@@ -296,7 +283,7 @@ class _Reader:
             products += self.mlp(shared) if shared else []
             if "shared_expert_intermediate_size" in self.keys:
                 products.append((self.hidden, 1))
-            others += experts if self.type in ("gpt_oss", "ernie4_5_moe") else 0
+            others += experts if self.family.router_bias else 0
         return LayerShape(
             kind=kind,
             products=tuple(products),
@@ -304,7 +291,7 @@ class _Reader:
             others=others + 2 * self.hidden,
             dense_width=self.dense_width() if dense else 0,
             shared_width=shared,
-            float_router=self.type in _FLOAT_ROUTERS,
+            float_router=self.family.float_router,
             whole_scores=self.attention_is == "eager",
             **more,
         )
@@ -323,7 +310,7 @@ class _Reader:
         return "window" if window else "full"
 
     def is_dense(self, number: int) -> bool:
-        if number < self.get(*_FIRST_DENSE) or number in (self.keys.get("mlp_only_layers") or ()):
+        if number < self.get(*self.family.dense_keys) or number in (self.keys.get("mlp_only_layers") or ()):
             return True
         return (number + 1) % self.get("decoder_sparse_step", default=1) != 0
 
@@ -333,7 +320,7 @@ class _Reader:
     def shared_width(self) -> int:
         if (own := self.get("shared_expert_intermediate_size")) > 0:
             return own
-        return self.get(*_SHARED) * self.expert_width()
+        return self.get(*self.family.shared_keys) * self.expert_width()
 
     def mlp(self, width: int) -> list[tuple[int, int]]:
         return [(self.hidden, width), (self.hidden, width), (width, self.hidden)]
@@ -351,17 +338,16 @@ class _Reader:
         size = self.get("head_dim", default=hidden // heads)
         key_heads = self.get("num_key_value_heads", default=heads)
         q, k = heads * size, key_heads * size
-        # Qwen3-Next's queries come with a gate each.
-        gate = 2 if self.type in ("qwen3_next", "qwen3_5_moe") else 1
+        gate = 2 if self.family.query_gate else 1
         products = [(hidden, gate * q), (hidden, k), (hidden, k), (q, hidden)]
         others, normed = 0, 0
         if self.keys.get("attention_bias") or self.keys.get("use_bias"):
-            others += q + 2 * k + (0 if self.type in _WITHOUT_OUTPUT_BIAS else hidden)
-        if self.type == "gpt_oss":
+            others += q + 2 * k + (hidden if self.family.output_bias else 0)
+        if self.family.sinks:
             others += heads
-        if self.type in _HEAD_NORMS:
+        if self.family.qk_norm == "head":
             others, normed = others + 2 * size, q + k
-        elif self.type in _WHOLE_NORMS or self.keys.get("use_qk_norm"):
+        elif self.family.qk_norm == "all" or self.keys.get("use_qk_norm"):
             others, normed = others + q + k, q + k
         return products, others, {
             "heads": heads, "key_heads": key_heads, "qk_size": size, "value_size": size, "normed": normed,

@@ -1,0 +1,259 @@
+"""What differs between families of models, one entry for each family that differs: the only place that names them.
+
+A family is a folder of `transformers.models`, and the model types that its configurations have. Most need no entry:
+Transformers says which modules are experts, and experts say what they compute. What it does not say is here, and code
+that depends on it reads the field; nothing else compares model types or class names.
+
+    family("gpt_oss").sinks             True: of a model type, as a config.json has it
+    family_of(model).router             ends of class names by which the model's routers are found
+    family_of_class(type(block))        by the module that defines a class
+
+A family enters from outside the package as one file (`CARPOOL_PLUGINS`), or as an entry point of "carpool.families":
+
+    from carpool.families import Family, register
+    register(Family("my_moe", module="my_package.modeling", router=("Switchboard",), pipeline=True))
+
+The planner reads this table too, so it imports neither PyTorch nor Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from carpool.plugins import Registry
+
+__all__ = ["FAMILIES", "Family", "Gate", "Logits", "family", "family_of", "family_of_class", "register"]
+
+_MODELS = "transformers.models."
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a model does to its logits after the output layer.
+
+    Attributes:
+        change: "divide" or "multiply" by a number, "cap" (c * tanh(l / c)), or "other", which only its own code does.
+        key: of the configuration, the number.
+    """
+
+    change: Literal["divide", "multiply", "cap", "other"]
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate function of experts that kernels know.
+
+    Attributes:
+        function: its qualified name in the family's module.
+        activation: arguments of `carpool.experts.Activation`.
+        attributes: further arguments, which are attributes of the experts module.
+    """
+
+    function: str
+    activation: Mapping[str, Any]
+    attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """The defaults are what most families have.
+
+    Attributes:
+        name: the folder in `transformers.models`, and a model type.
+        types: further model types, such as that of its language model.
+        module: the Python module that defines its classes, of a family outside of Transformers.
+
+        router: ends of class names of routers.
+        selection_bias: names of the bias that only the selection of experts sees.
+        shared_experts: names of experts that serve every token.
+        shared_after_routed: blocks call these after the routed ones, on the rows that they were given.
+        attention, mlp: names of the modules of a decoder layer.
+        experts_norm: names of the norm before experts.
+        mixers: words in class names of what mixes tokens, which adapters find attention by.
+        gate: the gate of its experts, if it is not the usual one.
+        gated: experts have a gate.
+
+        top_k_keys, experts_keys, shared_keys, dense_keys: keys of the configuration for K, E, the number of shared
+            experts and of the first layers without experts; the first that is there counts.
+        layer_keys: what a configuration needs beside sizes to make an experts module by itself.
+
+        logits: what happens to logits; None: nothing.
+        pipeline: its forward is one layer after the other, and `tests/train/test_pipeline.py` has compared it with
+            stages. Others may scale embeddings, or share between layers, which stages would repeat or lack.
+        own_positions: positions have several axes, which it numbers itself, or tokens look ahead.
+        masks_without_positions: it makes masks without looking at position ids, and takes masks that are made already.
+        more_in_mask: layers add to the mask, or the mask alone has their sliding window.
+        window_in_mask: the same of layers with a window, which not all of its models have.
+
+        qk_norm: queries and keys have norms "head" by head, or one over "all" heads.
+        query_gate: queries come with a gate each.
+        sinks: attention has sinks, and cannot take PyTorch's fused attention.
+        output_bias: where attention has biases, its output projection has one.
+        router_bias, expert_biases: routers and experts have biases.
+        float_router: routers compute with float32 copies of their inputs and weights.
+    """
+
+    name: str
+    types: tuple[str, ...] = ()
+    module: str = ""
+
+    router: tuple[str, ...] = ("Router", "Gate")
+    selection_bias: tuple[str, ...] = ("e_score_correction_bias", "expert_bias")
+    shared_experts: tuple[str, ...] = ("shared_experts", "shared_expert")
+    shared_after_routed: bool = False
+    attention: tuple[str, ...] = ("self_attn", "attention", "attn")
+    mlp: tuple[str, ...] = ("mlp", "feed_forward", "block_sparse_moe", "moe")
+    experts_norm: tuple[str, ...] = ("pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm")
+    mixers: tuple[str, ...] = ("Attention", "MLA", "DeltaNet", "Mamba", "Mixer", "ShortConv")
+    gate: Gate | None = None
+    gated: bool = True
+
+    top_k_keys: tuple[str, ...] = (
+        "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts",
+        "num_selected_experts", "top_k", "moe_k",
+    )  # fmt: skip
+    experts_keys: tuple[str, ...] = (
+        "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts",
+    )  # fmt: skip
+    shared_keys: tuple[str, ...] = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    dense_keys: tuple[str, ...] = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    layer_keys: Mapping[str, Any] = field(default_factory=dict)
+
+    logits: Logits | None = None
+    pipeline: bool = False
+    own_positions: bool = False
+    masks_without_positions: bool = False
+    more_in_mask: bool = False
+    window_in_mask: bool = False
+
+    qk_norm: Literal["", "head", "all"] = ""
+    query_gate: bool = False
+    sinks: bool = False
+    output_bias: bool = True
+    router_bias: bool = False
+    expert_biases: bool = False
+    float_router: bool = False
+
+    def top_k_key(self, config: Any) -> str | None:
+        """The key under which a configuration says K as a whole number."""
+        return _first_key(config, self.top_k_keys)
+
+    def experts_key(self, config: Any) -> str | None:
+        """The same of E."""
+        return _first_key(config, self.experts_keys)
+
+
+def _first_key(config: Any, names: tuple[str, ...]) -> str | None:
+    values = ((name, getattr(config, name, None)) for name in names)
+    return next((name for name, value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+_DIVIDED = Logits("divide", "logits_scaling")
+_CLAMPED = Gate(
+    "GptOssExperts._apply_gate",
+    {"name": "silu", "gated": True, "interleaved": True, "up_shift": 1.0},
+    ("limit", "alpha"),
+)
+
+_TABLE = (
+    Family("afmoe", masks_without_positions=True),
+    Family("aria", shared_after_routed=True),
+    Family("axk1", shared_after_routed=True),
+    Family("axk2", shared_after_routed=True),
+    Family("bailing_hybrid", shared_after_routed=True),
+    Family("beam", logits=Logits("other")),
+    Family("cohere2_moe", shared_after_routed=True, logits=Logits("multiply", "logit_scale")),
+    Family("deepseek_ocr2", shared_after_routed=True),
+    Family("deepseek_v2", shared_after_routed=True, float_router=True),
+    Family("deepseek_v3", shared_after_routed=True, float_router=True, pipeline=True),
+    Family("deepseek_v32", shared_after_routed=True),
+    Family("deepseek_v4", shared_after_routed=True),
+    Family("diffusion_gemma", own_positions=True),
+    Family("doge", more_in_mask=True),
+    Family("dots1", shared_after_routed=True, float_router=True, qk_norm="head"),
+    Family("dots3_note", shared_after_routed=True),
+    Family("ernie4_5_moe", float_router=True, router_bias=True),
+    Family("ernie4_5_vl_moe", own_positions=True),
+    Family("exaone_moe", shared_after_routed=True, qk_norm="head"),
+    Family("flex_olmo", qk_norm="all"),
+    Family("flint", shared_after_routed=True),
+    Family("gemma4", logits=Logits("cap", "final_logit_softcapping")),
+    Family("glm4_moe", shared_after_routed=True, float_router=True, output_bias=False),
+    Family("glm4_moe_lite", shared_after_routed=True, float_router=True),
+    Family("glm4v_moe", shared_after_routed=True, own_positions=True),
+    Family("glm5_next", shared_after_routed=True),
+    Family("glm_moe_dsa", shared_after_routed=True),
+    Family(
+        "gpt_oss", pipeline=True, gate=_CLAMPED, masks_without_positions=True, sinks=True, router_bias=True,
+        expert_biases=True,
+    ),
+    Family("granitemoe", logits=_DIVIDED),
+    Family("granitemoe_swa", logits=_DIVIDED),
+    Family("granitemoehybrid", logits=_DIVIDED),
+    Family("granitemoeshared", logits=_DIVIDED),
+    Family("hunyuan_v1_moe", qk_norm="head"),
+    Family("hy_v3", shared_after_routed=True),
+    Family("hy_v4", shared_after_routed=True),
+    Family("inkling", logits=Logits("other")),
+    Family("inkling2", logits=Logits("other")),
+    Family("kimi_linear", shared_after_routed=True, float_router=True),
+    Family("kolibri1", shared_after_routed=True),
+    Family("minimax_m2", qk_norm="all"),
+    Family("mistral4", shared_after_routed=True),
+    Family("mistral_large4", shared_after_routed=True),
+    Family("mixtral", pipeline=True),
+    Family(
+        "nemotron_h", shared_after_routed=True, gated=False,
+        layer_keys={"mlp_hidden_act": "relu2", "moe_latent_size": None},
+    ),
+    Family("olmoe", pipeline=True, qk_norm="all"),
+    Family("openai_privacy_filter", own_positions=True),
+    Family("phimoe", more_in_mask=True),
+    Family("qwen2_moe", window_in_mask=True),
+    Family("qwen3_5_moe", qk_norm="head", query_gate=True),
+    Family("qwen3_moe", pipeline=True, qk_norm="head"),
+    Family("qwen3_next", qk_norm="head", query_gate=True),
+    Family("qwen3_vl_moe", types=("qwen3_vl_moe_text",), qk_norm="head"),
+    Family("solar_open", shared_after_routed=True),
+    Family("unlimited_ocr", shared_after_routed=True),
+)  # fmt: skip
+_OTHER = Family("")
+
+
+def _check(name: str, entry: Family) -> None:
+    if not isinstance(entry, Family) or entry.name != name:
+        raise ValueError(f"model family {name!r} ({entry!r}) must be a carpool.families.Family of that name")
+
+
+FAMILIES: Registry[Family] = Registry("model family", "carpool.families", {one.name: one for one in _TABLE}, _check)
+
+
+def register(entry: Family) -> Family:
+    """Add a family.
+
+    Raises:
+        ValueError: another one has the name, or it is no `Family`."""
+    return FAMILIES.register(entry)
+
+
+def family(model_type: str) -> Family:
+    """The family of a model type; that of a type without an entry has the defaults."""
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    return next((one for one in FAMILIES.values() if model_type in one.types), _OTHER)
+
+
+def family_of(model: Any) -> Family:
+    """The family of a model of Transformers, or of its configuration."""
+    config = getattr(model, "config", model)
+    return family(getattr(config, "model_type", None) or "")
+
+
+def family_of_class(cls: Any) -> Family:
+    """The family whose module defines a class or a function. A subclass that a user derives has the defaults."""
+    if cls.__module__.startswith(_MODELS):
+        return family(cls.__module__.removeprefix(_MODELS).split(".")[0])
+    return next((one for one in FAMILIES.values() if one.module and one.module == cls.__module__), _OTHER)
