@@ -35,7 +35,6 @@ from carpool.metrics.counters import LayerStats
 from carpool.planner.decisions.chosen import fastest as fastest_of
 from carpool.planner.step.overlap import Pieces, chunked
 from carpool.ride.function import ride
-from carpool.ride.orders import order_of
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
@@ -75,7 +74,7 @@ class Layer:
     def setup(self, schedule: Schedule, **options_of_nvlink: int) -> RideSetup:
         options = NVLinkOptions(max_tokens=self.tokens, **options_of_nvlink).under(schedule)
         transport = make_transport(self.name, self.group, self.layout.slots_per_rank, options)
-        return RideSetup(transport, self.experts, self.stats(), order_of(schedule, transport, self.device))
+        return RideSetup(transport, self.experts, self.stats(), schedule.order(transport, self.device))
 
     def run(self, setup: RideSetup, tokens: int | None = None) -> None:
         """Forward and backward of the first tokens."""

@@ -34,7 +34,7 @@ def in_effect(config: Config, shared_experts: bool = True) -> dict[str, Any]:
 
     Args:
         shared_experts: whether the model may have experts that serve every token. A schedule of one chunk is the plain
-            ride (`carpool.ride.orders`), which without them has nothing beside it, unless its transport has options
+            ride (`carpool.ride.chunks`), which without them has nothing beside it, unless its transport has options
             that depend on the schedule."""
     schedule = config.moe.asked_schedule()
     if schedule is not None and schedule.name == "chunks" and schedule.pieces == 1 and not shared_experts:

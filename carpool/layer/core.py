@@ -29,7 +29,6 @@ from carpool.replicas.slots import fill_slots
 from carpool.ride.function import WaitingRides, ride
 from carpool.ride.merged import ride_merged
 from carpool.ride.module import ride_module
-from carpool.ride.orders import order_of
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import NO_HOOKS, Owed, RideHooks, RideSetup
 from carpool.routing import DropOptions, Routing
@@ -288,7 +287,7 @@ class LayerCore:
     @torch._disable_dynamo
     def _make_setup(self, transport: Transport, device: torch.device) -> RideSetup:
         schedule = self.schedule if self.function is not None else Schedule()
-        order = order_of(schedule, transport, device)
+        order = schedule.order(transport, device)
         self._computed_by = experts = self.compute
         if experts is not None and self._beside is not None:
             experts = self._beside(experts)

@@ -19,16 +19,16 @@ There are three ways to add something from outside the package:
 An entry point is imported when its name is looked up, so one that cannot be imported harms only those who ask for it.
 Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look into any registry.
 
-The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.experts.EXPERTS` ("carpool.experts"),
-`carpool.optim.OPTIMIZERS` ("carpool.optimizers"), `carpool.families.FAMILIES` ("carpool.families"),
-`carpool.metrics.metric.METRICS` ("carpool.metrics") and
+The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.ride.schedule.SCHEDULES`
+("carpool.schedules"), `carpool.experts.EXPERTS` ("carpool.experts"), `carpool.optim.OPTIMIZERS` ("carpool.optimizers"),
+`carpool.families.FAMILIES` ("carpool.families"), `carpool.metrics.metric.METRICS` ("carpool.metrics") and
 `carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package that takes plug-ins makes its own. What has none of
 these enters as an extension, with a section of settings of its own: `carpool.train.extensions.EXTENSIONS`
 ("carpool.extensions"). Two groups of entry points are not registries: "carpool.recipes" (`carpool.recipes`), and
 "carpool.commands", functions of Typer: `"recipes.race" = "my_package:race"` is `carpool recipes race`.
 
-`carpool train` gives a transport, an expert computation and an optimizer the options that they name, and refuses
-others: moe.transport_options, moe.expert_options and training.optimizer_options.
+`carpool train` gives a transport, a schedule, an expert computation and an optimizer the options that they name, and
+refuses others: moe.transport_options, moe.schedule_options, moe.expert_options and training.optimizer_options.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class RideSetup(Numbered):
         transport: how rows travel.
         experts: what is computed on them; None for `ride_module`, which is given a module instead.
         stats: where the layer counts.
-        order: when each verb runs (`carpool.ride.orders.order_of` makes one of a `Schedule`). None: the plain one.
+        order: when each verb runs (`Schedule.order` makes one). None: the plain one.
         hooks: told where the backward is.
         policies: of what rides keep.
         offloader: where it goes, if a policy is "offload".

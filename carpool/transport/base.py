@@ -172,7 +172,7 @@ class Transport(ABC):
         between_nodes: whether "auto" takes it on several nodes where the model of costs says that it is faster.
         writes_to_peers: whether it writes rows into the memory of GPUs of its node, if they reach each other.
         needs_nvlink: whether GPUs without NVLink cannot use it.
-        rides_in_parts: whether `plan` and the combines take parts (`carpool.ride.tiles`).
+        rides_in_parts: whether `plan` and the combines take parts (`carpool_systems.tiles`).
         knows_rows: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
             that run a model's own forward would compute them.
         graphable: whether it asks nothing of the host, so that a CUDA graph can hold its rides.

@@ -25,7 +25,6 @@ from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_
 from carpool.experts.gemm.choices import Choices
 from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
-from carpool.ride.orders import order_of
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
@@ -85,7 +84,7 @@ class Problem:
         own = ExpertWeights(*(w.clone().requires_grad_() for w in self.weights if w is not None))
         transport, way = self.transports[schedule]
         stats = LayerStats(self.ranks * SLOTS, self.ranks, self.rank)
-        setup = RideSetup(transport, self.experts, stats, order_of(way, transport, self.device), policies=self.policies)
+        setup = RideSetup(transport, self.experts, stats, way.order(transport, self.device), policies=self.policies)
         y, _ = ride(x, Routing(slot_TK, weight), slot_TK, own, setup)
         y.backward(dy)
         named = {"y": y.detach(), "dx": x.grad, "dweight": weight.grad, "up": own[0].grad, "down": own[1].grad}

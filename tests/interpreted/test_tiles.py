@@ -21,16 +21,16 @@ from carpool.activations import Arena, KeptPolicies, Offloader
 from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts.gemm import table_kernels
 from carpool.experts.gemm.choices import Choices
-from carpool.experts.gemm.parts import Forward, fused
 from carpool.metrics.counters import LayerStats, Traffic
 from carpool.ride.chunks import PLAIN
 from carpool.ride.function import ride
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
-from carpool.ride.tiles import TiledOrder, require
 from carpool.routing import Routing
 from carpool.transport import Codecs, RankMissingError, make_transport
 from carpool.transport.nvlink import NVLinkOptions
+from carpool_systems.tiled_experts import Forward, fused
+from carpool_systems.tiles import TiledOrder, require
 from tests.interpreted.emulated import emulate, verb
 from tests.interpreted.test_experts import close, nan_in_fresh_memory  # noqa: F401
 from tests.interpreted.test_gemm import tiny_tiles

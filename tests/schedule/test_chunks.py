@@ -12,7 +12,6 @@ import torch
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
-from carpool.ride.orders import order_of
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
@@ -64,7 +63,7 @@ def test_each_piece_travels_once_and_finds_a_lease(chunks: int, backward_chunks:
     weight_TK = torch.rand(TOKENS, TOP_K, generator=generator)
     up = torch.randn(SLOTS, 2 * HIDDEN, HIDDEN, generator=generator).requires_grad_()
     weights = ExpertWeights(up, torch.randn(SLOTS, HIDDEN, HIDDEN, generator=generator).requires_grad_())
-    order = order_of(schedule, transport, x_TH.device)
+    order = schedule.order(transport, x_TH.device)
     setup = RideSetup(transport, EXPERTS, LayerStats(SLOTS, 1, 0), order)
     y_TH, _ = ride(x_TH, Routing(slot_TK, weight_TK), slot_TK, weights, setup)
     y_TH.backward(torch.ones_like(y_TH))

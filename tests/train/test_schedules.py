@@ -13,10 +13,9 @@ import torch
 
 from carpool.planner.decisions.chosen import Chosen, Decisions, fastest
 from carpool.ride.chunks import PLAIN, ChunkedOrder
-from carpool.ride.orders import order_of
 from carpool.ride.schedule import Schedule
 from carpool.train.build import schedule_choice as schedules
-from carpool.train.build.schedule_choice import SCHEDULE_KIND, TILES, choose_schedule, decide, neighbours
+from carpool.train.build.schedule_choice import SCHEDULE_KIND, choose_schedule, decide, neighbours
 from carpool.train.config import load_config
 from carpool.train.config.schema_moe import MoeSection
 from carpool.transport import NVLinkOptions
@@ -75,8 +74,8 @@ def test_a_recorded_choice_is_kept_unless_the_shape_changed() -> None:
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_tiles_are_no_candidate_where_rows_must_be_whole(monkeypatch: pytest.MonkeyPatch, in_parts: bool) -> None:
     monkeypatch.setattr(schedules, "device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(schedules, "tiles_of", lambda *_: TILES)
-    monkeypatch.setattr(schedules, "_milliseconds", lambda _, way, *__: 1.0 if way in TILES else 2.0)
+    monkeypatch.setattr(schedules, "why_not_follow", lambda *_: None)
+    monkeypatch.setattr(schedules, "_milliseconds", lambda _, way, *__: 1.0 if way.name == "tiles" else 2.0)
     layer: Any = mock.Mock(num_ranks=4, options=None)
     plan: Any = SimpleNamespace(
         config=SimpleNamespace(
@@ -89,7 +88,7 @@ def test_tiles_are_no_candidate_where_rows_must_be_whole(monkeypatch: pytest.Mon
         decisions=Decisions(),
     )
     chosen = choose_schedule(plan, [layer])
-    assert (chosen.answer in TILES) == in_parts
+    assert (chosen.answer == Schedule("tiles", 2)) == in_parts
     layer.set_schedule.assert_called_with(chosen.answer)
 
 
@@ -112,7 +111,7 @@ def test_more_chunks_must_be_clearly_faster() -> None:
 )
 def test_schedules_that_make_no_sense(name: str, chunks: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Schedule(name, chunks)  # type: ignore[arg-type]
+        Schedule(name, chunks)
 
 
 def test_chunks_that_do_not_go_together() -> None:
@@ -128,11 +127,11 @@ def test_forward_and_backward_are_tried_apart() -> None:
 
 def test_tiles_on_a_gpu_need_a_transport_with_signals() -> None:
     transport = Dedup(None, 4)
-    assert order_of(Schedule("tiles", 2), transport, torch.device("cpu")) == ChunkedOrder(2, 2)
-    assert order_of(Schedule("chunks", 2, 3), transport, torch.device("cuda")) == ChunkedOrder(2, 3)
-    assert order_of(Schedule("chunks"), transport, torch.device("cuda")) is PLAIN
+    assert Schedule("tiles", 2).order(transport, torch.device("cpu")) == ChunkedOrder(2, 2)
+    assert Schedule("chunks", 2, 3).order(transport, torch.device("cuda")) == ChunkedOrder(2, 3)
+    assert Schedule("chunks").order(transport, torch.device("cuda")) is PLAIN
     with pytest.raises(ValueError, match=r"'dedup' has no signals.*schedule='chunks'"):
-        order_of(Schedule("tiles", 2), transport, torch.device("cuda"))
+        Schedule("tiles", 2).order(transport, torch.device("cuda"))
 
 
 def test_buffers_are_for_a_chunk() -> None:
@@ -175,7 +174,10 @@ def run_measured(output: str, overrides: list[str]) -> str:
     """As on a GPU: the schedule is timed. What is timed here is real, only that it can be faster is not."""
     with (
         mock.patch("carpool.train.build.schedule_choice.HIDES_NOTHING", ()),
-        mock.patch("carpool.train.build.schedule_choice.CANDIDATES", (Schedule("chunks", 3), Schedule("chunks", 2))),
+        mock.patch(
+            "carpool.train.build.schedule_choice.candidates_of",
+            lambda *_: [Schedule("chunks", 3), Schedule("chunks", 2)],
+        ),
     ):
         return run(output, overrides)
 

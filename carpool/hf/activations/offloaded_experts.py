@@ -50,10 +50,10 @@ def keep_experts_in_host_memory(
                 "memory.cpu_expert_tokens cannot be used"
             )
         in_parts = own.transport is not None and own.transport.rides_in_parts
-        if few and own.schedule.name == "tiles" and in_parts:
+        if few and not own.schedule.kind.whole and in_parts:
             raise ValueError(
-                f"{name}: the CPU computes experts once all rows have come, and the rows of moe.schedule = 'tiles' "
-                "come in parts: choose another schedule, or memory.cpu_expert_tokens=0"
+                f"{name}: the CPU computes experts once all rows have come, and the rows of moe.schedule = "
+                f"{own.schedule.name!r} come in parts: choose another schedule, or memory.cpu_expert_tokens=0"
             )
         sharded = kept is None and any(isinstance(parameter, DTensor) for parameter in own.experts.parameters())
         if sharded or id(own.experts) in by_fsdp:

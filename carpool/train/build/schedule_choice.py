@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from carpool.experts import ExpertWeights
-from carpool.experts.gemm.parts import why_no_parts
 from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.rides import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign
@@ -31,7 +30,7 @@ from carpool.metrics.counters import LayerStats
 from carpool.planner.decisions.chosen import Chosen, Kind, fastest
 from carpool.ride.function import ride
 from carpool.routing import Routing
-from carpool.ride.schedule import MAX_CHUNKS, Schedule
+from carpool.ride.schedule import MAX_CHUNKS, SCHEDULES, Schedule, ScheduleKind
 from carpool.ride.priority import RidesFirst
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.launch.machine import device_name
@@ -39,15 +38,15 @@ from carpool.train.plan.resolve import Plan
 from carpool.train.steps.capacity import grow_if_short
 from carpool.transport import TransportOptions
 
-CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
-TILES = (Schedule("tiles", 2), Schedule("tiles", 4))
 HIDES_NOTHING = ("cpu",)
 WARM_UP, REPETITIONS = 3, 7
 log = logging.getLogger("carpool")
 
 
 SCHEDULE_KIND: Kind[Schedule] = Kind(
-    "schedule", asdict, lambda record: Schedule(record["name"], record["chunks"], record.get("backward_chunks"))
+    "schedule",
+    lambda schedule: {key: value for key, value in asdict(schedule).items() if key != "options" or value},
+    lambda record: Schedule(record["name"], record["chunks"], record.get("backward_chunks"), record.get("options", {})),
 )
 
 
@@ -55,12 +54,12 @@ def choose_schedule(plan: Plan, layers: Sequence[ExpertRides]) -> Chosen[Schedul
     """Choose, and let the layers follow it. All ranks together.
 
     Raises:
-        ValueError: tiles, and experts that cannot compute on rows that come in parts.
+        ValueError: experts that cannot follow the schedule that is asked for.
     """
     wanted, device, dtype, tokens = plan.config.moe.asked_schedule(), plan.machine.device, plan.dtype, plan.tokens
     top_k, hidden = plan.blueprint.top_k, plan.blueprint.row_size
     # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
-    in_parts = not plan.config.memory.cpu_expert_tokens
+    on_cpu = bool(plan.config.memory.cpu_expert_tokens)
     assert device is not None
     own = next((own for own in layers if own.compute is not None), None)
     name = device_name(device)
@@ -81,7 +80,7 @@ def choose_schedule(plan: Plan, layers: Sequence[ExpertRides]) -> Chosen[Schedul
     def measure(fallback: Chosen[Schedule]) -> Chosen[Schedule]:
         assert own is not None
         times: dict[Schedule, float] = {}
-        for candidates in ((*CANDIDATES, *(tiles_of(own, dtype, device) if in_parts else ())), None):
+        for candidates in (candidates_of(own, dtype, device, on_cpu), None):
             # Forward and backward may differ: once their best common number is known, its neighbours.
             for way in candidates or neighbours(fastest(times)):
                 times[way] = _milliseconds(own, way, tokens, top_k, hidden, dtype, device)
@@ -92,12 +91,11 @@ def choose_schedule(plan: Plan, layers: Sequence[ExpertRides]) -> Chosen[Schedul
     chosen = plan.decisions.choose(
         SCHEDULE_KIND, shape, lambda kept, note: decide(wanted, shape, kept, note, own is None), measure
     )
-    if chosen.answer.name == "tiles" and device.type == "cuda" and own is not None and own.compute is not None:
+    if device.type == "cuda" and own is not None and own.compute is not None:
         # Before anything is written.
-        none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
-        reason = why_no_parts(own.compute, ExpertWeights.of(none)) or (own.adapters and "experts have adapters")
-        if reason:
-            raise ValueError(f"moe.schedule = 'tiles' cannot be used here: {reason}; use 'chunks' or 'auto'")
+        if reason := why_not_follow(own, chosen.answer.kind, dtype, device):
+            name = chosen.answer.name
+            raise ValueError(f"moe.schedule = {name!r} cannot be used here: {reason}; use 'chunks' or 'auto'")
     for one in layers:
         one.set_schedule(chosen.answer)
     return chosen
@@ -125,16 +123,29 @@ def decide(
     return Chosen(Schedule(), shape, "default", reason + note), not reason
 
 
-def tiles_of(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:
-    """The schedules "tiles" that a layer can have."""
-    if own.compute is None or own.transport is None or not own.transport.rides_in_parts or own.adapters is not None:
-        return ()
-    try:
-        (own.options or TransportOptions()).under(TILES[0])
-    except ValueError:
-        return ()
+def candidates_of(own: ExpertRides, dtype: torch.dtype, device: torch.device, on_cpu: bool) -> list[Schedule]:
+    """What "auto" times: what every schedule proposes for this layer that the layer can follow. `on_cpu`: the CPU
+    computes some of the experts."""
+    found: list[Schedule] = []
+    for kind in SCHEDULES.values():
+        proposed = kind.candidates(own.transport)
+        if not proposed or (on_cpu and not kind.whole) or why_not_follow(own, kind, dtype, device):
+            continue
+        try:
+            (own.options or TransportOptions()).under(proposed[0])
+        except ValueError:
+            continue
+        found += proposed
+    return found
+
+
+def why_not_follow(own: ExpertRides, kind: type[ScheduleKind], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a layer on a GPU cannot follow such a schedule, or None."""
+    assert own.compute is not None
+    if not kind.whole and own.adapters is not None:
+        return "experts have adapters"
     none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
-    return () if why_no_parts(own.compute, ExpertWeights.of(none)) else TILES
+    return kind.why_not(own.compute, ExpertWeights.of(none))
 
 
 def neighbours(best: Schedule) -> tuple[Schedule, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from carpool.ride.schedule import SCHEDULES
 from carpool.train.config.schema import Config, keys
 from carpool.train.config.schema_base import toml_value
 
@@ -161,9 +162,13 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType({
     ),
     "moe.fp8_cache_weights": Effect(lambda config: config.moe.experts == "fp8", "moe.experts=fp8"),
     "moe.chunks": Effect(
-        lambda config: config.moe.schedule in ("chunks", "tiles"), "moe.schedule=chunks or tiles"
+        lambda config: config.moe.schedule in SCHEDULES and SCHEDULES[config.moe.schedule].default_chunks is not None,
+        "moe.schedule=chunks or tiles",
     ),
-    "moe.backward_chunks": Effect(lambda config: config.moe.schedule == "chunks", "moe.schedule=chunks"),
+    "moe.backward_chunks": Effect(
+        lambda config: config.moe.schedule in SCHEDULES and SCHEDULES[config.moe.schedule].backward_chunks,
+        "moe.schedule=chunks",
+    ),
     "moe.balance_scope": Effect(
         lambda config: config.moe.router_aux_loss_coef != 0, "moe.router_aux_loss_coef above 0"
     ),

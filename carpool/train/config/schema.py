@@ -153,8 +153,10 @@ class Config(Section):
         if self.adapter.adapts_experts:
             if self.moe.experts == "fp8":
                 raise ValueError("moe.experts = 'fp8' has no adapters: use 'grouped', or other adapter.targets")
-            if self.moe.schedule == "tiles":
-                raise ValueError("moe.schedule = 'tiles' has no adapters: use 'chunks', or other adapter.targets")
+            if not self.moe.rides_whole:
+                raise ValueError(
+                    f"moe.schedule = {self.moe.schedule!r} has no adapters: use 'chunks', or other adapter.targets"
+                )
         return self
 
     def _check_base(self) -> None:
@@ -162,7 +164,7 @@ class Config(Section):
         moe, memory, placement = self.moe, self.memory, self.placement
         refused = {
             f"moe.experts = {moe.experts!r}": moe.experts not in ("auto", "grouped", "reference"),
-            "moe.schedule = 'tiles'": moe.schedule == "tiles",
+            f"moe.schedule = {moe.schedule!r}": not moe.rides_whole,
             f"moe.layout = {moe.layout!r}": moe.layout != "contiguous",
             "placement.every": placement.every is not None,
             f"memory.experts = {memory.experts!r}": memory.experts != "device",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from carpool.plugins.nearest import nearest
-from carpool.ride.schedule import MAX_CHUNKS, Schedule
+from carpool.ride.schedule import MAX_CHUNKS, SCHEDULES, Schedule
 from carpool.train.config.schema_base import NONE_IS_A_WORD, Section, check_options, known_name, listed_options
 
 if TYPE_CHECKING:
@@ -93,11 +93,10 @@ ExpertsName = Annotated[str, AfterValidator(_known_experts)]
 
 # On the command line, "none" is no value.
 ScheduleName = Annotated[
-    Literal["auto", "none", "chunks", "two-batch", "tiles"],
+    str,
     NONE_IS_A_WORD,
+    AfterValidator(lambda name: known_name("moe.schedule", name, ("auto", *SCHEDULES))),
 ]
-# Unless a number is given.
-DEFAULT_CHUNKS = {"chunks": 2, "tiles": 4}
 
 
 class MoeSection(Section):
@@ -148,10 +147,14 @@ class MoeSection(Section):
         description="What runs at the same time. none: one thing after the other. chunks: tokens ride in chunks, "
         "and experts compute on one chunk while another rides. two-batch: two micro-batches, or the "
         "halves of a step's only one, run half a layer apart: one's attention beside the other's ride; in a "
-        "pipeline (DualPipeV, Interleaved1F1B) the forward of one and the backward of another. tiles: "
+        "pipeline (DualPipeV, Interleaved1F1B) the forward of one and the backward of another. tiles (a plug-in): "
         "with nvlink, experts begin on rows that have arrived while others still ride. auto: none, "
         "chunks or tiles, whichever is fastest when timed before the first step; run.json records it "
         "and a resumed run keeps it. On a CPU auto means none.",
+    )
+    schedule_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of a schedule from outside the package, which moe.schedule names.",
     )
     chunks: int | None = Field(
         default=None,
@@ -252,9 +255,15 @@ class MoeSection(Section):
             ValueError: numbers of chunks that make no sense together."""
         if self.schedule == "auto":
             return None
-        chunks = self.chunks if self.schedule in DEFAULT_CHUNKS else 1
-        backward = self.backward_chunks if self.schedule == "chunks" else None
-        return Schedule(self.schedule, chunks or DEFAULT_CHUNKS[self.schedule], backward)
+        kind = SCHEDULES[self.schedule]
+        chunks = 1 if kind.default_chunks is None else self.chunks or kind.default_chunks
+        backward = self.backward_chunks if kind.backward_chunks else None
+        return Schedule(self.schedule, chunks, backward, self.schedule_options)
+
+    @property
+    def rides_whole(self) -> bool:
+        """See `carpool.ride.schedule.ScheduleKind.whole`."""
+        return self.schedule == "auto" or SCHEDULES[self.schedule].whole
 
     @property
     def drops(self) -> DropOptions:
@@ -276,6 +285,10 @@ class MoeSection(Section):
 
     @model_validator(mode="after")
     def _have_options(self) -> Self:
+        if self.schedule_options:
+            known = {} if self.schedule == "auto" else SCHEDULES[self.schedule].options
+            told = f"schedule {self.schedule!r} has {listed_options(known)}"
+            check_options("moe.schedule_options", self.schedule_options, told, known)
         self.asked_schedule()
         if self.transport_options:
             check_options("moe.transport_options", self.transport_options, *_options_of_transport(self.transport))

@@ -75,18 +75,12 @@ class NVLinkOptions(TransportOptions):
         """A stream of its own, buffers for a chunk, enough leases.
 
         Raises:
-            ValueError: tiles, and rows that travel as FP8."""
+            ValueError: what `ScheduleKind.check_options` says."""
         # Rows that are sent again take a lease of their own.
         leases = max(self.num_leases, schedule.rides_under_way * (2 if resend else 1))
-        if schedule.name == "none":
+        if not schedule.kind.beside:
             return replace(self, num_leases=leases)
-        if schedule.name == "tiles":
-            if not self.codecs.plain:
-                raise ValueError(
-                    "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave "
-                    "out the codecs"
-                )
-            return replace(self, side_stream=True, num_leases=leases)
+        schedule.kind.check_options(self)
         most = None if self.max_tokens is None else -(-self.max_tokens // schedule.pieces)
         capacity = None if self.capacity is None else min(self.capacity, most or self.capacity)
         return replace(self, side_stream=True, max_tokens=most, capacity=capacity, num_leases=leases)

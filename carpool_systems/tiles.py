@@ -20,21 +20,25 @@ weight gradient is one product over all parts at the end, and hides the last com
 No deadlock: a kernel that waits leaves `transport.processors` multiprocessors to the ride's kernels, which therefore
 always run; and whatever it waits for was enqueued before it, on every rank, and waits for nothing that comes after it.
 
-Compared with chunks (`chunks.py`): rows and pre-activations are kept once, there is one weight gradient, and the first
-product is one launch whatever n is. As there, a part of an expert fills its last tile only partly. Outputs and
-gradients of rows are those of the plain ride bit by bit, weight gradients to rounding (carpool/experts/gemm/parts.py).
+Compared with chunks (`carpool/ride/chunks.py`): rows and pre-activations are kept once, there is one weight gradient,
+and the first product is one launch whatever n is. As there, a part of an expert fills its last tile only partly.
+Outputs and gradients of rows are those of the plain ride bit by bit, weight gradients to rounding
+(`tiled_experts.py`).
+
+Why it is here (docs/measurements.md, two H200): tiles beat 2 chunks or more at all of seven shapes, and lose to the
+plain ride or to one chunk at each of them, because the multiprocessors reserved for rides cost more than the ride.
 
 FLUX (arXiv 2406.06858) and COMET (2502.19811) give each tile of rows a signal and fuse the second product with the way
 back in one kernel. Here a signal is for a part, so that a tile of an expert is not left with the few rows of one
 sender, and the way back is a kernel of its own: it starts later by a launch, and needs no split of one grid.
 
 Only transports that ride in parts have such signals, and only the fused kernels of `grouped` wait for them. On a CPU,
-where no transport has them, the same number of chunks rides instead (`chunks.py`), so that a configuration runs there
-too (`carpool.ride.orders.order_of`).
+where no transport has them, the same number of chunks rides instead, so that a configuration runs there too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,14 +46,16 @@ import torch
 
 from carpool.activations import Rows
 from carpool.experts import Experts, ExpertWeights, GroupedExperts
-from carpool.experts.gemm.parts import Backward, Forward, why_no_parts
+from carpool.kernels import MAX_PARTS
 from carpool.kernels.device import reserved
 from carpool.metrics.counters import RideSpans
 from carpool.ride.chunks import kept_rows
 from carpool.ride.saved import arena_for
-from carpool.ride.setup import Kept, RideSetup
+from carpool.ride.schedule import Schedule, ScheduleKind
+from carpool.ride.setup import Kept, Order, RideSetup
 from carpool.ride.turns import handover
-from carpool.transport import Pending
+from carpool.transport import Pending, Transport, TransportOptions
+from carpool_systems.tiled_experts import Backward, Forward, why_no_parts
 
 
 class Started(NamedTuple):
@@ -188,3 +194,47 @@ class TiledOrder:
             return dx_TH.to(dtype), dweight_TK
 
         return Pending(finish), dweights
+
+
+class Tiles(ScheduleKind):
+    """`moe.schedule = "tiles"`."""
+
+    name = "tiles"
+    default_chunks = 4
+    max_chunks = MAX_PARTS
+    whole = False
+
+    @classmethod
+    def order(cls, schedule: Schedule, transport: Transport, device: torch.device) -> Order:
+        if transport.rides_in_parts:
+            return TiledOrder(schedule.chunks)
+        # On a CPU nothing hides anything: the same number of chunks lets a configuration be tried there.
+        if device.type == "cuda":
+            raise ValueError(
+                f"schedule='tiles' cannot be used here: transport {transport.name!r} has no signals by part; "
+                "use schedule='chunks'"
+            )
+        return Schedule("chunks", schedule.chunks).order(transport, device)
+
+    @classmethod
+    def pieces(cls, schedule: Schedule) -> int:
+        """All tokens are in one ride, and in one buffer."""
+        return 1
+
+    @classmethod
+    def check_options(cls, options: TransportOptions) -> None:
+        if not options.codecs.plain:
+            raise ValueError(
+                "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave "
+                "out the codecs"
+            )
+
+    @classmethod
+    def why_not(cls, experts: Experts, weights: ExpertWeights) -> str | None:
+        return why_no_parts(experts, weights)
+
+    @classmethod
+    def candidates(cls, transport: Transport | None) -> Sequence[Schedule]:
+        if transport is None or not transport.rides_in_parts:
+            return ()
+        return Schedule("tiles", 2), Schedule("tiles", 4)

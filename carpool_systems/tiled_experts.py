@@ -1,4 +1,4 @@
-"""Grouped experts on rows that come in parts, while later parts are under way (`carpool.ride.tiles`).
+"""Grouped experts on rows that come in parts, while later parts are under way (`carpool_systems.tiles`).
 
 A part is a range of every rank's tokens (`carpool.activations.arrivals.Ready`). Pairs are sorted as ever, by slot, and
 within a slot by part, so that
