@@ -44,10 +44,10 @@ import torch.nn.functional as F
 
 from benchmarks.script import join_group, make_parser, show, write_results
 from carpool.bench.routings import make_routings
+from carpool.bench.shapes import RideShape
 from carpool.bench.timing import begin_together, percentile, rounds
-from carpool.bench.transport.contenders import why_unavailable
-from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
-from carpool.bench.transport.settings import Shape
+from carpool.bench.transport.ride_check import Case, check, forward_and_backward, oracle
+from carpool.bench.transport.ride_contest import why_unavailable
 from carpool.kernels.device import reserved
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import Traffic
@@ -192,7 +192,7 @@ class OnCpu:
 class Rides:
     """One number of tokens: every transport with a route, and buffers of this size."""
 
-    def __init__(self, shape: Shape, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, shape: RideShape, args: argparse.Namespace, device: torch.device) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group()  # buffers belong to a group: each size has its own
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -226,7 +226,9 @@ class Rides:
         timed(lambda: transport.combine(route, partial_RH).wait(), "combine")
 
 
-def measure(shape: Shape, args: argparse.Namespace, device: torch.device, bench: OnGpu | OnCpu) -> list[dict[str, Any]]:
+def measure(
+    shape: RideShape, args: argparse.Namespace, device: torch.device, bench: OnGpu | OnCpu
+) -> list[dict[str, Any]]:
     rides = Rides(shape, args, device)
     ways = conditions(args.delays, device.type == "cuda")
     found: dict[tuple[str, str, Condition], list[Timed]] = defaultdict(list)
@@ -324,7 +326,7 @@ def main() -> None:
         raise ValueError(f"--slow-rank {args.slow_rank} must be one of {world} ranks, and there must be two or more")
     make = OnGpu if device.type == "cuda" else OnCpu
     bench = make(device, rank == args.slow_rank, int(args.gradient_mib * 2**20))
-    shape, results = Shape(0, args.hidden, args.experts, args.top_k), []
+    shape, results = RideShape(0, args.hidden, args.experts, args.top_k), []
     for tokens in args.tokens:
         results += measure(replace(shape, tokens=tokens), args, device, bench)
     columns = ["", "tokens", "p50", "p99", "max", "x alone", "seen", "under", "ahead"]

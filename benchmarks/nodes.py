@@ -41,11 +41,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.script import join_group, make_parser, show, write_results
-from carpool.bench.hardware.fit import Fit, fit
-from carpool.bench.hardware.links import measure_links
-from carpool.bench.hardware.measure import measured_links
-from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle, rows_of
-from carpool.bench.transport.settings import Shape
+from carpool.bench.hardware.measure_links import Fit, fit, measure_links
+from carpool.bench.hardware.measure_machine import measured_links
+from carpool.bench.shapes import RideShape
+from carpool.bench.transport.ride_check import Case, check, forward_and_backward, oracle, rows_of
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
@@ -95,7 +94,7 @@ class Contest:
         self.solved, trace = solved.layer(args.layer), timed.layer(args.layer)
         source_T = trace.source_T(self.num_ranks)
         self.parts = [trace.subset(np.flatnonzero(source_T == rank)[: args.tokens]) for rank in range(self.num_ranks)]
-        self.shape = Shape(args.tokens, hidden, trace.num_experts, trace.top_k)
+        self.shape = RideShape(args.tokens, hidden, trace.num_experts, trace.top_k)
 
     def layouts(self) -> list[tuple[str, str, ExpertLayout, TransportOptions]]:
         """(label, transport, layout, options) of each contender."""

@@ -33,8 +33,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.runs import QWEN_TINY, TINY, GiB, MiB, config_of_run, make_runs_parser, measure_runs, start_runs
-from carpool.bench.model.contenders import CarpoolContender, random_corpus
-from carpool.bench.results import print_table
+from carpool.bench.model.model_contenders import CarpoolContender, random_corpus
+from carpool.bench.result_files import print_table
 from carpool.hf.seam.rides import buffers_of_rides
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus, Marks

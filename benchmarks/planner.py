@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from benchmarks.script import make_parser
-from carpool.bench.results import print_table
+from carpool.bench.result_files import print_table
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.planner.configuration.candidate import KEEP, Candidate

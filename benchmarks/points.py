@@ -23,9 +23,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from benchmarks.runs import QWEN_TINY, TINY, GiB, config_of_run, make_runs_parser, measure_runs, start_runs
-from carpool.bench.model.contenders import CarpoolContender, free_memory
-from carpool.bench.model.run import time_steps
-from carpool.bench.results import print_table
+from carpool.bench.model.model_contenders import CarpoolContender, free_memory
+from carpool.bench.model.model_contest import time_steps
+from carpool.bench.result_files import print_table
 from carpool.bench.timing import medians
 from carpool.metrics.host import slowest
 from carpool.train.config import Config

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.bench.results import print_table, terminal
+from carpool.bench.result_files import print_table, terminal
 from carpool.hf import rides
 from carpool.hf.seam.rides import buffers_of_rides
 from carpool.metrics.host import environment

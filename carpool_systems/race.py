@@ -29,12 +29,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from carpool.bench.model.results import Case, Row
-from carpool.bench.model.run import PLOT, measure
-from carpool.bench.model.settings import Own, Settings
+from carpool.bench.bench_settings import ModelSettings, Own
+from carpool.bench.contest import RankBenchmark, start_ranks
+from carpool.bench.model.model_contest import PLOT, measure
+from carpool.bench.model.model_results import Case, Row
 from carpool.bench.options import find_ranks
-from carpool.bench.ranks import RankBenchmark, start_ranks
-from carpool.bench.results import Result, print_table, terminal
+from carpool.bench.result_files import Result, print_table, terminal
 from carpool.recipes import Recipe
 from carpool.train.config import Config
 from carpool.train.config.schema_base import toml_value
@@ -70,7 +70,7 @@ class Field:
 
 
 def race(
-    settings: Settings, names: Sequence[str], transport: str = BASELINE, *, debug: bool = False, command: str = ""
+    settings: ModelSettings, names: Sequence[str], transport: str = BASELINE, *, debug: bool = False, command: str = ""
 ) -> None:
     """Start the ranks (or be one), race, and show and write the results.
 
@@ -103,7 +103,7 @@ def race(
     start_ranks(settings, "carpool_systems.race:BENCHMARK", debug=debug, command=command)
 
 
-def find_field(settings: Settings, recipes: Sequence[Recipe], transport: str = BASELINE) -> Field:
+def find_field(settings: ModelSettings, recipes: Sequence[Recipe], transport: str = BASELINE) -> Field:
     """The rows of a race; recipes that come to the same run share one.
 
     Args:
@@ -259,6 +259,6 @@ def _is_installed(package: str, file: str) -> bool:
     return spec is not None and any((Path(one) / file).exists() for one in spec.submodule_search_locations or ())
 
 
-BENCHMARK = RankBenchmark("race", Settings, measure, show, PLOT)
+BENCHMARK = RankBenchmark("race", ModelSettings, measure, show, PLOT)
 
 __all__ = ["BASELINE", "BENCHMARK", "Field", "find_field", "libraries", "race", "sameness", "show", "table"]

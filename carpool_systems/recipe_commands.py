@@ -171,15 +171,15 @@ def race_recipes(
         check_output("--out", out)
         if not names.strip(", "):
             raise ValueError("--recipes is empty: name some; `carpool recipes list` has all")
-        from carpool.bench.model.settings import CONTENDERS, Settings
+        from carpool.bench.bench_settings import MODEL_CONTENDERS, ModelSettings
         from carpool.bench.options import one_of, split
         from carpool.transport import find_transport
         from carpool_systems.race import race
 
         find_transport(transport)
         for name in split(beside):
-            one_of("--beside", name, CONTENDERS)
-        settings = Settings(
+            one_of("--beside", name, MODEL_CONTENDERS)
+        settings = ModelSettings(
             model=model, layers=layers, ranks=ranks, device=device, sequence=sequence, batch=batch,
             accumulation=accumulation, routing=routing, contenders=split(beside), steps=steps, rounds=rounds,
             overrides=tuple(overrides or ()), seed=seed, out=str(out), json_only=json_only,

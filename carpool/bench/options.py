@@ -1,4 +1,8 @@
-"""What benchmarks can be asked: device, ranks, dtype, routing, repetitions; checked before they start."""
+"""What all benchmarks can be asked: device, ranks, dtype, routing, repetitions; checked before they start.
+
+A benchmark's settings are a dataclass. `asked` says of a field by which option the command takes it, and
+`carpool.cli.bench` makes the options from that.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,37 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 from carpool.plugins.nearest import nearest
 
 DTYPES = ("bfloat16", "float16", "float32")
+# Kinds of routing (`carpool.bench.routings`). Transports are measured with the first: ranks are what matters; experts
+# with the second.
+ROUTINGS = ("uniform", "zipf", "skewed")
+EXPERT_ROUTINGS = ("uniform", "zipf", "hot")
+
+
+def asked(option: str, help: str, default: Any, *, kind: Any = None, **more: Any) -> Any:
+    """A field that a command has an option for.
+
+    Args:
+        kind: of the option's value, where it is not the field's own type: str for a list with commas, list[...] for an
+            option that may be repeated.
+        more: further arguments of `typer.Option`.
+    """
+    return field(default=default, metadata={"option": option, "help": help, "kind": kind, "more": more})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What every benchmark can be asked. Settings are these and its own; see the options of the commands."""
 
-    device: str = "auto"
-    seed: int = 0
+    device: str = asked("--device", "auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.", "auto")
+    seed: int = asked("--seed", "Of weights, rows and routing.", 0, min=0)
     out: str = ""
-    json_only: bool = False
+    json_only: bool = asked("--json-only", "Write the JSON file; no table, no figure.", False)
 
     def __post_init__(self) -> None:
         one_of("--device", self.device, ("auto", "cpu", "cuda"))
@@ -40,7 +59,7 @@ class Options:
 class RankOptions(Options, ABC):
     """Those of a benchmark over ranks. `ranks`: None: one for each GPU, or 4 on a CPU."""
 
-    ranks: int | None = None
+    ranks: int | None = asked("--ranks", "Ranks on this machine. Default: one per GPU, or 4 on CPU.", None)
 
     @abstractmethod
     def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
@@ -61,10 +80,10 @@ class ShapeOptions(Options):
     SHAPE: ClassVar[type[Any]]
 
     shapes: tuple[Any, ...] = ()
-    dtype: str = "bfloat16"
-    routings: tuple[str, ...] = ("uniform",)
-    zipf_exponent: float = 1.0
-    repetitions: int = 15
+    routings: tuple[str, ...] = asked("--routing", "uniform, zipf, skewed, or all.", ("uniform",), kind=str)
+    zipf_exponent: float = asked("--zipf-exponent", "How unequal zipf is.", 1.0)
+    dtype: str = asked("--dtype", "bfloat16, float16 or float32.", "bfloat16")
+    repetitions: int = asked("--repetitions", "Timed repetitions of everything.", 15)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +96,10 @@ class ShapeOptions(Options):
             raise ValueError(f"--zipf-exponent {self.zipf_exponent:g} must be 0 (uniform) or a positive number")
         if self.zipf_exponent != 1 and "zipf" not in self.all_routings:
             raise ValueError(f"--zipf-exponent {self.zipf_exponent:g} changes nothing without --routing zipf")
+
+    def resolved_shapes(self, defaults: Sequence[Any]) -> tuple[Any, ...]:
+        """Each shape once; the defaults if none was asked for."""
+        return tuple(dict.fromkeys(self.shapes)) or tuple(defaults)
 
     @property
     def all_routings(self) -> tuple[str, ...]:

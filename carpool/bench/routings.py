@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import torch
 
+from carpool.bench.options import EXPERT_ROUTINGS, ROUTINGS
 from carpool.layout import ExpertLayout
 from carpool.routing import Routing
 
-# What transports are measured with (ranks are what matters), and what experts are (experts are).
-ROUTINGS = ("uniform", "zipf", "skewed")
-EXPERT_ROUTINGS = ("uniform", "zipf", "hot")
 SKEW = 3
 
 

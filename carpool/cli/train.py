@@ -157,7 +157,7 @@ def doctor(
         with errors(debug):
             out = out or Path("hardware.json")
             check_writable("--out", out)
-            from carpool.bench.hardware.measure import measure_machine
+            from carpool.bench.hardware.measure_machine import measure_machine
 
             measure_machine(out, ranks=ranks, ranks_per_node=ranks_per_node, debug=debug)
         return
@@ -165,7 +165,7 @@ def doctor(
         for option, given in (("--out", out), ("--ranks", ranks), ("--ranks-per-node", ranks_per_node)):
             if given is not None:
                 raise ValueError(f"{option} changes nothing without --measure; give both, or neither")
-    from carpool.cli.checks import RED, check_all
+    from carpool.cli.doctor_checks import RED, check_all
 
     console = Console()
     worst = "green"

@@ -31,19 +31,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from carpool.profile.intervals import Span, length, subtract, union
-from carpool.profile.trace import (
+from carpool.profile.rank_trace import (
     EXPERTS,
     ON_DEVICE,
     OUR_RIDES,
     RIDES,
     Innermost,
+    Span,
     argument,
     events_of,
     kernels_of,
+    length,
     parse,
     place_of,
     span_of,
+    subtract,
+    union,
 )
 
 KINDS = (
@@ -126,7 +129,7 @@ def kind_of_kernel(name: str, operator: str, section: str | None) -> str:
 
 
 def time_by_kind(trace: dict[str, Any]) -> TimeByKind:
-    """Read the last step of a trace (`carpool.profile.trace.load`), recorded in the range `carpool::step`.
+    """Read the last step of a trace (`carpool.profile.rank_trace.load`), recorded in the range `carpool::step`.
 
     Raises:
         ValueError: there is no such range."""

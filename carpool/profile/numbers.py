@@ -25,8 +25,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from carpool.profile.intervals import Span, length, subtract, union
-from carpool.profile.trace import COMPUTATION, KINDS, OTHER, RIDES, Piece, Recorded
+from carpool.profile.rank_trace import COMPUTATION, KINDS, OTHER, RIDES, Piece, Recorded, Span, length, subtract, union
 
 COLUMNS = 2000
 """Of a lane's picture; each shows what took most of it."""

@@ -1,6 +1,6 @@
 """A simulated step as a profile, so that it is shown, and compared, as a measured one is.
 
-An event of the graph (`carpool.planner.step.events`) becomes a piece of work of a trace (`carpool.profile.trace`):
+An event of the graph (`carpool.planner.step.events`) becomes a piece of work of a trace (`carpool.profile.rank_trace`):
 
     dispatch, combine, experts, packing           themselves
     attention, dense, elementwise, loss, ...      computation
@@ -20,11 +20,11 @@ from typing import Any
 
 from carpool.planner.step.events import COMPUTATION, HOST, STREAM_OF, Event, Execution
 from carpool.profile.numbers import Profile, measure
-from carpool.profile.trace import KINDS, OTHER, STEP, Label, Piece, Recorded
+from carpool.profile.rank_trace import KINDS, OTHER, STEP, Label, Piece, Recorded
 
 
 def kind_of_event(event: Event) -> str:
-    """Of `carpool.profile.trace.KINDS`."""
+    """Of `carpool.profile.rank_trace.KINDS`."""
     if event.kind in KINDS:
         return event.kind
     return "computation" if STREAM_OF[event.kind] == COMPUTATION else OTHER

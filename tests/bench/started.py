@@ -14,7 +14,7 @@ from unittest import mock
 
 from typer.testing import CliRunner
 
-from carpool.bench.model.settings import Settings as ModelSettings
+from carpool.bench.bench_settings import ModelSettings
 from carpool.bench.options import RankOptions
 from carpool.cli import app
 from carpool.cli.train import check_paths
@@ -44,7 +44,9 @@ def check_fits_on_gpus(config: Config, fixed: Collection[str]) -> None:
 def check_bench(words: Sequence[str], gpus: int) -> None:
     """As `carpool bench ...` on so many GPUs."""
     started: list[object] = []
-    start = "carpool.bench.moe.experts.benchmark" if words[0] == "experts" else "carpool.bench.ranks.start_ranks"
+    start = (
+        "carpool.bench.moe.experts_contest.benchmark" if words[0] == "experts" else "carpool.bench.contest.start_ranks"
+    )
     with mock.patch(start, lambda settings, *_, **__: started.append(settings)):
         done = CliRunner().invoke(app, ["bench", *words])
     if done.exit_code:

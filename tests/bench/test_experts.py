@@ -17,16 +17,18 @@ from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeCon
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.bench.moe.answers import Case, check
-from carpool.bench.moe.contest import forward_backward
-from carpool.bench.moe.experts import ExpertsBenchmark, carpool_experts, their_experts
-from carpool.bench.moe.memory import measure
-from carpool.bench.moe.modules import make_module, use
-from carpool.bench.moe.plot import write_plot
-from carpool.bench.moe.results import CaseResult, ContenderResult, Times, show
-from carpool.bench.moe.settings import CPU_SHAPES, GPU_SHAPES, LayerSettings, Settings, list_shapes
-from carpool.bench.moe.shapes import MODELS, Shape
-from carpool.bench.results import Result
+from carpool.bench.bench_settings import ExpertsSettings as Settings
+from carpool.bench.bench_settings import LayerSettings
+from carpool.bench.moe.experts_contest import ExpertsBenchmark, carpool_experts, their_experts
+from carpool.bench.moe.module_answers import Case, check, make_module, measure, use
+from carpool.bench.moe.moe_contest import forward_backward
+from carpool.bench.moe.moe_results import CaseResult, ContenderResult, Times, show
+from carpool.bench.plots import write_experts
+from carpool.bench.result_files import Result
+from carpool.bench.shapes import LAYER_SHAPES_CPU as CPU_SHAPES
+from carpool.bench.shapes import LAYER_SHAPES_GPU as GPU_SHAPES
+from carpool.bench.shapes import MODELS, list_shapes
+from carpool.bench.shapes import LayerShape as Shape
 from carpool.bench.timing import percentile
 from carpool.experts import EXPERTS, ReferenceExperts
 
@@ -383,5 +385,5 @@ def test_how_a_gpu_is_shown(tmp_path: Path):
     assert "transformers grouped_mm 4.5 9 13.5 183 / 183 / 183 19% 1.00x 1058 3174 0.25" in lines
     assert "carpool fp8 is lossy: experts compute in FP8" in lines
     assert "x is not available: why" in lines
-    write_plot(result, tmp_path / "figure.png")
+    write_experts(result, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

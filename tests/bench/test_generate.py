@@ -14,8 +14,9 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.bench import generate
-from carpool.bench.ranks import measure_on_rank
+from carpool.bench import bench_generate as generate
+from carpool.bench.bench_settings import GENERATE_CONTENDERS, GenerateSettings
+from carpool.bench.contest import measure_on_rank
 from carpool.train.config import load_config
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_config
@@ -25,11 +26,11 @@ from tests.ranks import Ranks
 def _measure(folder: str) -> list[list[str]]:
     """All contenders in turns; then the groups of a memory that holds one model."""
     reuse_meshes()
-    settings = generate.Settings(
+    settings = GenerateSettings(
         model=f"{folder}/config.json", batch=3, prompt=5, new_tokens=4, rounds=2, out=folder
     ).resolve(cuda=False, num_ranks=2)
     given = json.loads(json.dumps(settings.to_json()))
-    measure_on_rank(load_config(None, []), "carpool.bench.generate:BENCHMARK", given, "carpool bench generate")
+    measure_on_rank(load_config(None, []), "carpool.bench.bench_generate:BENCHMARK", given, "carpool bench generate")
     once = replace(settings, contenders=("transformers", "carpool-eager", "carpool"), rounds=1)
     with patch.object(generate, "rank_memory", lambda *_: max(generate._needs(once, _config(folder)).values())):
         (case,) = generate.measure(once, torch.device("cpu"), "")
@@ -48,7 +49,7 @@ def test_all_contenders_make_the_same_tokens(two_ranks: Ranks, tmp_path: Path) -
     (case,) = json.loads((tmp_path / "generate.json").read_text())["cases"]
     assert (case["num_ranks"], case["batch"], case["prompt"], case["new_tokens"]) == (2, 3, 5, 4)
     rows: dict[str, Any] = {row["label"]: row for row in case["rows"]}
-    assert list(rows) == list(generate.CONTENDERS) and case["groups"] == [list(generate.CONTENDERS)]
+    assert list(rows) == list(GENERATE_CONTENDERS) and case["groups"] == [list(GENERATE_CONTENDERS)]
     for row in rows.values():
         assert row["same_tokens"] == 1.0
         assert len(row["prefill_ms"]) == len(row["decode_ms"]) == 2 and min(row["prefill_ms"] + row["decode_ms"]) > 0

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from carpool.bench.hardware.fit import fit
-from carpool.bench.hardware.links import slow_nodes
-from carpool.bench.hardware.measure import measure, measured_hardware
-from carpool.bench.hardware.rates import Rate
+from carpool.bench.hardware.measure_links import fit, slow_nodes
+from carpool.bench.hardware.measure_machine import measure, measured_hardware
+from carpool.bench.hardware.measure_rates import Rate
 from carpool.planner.machine.hardware import CPU, HARDWARE, LinkRate, find_hardware
 from carpool.train.config import load_config
 from tests.ranks import Ranks
@@ -81,7 +80,7 @@ def test_four_ranks_on_two_nodes(ranks: Ranks, tmp_path: Path) -> None:
 
 def _quick() -> None:
     """Few sizes and repetitions, in these ranks, which no other test measures in."""
-    from carpool.bench.hardware import links
+    from carpool.bench.hardware import measure_links as links
 
     links.SIZES, links.EACH = (2**12, 2**20), 0.0
 
@@ -89,7 +88,7 @@ def _quick() -> None:
 @pytest.mark.gpu
 def test_on_gpus(tmp_path: Path) -> None:
     """`pytest -m gpu tests/bench/test_hardware.py`; on several GPUs links are measured, too."""
-    from carpool.bench.hardware.measure import measure_machine
+    from carpool.bench.hardware.measure_machine import measure_machine
 
     path = tmp_path / "hardware.json"
     measure_machine(path)

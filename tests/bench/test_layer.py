@@ -17,14 +17,14 @@ from torch.distributed import distributed_c10d
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.bench.moe import agreement, layer
-from carpool.bench.moe.agreement import OUT_OF_MEMORY, attempt_together
-from carpool.bench.moe.contest import Contender, forward_backward
-from carpool.bench.moe.layer import BASELINE, LayerBenchmark
-from carpool.bench.moe.settings import LayerSettings
-from carpool.bench.moe.shapes import Shape
-from carpool.bench.ranks import measure_on_rank
+from carpool.bench import contest as agreement
+from carpool.bench.bench_settings import LayerSettings
+from carpool.bench.contest import OUT_OF_MEMORY, attempt_together, measure_on_rank
+from carpool.bench.moe import layer_contest as layer
+from carpool.bench.moe.layer_contest import BASELINE, LayerBenchmark
+from carpool.bench.moe.moe_contest import Contender, forward_backward
 from carpool.bench.routings import make_routings
+from carpool.bench.shapes import LayerShape as Shape
 from carpool.experts import EXPERTS, ReferenceExperts
 from carpool.layout import ExpertLayout
 from carpool.train.config import load_config
@@ -43,7 +43,9 @@ def _whole(folder: str) -> None:
     ).resolve(cuda=False, num_ranks=4)  # fmt: skip
     with mock.patch.object(layer, "between_ranks", lambda: ("nvlink", *WAYS)):  # others would show no more
         given = json.loads(json.dumps(settings.to_json()))
-        measure_on_rank(load_config(None, []), "carpool.bench.moe.layer:BENCHMARK", given, "carpool bench layer")
+        measure_on_rank(
+            load_config(None, []), "carpool.bench.moe.layer_contest:BENCHMARK", given, "carpool bench layer"
+        )
 
 
 @pytest.fixture(scope="module")

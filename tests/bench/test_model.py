@@ -18,13 +18,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.bench.model.results import Case, KindRow, Row, Times, show
-from carpool.bench.model.room import check_room, groups_that_fit
-from carpool.bench.model.routing import check_routing, recorded_choices, route
-from carpool.bench.model.run import ModelBenchmark
-from carpool.bench.model.settings import Settings
-from carpool.bench.model.work import Sizes, Work, roofline_ms, work_of
-from carpool.bench.results import Result
+from carpool.bench.bench_settings import ModelSettings as Settings
+from carpool.bench.model.model_contenders import check_routing, recorded_choices, route
+from carpool.bench.model.model_contest import ModelBenchmark, check_room, groups_that_fit
+from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, Times, Work, roofline_ms, show, work_of
+from carpool.bench.result_files import Result
 from carpool.bench.timing import host_waits
 from carpool.hf.axes.context import _interface
 from carpool.hf.routing.forced import balanced_choices, force_choices

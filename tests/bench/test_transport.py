@@ -24,18 +24,21 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.bench import ranks as bench_ranks
+from carpool.bench import contest as bench_ranks
+from carpool.bench.bench_settings import TransportSettings as Settings
 from carpool.bench.options import split
-from carpool.bench.results import Result
+from carpool.bench.plots import write_rides
+from carpool.bench.result_files import Result
 from carpool.bench.routings import make_routings
+from carpool.bench.shapes import RIDE_SHAPES_CPU as CPU_SHAPES
+from carpool.bench.shapes import RIDE_SHAPES_GPU as GPU_SHAPES
+from carpool.bench.shapes import RideShape as Shape
 from carpool.bench.timing import Clock, p99
-from carpool.bench.transport import benchmark as bench
-from carpool.bench.transport import contenders
-from carpool.bench.transport.contenders import Contender, busiest, expected_bytes, list_contenders
-from carpool.bench.transport.plot import write_plot
-from carpool.bench.transport.results import CaseResult, ContenderResult, Times, show
-from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
-from carpool.bench.transport.settings import CPU_SHAPES, GPU_SHAPES, Settings, Shape
+from carpool.bench.transport import ride_contest as bench
+from carpool.bench.transport import ride_contest as contenders
+from carpool.bench.transport.ride_check import Case, check, forward_and_backward, oracle
+from carpool.bench.transport.ride_contest import Contender, busiest, expected_bytes, list_contenders
+from carpool.bench.transport.transport_results import CaseResult, ContenderResult, Times, show
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
@@ -452,5 +455,5 @@ def test_how_a_ceiling_is_shown(tmp_path: Path):
     assert "dedup - 400 / 401 250 / 251 800 / 801 72.0 / 72.0 180 / 90 50% / 25%" in lines
     assert "nvlink 8 60 / 61 CUDA graph" in lines
     assert any("commit unknown" in line for line in lines)
-    write_plot(result, tmp_path / "figure.png")
+    write_rides(result, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

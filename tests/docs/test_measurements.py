@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.script import write_results
-from carpool.bench.results import Result, publish
+from carpool.bench.result_files import Result, publish
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docs").rglob("*.json"))

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from carpool.cli import app
-from carpool.cli.plan import number_of
+from carpool.cli.planning import number_of
 from carpool.train.config import load_config
 from tests.environment import TRACES
 
@@ -83,6 +83,6 @@ def test_the_planner_is_imported_without_pytorch() -> None:
     """Reading a model's sizes, and the search, start in a second; PyTorch would take several."""
     code = (
         "import sys; from carpool.train.config.published import read_keys; import carpool.planner.search.plan, "
-        "carpool.planner.search.why, carpool.bench.results; assert 'torch' not in sys.modules"
+        "carpool.planner.search.why, carpool.bench.result_files; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from carpool.bench.transport import benchmark as bench
-from carpool.bench.transport.settings import Settings, Shape
+from carpool.bench.bench_settings import TransportSettings as Settings
+from carpool.bench.shapes import RideShape as Shape
+from carpool.bench.transport import ride_contest as bench
 from carpool.experts import EXPERTS
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import Traffic

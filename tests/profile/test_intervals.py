@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from carpool.profile.intervals import Span, length, subtract, union
+from carpool.profile.rank_trace import Span, length, subtract, union
 
 
 def moments(spans: list[Span]) -> set[int]:

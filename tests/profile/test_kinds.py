@@ -21,7 +21,7 @@ from carpool.profile.kinds import (
     kind_of_kernel,
     time_by_kind,
 )
-from carpool.profile.trace import STEP, load
+from carpool.profile.rank_trace import STEP, load
 from tests.profile.traces import BACKWARD, FORWARD, HOST, kernel, span, two_streams
 
 TRITON = "triton_poi_fused_add_mul_silu_0"

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from carpool.metrics.counters import range_name
-from carpool.profile.merge import merge
 from carpool.profile.numbers import LayerTimes, Profile, Times, load_profile, measure, save_profile
-from carpool.profile.trace import Label, _flat, kind_of, load, parse, read
+from carpool.profile.rank_trace import Label, _flat, kind_of, load, merge, parse, read
 from tests.profile.traces import BACKWARD, START, annotated, kernel, two_streams
 
 

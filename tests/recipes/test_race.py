@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.bench.model.results import Case, KindRow, Row, Times
-from carpool.bench.model.run import ModelBenchmark
-from carpool.bench.model.settings import Settings
+from carpool.bench.bench_settings import ModelSettings as Settings
+from carpool.bench.model.model_contest import ModelBenchmark
+from carpool.bench.model.model_results import Case, KindRow, Row, Times
 from carpool.recipes import names, read
 from carpool.train.config import load_config
 from carpool_systems.mechanisms import load

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from carpool.profile.numbers import Profile, measure, save_profile
-from carpool.profile.trace import read
+from carpool.profile.rank_trace import read
 from carpool.report import write_report
 from carpool.report.charts import draw_lanes
 from carpool.report.profile_page import profile_path, write_profile

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import carpool
 from carpool import cli
-from carpool.cli import checks as doctor
+from carpool.cli import doctor_checks as doctor
 from carpool.train.config import describe
 from carpool.train.launch.failure import Interrupted, RankFailure
 

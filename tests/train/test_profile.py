@@ -17,7 +17,7 @@ from carpool.hf.seam.layers import short_names
 from carpool.metrics import counters as meter_module
 from carpool.metrics.counters import Meter
 from carpool.profile.numbers import load_profile
-from carpool.profile.trace import load, parse
+from carpool.profile.rank_trace import load, parse
 from carpool.train.config import load_config
 from carpool.train.run.profile_run import check_profile, profile
 from tests.ranks import Ranks

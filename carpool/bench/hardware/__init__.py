@@ -1,1 +1,1 @@
-"""What `carpool doctor --measure` measures: links (`links.py`) and computation (`rates.py`); `measure.py` writes it."""
+"""What `carpool doctor --measure` measures: links, rates, kernels, one file each; `measure_machine.py` writes them."""

@@ -1,3 +1,2 @@
-"""How fast MoE layers compute: the experts alone on one device (`experts.py`), whole layers over ranks (`layer.py`)."""
-
-from __future__ import annotations
+"""How fast MoE layers compute: experts alone on one device (`experts_contest.py`), whole layers over ranks
+(`layer_contest.py`)."""

@@ -1,3 +1,3 @@
-"""How long rows travel; `benchmark.py` says what is measured and how."""
+"""How long rows travel; `ride_contest.py` says what is measured and how."""
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ from torch.profiler import ProfilerActivity, record_function
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.metrics.host import synchronize
-from carpool.profile.merge import merge
 from carpool.profile.numbers import Profile, RankNumbers, measure, save_profile
-from carpool.profile.trace import STEP, load, read
+from carpool.profile.rank_trace import STEP, load, merge, read
 from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state

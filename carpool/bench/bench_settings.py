@@ -1,0 +1,503 @@
+"""What each benchmark can be asked: the settings of `carpool bench transport`, `experts`, `layer`, `model`, `generate`.
+
+The fields are the command's options (`carpool.bench.options.asked`). What a command cannot do is refused here, before
+anything is measured: what needs no ranks when settings are made, the rest in `resolve`, which fills in the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from carpool.bench.options import (
+    DTYPES,
+    EXPERT_ROUTINGS,
+    ROUTINGS,
+    RankOptions,
+    ShapeOptions,
+    asked,
+    check_contenders,
+    one_of,
+)
+from carpool.bench.shapes import (
+    LAYER_SHAPES_CPU,
+    LAYER_SHAPES_GPU,
+    RIDE_SHAPES_CPU,
+    RIDE_SHAPES_GPU,
+    LayerShape,
+    RideShape,
+    list_shapes,
+)
+from carpool.plugins.nearest import nearest
+from carpool.train.config import Config, load_config
+from carpool.train.config.effects import why_idle
+from carpool.train.config.published import read_keys
+from carpool.train.config.schema import DEMO_MODEL
+from carpool.train.config.schema_base import toml_value
+
+CTAS = (8, 16)
+# Transformers' implementations of experts: by grouped products, and the loop over experts in the model's file.
+THEIR_EXPERTS = ("grouped_mm", "eager")
+# FP8 experts whose quantised weights are held, as in the micro-batches of a step.
+HELD = "fp8-held"
+GENERATE_CONTENDERS = ("carpool", "carpool-eager", "transformers")
+MODEL_HELP = (
+    "qwen3-30b-a3b, olmoe-1b-7b, gpt-oss-20b, deepseek-v3-cut or another published configuration, or a config.json."
+)
+LAYERS_HELP = "Only the first of its layers."
+TRANSPORTS_HELP = "Default: all that can run here."
+EXPERTS_HELP = (
+    "Carpool's experts: grouped, reference, fp8 (lossy), and, in bench experts, fp8-held. Default: all but the "
+    "reference."
+)
+EXPERT_ROUTING_HELP = "uniform, zipf, hot (one expert is everybody's choice), several with commas, or all."
+MODEL_CONTENDERS = ("carpool", "carpool-compiled", "transformers", "transformers-compiled")
+MODEL_ROUTINGS = ("balanced", "learned")
+# What all contenders have in common: they compute the same steps over the same ranks.
+_OF_ALL = (
+    "model.", "data.", "parallelism.", "training.per_device", "training.gradient_accumulation", "training.seed",
+    "training.resume", "training.output",
+)  # fmt: skip
+_OF_ONE = ("parallelism.data_parallel",)
+# What the command's own options say in any case.
+_OPTIONS = {"parallelism.num_ranks": "--ranks", "parallelism.device": "--device", "training.output_dir": "--out"}
+# What transformers' contenders never read.
+_OF_CARPOOL = ("moe.", "codec.", "nvlink.", "memory.", "placement.")
+# The model of `carpool train` without arguments.
+DEMO = "demo"
+# Nothing but steps, and as many as are asked for.
+STEPS_ALONE = (
+    "training.max_steps=1000000000",
+    "training.warmup_steps=0",
+    "training.learning_rate=1e-5",
+    "training.eval_on_start=false",
+    "training.eval_steps=none",
+    "training.save_steps=none",
+    "training.report_to=none",
+    "training.per_device_eval_batch_size=1",
+    "data.tokenizer=bytes",
+)
+
+
+def has_ctas(transport: str) -> bool:
+    """Whether one chooses the thread blocks of its kernels."""
+    from carpool.transport import find_transport
+
+    return hasattr(find_transport(transport).options_class, "dispatch_ctas")
+
+
+def _check_transports(names: Iterable[str]) -> None:
+    from carpool.transport import between_ranks
+
+    for name in names:
+        one_of("--transports", name, between_ranks())
+
+
+def known_experts() -> tuple[str, ...]:
+    """Names of all of Carpool's, those that are lossy last."""
+    from carpool.experts import EXPERTS, exact_experts
+
+    return tuple(sorted(EXPERTS, key=lambda name: name not in exact_experts()))
+
+
+def fast_experts() -> tuple[str, ...]:
+    """All of Carpool's but those that define the answer and are not meant to be fast."""
+    return tuple(name for name in known_experts() if name != "reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportSettings(ShapeOptions, RankOptions):
+    """Of `carpool bench transport`.
+
+    Attributes:
+        shapes: empty: `RIDE_SHAPES_GPU` or `RIDE_SHAPES_CPU`, by the device.
+        transports: empty: all of `TRANSPORTS`, of which those that cannot run here get a row that says why.
+        ctas: thread blocks of the `nvlink` transport, one contender for each. Empty: `CTAS`.
+    """
+
+    ROUTINGS: ClassVar[tuple[str, ...]] = ROUTINGS
+    SHAPE: ClassVar[type[RideShape]] = RideShape
+
+    shapes: tuple[RideShape, ...] = asked(
+        "--shape",
+        "Tokens per rank, hidden size, experts, experts per token; may be repeated. Default on GPUs: 4096,7168,256,8 "
+        "and 8192,2048,64,8 and 8192,4096,128,8; on CPU 1024,256,32,4.",
+        (),
+        kind=list[str],
+        metavar="T,H,E,K",
+    )
+    transports: tuple[str, ...] = asked("--transports", TRANSPORTS_HELP, (), kind=str, metavar="NAME,...")
+    ctas: tuple[int, ...] = asked(
+        "--ctas", "Thread blocks of the nvlink transport; may be repeated. Default: 8 and 16.", (), kind=list[int]
+    )
+    fp8: bool = asked("--fp8", "Also with rows as FP8 on the way out, where a transport can (lossy).", False)
+    backward: bool = asked("--backward", "Also the rides of the backward.", False)
+    decode: bool = asked("--decode", "Also 128 tokens per rank, as a CUDA graph where that is possible.", False)
+    out: str = asked(
+        "--out", "Folder for transport.json and transport.png, which are overwritten.", "runs/bench/transport"
+    )
+
+    def __post_init__(self) -> None:
+        from carpool.kernels import MAX_CTAS
+        from carpool.transport import TRANSPORTS
+
+        super().__post_init__()
+        _check_transports(self.transports)
+        with_ctas = [name for name in TRANSPORTS if has_ctas(name)]
+        if self.ctas and self.transports and not set(with_ctas) & set(self.transports):
+            raise ValueError(f"--ctas is for transport {with_ctas[0]}, which --transports leaves out; add it")
+        for ctas in self.ctas:
+            if not 1 <= ctas <= MAX_CTAS:
+                raise ValueError(f"--ctas {ctas} must be 1..{MAX_CTAS}")
+
+    @classmethod
+    def parse_shapes(cls, given: dict[str, Any]) -> tuple[RideShape, ...]:
+        return tuple(RideShape.parse(text) for text in given["shapes"])
+
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
+        """With every default filled in, and checked against the number of ranks.
+
+        Raises:
+            ValueError: fewer experts than ranks, or a routing that they cannot have.
+        """
+        from carpool.bench.routings import check_skew
+        from carpool.layout import ExpertLayout
+        from carpool.transport import between_ranks
+
+        shapes = self.resolved_shapes(RIDE_SHAPES_GPU if cuda else RIDE_SHAPES_CPU)
+        for shape in shapes:
+            if shape.experts < num_ranks:
+                raise ValueError(
+                    f"{shape.experts} experts ({shape}) cannot be spread over {num_ranks} ranks: each needs at least "
+                    "one; use more experts or fewer --ranks"
+                )
+            if "skewed" in self.all_routings:
+                check_skew(shape.top_k, ExpertLayout.contiguous(shape.experts, num_ranks))
+        ctas = tuple(dict.fromkeys(self.ctas))
+        if any(map(has_ctas, self.transports or between_ranks())):
+            ctas = ctas or CTAS
+        return replace(self, ranks=num_ranks, shapes=shapes, routings=self.all_routings, ctas=ctas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LayerShapeOptions(ShapeOptions):
+    """Shapes of MoE layers, and experts by name. The command has options of its own for shapes: `SHAPE_OPTIONS`."""
+
+    ROUTINGS: ClassVar[tuple[str, ...]] = EXPERT_ROUTINGS
+    SHAPE: ClassVar[type[LayerShape]] = LayerShape
+    SHAPE_OPTIONS: ClassVar[dict[str, Any]] = {
+        "model": asked(
+            "--model",
+            "A model's sizes and experts: olmoe, qwen3-30b-a3b, mixtral-8x7b, deepseek-v3, gpt-oss-120b; may be "
+            "repeated.",
+            (),
+            kind=list[str],
+        ),
+        "tokens": asked("--tokens", "Tokens per rank of --model.", 8192, kind=int),
+        "activation": asked(
+            "--activation",
+            "What experts of --shape compute: swiglu (default), gpt-oss (clamped, biases), relu2 (no gate).",
+            None,
+            kind=str,
+        ),
+    }
+
+    shapes: tuple[LayerShape, ...] = asked(
+        "--shape",
+        "Tokens per rank, hidden size, expert hidden size, experts, experts per token; may be repeated. Default on "
+        "CPU: 128,64,48,16,4; on GPUs 8192,2048,1024,64,8 and others.",
+        (),
+        kind=list[str],
+        metavar="T,H,F,E,K",
+    )
+    experts: tuple[str, ...] = asked("--experts", EXPERTS_HELP, (), kind=str, metavar="NAME,...")
+    routings: tuple[str, ...] = asked("--routing", EXPERT_ROUTING_HELP, ("uniform",), kind=str)
+
+    @classmethod
+    def parse_shapes(cls, given: dict[str, Any]) -> tuple[LayerShape, ...]:
+        return list_shapes(given["shapes"], given["model"] or (), given["tokens"], given["activation"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSettings(_LayerShapeOptions):
+    """Of `carpool bench experts`.
+
+    Attributes:
+        shapes: empty: `LAYER_SHAPES_GPU` or `LAYER_SHAPES_CPU`, by the device.
+        experts: of Carpool. Empty: `fast_experts` and `HELD`; those that cannot run here get a row that says why.
+        against: of transformers. Empty: all.
+    """
+
+    against: tuple[str, ...] = asked(
+        "--against", "Of transformers: grouped_mm, eager. Default: both.", (), kind=str, metavar="NAME,..."
+    )
+    out: str = asked("--out", "Folder for experts.json and experts.png, which are overwritten.", "runs/bench/experts")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.experts:
+            one_of("--experts", name, (*known_experts(), HELD))
+        for name in self.against:
+            one_of("--against", name, THEIR_EXPERTS)
+
+    def resolve(self, *, cuda: bool) -> ExpertsSettings:
+        """With every default filled in."""
+        shapes = self.resolved_shapes(LAYER_SHAPES_GPU if cuda else LAYER_SHAPES_CPU)
+        return replace(self, shapes=shapes, routings=self.all_routings, against=self.against or THEIR_EXPERTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(_LayerShapeOptions, RankOptions):
+    """Of `carpool bench layer`.
+
+    Attributes:
+        shapes: empty: the first two of `LAYER_SHAPES_GPU`, or `LAYER_SHAPES_CPU`.
+        transports: empty: all of `TRANSPORTS`, of which those that cannot run here get a row that says why.
+        iterations: back to back in one repetition.
+    """
+
+    transports: tuple[str, ...] = asked("--transports", TRANSPORTS_HELP, (), kind=str, metavar="NAME,...")
+    iterations: int = asked("--iterations", "Layers back to back in one repetition.", 5)
+    out: str = asked("--out", "Folder for layer.json and layer.png, which are overwritten.", "runs/bench/layer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_transports(self.transports)
+        for name in self.experts:
+            one_of("--experts", name, known_experts())
+        if self.iterations < 1:
+            raise ValueError(f"--iterations {self.iterations} must be at least 1")
+
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
+        """With every default filled in, and checked against the number of ranks.
+
+        Raises:
+            ValueError: experts that cannot be spread evenly, which is how transformers spreads them.
+        """
+        shapes = self.resolved_shapes(LAYER_SHAPES_GPU[:2] if cuda else LAYER_SHAPES_CPU)
+        for shape in shapes:
+            if shape.experts % num_ranks:
+                raise ValueError(
+                    f"{shape.experts} experts ({shape}) do not divide evenly among {num_ranks} ranks; use another "
+                    "number of experts or of --ranks"
+                )
+        return replace(self, ranks=num_ranks, shapes=shapes, routings=self.all_routings)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A contender that is the trainer with settings of its own.
+
+    Attributes:
+        overrides: `section.key=value` of the training configuration.
+        changes: what of the model's function it changes; empty: its losses must be those of the others.
+    """
+
+    overrides: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(RankOptions):
+    """See the options of the command.
+
+    Raises:
+        ValueError: a model, routing or contender that is not known, or a number that cannot be.
+
+    Attributes:
+        overrides: `section.key=value` of the training configuration, of all contenders.
+        own: contenders of other names than `MODEL_CONTENDERS` has.
+        steps: that a contender takes back to back in a round.
+    """
+
+    model: str = asked("--model", MODEL_HELP, MISSING)
+    layers: int | None = asked("--layers", LAYERS_HELP, None)
+    sequence: int = asked("--sequence", "Tokens in one sequence.", 4096)
+    batch: int = asked("--batch", "Sequences of a rank in a micro-batch.", 2)
+    accumulation: int = asked("--accumulation", "Micro-batches in a step.", 1)
+    routing: str = asked(
+        "--routing",
+        "balanced (choices are forced, equally many for each expert), learned (the routers choose), or the .npz file "
+        "of a trace.",
+        "balanced",
+    )
+    contenders: tuple[str, ...] = asked(
+        "--contenders",
+        "Some of carpool, carpool-compiled, transformers, transformers-compiled. Carpool's may have settings of their "
+        "own: carpool-compiled+moe.schedule=two-batch.",
+        MODEL_CONTENDERS,
+        kind=str,
+        metavar="NAME,...",
+    )
+    steps: int = asked("--steps", "Steps back to back in a round.", 5)
+    rounds: int = asked("--rounds", "Rounds, in which contenders take turns.", 3)
+    overrides: tuple[str, ...] = asked(
+        "--set",
+        "Any setting of `carpool train`, such as moe.schedule=chunks or model.dtype=float32; may be repeated.",
+        (),
+        kind=list[str],
+        metavar="SECTION.KEY=VALUE",
+    )
+    out: str = asked("--out", "Folder for model.json and model.png, which are overwritten.", "runs/bench/model")
+    own: Mapping[str, Own] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_contenders([self._name(one) for one in self.contenders], (*MODEL_CONTENDERS, *self.own))
+        counts = {
+            "--layers": self.layers, "--sequence": self.sequence, "--batch": self.batch,
+            "--accumulation": self.accumulation, "--steps": self.steps, "--rounds": self.rounds,
+        }  # fmt: skip
+        for option, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{option} {count} must be at least 1")
+        there = (DEMO_MODEL["config"] if self.model == DEMO else read_keys(self.model)).get("num_hidden_layers")
+        if self.layers is not None and isinstance(there, int) and self.layers > there:
+            raise ValueError(f"--layers {self.layers}: {self.model} has {there}")
+        if self.routing not in MODEL_ROUTINGS and not Path(self.routing).is_file():
+            guess = nearest(self.routing, MODEL_ROUTINGS)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise ValueError(
+                f"--routing {self.routing} is no file of a trace, and not {' or '.join(MODEL_ROUTINGS)}{hint}"
+            )
+        for key in (override.partition("=")[0].strip() for override in self.overrides):
+            if key.startswith("data.") and key != "data.sequence_length":
+                raise ValueError(f"--set {key}: tokens are drawn at random here, so leave it out")
+            if key in _OPTIONS:
+                raise ValueError(f"--set {key}: say so with {_OPTIONS[key]}")
+            if key == "training.resume_from_checkpoint":
+                raise ValueError(f"--set {key}: weights are random here, so leave it out")
+        for name in self.contenders:
+            for key in (override.partition("=")[0] for override in self._more(name)):
+                if self.is_theirs(name):
+                    raise ValueError(f"--contenders {name}: {key} is a setting of carpool alone")
+                if key.startswith(_OF_ALL) and key not in _OF_ONE:
+                    raise ValueError(f"--contenders {name}: {key} is the same for all contenders; use --set")
+            config = self.config_of(name)
+            for key in (override.partition("=")[0].strip() for override in self._more(name)):
+                if (why := why_idle(config, key)) is not None:
+                    raise ValueError(f"--contenders {name}: {key} {why}")
+        if not self.own:
+            self.check_set()
+
+    def check_set(self) -> None:
+        """Refuse what is set for all contenders and does something in none. A race asks when all of its rows are known.
+
+        Raises:
+            ValueError: that."""
+        configs = [self.config_of(name) for name in self.contenders if not self.is_theirs(name)]
+        for key in (override.partition("=")[0].strip() for override in self.overrides):
+            idle = [why_idle(config, key) for config in configs if key.startswith(_OF_CARPOOL)]
+            if idle and all(idle):
+                raise ValueError(f"--set {key} {idle[0]}")
+
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
+        return replace(self, ranks=num_ranks, device="cuda" if cuda else "cpu")
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        own = {name: Own(tuple(one["overrides"]), tuple(one["changes"])) for name, one in values.get("own", {}).items()}
+        return super().from_json({**values, "own": own})
+
+    def is_theirs(self, contender: str) -> bool:
+        """Whether it is transformers', not the trainer."""
+        return contender not in self.own and contender.startswith("transformers")
+
+    def changes(self, contender: str) -> tuple[str, ...]:
+        """What of the model's function it says to change."""
+        return self.own[contender].changes if contender in self.own else ()
+
+    def config_of(self, contender: str | None) -> Config:
+        """The training configuration of a contender; None: what all have in common.
+
+        Raises:
+            ValueError: a model, or an override, that cannot be.
+        """
+        own: tuple[str, ...] = ()
+        more: tuple[str, ...] = ()
+        if contender is not None and contender in self.own:
+            own = self.own[contender].overrides
+        elif contender is not None:
+            own = ("training.torch_compile=true",) if self._name(contender).endswith("-compiled") else ()
+            more = self._more(contender)
+        return load_config(None, [*self._base(), *own, *self.overrides, *more, *self._place(contender)])
+
+    def _name(self, contender: str) -> str:
+        """One of `MODEL_CONTENDERS` or of `own`."""
+        return contender if contender in self.own else contender.partition("+")[0]
+
+    def _more(self, contender: str) -> tuple[str, ...]:
+        """The settings that it has after its name."""
+        return () if contender in self.own else tuple(contender.split("+")[1:])
+
+    def _base(self) -> Iterable[str]:
+        yield from STEPS_ALONE
+        if self.model != DEMO:
+            yield f"model.config={toml_value(self.model)}"
+        if self.layers is not None:
+            yield f"model.config.num_hidden_layers={self.layers}"
+        if self.device == "cuda":
+            yield "model.dtype=bfloat16"
+            if not self.own:
+                # As transformers' contenders do: all update alike. With masters a parameter takes 6 bytes more.
+                yield "training.optimizer=torch"
+        yield f"data.sequence_length={self.sequence}"
+        yield f"training.per_device_train_batch_size={self.batch}"
+        yield f"training.gradient_accumulation_steps={self.accumulation}"
+        yield f"training.seed={self.seed}"
+
+    def _place(self, contender: str | None) -> Iterable[str]:
+        if self.ranks is not None:
+            yield f"parallelism.num_ranks={self.ranks}"
+        yield f"parallelism.device={self.device}"
+        yield f"training.output_dir={json.dumps(str(Path(self.out) / (contender or '').replace(' ', '-')))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(RankOptions):
+    """Of `carpool bench generate`.
+
+    Raises:
+        ValueError: a model or contender that is not known, or a number that cannot be."""
+
+    model: str = asked("--model", "qwen3-30b-a3b, olmoe-1b-7b or another published one, or a config.json.", MISSING)
+    layers: int | None = asked("--layers", LAYERS_HELP, None)
+    batch: int | None = asked("--batch", "Prompts of a rank. Default: 64 on GPUs, 4 on a CPU.", None, min=1)
+    prompt: int | None = asked("--prompt", "Tokens of a prompt. Default: 256 on GPUs, 32 on a CPU.", None, min=1)
+    new_tokens: int = asked("--new-tokens", "Tokens to add to each prompt.", 32)
+    routing: str = asked(
+        "--routing", "balanced (choices are forced) or learned (routers of random weights choose).", "balanced"
+    )
+    contenders: tuple[str, ...] = asked(
+        "--contenders",
+        "Some of carpool, carpool-eager, transformers.",
+        GENERATE_CONTENDERS,
+        kind=str,
+        metavar="NAME,...",
+    )
+    dtype: str | None = asked("--dtype", "Default: bfloat16 on GPUs, float32 on a CPU.", None)
+    rounds: int = asked("--rounds", "Rounds, in which contenders take turns.", 3, min=1)
+    out: str = asked("--out", "Folder for generate.json, which is overwritten.", "runs/bench/generate")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("--routing", self.routing, ("balanced", "learned"))
+        check_contenders(self.contenders, GENERATE_CONTENDERS)
+        if self.dtype is not None:
+            one_of("--dtype", self.dtype, DTYPES)
+        if self.new_tokens < 2:
+            raise ValueError(f"--new-tokens {self.new_tokens} must be at least 2: the first is of the prefill")
+        read_keys(self.model)
+
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
+        return replace(
+            self,
+            ranks=num_ranks,
+            device="cuda" if cuda else "cpu",
+            batch=self.batch or (64 if cuda else 4),
+            prompt=self.prompt or (256 if cuda else 32),
+            dtype=self.dtype or ("bfloat16" if cuda else "float32"),
+        )
