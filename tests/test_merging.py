@@ -15,14 +15,15 @@ from carpool.layout.topology import Topology
 from carpool.placement import predict
 from carpool.transport import Codecs, TransportOptions
 from carpool.transport.codecs import ROW_VERBS
-from carpool.transport.merging import Merger
+from carpool_systems.merging import LSH as Hashed
+from carpool_systems.merging import Condense
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 H, F, E, K, T = 24, 16, 8, 3, 21
 LAYOUT = ExpertLayout.contiguous(E, WORLD_SIZE)
-LSH = Codecs(merge="lsh", merge_hashes=1, merge_width=2)
-CONDENSE = Codecs(merge="condense", merge_similarity=0.95)
-NEVER = Codecs(merge="condense", merge_similarity=1)
+LSH = Codecs(merge="lsh", merge_options={"hashes": 1, "width": 2})
+CONDENSE = Codecs(merge="condense", merge_options={"similarity": 0.95})
+NEVER = Codecs(merge="condense", merge_options={"similarity": 1.0})
 CASES = [("alltoall", LSH), ("dedup", CONDENSE), ("hierarchical", LSH), ("dedup", NEVER)]
 
 
@@ -86,7 +87,8 @@ def by_hand(codecs: Codecs, rank: int, one: Any) -> tuple[dict[str, torch.Tensor
     experts = {at: int(given["expert_TK"][at]) for at in choices}
     away = [at for at in choices if experts[at] // (E // WORLD_SIZE) != rank]
     rows = torch.stack([x_TH[t] for t, _ in away]).detach()
-    group_N, number = Merger(codecs).groups(rows, torch.tensor([experts[at] for at in away]))
+    merger: Any = codecs.merger()
+    group_N, number = merger.groups(rows, torch.tensor([experts[at] for at in away]))
     groups = [[at for at, group in zip(away, group_N.tolist(), strict=True) if group == g] for g in range(number)]
     groups += [[at] for at in choices if at not in away]
     y_TH, ridden = [torch.zeros(H) for _ in range(T)], []
@@ -136,7 +138,7 @@ def test_each_gets_what_its_group_computed(rides: list[list[dict[str, Any]]], nu
         assert sum(found[number]["baseline"][verb] for found in rides) == baseline.bytes_remote(verb)
     alone = [expert_TK[expert_TK >= 0][:, None] for expert_TK in every]
     merges = volume.bytes_remote("dispatch") < predict(name, alone, LAYOUT, **shape).bytes_remote("dispatch")
-    assert merges == (codecs.merge_similarity < 1), "no two rows are equal here"
+    assert merges == (codecs != NEVER), "no two rows are equal here"
     loads = np.array([found[number]["load"] for found in rides])
     assert np.array_equal(loads.sum(0), np.bincount(torch.cat(alone)[:, 0], minlength=E))
 
@@ -145,7 +147,7 @@ def test_alike_are_alike_enough() -> None:
     generator = torch.Generator().manual_seed(0)
     x_NH = torch.randn(300, 8, generator=generator)
     slot_N = torch.randint(3, (300,), generator=generator)
-    group_N, number = Merger(Codecs(merge="condense", merge_similarity=0.8)).groups(x_NH, slot_N)
+    group_N, number = Condense(0.8).groups(x_NH, slot_N)
     assert 3 < number < 250
     for group in range(number):
         members = (group_N == group).nonzero().squeeze(1)
@@ -156,17 +158,23 @@ def test_alike_are_alike_enough() -> None:
 
 def test_equal_hashes_are_the_same_direction() -> None:
     x_NH = torch.randn(50, 12, generator=torch.Generator().manual_seed(1))
-    merger, slot_N = Merger(Codecs(merge="lsh", merge_hashes=3)), torch.zeros(200, dtype=torch.int64)
+    merger, slot_N = Hashed(hashes=3), torch.zeros(200, dtype=torch.int64)
     scaled = torch.cat([x_NH, 3 * x_NH, -x_NH, x_NH.flip(1)])
     group_N, number = merger.groups(scaled, slot_N)
     assert torch.equal(group_N[:50], group_N[50:100]), "how long a row is does not matter"
     assert not (group_N[:50] == group_N[100:150]).any(), "its sign does"
     assert number > 100
-    assert merger.groups(scaled[:0], slot_N[:0])[1] == Merger(CONDENSE).groups(scaled[:0], slot_N[:0])[1] == 0
+    assert merger.groups(scaled[:0], slot_N[:0])[1] == Condense(0.95).groups(scaled[:0], slot_N[:0])[1] == 0
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"merge": "lhs"}, {"merge_hashes": 0}, {"merge_hashes": 20}, {"merge_similarity": 2}]
+    "wrong",
+    [
+        {"merge": "lhs"},
+        {"merge": "lsh", "merge_options": {"hashes": 0}},
+        {"merge": "lsh", "merge_options": {"hashes": 20}},
+        {"merge": "condense", "merge_options": {"similarity": 2}},
+    ],
 )
 def test_merging_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="codec merge"):

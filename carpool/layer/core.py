@@ -27,7 +27,6 @@ from carpool.planner.transports import automatic_transport
 from carpool.replicas.node_slots import make_filler
 from carpool.replicas.slots import fill_slots
 from carpool.ride.function import WaitingRides, ride
-from carpool.ride.merged import ride_merged
 from carpool.ride.module import ride_module
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import NO_HOOKS, Owed, RideHooks, RideSetup
@@ -45,7 +44,7 @@ from carpool.transport import (
     unfit_transports,
     why_not_nodes,
 )
-from carpool.transport.merging import Merger
+from carpool.transport.codecs import Merge
 
 Result = TypeVar("Result")
 # (rows that arrived, their local slots or -1, their weights) -> the weighted sum over each row's slots.
@@ -108,7 +107,7 @@ class LayerCore:
         self.compute: Experts | None = None
         self.limit: RoutingLimit | None = None
         self.drops: DropOptions | None = None
-        self.merger: Merger | None = None
+        self.merger: Merge | None = None
         self.dropped: torch.Tensor | None = None
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
@@ -279,8 +278,7 @@ class LayerCore:
         with torch.inference_mode(False):
             transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
         self._make_setup(transport, device)
-        codecs = None if self.options is None else self.options.codecs
-        self.merger = None if codecs is None or codecs.merge == "none" else Merger(codecs)
+        self.merger = None if self.options is None else self.options.codecs.merger()
         self.transport = transport
         return transport
 
@@ -373,7 +371,7 @@ class LayerCore:
         if self.merger is None:
             y_TH, made = one_ride(x_TH, routing, slot_TK, setup)
         else:
-            y_TH, made = ride_merged(x_TH, routing, slot_TK, setup, self.merger, one_ride)
+            y_TH, made = self.merger.ride(x_TH, routing, slot_TK, setup, one_ride)
         self.filler.start_next()
         return y_TH, made
 

@@ -17,7 +17,7 @@ A ride has four verbs that carry rows, and each has a codec of its own:
 Only rows that leave their rank are encoded. A rank's rows for itself stay as they are. Gradients pass a codec straight
 through: the gradient of what was decoded is the gradient of what was encoded.
 
-Rows may also become fewer: similar ones for the same expert travel as one (`carpool.transport.merging`).
+Rows may also become fewer: a plug-in of `MERGES` (`carpool_systems.merging`) lets similar ones travel as one.
 
 Rows that are decoded and encoded again, as over two hops, do not change a second time.
 
@@ -27,17 +27,23 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 3.3) for FP8 with scales of 1 x 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from carpool.kernels.packets import packet_bytes, unpack
 from carpool.kernels.packing import pack
+from carpool.plugins import Registry
 from carpool.plugins.nearest import nearest
 
-__all__ = ["CODECS", "HOPS", "PLAIN", "ROW_VERBS", "Codec", "Codecs"]
+if TYPE_CHECKING:
+    from carpool.ride.setup import RideSetup
+    from carpool.routing import Routing
+
+__all__ = ["CODECS", "HOPS", "MERGES", "PLAIN", "ROW_VERBS", "Codec", "Codecs", "Merge"]
 
 
 class Codec(ABC):
@@ -136,7 +142,34 @@ ROW_VERBS = {
     "combine_backward": "gradients of sums",
 }
 HOPS = ("all", "nodes")
-MERGES = ("none", "lsh", "condense")
+
+
+class Merge(ABC):
+    """Lets several hidden states travel as one, before anything is encoded. Made with its options, as keywords.
+
+    Attributes:
+        name: what settings call it.
+        options: the types of its options, by name.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    @abstractmethod
+    def ride(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        slot_TK: torch.Tensor,
+        setup: RideSetup,
+        ride_rows: Callable[[torch.Tensor, Routing, torch.Tensor, RideSetup], tuple[torch.Tensor, Any]],
+    ) -> tuple[torch.Tensor, Any]:
+        """y_TH, and what else `ride_rows` returned, which is a ride of fewer rows.
+
+        Args: as of `carpool.ride.function.ride`."""
+
+
+MERGES: Registry[type[Merge]] = Registry("codec merge", "carpool.merges", {})
 
 
 @dataclass(frozen=True)
@@ -146,9 +179,8 @@ class Codecs:
     Attributes:
         dispatch, combine, dispatch_backward, combine_backward: of each verb.
         inter_node: over which hops rows are encoded; "nodes": of a transport with two hops, that between nodes only.
-        merge: which similar rows travel as one, before anything is encoded (`carpool.transport.merging`).
-        merge_hashes, merge_width: for "lsh", how many hashes must agree, and how many numbers each is made of.
-        merge_similarity: for "condense", the least cosine similarity.
+        merge: which similar rows travel as one, before anything is encoded: a name in `MERGES`, or "none".
+        merge_options: its options.
 
     Raises:
         ValueError: a name that is not known, or a number that cannot be.
@@ -160,28 +192,29 @@ class Codecs:
     combine_backward: str = "none"
     inter_node: str = "all"
     merge: str = "none"
-    merge_hashes: int = 2
-    merge_width: int = 16
-    merge_similarity: float = 0.9
+    merge_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for key, known in (*((verb, tuple(CODECS)) for verb in ROW_VERBS), ("inter_node", HOPS), ("merge", MERGES)):
+        merges = ("none",) if self.merge == "none" else ("none", *MERGES)
+        for key, known in (*((verb, tuple(CODECS)) for verb in ROW_VERBS), ("inter_node", HOPS), ("merge", merges)):
             if (name := getattr(self, key)) not in known:
                 near = nearest(name, known)
                 hint = f"; did you mean {near}?" if near else ""
                 raise ValueError(f"codec {key} = {name!r}: expected one of {', '.join(known)}{hint}")
-        if self.merge_hashes < 1 or self.merge_width < 1 or (2 * self.merge_width) ** self.merge_hashes > 2**62:
-            raise ValueError(
-                f"codec merge_hashes={self.merge_hashes} and merge_width={self.merge_width} must be at least 1, and "
-                "(2 * merge_width) ** merge_hashes at most 2**62"
-            )
-        if not 0 < self.merge_similarity <= 1:
-            raise ValueError(f"codec merge_similarity={self.merge_similarity} must be above 0 and at most 1")
+        if self.merge != "none":
+            self.merger()
 
     @property
     def plain(self) -> bool:
         """Whether all rows travel, as they are."""
         return self.merge == "none" and all(getattr(self, verb) == "none" for verb in ROW_VERBS)
+
+    def merger(self) -> Merge | None:
+        """What merges rows.
+
+        Raises:
+            ValueError: options that cannot be."""
+        return None if self.merge == "none" else MERGES[self.merge](**self.merge_options)
 
     def of(self, verb: str) -> Codec:
         """The codec of a verb; a plan carries no rows, and has none."""

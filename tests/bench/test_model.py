@@ -318,7 +318,7 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
             ("--model", "olmoe-1b-7b", "--contenders", "carpool+moe.chunks=3"),
             "moe.chunks changes nothing without moe.sch",
         ),
-        (("--model", "olmoe-1b-7b", "--set", "codec.merge_width=3"), "--set codec.merge_width changes nothing without"),
+        (("--model", "olmoe-1b-7b", "--set", "moe.limit_by=groups"), "--set moe.limit_by changes nothing without"),
     ],
 )
 def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str, tmp_path: Path):

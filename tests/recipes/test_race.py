@@ -48,8 +48,8 @@ def test_what_changes_nothing_in_any_row_is_refused(tmp_path: Path) -> None:
     own = field_of(tmp_path, "fastmoe", "tutel-2dh").own
     of_one = settings(tmp_path, own=own, contenders=tuple(own), overrides=("moe.chunks=3",))
     of_one.check_set()  # of tutel-2dh
-    of_none = settings(tmp_path, own=own, contenders=tuple(own), overrides=("codec.merge_width=3",))
-    with pytest.raises(ValueError, match=r"--set codec.merge_width changes nothing without codec.merge=lsh"):
+    of_none = settings(tmp_path, own=own, contenders=tuple(own), overrides=("moe.limit_by=groups",))
+    with pytest.raises(ValueError, match=r"--set moe.limit_by changes nothing without moe.limit_ranks"):
         of_none.check_set()
 
 

@@ -80,7 +80,6 @@ def _recomputes(config: Config) -> bool:
 
 _EVERY, _MIGRATES = Effect(_moves, "placement.every"), "placement.every and placement.policy=migrate"
 _COPIES = Effect(_copies, "placement.every, and placement.replicas of a policy that has copies")
-_LSH = Effect(lambda config: config.codec.merge == "lsh", "codec.merge=lsh")
 _EVALUATES = Effect(_holds_out, "held-out data: data.eval, or data.eval_fraction above 0")
 
 # By SECTION.KEY, or by section. What is not here always does something.
@@ -177,9 +176,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType({
         lambda config: config.moe.capacity_factor is not None, "moe.capacity_factor"
     ),
     "codec.inter_node": Effect(_encodes, "a codec: codec.dispatch, combine, dispatch_backward or combine_backward"),
-    "codec.merge_hashes": _LSH,
-    "codec.merge_width": _LSH,
-    "codec.merge_similarity": Effect(lambda config: config.codec.merge == "condense", "codec.merge=condense"),
+    "codec.merge_options": Effect(lambda config: config.codec.merge != "none", "codec.merge"),
     "memory.moe_outputs": Effect(_recomputes, "layers that are computed again: memory.layer_activations=recompute"),
     "memory.expert_loading": Effect(_comes, "experts that come: memory.experts=host or disk"),
     "memory.cpu_expert_tokens": Effect(

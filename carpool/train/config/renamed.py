@@ -19,6 +19,9 @@ RENAMED: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
     "moe.fp8_hold_weights": ("moe.fp8_cache_weights", {}),
     "moe.balance": ("moe.balance_scope", {}),
     "codec.hop": ("codec.inter_node", {}),
+    "codec.merge_hashes": ("codec.merge_options.hashes", {}),
+    "codec.merge_width": ("codec.merge_options.width", {}),
+    "codec.merge_similarity": ("codec.merge_options.similarity", {}),
     "memory.rows": ("memory.expert_inputs", _SAVED),
     "memory.hidden": ("memory.expert_activations", _SAVED),
     "memory.dense": ("memory.layer_activations", _SAVED),
@@ -33,6 +36,10 @@ RENAMED: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
     "training.loss_chunk": ("training.loss_chunk_size", {}),
     "training.freeze": ("training.freeze", {"dense": "non_expert"}),
 }
+
+
+# What recorded configurations hold of settings that are options now, where nobody set them.
+_DEFAULTS = {"codec.merge_hashes": 2, "codec.merge_width": 16, "codec.merge_similarity": 0.9}
 
 
 def renamed(section: str, key: str, value: Any) -> str | None:
@@ -64,5 +71,11 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
         found.setdefault(section, {})
         for key, value in table.items():
             name, values = RENAMED.get(f"{section}.{key}", (f"{section}.{key}", {}))
-            found[section][name.partition(".")[2]] = values.get(value, value) if isinstance(value, str) else value
+            if f"{section}.{key}" in _DEFAULTS and value == _DEFAULTS[f"{section}.{key}"]:
+                continue
+            *tables, last = name.split(".")[1:]
+            into = found[section]
+            for one in tables:
+                into = into.setdefault(one, {})
+            into[last] = values.get(value, value) if isinstance(value, str) else value
     return found

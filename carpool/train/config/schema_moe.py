@@ -88,6 +88,14 @@ def _options_of_experts(name: str) -> tuple[str, dict[str, Any]]:
     return f"experts {name!r} have {listed_options(known)}", known
 
 
+def _known_merge(name: str) -> str:
+    if name == "none":
+        return name
+    from carpool.transport.codecs import MERGES
+
+    return known_name("codec.merge", name, ("none", *MERGES))
+
+
 TransportName = Annotated[str, AfterValidator(_known_transport)]
 ExpertsName = Annotated[str, AfterValidator(_known_experts)]
 
@@ -319,21 +327,29 @@ class CodecSection(Section):
         description="Which rows are encoded. nodes: for moe.transport = hierarchical, those between nodes. all: all "
         "that leave their rank.",
     )
-    merge: Annotated[Literal["none", "lsh", "condense"], NONE_IS_A_WORD] = Field(
+    merge: Annotated[str, NONE_IS_A_WORD, AfterValidator(_known_merge)] = Field(
         default="none",
-        description="Which rows for the same expert of another rank travel as one. LOSSY. lsh: those of equal hashes, "
-        "as their mean; each gets back what it differs from it (LSH-MoE). condense: those that are similar to the "
-        "first of them, which travels (LUFFY).",
+        description="Which tokens for the same expert of another rank travel as one: a plug-in. LOSSY. lsh: those of "
+        "equal hashes, as their mean; each gets back what it differs from it (LSH-MoE). condense: those that are "
+        "similar to the first of them, which travels (LUFFY).",
     )
-    merge_hashes: int = Field(
-        default=2, ge=1, le=8, description="For merge = lsh: how many hashes must agree. More of them merge less."
+    merge_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of codec.merge. Of lsh: hashes, how many must agree (2; more of them merge less), and "
+        "width, how many projections a hash chooses from (16). Of condense: similarity, the least cosine (0.9).",
     )
-    merge_width: int = Field(
-        default=16, ge=1, le=128, description="For merge = lsh: how many projections of a row a hash chooses from."
-    )
-    merge_similarity: float = Field(
-        default=0.9, gt=0, le=1, description="For merge = condense: the least cosine similarity."
-    )
+
+    @model_validator(mode="after")
+    def _have_options(self) -> Self:
+        if self.merge != "none":
+            from carpool.transport.codecs import MERGES
+
+            known = MERGES[self.merge].options
+            check_options(
+                "codec.merge_options", self.merge_options, f"merge {self.merge!r} has {listed_options(known)}", known
+            )
+            _ = self.codecs
+        return self
 
     @property
     def codecs(self) -> Codecs:
