@@ -74,10 +74,11 @@ def test_outputs_without_commands_are_there() -> None:
 
 
 def test_rounding_is_of_the_machine() -> None:
-    shown = "differ by at most 2.4e-07 (w, expert 2, gate); logits by 5.0e-07"
-    assert difference(shown, "differ by at most 1.2e-07 (w, expert 4, up); logits by 5.2e-07", True) == "other words"
-    assert difference(shown, "differ by at most 1.2e-07 (w, expert 4, gate); logits by 5.2e-07", True) is None
-    assert difference(shown, "differ by at most 2.4e-03 (w, expert 2, gate); logits by 5.0e-07", True) is not None
+    """Also which tensor differs most, where no tensor differs by more than rounding."""
+    shown = "differ by at most 2.4e-07 (model.a, expert 2, gate); logits by 5.0e-07"
+    assert difference(shown, "differ by at most 1.2e-07 (model.b, expert 4, up); logits by 5.2e-07", True) is None
+    assert difference(shown, "differ by at most 1.2e-07; logits of another kind by 5.2e-07", True) == "other words"
+    assert difference(shown, "differ by at most 2.4e-03 (model.a, expert 2, gate); logits by 5.0e-07", True) is not None
 
 
 SHOWN = "parameters   1,000.0 MiB\n...\nstep 1  loss 2.50  189 ms\n"

@@ -39,6 +39,7 @@ from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.plan import USABLE, Found, Plan, plan
 from carpool.planner.search.space import Space
+from carpool.planner.transports import planned_transports
 from carpool.train.blueprint import Blueprint, planned_attention
 from carpool.train.config.schema import Config
 from carpool.train.launch.machine import Machine
@@ -199,7 +200,7 @@ def make_plan(
             ep=sizes("ep"),
             replicas=sizes("dp_replicate") or None,
             micro_batches=batches,
-            transports=Space.transports if is_open("moe.transport") else (config.moe.transport,),
+            transports=planned_transports() if is_open("moe.transport") else (config.moe.transport,),
             schedules=("two-batch",) if config.moe.schedule == "two-batch" else ("none",),
             data_parallel=Space.data_parallel
             if is_open("parallelism.data_parallel")
