@@ -34,8 +34,8 @@ from transformers import PreTrainedConfig
 from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns
 from carpool.hf import compile_layers, install, quantise_experts
-from carpool.hf.building.model import build_model
-from carpool.hf.compute.packed import unpacked
+from carpool.hf.build_model import build_model
+from carpool.hf.documents import unpacked
 from carpool.kernels.capture import capturing
 from carpool.train.blueprint import model_config
 

@@ -43,8 +43,8 @@ from transformers.distributed import DistributedConfig
 from benchmarks.script import check_arenas, join_group, make_parser, show, write_results
 from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
+from carpool.hf.build_model import build_model
+from carpool.hf.weights.model_config import make_config
 from carpool.metrics.counters import Traffic
 from carpool.metrics.host import Took, timed
 from carpool.ride.schedule import Schedule

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.runs import QWEN_TINY, TINY, GiB, MiB, config_of_run, make_runs_parser, measure_runs, start_runs
 from carpool.bench.model.model_contenders import CarpoolContender, random_corpus
 from carpool.bench.result_files import print_table
-from carpool.hf.seam.rides import buffers_of_rides
+from carpool.hf.seam.expert_rides import buffers_of_rides
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.tokenizer import Tokenizer

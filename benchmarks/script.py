@@ -15,7 +15,7 @@ from torch import nn
 
 from carpool.bench.result_files import print_table, terminal
 from carpool.hf import rides
-from carpool.hf.seam.rides import buffers_of_rides
+from carpool.hf.seam.expert_rides import buffers_of_rides
 from carpool.metrics.host import environment
 
 

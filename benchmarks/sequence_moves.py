@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.script import make_parser, write_results
-from carpool.hf.axes.sequence_moves import MOVES, PICO, rows_of_sequences, seconds_per_byte, seconds_per_row
+from carpool.hf.sequence_moves import MOVES, PICO, rows_of_sequences, seconds_per_byte, seconds_per_row
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.sequences import assign_sequences

@@ -351,9 +351,9 @@ def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
 def test_the_experts_of_a_model_are_selected_by_name() -> None:
     pytest.importorskip("transformers")
     from carpool.hf import install, rides, set_experts
-    from carpool.hf.building.model import build_model
-    from carpool.hf.config.source import make_config
-    from carpool.hf.seam.layouts import slots_kept
+    from carpool.hf.build_model import build_model
+    from carpool.hf.seam.moved_experts import slots_kept
+    from carpool.hf.weights.model_config import make_config
 
     small = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 50}

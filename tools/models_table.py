@@ -16,7 +16,7 @@ from pathlib import Path
 
 import transformers
 
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.find_modules import experts_modules
 from carpool.train.blueprint import meta_model, model_config, model_size, top_k_of
 from carpool.train.config.published import published_models
 from tests.hf import parity

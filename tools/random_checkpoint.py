@@ -24,7 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from transformers import PreTrainedConfig
 
 from carpool.hf.weights.original_layout import OriginalLayout
-from carpool.hf.weights.tensor_file import Entry
+from carpool.hf.weights.weight_files import Entry
 from carpool.train.blueprint import meta_model, model_config
 from carpool.train.checkpoints.export import check_space
 from carpool.train.config.published import FROM

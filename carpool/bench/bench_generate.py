@@ -36,9 +36,8 @@ from carpool.bench.contest import RankBenchmark
 from carpool.bench.model.model_contenders import route
 from carpool.bench.result_files import Result, print_table, terminal
 from carpool.bench.timing import rounds
-from carpool.hf.building.model import build_model
-from carpool.hf.generation.decode_graph import ROUND, DecodeGraphs
-from carpool.hf.generation.generate import Generated, Sampling, generate
+from carpool.hf.build_model import build_model
+from carpool.hf.generation import ROUND, DecodeGraphs, Generated, Sampling, generate
 from carpool.metrics.host import slowest
 from carpool.planner.search.plan import USABLE
 from carpool.serve.serve_memory import needed_bytes

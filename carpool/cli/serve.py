@@ -159,7 +159,7 @@ def generate(
 def _options(
     max_new_tokens: int | None, temperature: float | None, top_k: int | None, top_p: float | None, seed: int
 ) -> dict[str, float | None]:
-    """Of `carpool.hf.generation.generate.Sampling`; None: as the checkpoint says.
+    """Of `carpool.hf.generation.Sampling`; None: as the checkpoint says.
 
     Raises:
         ValueError: values that cannot be, or change nothing."""

@@ -12,6 +12,13 @@ for the backward, `rides(model)` gives each MoE layer's counters, `CarpoolCallba
 `set_layout` moves experts, `set_schedule` says what runs beside what, `compile_layers` compiles what is between rides.
 `TraceRecorder` samples which experts tokens choose; `limit_routing` limits them to few ranks, and `drop_choices` drops
 those beyond a capacity, which is lossy.
+
+    seam                where rides enter a model
+    routing, weights    what changes or shows what routers choose; how weights get in and out
+    build_model         a model to train, sharded by sharding, tensor_parallel, context_parallel and pipeline_stages
+    decoder_layers, documents, loss_head        what is computed between rides, and how
+    adapters, expert_adapters, held_experts     what trains, if it is not everything; where experts are kept
+    generation; callback, ride_metrics, trace_recorder, activation_sizes    text; what happens
 """
 
 from __future__ import annotations
@@ -22,25 +29,29 @@ from typing import TYPE_CHECKING, Any
 if find_spec("transformers") is None:
     raise ImportError("carpool.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'")
 
-from carpool.hf.activations.layer_policies import offload_layers
-from carpool.hf.compute.compiled import compile_layers
-from carpool.hf.finetune.adapters import synchronize_adapters, watch_adapters
-from carpool.hf.finetune.freeze import freeze_dense
-from carpool.hf.finetune.quantised_base import quantise_experts, quantised_while_loading
-from carpool.hf.observe.trace import TraceRecorder
-from carpool.hf.routing.balance import balance_loss
-from carpool.hf.routing.bias import BiasBalance
-from carpool.hf.routing.drops import drop_choices, route_in_float32
-from carpool.hf.routing.limit import limit_routing
-from carpool.hf.routing.replay import replay
-from carpool.hf.routing.rollout import record_rollout
-from carpool.hf.seam.implementation import CarpoolEP, install, register
-from carpool.hf.seam.layouts import set_layout
-from carpool.hf.seam.rides import ExpertRides, rides
-from carpool.hf.seam.settings import set_experts, set_kept, set_schedule, set_transport, transport
+from carpool.hf.adapters import synchronize_adapters, watch_adapters
+from carpool.hf.decoder_layers import compile_layers, offload_layers
+from carpool.hf.held_experts import quantise_experts, quantised_while_loading
+from carpool.hf.routing.replay import record_rollout, replay
+from carpool.hf.routing.router_balance import BiasBalance, balance_loss
+from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
+from carpool.hf.seam.expert_rides import ExpertRides, rides
+from carpool.hf.seam.find_modules import freeze_dense
+from carpool.hf.seam.implementation import (
+    CarpoolEP,
+    install,
+    register,
+    set_experts,
+    set_kept,
+    set_schedule,
+    set_transport,
+    transport,
+)
+from carpool.hf.seam.moved_experts import set_layout
+from carpool.hf.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
-    from carpool.hf.observe.callback import CarpoolCallback
+    from carpool.hf.callback import CarpoolCallback
 
 __all__ = [
     "BiasBalance",
@@ -74,7 +85,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Importing transformers' Trainer takes as long as all the rest.
     if name == "CarpoolCallback":
-        from carpool.hf.observe.callback import CarpoolCallback
+        from carpool.hf.callback import CarpoolCallback
 
         return CarpoolCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@
     y_TH = ride(x_TH, ...)         rows travel, experts compute, sums come back             carpool/ride/
 
 `carpool.MoE` is a router, parameters and this core. An experts module of transformers is an adapter around it
-(`carpool.hf.seam.rides`). What can be set (transport, schedule, layout, experts, limit, drops), what is counted,
+(`carpool.hf.seam.expert_rides`). What can be set (transport, schedule, layout, experts, limit, drops), what is counted,
 and the balancing of routers by biases is written once, here.
 """
 

@@ -72,7 +72,7 @@ def kv_repeats(heads: int, kv_heads: int, ranks: int) -> int:
 
 
 class Shapes:
-    """Stands for a group of ranks where shapes alone matter (`carpool.hf.activations.activation_sizes`): nothing
+    """Stands for a group of ranks where shapes alone matter (`carpool.hf.activation_sizes`): nothing
     travels."""
 
     def __init__(self, ranks: int) -> None:

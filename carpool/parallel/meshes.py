@@ -89,7 +89,7 @@ class StageMeshes:
     Non-expert parameters are over (pp, dp_replicate, fsdp, tp), of which pp has one rank: transformers has one stage to
     shard and knows of no other. Ranks that share sequences shard parameters as those with sequences of their own do,
     so context-parallel ranks are among those of fsdp. Experts are over (pp, dp_replicate, efsdp, ep), of which ep has
-    the ranks of etp, too: slices of experts are sharded as experts are (carpool/hf/axes/slices.py).
+    the ranks of etp, too: slices of experts are sharded as experts are (carpool/hf/sharding.py).
     """
 
     def __init__(self, dense: DeviceMesh, experts: DeviceMesh) -> None:

@@ -27,7 +27,7 @@ Cost. Parameters P, stored in s bytes, computed with in c, reduced in r:
 
 Gradients are *summed* over ranks, not averaged: whoever makes the loss divides it by the number of ranks. So experts
 that no other rank has need no pass over their gradients; the optimizer takes them as the backward leaves them. This is
-all that is left to do where FSDP has all non-expert parameters (`carpool.hf.axes.dense.keep_experts`).
+all that is left to do where FSDP has all non-expert parameters (`carpool.hf.sharding.keep_experts`).
 
 Micro-batches are added in the dtype of the reduction. A bucket is added when all of its gradients are there, by few
 kernels, and buckets are reduced in one order, the same on all ranks. Nothing here waits for the host.

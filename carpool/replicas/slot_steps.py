@@ -25,7 +25,7 @@ but all of them at the step's end, where nothing is left to compute beside; and 
 
 FSDP2 and homes. `experts._parameters[name]` is FSDP's shard between two forwards. If an expert-parallel rank's experts
 are on that rank alone (efsdp size 1), the shard has all of its rows: FSDP, if it has them at all
-(`carpool.hf.axes.dense`), then only casts them, and divides their gradients at the end of the layer's backward, where
+(`carpool.hf.sharding`), then only casts them, and divides their gradients at the end of the layer's backward, where
 there is nothing left to overlap with. So a late gradient is divided here in the same way, and added to the shard's
 gradient past FSDP. Where FSDP has divided the rows among ranks, a layer fills its slots itself and sums where it is;
 where it sums gradients over copies of the model (HSDP), only gradients are not late. A plain `carpool.MoE` has its

@@ -14,7 +14,7 @@ same links, and for this ride the whole computation waits; for the reduction nob
     layer waits; what no ride releases (layers without one, the last layers of the backward) goes on when the next
     layer ends, or before FSDP closes its books. Cost: a layer's gathered parameters and gradients stay for the length
     of a dispatch.
-  - **Experts** that are not copied reduce nothing, but where FSDP has them (`carpool.hf.axes.dense`), it lets the
+  - **Experts** that are not copied reduce nothing, but where FSDP has them (`carpool.hf.sharding`), it lets the
     computation wait for the reduction before at their end, too. So it is held with their layer's: then a reduction has
     the time of a whole layer. Cost: their gathered parameters stay while attention's backward runs. Where they have
     copies (efsdp), they are reduced when their ride has ended, as ever.

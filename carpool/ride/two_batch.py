@@ -36,7 +36,7 @@ What was tried, on 4 gloo ranks:
 Under the capture of a CUDA graph nothing changes: both threads enqueue into the stream that is captured, one at a time,
 as autograd's own thread does, and rides fork from it and join it. A replay has the same two streams and no threads, so
 the host's time is gone. The model must draw no random numbers
-(`carpool.hf.activations.layer_policies.draws_random_numbers`).
+(`carpool.hf.decoder_layers.draws_random_numbers`).
 
 Not with CUDA graphs of whole layers (`mode="reduce-overhead"`), which have one memory for all calls. DeepSeek-V3 (arXiv
 2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; here there is no pipeline

@@ -16,7 +16,7 @@ Worked example, K = 3, experts 0 1 2 on rank 0, 3 4 5 on rank 1, limit_ranks = 1
     "groups"       rank 0: .30 + .10, rank 1: .25 + .18, so rank 1 here too; in general they differ
 
 The weights of the new choices are the router's own, taken from its scores and normalised as it does that, so gradients
-need nothing special: `Router` weighs given choices anyway, and carpool/hf/routing/limit.py lets the routers of
+need nothing special: `Router` weighs given choices anyway, and carpool/hf/routing/router_limits.py lets the routers of
 transformers do it. Ranks are chosen one after the other, each time the one that adds most. Without replicas that is the
 best set; with replicas, which overlap, the best one may be missed. A token whose choices are within the limit keeps
 them all.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.activations.loss_head import HeadLoss, next_tokens
+from carpool.hf.loss_head import HeadLoss, next_tokens
 from carpool.kernels.cross_entropy import IGNORED
 from carpool.serve.generate_answers import context_of
 from carpool.serve.prompts import Text

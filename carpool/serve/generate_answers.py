@@ -14,9 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.experts.host_experts import host_experts
-from carpool.hf.generation.decode_graph import DecodeGraphs
-from carpool.hf.generation.generate import Generated, Sampling
-from carpool.hf.generation.generate import generate as continue_prompts
+from carpool.hf.generation import DecodeGraphs, Generated, Sampling
+from carpool.hf.generation import generate as continue_prompts
 from carpool.serve.expert_tier import ExpertTier, what_came
 from carpool.serve.prompts import Prompt, Text, check_length, deal, encode
 from carpool.serve.served_model import Source, find_source, open_model

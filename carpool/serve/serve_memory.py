@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from carpool.activations.host_memory import check_host_memory
-from carpool.hf.config.sizes import head_sizes
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.weights.model_config import head_sizes
 from carpool.serve.expert_tier import ON_DEVICE, ExpertTier
 from carpool.train.blueprint import meta_model
 from carpool.train.launch.machine import rank_memory

@@ -21,12 +21,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides, set_transport
-from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
-from carpool.hf.axes.dense import replicate_dense
-from carpool.hf.building.model import build_model
-from carpool.hf.building.narrow import row_size
-from carpool.hf.config.source import read_config
-from carpool.hf.finetune.adapters import share_adapters
+from carpool.hf.adapters import share_adapters
+from carpool.hf.build_model import build_model
+from carpool.hf.held_experts import keep_experts_in_host_memory
+from carpool.hf.narrow import row_size
+from carpool.hf.sharding import replicate_dense
+from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.serve import check_folder
 from carpool.serve.expert_tier import ON_DEVICE, PREDICTORS, ExpertTier
@@ -170,7 +170,7 @@ def spread_model(
     """A model for inference: non-expert parameters whole on each rank, experts spread over all. All ranks together.
 
     Args:
-        build: as `carpool.hf.building.model.build_model`; a configuration gets random weights.
+        build: as `carpool.hf.build_model.build_model`; a configuration gets random weights.
         max_tokens: the most tokens that a rank has in a forward.
         experts: as `open_model`. If they are in host memory, the model is read into it, and all but the experts moves
             from there. If they are on disk, `build` is a folder.

@@ -29,12 +29,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from carpool.families import family_of
-from carpool.hf.building.narrow import narrow_experts, row_size
-from carpool.hf.compute.attention import fused_attention
-from carpool.hf.compute.documents import DOCUMENTS, why_no_bounds
-from carpool.hf.config.sizes import check_sizes, head_sizes
-from carpool.hf.config.source import make_config, read_config
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.documents import DOCUMENTS, fused_attention, why_no_bounds
+from carpool.hf.narrow import narrow_experts, row_size
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.weights.model_config import check_sizes, head_sizes, make_config, read_config
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import hardware_of
 from carpool.plugins.nearest import nearest

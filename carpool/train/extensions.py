@@ -46,7 +46,7 @@ from carpool.train.config.schema_base import Section
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from carpool.hf.seam.rides import ExpertRides
+    from carpool.hf.seam.expert_rides import ExpertRides
     from carpool.train.build.assemble import Built
     from carpool.train.config.schema import Config
     from carpool.train.plan.estimate import MemoryEstimate

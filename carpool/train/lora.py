@@ -1,6 +1,6 @@
 """The adapter of a run: from `[adapter]` to peft's configuration, and into the model.
 
-frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.finetune.expert_adapters`)
+frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.expert_adapters`)
 -> float32 -> with whole non-expert parameters (parallelism.data_parallel = zero1) reduced with the other buckets
 """
 
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from carpool.experts import ExpertFunction
 from carpool.families import family_of
-from carpool.hf.finetune.adapters import names_of_former_experts, share_adapters
+from carpool.hf.adapters import names_of_former_experts, share_adapters
+from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.experts_module import expert_function, weight_names
-from carpool.hf.seam.layers import experts_modules, find_router
-from carpool.hf.seam.rides import rides
+from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config
@@ -38,7 +38,7 @@ def add_adapter(
 
     Args:
         seed: of their first values, which are the same for any number of ranks.
-        replicate: non-expert parameters will be whole (`carpool.hf.axes.dense.replicate_dense`), and so will adapters.
+        replicate: non-expert parameters will be whole (`carpool.hf.sharding.replicate_dense`), and so will adapters.
         start: the folder of the adapter to start from; None: start anew.
 
     Returns:

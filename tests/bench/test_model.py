@@ -24,8 +24,8 @@ from carpool.bench.model.model_contest import ModelBenchmark, check_room, groups
 from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, Times, Work, roofline_ms, show, work_of
 from carpool.bench.result_files import Result
 from carpool.bench.timing import host_waits
-from carpool.hf.axes.context import _interface
-from carpool.hf.routing.forced import balanced_choices, force_choices
+from carpool.hf.context_parallel import _interface
+from carpool.hf.routing.router_answers import balanced_choices, force_choices
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
@@ -99,7 +99,7 @@ def test_forced_choices_have_the_routers_own_weights():
 
 
 def test_compiled_layers_with_forced_choices_share_one_graph(monkeypatch: pytest.MonkeyPatch):
-    """Also where another model of the process has parts of sequences (`carpool.hf.axes.context`), and changed
+    """Also where another model of the process has parts of sequences (`carpool.hf.context_parallel`), and changed
     attention."""
     monkeypatch.setattr(AttentionInterface, "get_interface", _interface)
     model, ids, graphs = build(num_hidden_layers=12), torch.arange(40).reshape(2, 20), []

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from carpool.hf.generation.decode_graph import DecodeGraphs
-from carpool.hf.generation.generate import Sampling, generate
+from carpool.hf.generation import DecodeGraphs, Sampling, generate
 from carpool.serve.generate_answers import answer
 from carpool.serve.served_model import find_source, open_model
 from tests.gpu.ranks import run_mode

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from carpool.hf.config.source import make_config
+from carpool.hf.weights.model_config import make_config
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.run_source import keep_source

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from carpool.activations.layer_offload import ActivationOffload
-from carpool.hf.activations.layer_policies import _ATTRIBUTE
+from carpool.hf.decoder_layers import _ATTRIBUTE
 from carpool.train.steps.graphs import StepGraphs
 from tests.gpu.ranks import needs
 from tests.gpu.runs import ALONE, RUNS, TOGETHER, train

@@ -13,12 +13,12 @@ import torch
 
 from carpool.experts.host_experts import host_experts
 from carpool.hf import install
-from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
-from carpool.hf.generation.generate import Sampling, generate
-from carpool.hf.routing.forced import force_choices
-from carpool.hf.seam.rides import rides
+from carpool.hf.build_model import build_model
+from carpool.hf.generation import Sampling, generate
+from carpool.hf.held_experts import keep_experts_in_host_memory
+from carpool.hf.routing.router_answers import force_choices
+from carpool.hf.seam.expert_rides import rides
+from carpool.hf.weights.model_config import make_config
 from carpool.memory.popularity import Popularity
 from carpool.optim import AdamW
 from carpool.optim import offloaded_state as streamed

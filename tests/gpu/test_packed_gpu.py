@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from carpool.hf.compute.documents import DOCUMENTS
-from carpool.hf.compute.packed import one_row_only, packed, packed_settings
+from carpool.hf.documents import DOCUMENTS, one_row_only, packed, packed_settings
 from carpool.train.data.sequences import IGNORED
 from carpool.train.steps.objective import Objective
 from examples.tiny_chat_model import write

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from carpool.experts import Choices, GroupedExperts, make_activation
 from carpool.experts.quantised import Kind, dequantise, quantise
 from carpool.hf import install, quantise_experts
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
+from carpool.hf.build_model import build_model
+from carpool.hf.weights.model_config import make_config
 from tests.experts_problem import ExpertProblem
 from tests.test_quantised import KINDS
 

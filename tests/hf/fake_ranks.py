@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.axes.tensor_parallel import own_styles
-from carpool.hf.building.checks import check_parallelism
+from carpool.hf.build_model import check_parallelism
+from carpool.hf.tensor_parallel import own_styles
 from tests.hf import parity
 from tests.hf.tiny_models import discover, tiny_batch, tiny_config
 

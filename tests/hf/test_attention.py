@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GptOssForCausalLM, Qwen3MoeForCausalLM
 
-from carpool.hf.compute.attention import FLEX, attention_of_any_length, fused_attention
+from carpool.hf.documents import FLEX, attention_of_any_length, fused_attention
 from carpool.parallel.degrees import Degrees
 from carpool.train.blueprint import attention_of
 from carpool.train.config import load_config

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import carpool.hf
-from carpool.hf.routing.forced import balanced_choices, force_choices
+from carpool.hf.routing.router_answers import balanced_choices, force_choices
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import BOUND, IMPLEMENTATION, full_gradients, quiet, relative_error
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_batch, tiny_model

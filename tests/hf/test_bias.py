@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import carpool.hf
 from carpool.families import Family
 from carpool.hf import BiasBalance, rides
-from carpool.hf.routing.bias import find_biases
+from carpool.hf.routing.router_balance import find_biases
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks

@@ -18,11 +18,10 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
-from carpool.hf.building.checks import check_shardable, check_tied
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
-from carpool.hf.seam.layers import experts_modules
-from carpool.hf.weights.fit import check_weights
+from carpool.hf.build_model import build_model, check_shardable, check_tied
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.weights.model_config import make_config
+from carpool.hf.weights.original_layout import check_weights
 from carpool.train.blueprint import meta_model
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_model

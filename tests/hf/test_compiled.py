@@ -8,14 +8,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import carpool.hf
-from carpool.hf.activations.layer_policies import recompute_layers
-from carpool.hf.axes.dense import keep_experts
-from carpool.hf.building.model import build_model
-from carpool.hf.compute.compiled import compile_layers, eagerly, shards_inside
-from carpool.hf.config.source import make_config
-from carpool.hf.routing.balance import balance_loss
-from carpool.hf.routing.router_logits import RouterLogits, traced_logits
-from carpool.hf.seam.layers import decoder_layers
+from carpool.hf.build_model import build_model
+from carpool.hf.decoder_layers import compile_layers, eagerly, recompute_layers, shards_inside
+from carpool.hf.routing.router_balance import RouterLogits, balance_loss, traced_logits
+from carpool.hf.seam.find_modules import decoder_layers
+from carpool.hf.sharding import keep_experts
+from carpool.hf.weights.model_config import make_config
 from carpool.optim.clip import grad_norm
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters

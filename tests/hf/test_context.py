@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from carpool.hf.activations.loss_head import next_tokens
-from carpool.hf.axes import context as context_module
-from carpool.hf.axes.context import ContextParallel, attention_heads, choose_way
-from carpool.hf.compute.packed import packed, packed_settings, unpacked
+from carpool.hf import context_parallel as context_module
+from carpool.hf.context_parallel import ContextParallel, attention_heads, choose_way
+from carpool.hf.documents import packed, packed_settings, unpacked
+from carpool.hf.loss_head import next_tokens
 from carpool.parallel.context import Cut
 from carpool.train.steps.objective import Objective
 from tests.hf.parity import EXCEPTIONS, quiet

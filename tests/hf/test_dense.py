@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import carpool.hf  # noqa: F401  registers the layers
-from carpool.hf.axes.dense import keep_experts, replicate_dense
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
+from carpool.hf.build_model import build_model
+from carpool.hf.sharding import keep_experts, replicate_dense
+from carpool.hf.weights.model_config import make_config
 from carpool.optim.clip import clip_grad_norm
 from carpool.parallel.replicated import sharded_parameters
 from tests.full_tensor import full_tensor

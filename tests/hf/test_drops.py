@@ -12,8 +12,8 @@ from torch import nn
 
 import carpool.hf
 from carpool.hf import drop_choices, limit_routing, rides, route_in_float32
-from carpool.hf.observe.metrics import RideMetrics
-from carpool.hf.seam.layers import experts_modules, find_router
+from carpool.hf.ride_metrics import RideMetrics
+from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.routing import DropOptions, Routing
 from carpool.routing.limit import LimitOptions
 from tests.hf.parity import BOUND, full_gradients, relative_error

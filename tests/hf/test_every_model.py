@@ -100,7 +100,7 @@ def test_exceptions_are_refused(ranks: Ranks, tmp_path: Path, folder: str) -> No
 
 def test_checkpoints_that_cannot_be_sharded_are_known() -> None:
     """What `carpool.hf` refuses to load sharded is just what comes out wrong in `test_parity`."""
-    from carpool.hf.weights import conversions
+    from carpool.hf.weights import weight_files as conversions
 
     unshardable = set()
     for folder in discover().keys() - parity.EXCEPTIONS.keys():

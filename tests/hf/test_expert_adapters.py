@@ -18,8 +18,8 @@ from torch import nn
 
 import carpool.hf
 from carpool.hf import rides, set_layout
-from carpool.hf.finetune.expert_adapters import Stack
-from carpool.hf.seam.layouts import slots_kept
+from carpool.hf.expert_adapters import Stack
+from carpool.hf.seam.moved_experts import slots_kept
 from carpool.layout import ExpertLayout
 from tests.hf.parity import BOUND, relative_error
 from tests.hf.test_behaviours import _alone, _model, _own, _save

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from carpool.families import Family, Logits
-from carpool.hf.activations import loss_head as head_module
-from carpool.hf.activations.loss_head import HeadLoss, known_change, next_tokens, output_layer, why_whole
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
+from carpool.hf import loss_head as head_module
+from carpool.hf.build_model import build_model
+from carpool.hf.loss_head import HeadLoss, known_change, next_tokens, output_layer, why_whole
+from carpool.hf.weights.model_config import make_config
 from carpool.parallel.degrees import Degrees
 from carpool.train.plan.division import distributed_config
 from tests.hf.meshes import reuse_meshes

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import carpool.hf
-from carpool.hf.seam.layouts import current_layouts, is_logical, logical_order, slots_kept
+from carpool.hf.seam.moved_experts import current_layouts, is_logical, logical_order, slots_kept
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.replicas import migrate
@@ -125,7 +125,9 @@ def _kept(path: str, sizes: dict[str, Any]) -> Kept:
     layout = ExpertLayout.permuted(ORDERS[0], last + 1).with_replicas([(5, last), (5, 2), (4, 0)][:: 4 - last])
     carpool.hf.set_layout(model, layout)
     gradients, counted, messages = [], [], []
-    watch = mock.patch.object(carpool.hf.seam.layouts.log, "info", lambda *args: messages.append(args[0] % args[1:]))
+    watch = mock.patch.object(
+        carpool.hf.seam.moved_experts.log, "info", lambda *args: messages.append(args[0] % args[1:])
+    )
     fillers = [own.filler for own in carpool.hf.rides(model).values()]
     for keep in (nullcontext(), slots_kept(model, prefetch=False), slots_kept(model)):
         for filler in fillers:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import carpool.hf
-from carpool.hf.routing.limit import LayerLimit, limit_routing
-from carpool.hf.seam.layers import experts_modules, find_router
-from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.routing.router_limits import LayerLimit, limit_routing
+from carpool.hf.seam.expert_rides import ExpertRides
+from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from carpool.hf import rides, set_transport
-from carpool.hf.building.model import build_model
-from carpool.hf.building.narrow import is_narrow, row_size
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.build_model import build_model
+from carpool.hf.narrow import is_narrow, row_size
+from carpool.hf.seam.find_modules import experts_modules
 from carpool.parallel.degrees import Degrees
 from carpool.train.blueprint import meta_model
 from carpool.train.config import load_config

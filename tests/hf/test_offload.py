@@ -11,8 +11,8 @@ from carpool import KeptPolicies
 from carpool.activations.host_memory import HostPool
 from carpool.activations.offload import Away, Offloader
 from carpool.hf import install, offload_layers, rides, set_kept
-from carpool.hf.activations.layer_policies import offloaders
-from carpool.hf.seam.layers import decoder_layers
+from carpool.hf.decoder_layers import offloaders
+from carpool.hf.seam.find_modules import decoder_layers
 from tests.hf.parity import quiet
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 

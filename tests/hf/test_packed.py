@@ -8,8 +8,17 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from carpool.hf.compute.documents import DOCUMENTS, attend, bounds, takes_bounds, why_no_bounds
-from carpool.hf.compute.packed import packed, packed_settings, unpacked, why_not_packed
+from carpool.hf.documents import (
+    DOCUMENTS,
+    attend,
+    bounds,
+    packed,
+    packed_settings,
+    takes_bounds,
+    unpacked,
+    why_no_bounds,
+    why_not_packed,
+)
 from tests.hf.test_compiled import make
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
 

@@ -18,12 +18,11 @@ from transformers.distributed import DistributedConfig
 import carpool.hf
 from carpool.experts.quantised import Kind, dequantise, quantise
 from carpool.hf import rides
-from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
-from carpool.hf.axes.dense import replicate_dense
-from carpool.hf.building.model import build_model
-from carpool.hf.finetune.adapters import adapter_tensors, share_adapters
-from carpool.hf.finetune.quantised_base import quantise_experts
+from carpool.hf.adapters import adapter_tensors, share_adapters
+from carpool.hf.build_model import build_model
+from carpool.hf.held_experts import keep_experts_in_host_memory, quantise_experts
 from carpool.hf.seam.experts_module import base_of, weight_names
+from carpool.hf.sharding import replicate_dense
 from carpool.parallel.replicated import sharded_parameters
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import BOUND, relative_error

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig
 
 from carpool.hf import install, rides
-from carpool.hf.activations.layer_policies import draws_random_numbers, recompute_layers
+from carpool.hf.decoder_layers import draws_random_numbers, recompute_layers
 from carpool.routing.routing import DropOptions
 
 SIZES: dict[str, Any] = {

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import carpool.hf
-from carpool.hf.compute.compiled import compile_layers, eagerly
-from carpool.hf.routing.balance import balance_loss
-from carpool.hf.routing.router_logits import RouterLogits, find_routers
+from carpool.hf.decoder_layers import compile_layers, eagerly
+from carpool.hf.routing.router_balance import RouterLogits, balance_loss, find_routers
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.test_compiled import make
 from tests.hf.tiny_models import discover, tiny_model

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from carpool.hf import rides, set_transport
-from carpool.hf.axes.sequence_moves import MovingSequences, check_stays
-from carpool.hf.building.model import build_model
+from carpool.hf.build_model import build_model
+from carpool.hf.sequence_moves import MovingSequences, check_stays
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import MOVES, VERBS
 from carpool.parallel.degrees import Degrees

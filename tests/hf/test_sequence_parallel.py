@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import carpool
-from carpool.hf.axes.sequence_parallel import sequence_shard
-from carpool.hf.building.model import build_model
+from carpool.hf.build_model import build_model
+from carpool.hf.tensor_parallel import sequence_shard
 from carpool.parallel import sequence
 from carpool.parallel.degrees import Degrees
 from carpool.train.plan.division import distributed_config

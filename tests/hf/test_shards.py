@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 import carpool.hf
 from carpool.hf import rides
-from carpool.hf.building.model import build_model
-from carpool.hf.finetune.quantised_base import quantised_while_loading
+from carpool.hf.build_model import build_model
+from carpool.hf.held_experts import quantised_while_loading
 from carpool.hf.seam.experts_module import base_of
-from carpool.hf.seam.layers import experts_modules
-from carpool.hf.weights.files import stored_weights
+from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
 from carpool.hf.weights.stored_experts import StoredExperts, read_without_experts
+from carpool.hf.weights.weight_files import stored_weights
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint

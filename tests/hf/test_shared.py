@@ -12,7 +12,7 @@ from torch import nn
 import carpool
 import carpool.hf
 from carpool.families import Family, family_of_class
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.seam.shared import compute_shared_beside, shared_experts
 from carpool.ride.schedule import Schedule
 from carpool.ride.two_batch import TwoBatch

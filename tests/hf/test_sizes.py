@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from carpool.hf.config.sizes import check_sizes
-from carpool.hf.config.source import make_config
+from carpool.hf.weights.model_config import check_sizes, make_config
 from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run
 

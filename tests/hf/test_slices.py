@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from carpool.experts import slices
-from carpool.hf.axes.slices import SlicedExperts
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
-from carpool.hf.seam.layers import experts_modules
-from carpool.hf.seam.layouts import is_logical, logical_like, logical_order, physical_order, set_layout
-from carpool.hf.seam.rides import rides
+from carpool.hf.build_model import build_model
+from carpool.hf.seam.expert_rides import rides
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.seam.moved_experts import is_logical, logical_like, logical_order, physical_order, set_layout
+from carpool.hf.sharding import SlicedExperts
+from carpool.hf.weights.model_config import make_config
 from carpool.layout import ExpertLayout
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load

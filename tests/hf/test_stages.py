@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
-from carpool.hf.axes.stages import cut_model, keep_parts
+from carpool.hf.pipeline_stages import cut_model, keep_parts
 from tests.hf.tiny_models import discover, tiny_model
 
 

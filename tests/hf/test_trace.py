@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.hf import install, rides
-from carpool.hf.building.model import build_model
-from carpool.hf.observe.trace import TraceRecorder
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.build_model import build_model
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.trace_recorder import TraceRecorder
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.train.checkpoints.record_trace import record, sequences

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import carpool
-from carpool.hf.axes.dense import keep_experts, replicate_dense
-from carpool.hf.building.model import build_model
+from carpool.hf.build_model import build_model
+from carpool.hf.sharding import keep_experts, replicate_dense
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.plan.division import distributed_config

@@ -13,10 +13,10 @@ import torch
 
 from carpool.experts.host_experts import HostExperts, host_experts
 from carpool.hf import install
-from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
-from carpool.hf.seam.rides import rides
+from carpool.hf.build_model import build_model
+from carpool.hf.held_experts import keep_experts_in_host_memory
+from carpool.hf.seam.expert_rides import rides
+from carpool.hf.weights.model_config import make_config
 from carpool.memory.activation_matrix import ActivationMatrices
 from carpool.memory.expert_cache import ExpertCache, expert_bytes
 from carpool.memory.next_experts import NextExperts, Predictor
@@ -82,7 +82,7 @@ def values(model: Any) -> dict[str, torch.Tensor]:
 def test_training_has_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpointing: bool, disk: bool
 ) -> None:
-    monkeypatch.setattr("carpool.hf.activations.offloaded_experts.HostExperts", Watched)
+    monkeypatch.setattr("carpool.hf.held_experts.HostExperts", Watched)
     monkeypatch.setattr("carpool.optim.in_backward.LEAST_ELEMENTS", 1)
     ended = []
     for host in (False, True):
@@ -156,7 +156,7 @@ def test_a_generation_brings_each_layer_in_once_a_token() -> None:
 
 
 def test_a_generation_brings_in_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carpool.hf.activations.offloaded_experts.HostExperts", Watched)
+    monkeypatch.setattr("carpool.hf.held_experts.HostExperts", Watched)
     right, model = model_of(), model_of()
     away = keep_experts_in_host_memory(model, predictor=NextExperts)
     for prompt in (0, 1):
@@ -175,7 +175,7 @@ def test_a_generation_brings_in_what_is_chosen(monkeypatch: pytest.MonkeyPatch) 
 def test_what_stays_on_the_device_does_not_come_again(
     monkeypatch: pytest.MonkeyPatch, predictor: Callable[[int, int], Predictor]
 ) -> None:
-    monkeypatch.setattr("carpool.hf.activations.offloaded_experts.HostExperts", Watched)
+    monkeypatch.setattr("carpool.hf.held_experts.HostExperts", Watched)
     right, came, hits = model_of().eval(), [], []
     one = expert_bytes(list(next(iter(rides(right).values())).experts.parameters()))
     made = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -277,7 +277,7 @@ def train(model: Any, away: HostExperts | None, steps: int = 3) -> tuple[list[fl
 def test_in_training_those_come_that_are_chosen(
     monkeypatch: pytest.MonkeyPatch, frozen: bool, checkpointing: bool, cached: int
 ) -> None:
-    monkeypatch.setattr("carpool.hf.activations.offloaded_experts.HostExperts", Watched)
+    monkeypatch.setattr("carpool.hf.held_experts.HostExperts", Watched)
     monkeypatch.setattr("carpool.optim.in_backward.LEAST_ELEMENTS", 1)
     ended, bytes_in = [], []
     for predictor in (None, Popularity):
@@ -309,7 +309,7 @@ def test_in_training_those_come_that_are_chosen(
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_the_cpu_computes_experts_with_few_tokens(monkeypatch: pytest.MonkeyPatch, frozen: bool) -> None:
-    monkeypatch.setattr("carpool.hf.activations.offloaded_experts.HostExperts", Watched)
+    monkeypatch.setattr("carpool.hf.held_experts.HostExperts", Watched)
     found, came = [], []
     for few in (None, 0, 2, 2):
         model = model_of()
@@ -380,7 +380,7 @@ class Files:
 
 
 def test_host_memory_keeps_the_popular_ones_of_those_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carpool.hf.activations.offloaded_experts.HostExperts", Watched)
+    monkeypatch.setattr("carpool.hf.held_experts.HostExperts", Watched)
     read, ended = [], []
     for layers in (None, 2, LAYERS):
         model = model_of()

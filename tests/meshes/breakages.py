@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import carpool
-from carpool.hf.axes import tensor_parallel as heads
-from carpool.hf.routing import balance
+from carpool.hf import tensor_parallel as heads
+from carpool.hf.routing import router_balance as balance
 from carpool.layout import assigning
 from carpool.optim import clip
 from carpool.parallel import flat, fsdp, sequence
@@ -154,7 +154,7 @@ def norms_of_own_heads() -> Iterator[None]:
 def parts_of_sequences_not_added() -> Iterator[None]:
     """With sequence parallelism, weights that all ranks hold get the gradients of a rank's own tokens."""
     with mock.patch.object(sequence, "sum_gradients", lambda parameters, group: None):
-        from carpool.hf.axes import sequence_parallel
+        from carpool.hf import tensor_parallel as sequence_parallel
 
         with mock.patch.object(sequence_parallel, "sum_gradients", lambda parameters, group: None):
             yield

@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
-from carpool.hf.seam.layouts import is_logical, logical_order
+from carpool.hf.build_model import build_model
+from carpool.hf.seam.moved_experts import is_logical, logical_order
+from carpool.hf.weights.model_config import make_config
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.replicated import sharded_parameters

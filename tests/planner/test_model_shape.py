@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from carpool.hf.activations.activation_sizes import measure_activations
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.activation_sizes import measure_activations
+from carpool.hf.seam.find_modules import experts_modules
 from carpool.planner.model.shape import ModelShape
 from carpool.train.blueprint import flops_per_token, meta_model, model_config, model_size, top_k_of
 from carpool.train.config.published import published_models, read_keys

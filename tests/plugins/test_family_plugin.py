@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from carpool.families import FAMILIES, Family, family, register
-from carpool.hf.config.source import make_config
+from carpool.hf.weights.model_config import make_config
 from carpool.planner.model.shape import ModelShape
 from tests.ranks import Ranks
 from tests.train.test_loop import TWO, losses, run, text

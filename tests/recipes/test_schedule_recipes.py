@@ -305,8 +305,8 @@ def test_apx_overlap_is_fastmoe_but_for_shared_experts(
 
 def test_initial_weights_are_small() -> None:
     pytest.importorskip("transformers")
-    from carpool.hf.building.model import build_model
-    from carpool.hf.config.source import make_config
+    from carpool.hf.build_model import build_model
+    from carpool.hf.weights.model_config import make_config
 
     model = resolve(load("switch")).model
     assert model.model_type is not None

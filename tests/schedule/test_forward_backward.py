@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
 
 import carpool.hf  # noqa: F401  registers the layers
-from carpool.hf.activations.layer_policies import recompute_layers
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
+from carpool.hf.build_model import build_model
+from carpool.hf.decoder_layers import recompute_layers
+from carpool.hf.weights.model_config import make_config
 from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.turns import handover
 from tests.full_tensor import full_tensor

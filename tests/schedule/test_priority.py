@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from carpool.hf import rides, set_schedule, set_transport
-from carpool.hf.seam.layouts import slots_kept
+from carpool.hf.seam.moved_experts import slots_kept
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.train.build import schedule_choice as schedules

@@ -24,9 +24,9 @@ from transformers.distributed import DistributedConfig
 import carpool
 from carpool.activations import Arena
 from carpool.hf import rides, set_layout, set_transport
-from carpool.hf.axes.dense import replicate_dense
-from carpool.hf.building.model import build_model
-from carpool.hf.seam.layouts import slots_kept
+from carpool.hf.build_model import build_model
+from carpool.hf.seam.moved_experts import slots_kept
+from carpool.hf.sharding import replicate_dense
 from carpool.layout import ExpertLayout
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import sharded_parameters

@@ -15,9 +15,8 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from typer.testing import CliRunner, Result
 
 from carpool.cli import app
-from carpool.hf.generation import decode_graph
-from carpool.hf.generation.decode_graph import DecodeGraphs
-from carpool.hf.generation.generate import Sampling, generate
+from carpool.hf import generation as decode_graph
+from carpool.hf.generation import DecodeGraphs, Sampling, generate
 from carpool.serve import generate_dry_run, serve_memory, served_model
 from carpool.serve.generate_answers import answer
 from carpool.serve.prompts import deal

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from carpool.activations import host_memory as host
 from carpool.cli import app
 from carpool.experts.host_experts import host_experts
-from carpool.hf.generation import decode_graph
-from carpool.hf.seam.rides import rides
+from carpool.hf import generation as decode_graph
+from carpool.hf.seam.expert_rides import rides
 from carpool.parallel.replicated import sharded_parameters
 from carpool.serve import serve_memory, served_model
 from carpool.serve.expert_tier import ExpertTier

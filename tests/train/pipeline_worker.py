@@ -10,14 +10,14 @@ import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides
-from carpool.hf.activations.layer_policies import offload_layers, recompute_layers
-from carpool.hf.axes.context import ContextParallel
-from carpool.hf.axes.dense import keep_experts, replicate_dense
-from carpool.hf.axes.stages import cut_model, layer_number
-from carpool.hf.building.model import build_model
-from carpool.hf.routing.router_logits import find_routers
-from carpool.hf.seam.settings import set_schedule
+from carpool.hf.build_model import build_model
+from carpool.hf.context_parallel import ContextParallel
+from carpool.hf.decoder_layers import offload_layers, recompute_layers
+from carpool.hf.pipeline_stages import cut_model, layer_number
+from carpool.hf.routing.router_balance import find_routers
+from carpool.hf.seam.implementation import set_schedule
 from carpool.hf.seam.shared import compute_shared_beside
+from carpool.hf.sharding import keep_experts, replicate_dense
 from carpool.optim.clip import grad_norm
 from carpool.parallel import fsdp
 from carpool.parallel.context import Cut

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from carpool.cli import app
 from carpool.hf import install
-from carpool.hf.building.model import build_model
-from carpool.hf.finetune.adapters import names_of_former_experts
+from carpool.hf.adapters import names_of_former_experts
+from carpool.hf.build_model import build_model
 from carpool.hf.seam.experts_module import expert_function
-from carpool.hf.seam.layers import experts_modules, find_router
-from carpool.hf.weights.files import stored_weights
+from carpool.hf.seam.find_modules import experts_modules, find_router
+from carpool.hf.weights.weight_files import stored_weights
 from carpool.parallel.degrees import Degrees
 from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.run_source import keep_source

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
+from carpool.hf.build_model import build_model
+from carpool.hf.weights.model_config import make_config
 from carpool.optim import AdamW
 from carpool.train.checkpoints.checkpoint_files import (
     STATE_FILE,

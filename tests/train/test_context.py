@@ -13,14 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from carpool.hf.activations.layer_policies import recompute_layers
-from carpool.hf.axes.context import ContextParallel
-from carpool.hf.axes.dense import keep_experts, replicate_dense
-from carpool.hf.axes.sequence_parallel import why_not_sequence_parallel
-from carpool.hf.building.model import build_model
-from carpool.hf.compute.compiled import compile_layers
-from carpool.hf.compute.packed import packed, packed_settings, unpacked
-from carpool.hf.routing.router_logits import RouterLogits
+from carpool.hf.build_model import build_model
+from carpool.hf.context_parallel import ContextParallel
+from carpool.hf.decoder_layers import compile_layers, recompute_layers
+from carpool.hf.documents import packed, packed_settings, unpacked
+from carpool.hf.routing.router_balance import RouterLogits
+from carpool.hf.sharding import keep_experts, replicate_dense
+from carpool.hf.tensor_parallel import why_not_sequence_parallel
 from carpool.optim.clip import grad_norm
 from carpool.parallel.context import Cut, Way
 from carpool.parallel.degrees import Degrees

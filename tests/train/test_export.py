@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from carpool.hf.building.model import build_model
+from carpool.hf.build_model import build_model
 from carpool.hf.weights.initial import set_tensor
-from carpool.hf.weights.tensor_file import Entry, split_by_size, write_tensor_file
+from carpool.hf.weights.weight_files import Entry, split_by_size, write_tensor_file
 from carpool.train.checkpoints import export as exporting
 from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from carpool.hf.config.sizes import head_sizes
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.weights.model_config import head_sizes
 from carpool.train.blueprint import ModelSize, flops_per_token, model_config, model_size, top_k_of
 
 

@@ -505,7 +505,7 @@ def test_learning_rate_warms_up_and_falls() -> None:
 
 
 def _balance(per_layer: bool) -> tuple[float, torch.Tensor]:
-    from carpool.hf.routing.balance import balance_loss
+    from carpool.hf.routing.router_balance import balance_loss
 
     generator = torch.Generator().manual_seed(0)
     sizes = [5, 0, 9, 3]

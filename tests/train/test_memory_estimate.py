@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.peaks import live_bytes, peaks_on_cpu
 from carpool.cli import app
 from carpool.hf import rides
-from carpool.hf.routing.forced import balanced_choices, force_choices
+from carpool.hf.routing.router_answers import balanced_choices, force_choices
 from carpool.layout import ExpertLayout
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.configured import candidate_of

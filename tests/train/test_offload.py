@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from carpool.activations import host_memory as host
-from carpool.hf.seam.rides import rides
+from carpool.hf.seam.expert_rides import rides
 from carpool.optim import in_backward as consumed
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.in_backward import ConsumedGradients

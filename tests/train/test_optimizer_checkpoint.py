@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.building.model import build_model
-from carpool.hf.config.source import make_config
+from carpool.hf.build_model import build_model
+from carpool.hf.weights.model_config import make_config
 from carpool.optim import AdamW
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager

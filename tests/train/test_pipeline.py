@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.hf.routing.balance import router_statistics
+from carpool.hf.routing.router_balance import router_statistics
 from carpool.parallel.schedules import SCHEDULES
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from tests.ranks import Ranks

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.hf.seam.layers import short_names
+from carpool.hf.seam.find_modules import short_names
 from carpool.metrics import counters as meter_module
 from carpool.metrics.counters import Meter
 from carpool.profile.numbers import load_profile

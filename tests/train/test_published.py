@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from carpool.hf.config.keys import keys_read
-from carpool.hf.config.source import make_config
+from carpool.hf.weights.config_keys import keys_read
+from carpool.hf.weights.model_config import make_config
 from carpool.train.blueprint import model_config, model_source
 from carpool.train.config import load_config
 from carpool.train.config.published import published_models, read_keys

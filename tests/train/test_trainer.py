@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.seam.layouts import set_layout
+from carpool.hf.seam.moved_experts import set_layout
 from carpool.layout import ExpertLayout
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint

@@ -2,7 +2,7 @@
 (`carpool.planner.machine.work`).
 
 Products, attention and experts are those that training runs: PyTorch's library, the attention that
-`carpool.hf.compute.attention` prefers, and a ride of grouped experts that goes nowhere. The device is kept busy
+`carpool.hf.documents` prefers, and a ride of grouped experts that goes nowhere. The device is kept busy
 until the host has asked for all of a round, so that launching costs nothing, as in a step that is captured. All ranks
 at once, as for other rates.
 """
@@ -23,7 +23,7 @@ from carpool.bench.hardware.measure_links import seconds_of
 from carpool.bench.hardware.measure_rates import measure_launch
 from carpool.bench.timing import begin_together
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
-from carpool.hf.compute.attention import fastest_attention
+from carpool.hf.documents import fastest_attention
 from carpool.metrics.counters import LayerStats
 from carpool.metrics.host import slowest
 from carpool.optim import AdamW

@@ -32,10 +32,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from carpool.hf.building.model import build_model
-from carpool.hf.routing.forced import balanced_choices, force_choices
-from carpool.hf.seam.layers import decoder_layers, experts_modules
-from carpool.hf.seam.rides import buffers_of_rides
+from carpool.hf.build_model import build_model
+from carpool.hf.routing.router_answers import balanced_choices, force_choices
+from carpool.hf.seam.expert_rides import buffers_of_rides
+from carpool.hf.seam.find_modules import decoder_layers, experts_modules
 from carpool.placement.trace import Trace
 from carpool.planner.decisions.chosen import Decisions
 from carpool.profile.kinds import LOSS, OPTIMIZER

@@ -39,7 +39,7 @@ from carpool.bench.moe.moe_results import CaseResult, ContenderResult, show
 from carpool.bench.shapes import LayerShape
 from carpool.bench.timing import Clock
 from carpool.hf import CarpoolEP
-from carpool.hf.seam.rides import buffers_of_rides
+from carpool.hf.seam.expert_rides import buffers_of_rides
 from carpool.transport import NVLinkOptions, between_ranks, check_overflow, find_transport
 
 BASELINE = Contender("grouped_mm", "all_to_all", theirs=True)

@@ -3,8 +3,8 @@
 Classes that carry transformers' experts decorator say it by flags: has_gate, has_bias, is_transposed. Their activation
 is found by the type of `act_fn`, or by the gate function.
 
-Before a model is sharded, or while it is loaded, its experts may be cut into slices (`carpool.hf.axes.slices`), made
-narrow (`carpool.hf.building.narrow`) or quantised (`carpool.hf.finetune.quantised_base`). The module then says so.
+Before a model is sharded, or while it is loaded, its experts may be cut into slices (`carpool.hf.sharding`), made
+narrow (`carpool.hf.narrow`) or quantised (`carpool.hf.held_experts`). The module then says so.
 """
 
 from __future__ import annotations

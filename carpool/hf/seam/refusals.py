@@ -2,7 +2,7 @@
 
 Parameters that were added after the model was sharded, and that nobody averages over the ranks. And tensor-parallel
 plans (tp_size > 1) that do not go together with the model, for which runs and dry runs look before there is one
-(`carpool.hf.building.checks.check_parallelism`). Each rank of a group has some of the attention heads; refused is
+(`carpool.hf.build_model.check_parallelism`). Each rank of a group has some of the attention heads; refused is
 
   - if the ranks do not divide a layer's heads (of queries, keys and values): shapes would not fit;
   - if the plan shards an output projection alone (of linear attention whose names are those of attention), or an

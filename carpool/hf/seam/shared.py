@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from carpool.families import family_of_class
-from carpool.hf.seam.rides import rides
+from carpool.hf.seam.expert_rides import rides
 from carpool.ride.turns import HALF
 
 

@@ -15,6 +15,7 @@ goes the other way: tensors as the model has them, of the files, one group at a 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
@@ -35,8 +36,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.weights.files import Stored
-from carpool.hf.weights.tensor_file import Entry, split_by_size, write_index, write_tensor_file
+from carpool.hf.weights.weight_files import Entry, Stored, split_by_size, stored_weights, write_index, write_tensor_file
 
 
 class Group(NamedTuple):
@@ -129,7 +129,7 @@ class OriginalLayout:
             write_tensor_file(folder / file, entries, self._values(entries, read), written)
 
     def write_index(self, folder: Path) -> None:
-        """The index of all files; see `carpool.hf.weights.tensor_file`."""
+        """The index of all files; see `carpool.hf.weights.weight_files`."""
         write_index(folder, self.files)
 
     def _values(
@@ -222,3 +222,58 @@ def _group(model: PreTrainedModel, inputs: tuple[str, ...], tensors: Mapping[str
     shapes = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in inputs}
     values = revert_weight_conversion(model, shapes)
     return Group(inputs, {name: Entry(value.dtype, tuple(value.shape)) for name, value in values.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether the weights in a checkpoint folder are those that its config.json asks for, and how they are not.
+
+
+def check_loaded(folder: Path, blueprint: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise ValueError if weights had other shapes, or were not there."""
+    if wrong := sorted(name for name, *_ in info["mismatched_keys"]):
+        raise ValueError(misfit(folder, blueprint, f"{', '.join(wrong[:3])} have other shapes"))
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of the weights of {type(blueprint).__name__}: {', '.join(missing[:4])}"
+            f"{', ...' if len(missing) > 4 else ''}; training would start from random values there"
+        )
+
+
+_MISFIT = "the weights in {} do not fit its config.json: {}"
+
+
+def check_weights(folder: Path, blueprint: PreTrainedModel) -> None:
+    """Raise ValueError if the weights in a checkpoint folder are not what its config.json says, by their names and
+    shapes. Reads the heads of the files alone.
+
+    Args:
+        blueprint: the model on the meta device."""
+    if why := _why_misfit(folder, blueprint):
+        raise ValueError(_MISFIT.format(folder, why))
+
+
+def misfit(folder: Path, blueprint: PreTrainedModel, why: str) -> str:
+    """How weights do not fit, by name, shape and file of the first that is wrong or is not there; otherwise `why`."""
+    return _MISFIT.format(folder, _why_misfit(folder, blueprint) or why)
+
+
+def _why_misfit(folder: Path, blueprint: PreTrainedModel) -> str | None:
+    """Shapes are those of the files: of a sharded model, Transformers knows a rank's."""
+    stored = stored_weights(folder)
+    layout = OriginalLayout(blueprint, None, stored)
+    expected = {name: entry.shape for file in layout.files.values() for name, entry in file.items()}
+    if wrong := [name for name, one in stored.items() if expected.get(name, one.shape) != one.shape]:
+        one = stored[wrong[0]]
+        return (
+            f"{wrong[0]} in {one.file} has shape {one.shape}, and the configuration asks for {expected[wrong[0]]}"
+            f"{_and_others(wrong)}"
+        )
+    needless = blueprint._keys_to_ignore_on_load_missing or ()
+    missing = [name for name in expected.keys() - stored.keys() if not any(re.search(one, name) for one in needless)]
+    if missing:
+        return f"{min(missing)} is in none of the files{_and_others(missing)}"
+    return None
+
+
+def _and_others(names: list[str]) -> str:
+    return f"; nor are {len(names) - 1} others right" if len(names) > 1 else ""

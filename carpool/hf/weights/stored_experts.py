@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.modeling_utils import LoadStateDictConfig
 
-from carpool.hf.weights.files import stored_weights
+from carpool.hf.weights.weight_files import stored_weights
 
 
 def read_without_experts(
@@ -97,7 +97,7 @@ class StoredExperts:
     """The experts of a model in the files of its checkpoint: a `carpool.experts.host_experts.ExpertFiles`.
 
     Args:
-        folder: of the checkpoint, which was checked (`carpool.hf.config.source.read_config`).
+        folder: of the checkpoint, which was checked (`carpool.hf.weights.model_config.read_config`).
         model: without adapters, and whole; its experts need no values.
         modules: the names of its experts modules, in the order of the forward.
         first: the rank's first expert.

@@ -117,7 +117,7 @@ class Candidate:
     @property
     def layers_compiled(self) -> bool:
         """Whether layers run compiled. Hooks on the inside of those that are computed again make these eager
-        (`carpool.hf.compute.compiled`)."""
+        (`carpool.hf.decoder_layers`)."""
         return self.compiled and not (self.experts_apart and self.policies["layer_activations"] == "recompute")
 
     @property

@@ -47,7 +47,7 @@ def scores_bytes(tokens: float, heads: int, length: int, element: int) -> float:
 
 
 def alone_bytes(layer: float, stored: int, reduced: int) -> tuple[float, float, float]:
-    """What FSDP copies of one layer's experts where it has them (`carpool.hf.axes.dense`) and no other rank has the
+    """What FSDP copies of one layer's experts where it has them (`carpool.hf.sharding`) and no other rank has the
     same ones to share them with: the parameters, to compute with them; gradients that wait for the next layer's;
     gradients at once, as they would be sent, divided, and as they would arrive (`foreach_reduce` of PyTorch 2.11 to
     2.13, in groups of one rank).

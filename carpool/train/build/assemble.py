@@ -24,21 +24,21 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.experts import Choices
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
-from carpool.hf.axes.context import ContextParallel
-from carpool.hf.axes.dense import keep_experts, replicate_dense
-from carpool.hf.axes.sequence_moves import MovingSequences
-from carpool.hf.building.model import build_model
-from carpool.hf.compute.compiled import compile_layers
-from carpool.hf.finetune.freeze import freeze_dense, freeze_experts
-from carpool.hf.activations.layer_policies import offload_layers
-from carpool.hf.activations.layer_policies import recompute_layers
-from carpool.hf.observe.metrics import RideMetrics
-from carpool.hf.routing.bias import BiasBalance, find_biases
-from carpool.hf.routing.drops import drop_choices, route_in_float32
-from carpool.hf.routing.limit import limit_routing
-from carpool.hf.seam.layers import name_layers
-from carpool.hf.seam.layouts import set_layout
-from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.context_parallel import ContextParallel
+from carpool.hf.sharding import keep_experts, replicate_dense
+from carpool.hf.sequence_moves import MovingSequences
+from carpool.hf.build_model import build_model
+from carpool.hf.decoder_layers import compile_layers
+from carpool.hf.seam.find_modules import freeze_dense, freeze_experts
+from carpool.hf.decoder_layers import offload_layers
+from carpool.hf.decoder_layers import recompute_layers
+from carpool.hf.ride_metrics import RideMetrics
+from carpool.hf.routing.router_balance import BiasBalance, find_biases
+from carpool.hf.routing.router_limits import drop_choices, route_in_float32
+from carpool.hf.routing.router_limits import limit_routing
+from carpool.hf.seam.find_modules import name_layers
+from carpool.hf.seam.moved_experts import set_layout
+from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.hf.seam.shared import compute_shared_beside
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
@@ -237,7 +237,7 @@ def _set_trained(plan: Plan, model: PreTrainedModel, saved: dict[str, Any]) -> i
     if whole:
         replicate_dense(model, plan.bf16)
     elif not adapted:
-        # With adapters all else is frozen, and their gradients are averaged (`carpool.hf.finetune.adapters`), not
+        # With adapters all else is frozen, and their gradients are averaged (`carpool.hf.adapters`), not
         # summed.
         keep_experts(model)
     return adapted

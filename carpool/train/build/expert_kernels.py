@@ -25,7 +25,7 @@ from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
 from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, default_choices
 from carpool.experts.gemm.measure_choices import Measured, pick
 from carpool.hf.seam.experts_module import weight_names
-from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.transport.volume import uniform_copies
 from carpool.planner.decisions.chosen import Chosen, Kind
 from carpool.train.launch.machine import device_name

@@ -33,10 +33,10 @@ from transformers import PreTrainedModel
 
 from carpool.experts import ExpertWeights
 from carpool.experts.reference import expert_rows
-from carpool.hf.activations.offloaded_experts import keep_experts_in_host_memory
+from carpool.hf.held_experts import keep_experts_in_host_memory
 from carpool.hf.seam.experts_module import weight_names
-from carpool.hf.seam.layers import experts_modules
-from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.activations.host_memory import host_zeros
 from carpool.experts.host_experts import HostExperts

@@ -27,11 +27,11 @@ from torch.distributed.distributed_c10d import _world
 from transformers import PreTrainedConfig
 
 from carpool.hf import set_kept
-from carpool.hf.building.narrow import row_size
-from carpool.hf.activations.layer_policies import offload_layers
-from carpool.hf.activations.layer_policies import recompute_layers
-from carpool.hf.seam.layers import decoder_layers
-from carpool.hf.seam.rides import rooms_of_rides
+from carpool.hf.narrow import row_size
+from carpool.hf.decoder_layers import offload_layers
+from carpool.hf.decoder_layers import recompute_layers
+from carpool.hf.seam.find_modules import decoder_layers
+from carpool.hf.seam.expert_rides import rooms_of_rides
 from carpool.activations import KeptPolicies
 from carpool.metrics.host import timed
 from carpool.parallel.replicated import replicated

@@ -23,7 +23,7 @@ from torch import nn
 
 from carpool.experts import ExpertWeights
 from carpool.hf.seam.experts_module import weight_names
-from carpool.hf.seam.rides import ExpertRides, rides, rooms_of_rides
+from carpool.hf.seam.expert_rides import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign
 from carpool.metrics.host import timed
 from carpool.metrics.counters import LayerStats

@@ -36,11 +36,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from carpool.activations.host_memory import SHARE, free_host_memory
-from carpool.hf.config.source import read_config
-from carpool.hf.finetune.adapters import adapter_tensors
+from carpool.hf.adapters import adapter_tensors
 from carpool.hf.seam.experts_module import expert_function
-from carpool.hf.weights.files import stored_weights
+from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
+from carpool.hf.weights.weight_files import stored_weights
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.checkpoint_files import (
     CheckpointWriteError,

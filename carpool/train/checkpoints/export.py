@@ -28,11 +28,10 @@ from rich.filesize import decimal
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from carpool.hf.building.narrow import is_narrow
-from carpool.hf.config.source import read_config
-from carpool.hf.weights.files import stored_weights
+from carpool.hf.narrow import is_narrow
+from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import Group, OriginalLayout, OriginalWeights
-from carpool.hf.weights.tensor_file import Entry
+from carpool.hf.weights.weight_files import Entry, stored_weights
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.checkpoint_files import (
     MODEL,

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from carpool.hf import install
-from carpool.hf.building.model import build_model
-from carpool.hf.observe.trace import TraceRecorder
+from carpool.hf.build_model import build_model
+from carpool.hf.trace_recorder import TraceRecorder
 from carpool.placement.trace import Trace
 from carpool.train.blueprint import model_source
 from carpool.train.checkpoints.manager import CheckpointManager

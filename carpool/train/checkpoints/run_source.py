@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from carpool.hf.weights.files import Stored, stored_weights
+from carpool.hf.weights.weight_files import Stored, stored_weights
 from carpool.train.data.tokenizer import BytesTokenizer
 from carpool.train.records.run_folder import replace_text
 

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from carpool.hf.seam.states import as_they_lie
+from carpool.hf.seam.moved_experts import as_they_lie
 from carpool.parallel.replicated import sharded_parameters
 
 Tensors = dict[str, torch.Tensor]

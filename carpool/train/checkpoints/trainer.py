@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from carpool.hf.seam.layouts import is_logical, logical_like, logical_order, physical_order
+from carpool.hf.seam.moved_experts import is_logical, logical_like, logical_order, physical_order
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from carpool.hf.seam.layouts import check_layouts
-from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.seam.expert_rides import ExpertRides
+from carpool.hf.seam.moved_experts import check_layouts
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.degrees import Degrees

@@ -11,8 +11,8 @@ the choices, the loads and the seed. So two runs are bitwise equal, with the sol
 checkpoint holds experts in logical order as always, the layouts of the moment, and what the next look needs (the tokens
 seen so far, the loads, an answer that is under way), so that a resumed run goes on as the other would have.
 
-Statistics: the load is counted and summed over ranks in each step anyway (carpool/hf/observe/metrics.py); the choices
-are sampled on the device by `carpool.hf.observe.trace.TraceRecorder`, and gathered when they are looked at.
+Statistics: the load is counted and summed over ranks in each step anyway (carpool/hf/ride_metrics.py); the choices
+are sampled on the device by `carpool.hf.trace_recorder.TraceRecorder`, and gathered when they are looked at.
 
 The other policies (carpool/placement/policies.py) look at the predicted load alone, on every rank alike, and what they
 say is used before the next step: which experts have copies where, or homes.
@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.hf.observe.metrics import RideRecord
-from carpool.hf.observe.trace import Mark, TraceRecorder
-from carpool.hf.seam.layouts import current_layouts, set_layout
-from carpool.hf.seam.rides import rides
+from carpool.hf.ride_metrics import RideRecord
+from carpool.hf.seam.expert_rides import rides
+from carpool.hf.seam.moved_experts import current_layouts, set_layout
+from carpool.hf.trace_recorder import Mark, TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.placement.align import aligned

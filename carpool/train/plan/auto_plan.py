@@ -30,7 +30,7 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from carpool.hf.building.checks import check_parallelism
+from carpool.hf.build_model import check_parallelism
 from carpool.parallel.degrees import Degrees
 from carpool.planner.configuration.candidate import POLICIES, Candidate
 from carpool.planner.configuration.eager import by_settings

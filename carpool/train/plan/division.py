@@ -22,11 +22,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.axes.context import choose_way
-from carpool.hf.axes.sequence_parallel import why_not_sequence_parallel
-from carpool.hf.axes.stages import Part, check_tied, cut_model, layer_number
-from carpool.hf.routing.router_logits import find_routers
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.context_parallel import choose_way
+from carpool.hf.pipeline_stages import Part, check_tied, cut_model, layer_number
+from carpool.hf.routing.router_balance import find_routers
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.tensor_parallel import why_not_sequence_parallel
 from carpool.metrics.host import synchronize
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
@@ -122,7 +122,7 @@ SEQUENCE_KIND: Kind[bool] = Kind("sequence_parallel", lambda on: {"on": on}, lam
 
 
 def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> Chosen[bool]:
-    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.axes.sequence_parallel`), and
+    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.tensor_parallel`), and
     why.
 
     Raises:

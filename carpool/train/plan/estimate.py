@@ -2,7 +2,7 @@
 (`carpool.planner.memory.peak`, which says what it assumes) of what the model itself takes and keeps.
 
 Parameters are exact sums of what each rank holds, and what decoder layers keep is measured by the model's own forward
-without memory (`carpool.hf.activations.activation_sizes`). `memory_peak_bytes` of a run is PyTorch's own count on GPUs,
+without memory (`carpool.hf.activation_sizes`). `memory_peak_bytes` of a run is PyTorch's own count on GPUs,
 hence without context, NCCL and fragments (`tensors_of`), and the growth of the resident set on CPUs.
 
 Replicas of experts: a layer whose slots are not its homes fills them anew: weights of all its slots, homes among them,
@@ -24,14 +24,12 @@ import torch
 from transformers import PreTrainedModel
 
 from carpool.experts.quantised import quantised_bytes
-from carpool.hf.activations.activation_sizes import Activations, measure_activations
-from carpool.hf.activations.layer_policies import draws_random_numbers
-from carpool.hf.activations.loss_head import output_layer, why_whole
-from carpool.hf.building.narrow import row_size
-from carpool.hf.compute.attention import FLEX
-from carpool.hf.compute.documents import DOCUMENTS
-from carpool.hf.finetune.freeze import freeze_all_but_experts, freeze_experts
-from carpool.hf.seam.layers import experts_modules
+from carpool.hf.activation_sizes import Activations, measure_activations
+from carpool.hf.decoder_layers import draws_random_numbers
+from carpool.hf.documents import DOCUMENTS, FLEX
+from carpool.hf.loss_head import output_layer, why_whole
+from carpool.hf.narrow import row_size
+from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
 from carpool.kernels.cross_entropy import piece_size
 from carpool.layout.layouts import Layouts
 from carpool.memory.disk import BUFFERS

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from carpool.activations.host_memory import check_host_memory
-from carpool.hf.axes.sequence_moves import check_moves
-from carpool.hf.axes.slices import SlicedExperts
-from carpool.hf.building.checks import check_parallelism
-from carpool.hf.routing.bias import check_biases, find_biases
-from carpool.hf.seam.layouts import lies_logically
+from carpool.hf.build_model import check_parallelism
+from carpool.hf.routing.router_balance import check_biases, find_biases
+from carpool.hf.seam.moved_experts import lies_logically
+from carpool.hf.sequence_moves import check_moves
+from carpool.hf.sharding import SlicedExperts
 from carpool.layout import ExpertLayout
 from carpool.memory.disk import check_disk
 from carpool.parallel.context import Cut

@@ -17,9 +17,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from carpool.hf.compute.compiled import check_backend
-from carpool.hf.compute.packed import why_not_packed
-from carpool.hf.weights.fit import check_weights
+from carpool.hf.decoder_layers import check_backend
+from carpool.hf.documents import why_not_packed
+from carpool.hf.weights.original_layout import check_weights
 from carpool.planner.decisions.chosen import Decisions
 from carpool.train.blueprint import Blueprint
 from carpool.train.checkpoints.manager import CheckpointManager

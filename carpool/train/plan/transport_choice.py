@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Kind

@@ -25,12 +25,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from carpool.hf import transport
-from carpool.hf.compute.attention import attention_of_any_length
-from carpool.hf.compute.compiled import eagerly
-from carpool.hf.generation.generate import Sampling, generate
-from carpool.hf.observe.metrics import RideMetrics
-from carpool.hf.seam.layouts import is_logical, logical_order
-from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
+from carpool.hf.decoder_layers import eagerly
+from carpool.hf.documents import attention_of_any_length
+from carpool.hf.generation import Sampling, generate
+from carpool.hf.ride_metrics import RideMetrics
+from carpool.hf.seam.expert_rides import buffers_of_rides, rooms_of_rides
+from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.metrics.host import timed
 from carpool.report import text_block
 from carpool.report.read import read_run

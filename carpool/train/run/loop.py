@@ -26,10 +26,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from carpool.hf.compute.compiled import eagerly
-from carpool.hf.observe.metrics import LaterRecord
-from carpool.hf.seam.layouts import current_layouts, slots_of_rides_kept
-from carpool.hf.seam.rides import buffers_of_rides, rooms_of_rides
+from carpool.hf.decoder_layers import eagerly
+from carpool.hf.ride_metrics import LaterRecord
+from carpool.hf.seam.expert_rides import buffers_of_rides, rooms_of_rides
+from carpool.hf.seam.moved_experts import current_layouts, slots_of_rides_kept
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import peak_memory
 from carpool.metrics.metric import METRICS, LaterMetrics, Metric, start_metrics

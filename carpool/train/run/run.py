@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.seam.layouts import is_logical, logical_like, physical_order
-from carpool.hf.seam.rides import buffers_of_rides
+from carpool.hf.seam.expert_rides import buffers_of_rides
+from carpool.hf.seam.moved_experts import is_logical, logical_like, physical_order
 from carpool.metrics.host import peak_memory
 from carpool.train.blueprint import Blueprint
 from carpool.train.build.assemble import Built, build

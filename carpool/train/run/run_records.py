@@ -14,8 +14,8 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 import carpool
-from carpool.hf.compute.compiled import shards_inside
-from carpool.hf.seam.layers import decoder_layers
+from carpool.hf.decoder_layers import shards_inside
+from carpool.hf.seam.find_modules import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import environment
 from carpool.train.blueprint import flops_per_token, peak_flops

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.activations.offload import Offloader
-from carpool.hf.activations.layer_policies import draws_random_numbers, offloaders
-from carpool.hf.compute.packed import one_row_only
-from carpool.hf.seam.rides import ExpertRides, buffers_of_rides, why_experts_wait
+from carpool.hf.decoder_layers import draws_random_numbers, offloaders
+from carpool.hf.documents import one_row_only
+from carpool.hf.seam.expert_rides import ExpertRides, buffers_of_rides, why_experts_wait
 from carpool.kernels.capture import Recorder
 from carpool.metrics.counters import HostCounts, watched
 from carpool.optim.in_backward import ConsumedGradients

@@ -19,16 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.hf.activations.loss_head import HeadLoss, next_tokens
-from carpool.hf.axes.context import ContextParallel
-from carpool.hf.axes.sequence_moves import MovingSequences
-from carpool.hf.axes.sequence_parallel import sequence_shard
-from carpool.hf.compute.attention import fastest_attention
-from carpool.hf.compute.packed import one_row_only, packed, packed_settings, unpacked
-from carpool.hf.routing.balance import balance_loss
-from carpool.hf.routing.router_logits import RouterLogits
-from carpool.hf.seam.padding import WithoutExperts
-from carpool.hf.seam.rides import rides
+from carpool.hf.context_parallel import ContextParallel
+from carpool.hf.documents import fastest_attention, one_row_only, packed, packed_settings, unpacked
+from carpool.hf.loss_head import HeadLoss, next_tokens
+from carpool.hf.routing.router_balance import RouterLogits, balance_loss
+from carpool.hf.seam.expert_rides import WithoutExperts, rides
+from carpool.hf.sequence_moves import MovingSequences
+from carpool.hf.tensor_parallel import sequence_shard
 from carpool.parallel.replicated import replicated
 from carpool.ride.priority import RidesFirst
 from carpool.ride.two_batch import TwoBatch

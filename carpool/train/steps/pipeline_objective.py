@@ -3,7 +3,7 @@
 Every rank of a pipeline reads the same batches, so labels, positions and padding need not travel. What does is
 
     hidden_BLH          what the layers so far have made
-    statistics_LS       of the routers so far (`carpool.hf.routing.balance.router_statistics`), a row for each MoE layer
+    statistics_LS       of the routers so far (`router_statistics`), a row for each MoE layer
 
 and their gradients travel back. The last stage has the loss, the balance loss of all layers included: it is not the sum
 of the stages' balance losses, because all layers are balanced together, and a stage cannot know how often the others'
@@ -22,9 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from carpool.activations import Arena
-from carpool.hf.axes.stages import Part, Stages
-from carpool.hf.routing.balance import loss_of_statistics, router_statistics
-from carpool.hf.routing.router_logits import RouterLogits
+from carpool.hf.pipeline_stages import Part, Stages
+from carpool.hf.routing.router_balance import RouterLogits, loss_of_statistics, router_statistics
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES
 from carpool.parallel.sequence import gather_rows, num_rows

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from carpool.hf.seam.rides import ExpertRides
+from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.kernels.capture import Recorder
 from carpool.parallel.pipeline import Action, Tensors
 from carpool.train.steps.graphs import Batch, BeforeBackward, StepGraphs

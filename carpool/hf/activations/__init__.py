@@ -1,1 +1,0 @@
-"""What is kept for the backward, where do experts wait, and how much is that?"""

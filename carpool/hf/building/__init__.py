@@ -1,1 +1,0 @@
-"""How does a model come into being, sharded over all ranks?"""

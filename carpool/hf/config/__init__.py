@@ -1,1 +1,0 @@
-"""What does the configuration of a model say?"""

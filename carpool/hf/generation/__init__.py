@@ -1,1 +1,0 @@
-"""How does a model whose experts are spread over ranks write text?"""

@@ -1,1 +1,0 @@
-"""What happened? Numbers of rides, the Trainer's logs, recorded choices."""

@@ -1,0 +1,197 @@
+"""Routing limited to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), for the routers of transformers.
+
+    limit_routing(model, LimitOptions(limit_ranks=2))       # on all ranks; None: no limit any more
+
+A router of transformers is a module that makes logits, scores of them, a top-k, and weights of the chosen scores, each
+model in its own way: softmax or sigmoid, a bias for the selection, groups, normalised or not, scaled or not. So the
+limit sits at the top-k itself (carpool/hf/routing/router_answers.py): `topk(score_TE, K)` is answered with the best K
+*within the limits*, and the router goes on with those as with any others. Weights and their gradients are then the
+model's own, whatever its rule is.
+
+    forward of OLMoE's router     F.linear -> logits    softmax -> prob_TE    topk(prob_TE, K) -> (values, experts)
+                                                        seen as the share     answered by `RoutingLimit.choose`
+
+A router without such a top-k (hash
+routing, Phi-MoE's sampler) is not asked anew: choices outside the kept ranks are dropped, and the weights of the others
+scaled up to the same sum.
+
+A model's balance loss sees the router's logits, so it goes on balancing what the router wants, not what the limit
+leaves of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from carpool.hf.routing.router_answers import AnsweredRouter
+from carpool.hf.seam.expert_rides import ExpertRides, required_rides
+from carpool.hf.seam.find_modules import find_router
+from carpool.routing import DropOptions, Routing, router_logits
+from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside
+
+
+def limit_routing(model: nn.Module, options: LimitOptions | None) -> list[str]:
+    """Limit the routing of all MoE layers of a model, or no longer. On all ranks alike, between steps.
+
+    Args:
+        options: what to limit it to; None: nothing.
+
+    Returns:
+        What that changes of the model's function, for logs.
+
+    Raises:
+        ValueError: limits that do not fit the model."""
+    layers = required_rides(model)
+    ranks = next(iter(layers.values())).num_ranks
+    if options is not None:
+        options.check(ranks)
+    active = options is not None and options.active(ranks)
+    limits: dict[str, tuple[nn.Module | None, LayerLimit]] = {}
+    for name, own in layers.items():
+        if active:
+            assert options is not None
+            limits[name] = find_router(model, name), LayerLimit(own, RoutingLimit(options, ranks))
+    for name, own in layers.items():
+        if own.router_limit is not None:
+            own.router_limit.remove()
+        if active:
+            router, limit = limits[name]
+            limit.install(router)
+    return options.lossy_reasons(ranks) if options is not None else []
+
+
+class LayerLimit:
+    """The limit of one layer: between its router's top-k and its ride.
+
+    The model's own code lies between the two and passes choices and weights only. So the ranks that may serve them wait
+    here, from the top-k to the ride that follows it at once."""
+
+    def __init__(self, own: ExpertRides, limit: RoutingLimit) -> None:
+        self.own, self.limit = own, limit
+        self._serving_TW: torch.Tensor | None = None
+        self._router: nn.Module | None = None
+
+    def install(self, router: nn.Module | None) -> None:
+        """Answer the router's top-k from now on."""
+        self._router = router
+        self.own.limit, self.own.router_limit = self.limit, self
+        if router is not None:
+            router.forward = AnsweredRouter(router.forward, self.own.num_experts, self.choose)
+
+    def remove(self) -> None:
+        """Leave the router and the layer as they were."""
+        if self._router is not None:
+            answered: Any = self._router.forward
+            self._router.forward = answered.forward
+        self._router = self.own.limit = self.own.router_limit = None
+
+    def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+        """The router's choices within the limit."""
+        expert_TK, self._serving_TW = self.limit.choose(score_TE, share_TE, top_k, self.own.layout)
+        return expert_TK
+
+    def before_ride(self, routing: Routing) -> Routing:
+        """The routing within the limit, with the ranks that may serve each token."""
+        assert routing.weight_TK is not None
+        serving_TW, self._serving_TW = self._serving_TW, None
+        if serving_TW is None:
+            return Routing(*drop_outside(self.limit, routing.expert_TK, routing.weight_TK, self.own.layout))
+        if len(serving_TW) != len(routing.expert_TK):
+            # Tensor parallelism: the router saw the tokens of all its ranks, the ride is this rank's slice.
+            number, parts = self.own.token_slice
+            each = -(-len(serving_TW) // parts)
+            serving_TW = serving_TW[number * each : (number + 1) * each]
+        return replace(routing, serving_TW=serving_TW)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choices that are dropped (LOSSY), and routers that compute in float32, for the routers of transformers.
+#
+#     drop_choices(model, DropOptions(capacity_factor=1.25))      # on all ranks, between steps; DropOptions(): nothing
+#     route_in_float32(model)                                     # once
+#
+# Dropped is between the router and the ride, so it works with any router: a choice that is dropped becomes "no expert"
+# and does not travel, and a token that loses all of its choices goes on with its residual alone. A balance loss sees
+# the router's logits: what it wanted, not what was left of it. Capacity is of one rank's tokens of a micro-batch.
+#
+# In float32 (Switch Transformer, arXiv 2101.03961, section 2.4, "selective precision"): while a router's forward runs,
+# a `TorchFunctionMode` answers the product that makes its logits, a `linear` with a row per expert, in float32,
+# whatever dtype tokens and weights have (`carpool.routing.router_logits`). What the router makes of the logits is its
+# own affair.
+
+
+def drop_choices(model: nn.Module, options: DropOptions, top_k: int) -> list[str]:
+    """Drop choices in all MoE layers of a model from now on, or no longer. On all ranks alike, between steps.
+
+    Args:
+        top_k: K of the model's routers.
+
+    Returns:
+        What that changes of the model's function, for logs.
+
+    Raises:
+        ValueError: options that do not fit K."""
+    options.check(top_k)
+    for own in required_rides(model).values():
+        own.set_drops(options)
+    return options.lossy_reasons
+
+
+def route_in_float32(model: nn.Module) -> None:
+    """Let all routers of a model make their logits in float32. Once, and before `limit_routing`, which may be undone.
+
+    Raises:
+        ValueError: a layer whose router is not found."""
+    found = {name: (find_router(model, name), own.num_experts) for name, own in required_rides(model).items()}
+    if unknown := [name for name, (router, _) in found.items() if router is None]:
+        raise ValueError(f"the router of {unknown[0]} is not known: leave moe.router_float32 out")
+    for router, num_experts in found.values():
+        assert router is not None
+        router.forward = _InFloat32(router.forward, num_experts)
+
+
+class _InFloat32:
+    """A router's forward with logits in float32."""
+
+    def __init__(self, forward: Callable[..., Any], num_experts: int) -> None:
+        self.forward, self.num_experts = forward, num_experts
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Linear(self.num_experts) as mode:
+            out = self.forward(*args, **kwargs)
+        if not mode.answered:
+            raise ValueError(
+                "moe.router_float32: this model's router makes its logits by something else than a linear layer, which "
+                "Carpool does not compute in float32: leave it out"
+            )
+        return out
+
+
+class _Linear(TorchFunctionMode):
+    """Answers the product that makes logits; see the module's docstring."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts, self.answered = num_experts, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            x, weight, bias = (*args, *kwargs.values(), None)[:3]
+            if weight.shape[0] == self.num_experts:
+                self.answered = True
+                sharded = isinstance(x, DTensor) or isinstance(weight, DTensor)
+                logits = F.linear(x.float(), weight.float()) if sharded else router_logits(x, weight)
+                return logits if bias is None else logits + bias.float()
+        return func(*args, **kwargs)

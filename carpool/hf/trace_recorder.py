@@ -1,0 +1,164 @@
+"""Recording which experts the tokens of a transformers model choose, while it trains or answers.
+
+    recorder = TraceRecorder(model, 8192)          # on all ranks
+    ...                                            # training steps
+    trace = recorder.trace(steps=1000)             # on all ranks: a `carpool.placement.trace.Trace` of what is kept
+
+What is sampled: of each forward of the model, one stretch of neighbouring tokens of one sequence, on every rank; the
+next forward takes the next sequence of its batch, and, once all had their turn, the next stretch of each.
+
+    batch of 2 sequences of 1024 tokens, stretch 512      forward 0   sequence 0, tokens 0 .. 511
+                                                          forward 1   sequence 1, tokens 0 .. 511
+                                                          forward 2   sequence 0, tokens 512 .. 1023
+                                                          forward 3   sequence 1, tokens 512 .. 1023
+
+All layers record the same tokens. Samples lie in the ring of `carpool.layer.recorder`, which bounds memory and never
+waits for the device.
+
+Choices are taken where they enter the experts module, so models without Carpool's layers are recorded just as well, and
+a limit on the routing is in what is recorded. What activation checkpointing computes again is not recorded again, and
+an evaluation only if that was asked for.
+
+Of ranks that hold the same tokens (tensor parallelism) the first one's sample counts; ranks that divide them (sequence
+parallelism) each sample their own. `carpool.record` is the simpler way where the layers are Carpool's: it records all
+tokens of a forward, and no token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.tensor_parallel import sequence_shard
+from carpool.layer.recorder import Mark, Recorder
+from carpool.metrics.counters import in_recompute
+
+__all__ = ["Mark", "TraceRecorder"]
+
+
+class TraceRecorder(Recorder):
+    """Samples the routing of a model's MoE layers; see the module's docstring. All ranks construct and call it alike.
+
+    Args:
+        model: a mixture of experts of transformers, sharded or not.
+        capacity_tokens: how many tokens, over all ranks, are kept: the newest. Rounded up to whole stretches.
+        every: record each `every`-th forward.
+        stretch: at most so many neighbouring tokens of one sequence.
+        weights: also record the routing weights.
+        evaluation: also record forwards of the model in `eval()`.
+        layers: names of the experts modules to record, such as "model.layers.0.mlp.experts". None: all.
+
+    Raises:
+        ValueError: a model or a layer without experts, or a size below 1.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        capacity_tokens: int = 8192,
+        *,
+        every: int = 1,
+        stretch: int = 512,
+        weights: bool = False,
+        evaluation: bool = False,
+        layers: Sequence[str] | None = None,
+    ) -> None:
+        found = experts_modules(model)
+        if missing := sorted(set(layers or ()) - found.keys()):
+            raise ValueError(f"the model has no experts module {missing[0]!r}; it has {', '.join(found) or 'none'}")
+        names = tuple(name for name in found if layers is None or name in layers)
+        if not names:
+            raise ValueError(f"{type(model).__name__} has no experts whose choices could be recorded")
+        experts = [model.get_submodule(name) for name in names]
+        manager, self._shard = getattr(model, "_mesh_manager", None), sequence_shard(model)
+        copy, copies = 0, 1
+        if manager is not None and self._shard is None:
+            copy, copies = _place(manager.get_mesh("tp"))
+        super().__init__(
+            names,
+            max(_num_experts(module, model) for module in experts),
+            next(model.parameters()).device,
+            capacity_tokens,
+            every=every,
+            stretch=stretch,
+            whole=False,
+            weights=weights,
+            name=type(model).__name__,
+            copy=copy,
+            copies=copies,
+        )
+        self.model, self.evaluation = model, evaluation
+        if not evaluation:
+            self._nothing += "; those of an evaluation are only with evaluation=True"
+        self._handles = [
+            model.register_forward_pre_hook(self._before_model, with_kwargs=True),
+            *(
+                module.register_forward_pre_hook(_Layer(self, number), with_kwargs=True)
+                for number, module in enumerate(experts)
+            ),
+        ]
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward.stretches = []
+        if not (module.training or self.evaluation) or in_recompute():
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        shaped = ids if ids is not None else kwargs.get("inputs_embeds")
+        if shaped is None:
+            return
+        mask = kwargs.get("attention_mask")
+        padding = mask.reshape(-1) == 0 if isinstance(mask, torch.Tensor) and mask.shape == shaped.shape[:2] else None
+        flat = None if ids is None else ids.reshape(-1)
+        if self._shard is not None:
+            flat, padding = (None if one is None else self._shard.own(one) for one in (flat, padding))
+        self._begin(*self._arranged(*shaped.shape[:2]))
+        for start, length, first in self._forward.stretches:
+            here_C = self._token_ring(shaped.device)[first : first + length]
+            here_C.copy_(flat[start : start + length]) if flat is not None else here_C.zero_()
+            if padding is not None:
+                here_C.masked_fill_(padding[start : start + length], -1)
+
+    def _arranged(self, sequences: int, tokens: int) -> tuple[int, int]:
+        """Sequences, and tokens of each, that this rank's layers see of a batch: all of it, or, where tensor-parallel
+        ranks divide tokens, its rows. Rows that are no whole sequences count as one."""
+        if self._shard is None:
+            return sequences, tokens
+        own = self._shard.own(torch.empty(sequences * tokens, device="meta")).shape[0]
+        return (1, own) if own % tokens else (own // tokens, tokens)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _before_layer(self, number: int, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> None:
+        if not in_recompute():
+            self._keep(number, index_TK, weight_TK)
+
+
+class _Layer:
+    """The hook of one experts module: finds the choices among its arguments."""
+
+    def __init__(self, recorder: TraceRecorder, number: int) -> None:
+        self.recorder, self.number = recorder, number
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = ("hidden_states", "top_k_index", "top_k_weights")
+        _, index_TK, weight_TK = (*args, *(kwargs[name] for name in names[len(args) :]))
+        self.recorder._before_layer(self.number, index_TK, weight_TK)
+
+
+def _place(mesh: Any) -> tuple[int, int]:
+    return mesh.get_local_rank(), mesh.size()
+
+
+def _num_experts(module: Any, model: Any) -> int:
+    """Experts of the whole layer: the module counts those of this rank alone."""
+    own = getattr(module, "_carpool_rides", None)
+    if own is not None:
+        return int(own.num_experts)
+    config = getattr(model.config, "distributed_config", None)
+    return int(module.num_experts) * int(getattr(config, "ep_size", None) or 1)
