@@ -24,16 +24,45 @@ import torch
 
 from benchmarks.script import make_parser, write_results
 from carpool.layout.topology import Topology
-from carpool.placement.forecast import compare
+from carpool.placement.policies import PREDICTORS, checked_history, forecast
 from carpool.placement.solvers import default_solvers, solve
+from carpool.placement.solvers.plain import pack
 from carpool.placement.table import place
-from carpool.placement.trace import LayerTrace, Trace
+from carpool.placement.trace import Array, LayerTrace, Trace
 from carpool.planner.machine.cost import CostModel
 
 TRACES = Path(__file__).parents[1] / "docs" / "traces"
 
 
 NO_LIMIT = 1e9
+
+
+def compare(history_NE: Array, num_ranks: int, *, warmup: int = 8, every: int = 1) -> list[dict[str, float | str]]:
+    """Each predictor on each step after `warmup`, given the steps before it.
+
+    Returns:
+        for each predictor, and for "oracle", which knows the next step: `error`, the sum of absolute errors by the
+        sum of loads; `load_ratio`, max by mean of the rank loads in the next step if experts are placed by LPT from the
+        prediction. Means over steps.
+    """
+    loads_NE = checked_history(history_NE)
+    if not 1 <= warmup < len(loads_NE):
+        raise ValueError(f"a history of {len(loads_NE)} steps leaves nothing to predict after {warmup}")
+    num_experts = loads_NE.shape[1]
+    room_W = np.full(num_ranks, -(-num_experts // num_ranks))
+    records: list[dict[str, float | str]] = []
+    for name in (*PREDICTORS, "oracle"):
+        rows = []
+        for step in range(warmup, len(loads_NE), every):
+            real_E = loads_NE[step]
+            guess_E = real_E if name == "oracle" else forecast(name, loads_NE[:step])
+            load_W = np.bincount(pack(guess_E, room_W), weights=real_E, minlength=num_ranks)
+            share_E = guess_E / max(guess_E.sum(), 1e-12) * real_E.sum()
+            error = np.abs(share_E - real_E).sum() / max(real_E.sum(), 1e-12)
+            rows.append((error, load_W.max() / max(load_W.mean(), 1e-12)))
+        error, ratio = np.mean(rows, axis=0)
+        records.append({"name": name, "error": float(error), "load_ratio": float(ratio)})
+    return records
 
 
 def solvers(

@@ -21,7 +21,7 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.placement.solvers.lpt import pack
+from carpool.placement.solvers.plain import pack
 from carpool.placement.solvers.problem import Problem
 from carpool.placement.trace import Array
 

@@ -27,7 +27,7 @@ import numpy as np
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.policies import LoadModel, Policy
-from carpool.placement.solvers.lpt import pack
+from carpool.placement.solvers.plain import pack
 from carpool.placement.solvers.problem import held, homes_of
 from carpool.placement.trace import Array
 from carpool_systems.eplb import from_loads

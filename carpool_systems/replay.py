@@ -27,11 +27,9 @@ import torch
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.placement.adopt import decide, moved_bytes
-from carpool.placement.align import aligned
-from carpool.placement.forecast import predict
+from carpool.placement.adopt import aligned, decide, moved_bytes
 from carpool.placement.objective import evaluate
-from carpool.placement.policies import POLICIES, LoadModel
+from carpool.placement.policies import POLICIES, LoadModel, forecast
 from carpool.placement.solvers import solve_both
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.machine.cost import CostModel
@@ -100,7 +98,7 @@ class _Replay:
         if section is None or (section.policy == "place" and number > 1):
             return self.layout
         history_NE = np.stack([part.load_E for part in self.parts[:number]])
-        load_E = predict(section.predictor, history_NE)
+        load_E = forecast(section.predictor, history_NE)
         if section.policy in ("place", "migrate"):
             found = solve_both(
                 section.solver, self._seen(number, section.tokens), self.topology, seed=self.seed,

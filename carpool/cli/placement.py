@@ -140,9 +140,8 @@ def place(
 
         from rich.progress import track
 
-        from carpool.placement.plot import plot_coactivation
         from carpool.placement.solvers import default_solvers
-        from carpool.placement.table import place, print_table
+        from carpool.placement.table import place, plot_coactivation, print_table
         from carpool.placement.trace import Trace
 
         names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else default_solvers()

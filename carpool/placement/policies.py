@@ -7,13 +7,15 @@ of these l / c pairs, of which l (1/c - 1/W) come from other ranks. `LoadModel` 
     4 rides of the rank that receives most  +  GEMMs of the fullest rank  +  replicas filled, gradients sent back
 
 `placement.policy` names one of `POLICIES`, a registry for plug-ins (entry points of the group "carpool.policies"), or
-"migrate" or "place", which ask a solver instead (`carpool.placement.solvers`).
+"migrate" or "place", which ask a solver instead (`carpool.placement.solvers`). What loads are expected, one of
+`PREDICTORS` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -138,3 +140,50 @@ def _check(name: str, policy: Policy) -> None:
 
 
 POLICIES: Registry[Policy] = Registry("policy", "carpool.policies", {}, _check)
+
+
+# -- expected loads ---------------------------------------------------------------------------------------------------
+
+Predictor = Callable[[Array], Array]
+
+
+def last(history_NE: Array) -> Array:
+    """The load of the last step (FasterMoE, Prophet). Right where loads drift slowly, noisy for small batches."""
+    return checked_history(history_NE)[-1].copy()
+
+
+def ema(history_NE: Array, decay: float = 0.9) -> Array:
+    """Moving average of the shares; a step that is n steps old counts decay**n (MindSpeed's migrator). Averages noise
+    away, follows drift late."""
+    loads_NE = checked_history(history_NE)
+    age_N = np.arange(len(loads_NE))[::-1]
+    share_E = np.average(_shares(loads_NE), axis=0, weights=decay**age_N)
+    return share_E * loads_NE[-1].sum()
+
+
+PREDICTORS: Mapping[str, Predictor] = MappingProxyType({"last": last, "ema": ema})
+
+
+def forecast(name: str, history_NE: Array) -> Array:
+    """The next load of each expert, (E,) with the sum of the last step, from those of the steps before.
+
+    Args:
+        name: one of `PREDICTORS`.
+        history_NE: (N, E) loads, oldest first."""
+    if name not in PREDICTORS:
+        raise ValueError(f"there is no load predictor {name!r}; use one of {', '.join(PREDICTORS)}")
+    return PREDICTORS[name](history_NE)
+
+
+def checked_history(history_NE: Array) -> Array:
+    loads_NE = np.asarray(history_NE, dtype=np.float64)
+    if loads_NE.ndim != 2 or not loads_NE.size:
+        raise ValueError(f"a history of loads must be (steps, experts), at least one of each, not {loads_NE.shape}")
+    if not np.isfinite(loads_NE).all() or (loads_NE < 0).any():
+        raise ValueError("a history of loads must be finite and not negative")
+    return loads_NE
+
+
+def _shares(loads_NE: Array) -> Array:
+    total_N1 = loads_NE.sum(1, keepdims=True)
+    return np.where(total_N1 > 0, loads_NE / np.maximum(total_N1, 1e-12), 1 / loads_NE.shape[1])

@@ -1,34 +1,23 @@
 """How much a routing moves under a layout, from the definition alone: nothing travels, nothing is measured.
 
-A batch's routing is a *hypergraph*. Experts are its vertices; a token is a hyperedge, the set of experts that it
-chose. A layout cuts the vertices into one part per rank, and the number of parts that an edge touches is its
-*connectivity*, written λ. Rows per token, by transport:
-
-    dedup      λ   one row for each rank that holds any of the token's experts; the same for nvlink
-    alltoall   K   one row for each choice; the layout only decides which of them leave the rank
-    gather     W   one row to every rank; neither routing nor layout matters
-
-Of sliced experts a token chooses every slice: K counts them, and a row to two slices of an expert is two rows if they
-are on two ranks.
-
-`hierarchical` sends one row to each other node that holds any of them, and from there one to each rank of that node.
-
-So the rows that `dedup` and `nvlink` move are the sum of λ over all tokens, and to place experts well is to partition a
-hypergraph into parts of given sizes with a small sum of (λ - 1), the metric that partitioners call km1. A replica
-is a vertex that lies in several parts; which of them serves a token is `carpool.layout.assign`'s decision, and it is
-called here too: a predicted byte is only worth something if the transports' counters show the same number.
+A batch's routing is a *hypergraph*: experts are its vertices, and a token is a hyperedge, the set of experts that it
+chose. A layout cuts the vertices into one part for each rank; the number of parts that an edge touches is its
+*connectivity*, written λ. Each transport's class says how many rows that makes (`Transport.volume`): λ of a token with
+one row for each rank, K with one for each choice, W with one to every rank. Of sliced experts K counts every slice. So
+to place experts well is to partition a hypergraph into parts of given sizes with a small sum of (λ - 1), the metric
+that partitioners call km1. A replica is a vertex in several parts; `carpool.layout.assign` says which of them serves a
+token, as in training.
 
     4 experts on 2 ranks, [0, 1 | 2, 3]; rank 0 holds tokens {0, 1}, {1, 2}, {1, 2}, rank 1 holds token {0, 3}
 
                   rows from rank 0 to (0, 1)     rows from rank 1 to (0, 1)
         dedup     3, 2                           1, 1             λ = 1, 2, 2 | 2, in sum 7
         alltoall  4, 2                           1, 1             K = 2 for each of 4 tokens
-        gather    3, 3                           3, 3             padded to the longest rank
 
     With experts [1, 2 | 0, 3] instead, λ is 2, 1, 1 | 1, in sum 5: tokens that want 1 and 2 now share a ride.
 
-Bytes: a row is H elements. Beside it travel, on the way out, a slot and a weight for each of the choices that it may
-serve (K of them for dedup, nvlink and gather, 1 for alltoall), and on the backward's way back the weights' gradients.
+A row is H elements, as its verb's codec says. Beside it travel, on the way out, a slot and a weight for each of the
+choices that it may serve, and on the backward's way back the weights' gradients:
 
     verb                from, to                     bytes per row
     dispatch            token's rank -> expert's     H * element + 8 * choices
@@ -36,10 +25,6 @@ serve (K of them for dedup, nvlink and gather, 1 for alltoall), and on the backw
     combine_backward    token's rank -> expert's     H * element                     (gradients of what came back)
     dispatch_backward   expert's rank -> token's     H * element + 4 * choices       (gradients of what went out)
     plan                all -> all                   how many rows (and choices) will come
-
-`nvlink` exchanges no plan: every sender works out alone where its rows go. The signals between its kernels are a few
-words per rank and verb, and are not counted. A row has as many bytes as its verb's codec says
-(`carpool.transport.codecs`).
 """
 
 from __future__ import annotations

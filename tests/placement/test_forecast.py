@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from carpool.placement.forecast import PREDICTORS, compare, ema, last, predict
+from benchmarks.placement import compare
+from carpool.placement.policies import PREDICTORS, ema, forecast, last
 
 DRAW = np.random.default_rng(0)
 
@@ -26,17 +27,17 @@ def drifting(steps: int = 80, experts: int = 32) -> np.ndarray:
 def test_a_constant_load_is_predicted_exactly(name: str) -> None:
     load_E = np.array([5, 0, 17, 3])
     for steps in (1, 2, 5, 40):
-        np.testing.assert_allclose(predict(name, np.tile(load_E, (steps, 1))), load_E, atol=1e-9)
+        np.testing.assert_allclose(forecast(name, np.tile(load_E, (steps, 1))), load_E, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_predictions_keep_the_sum_and_see_only_the_past(name: str) -> None:
     history_NE = noisy()
-    guess_E = predict(name, history_NE[:30])
+    guess_E = forecast(name, history_NE[:30])
     assert guess_E.sum() == pytest.approx(400) and (guess_E >= 0).all()
     changed_NE = history_NE.copy()
     changed_NE[30:] = 0
-    np.testing.assert_array_equal(predict(name, changed_NE[:30]), guess_E)
+    np.testing.assert_array_equal(forecast(name, changed_NE[:30]), guess_E)
 
 
 def test_ema_weighs_by_age() -> None:
@@ -62,7 +63,7 @@ def test_compare_knows_the_best_possible() -> None:
 def test_an_idle_step_is_no_error() -> None:
     history_NE = np.zeros((30, 4))
     for name in PREDICTORS:
-        assert predict(name, history_NE).tolist() == [0, 0, 0, 0]
+        assert forecast(name, history_NE).tolist() == [0, 0, 0, 0]
     assert compare(history_NE, 2)[0]["error"] == 0
 
 
@@ -72,6 +73,6 @@ def test_what_is_no_history_is_refused() -> None:
     with pytest.raises(ValueError, match="not negative"):
         ema(np.array([[1.0, -1.0]]))
     with pytest.raises(ValueError, match="no load predictor 'mean'; use one of last, ema"):
-        predict("mean", np.ones((3, 3)))
+        forecast("mean", np.ones((3, 3)))
     with pytest.raises(ValueError, match="leaves nothing to predict"):
         compare(np.ones((5, 3)), 1, warmup=5)

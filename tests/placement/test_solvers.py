@@ -14,7 +14,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate, served_by
 from carpool.placement.solvers import SOLVERS, Problem, solve, solve_both, solver_names
-from carpool.placement.solvers.lpt import pack
+from carpool.placement.solvers.plain import pack
 from carpool.placement.solvers.search import OVERLOAD, aimed_load, swap_search
 from carpool.placement.trace import LayerTrace
 from carpool.planner.machine.cost import CostModel

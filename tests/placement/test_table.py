@@ -14,8 +14,7 @@ from rich.console import Console
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate
-from carpool.placement.plot import plot_coactivation
-from carpool.placement.table import Row, place, print_table
+from carpool.placement.table import Row, place, plot_coactivation, print_table
 from tests.placement.synthetic import topics
 
 TRACE = topics(24, 4, 3000, layers=2, length=8)

@@ -9,7 +9,7 @@ import pytest
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.placement.align import aligned
+from carpool.placement.adopt import aligned
 from carpool.placement.objective import evaluate
 from carpool.placement.volume import predict
 from carpool.planner.machine.hardware import DEFAULT as H200

@@ -1,13 +1,12 @@
 """Solvers: from a recorded routing to an `ExpertLayout`. One file each; none needs an accelerator.
 
     contiguous, random    what a layout is worth that knows nothing
-    occult                pairwise collaboration, greedily; ignores load
     lpt                   load alone
     hypergraph            the exact objective without load or replicas, by Mt-KaHyPar
     search                the exact objective under the load limit, with replicas in the extra slots
 
-Plug-ins bring further ones, such as eplb of carpool_systems (load, with replicas in the extra slots).
-`search` starts from Occult's and LPT's layouts; "hypergraph+search" and so on start from what that solver found.
+Plug-ins bring further ones, such as eplb and occult of carpool_systems. "hypergraph+search" and so on start the search
+from what that solver found.
 
 A solver is a function from a `Problem` to an `ExpertLayout`, the same for the same problem. From outside the package:
 
@@ -30,11 +29,9 @@ from typing import Any
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.solvers.hypergraph import hypergraph
-from carpool.placement.solvers.lpt import lpt
-from carpool.placement.solvers.occult import occult
-from carpool.placement.solvers.plain import contiguous, random
+from carpool.placement.solvers.plain import contiguous, lpt, random
 from carpool.placement.solvers.problem import Problem
-from carpool.placement.solvers.search import search
+from carpool.placement.solvers.search import by_pairs, search
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.machine.cost import CostModel
 from carpool.plugins import Registry
@@ -56,7 +53,7 @@ Solver = Callable[[Problem], ExpertLayout]
 
 
 def _search(problem: Problem) -> ExpertLayout:
-    return search(problem, occult(problem), lpt(problem))
+    return search(problem, by_pairs(problem), lpt(problem))
 
 
 def _check(name: str, solver: Solver) -> None:
@@ -67,14 +64,7 @@ def _check(name: str, solver: Solver) -> None:
 SOLVERS: Registry[Solver] = Registry(
     "solver",
     "carpool.solvers",
-    {
-        "contiguous": contiguous,
-        "random": random,
-        "lpt": lpt,
-        "occult": occult,
-        "hypergraph": hypergraph,
-        "search": _search,
-    },
+    {"contiguous": contiguous, "random": random, "lpt": lpt, "hypergraph": hypergraph, "search": _search},
     _check,
 )
 register = SOLVERS.register

@@ -24,7 +24,8 @@ afterwards; their part of the tables is taken out and put back: a step costs a f
 - At a local optimum the search makes a few random swaps and descends again, `KICKS` times, and keeps what is better.
   (200 steps of tabu search instead were at most 0.4 % better, and slower.)
 
-Replicas then fill the extra slots (`replicas.py`).
+It starts from the better of two layouts: by pairs of experts that are chosen together (`by_pairs`), and by load
+(`plain.lpt`). Replicas then fill the extra slots (`replicas.py`).
 
 Measured on traces with topics (64 or 256 experts, top-8, 8 ranks, 10k tokens, another 10k held out), ranks per token
 without a load limit: Occult's greedy 4.473 / 4.803, Mt-KaHyPar 4.330 / 4.790, this from Occult's 4.325 / 4.744, this
@@ -41,12 +42,8 @@ from carpool.placement.solvers.problem import OVERLOAD, Problem, homes_of
 from carpool.placement.solvers.replicas import with_replicas
 from carpool.placement.trace import Array
 
-EASED = (
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-)  # shares of OVERLOAD in successive descents, so that good groups form before balance rules
+# Shares of OVERLOAD in successive descents, so that good groups form before balance rules.
+EASED = (0.1, 0.25, 0.5, 1.0)
 MARGIN = 0.5  # the search aims at 1 + MARGIN * (load limit - 1)
 KICKS = 6
 
@@ -89,6 +86,42 @@ def swap_search(problem: Problem, *starts_E: Array) -> Array:
         else:
             state.go_to(best_X)
     return best_X[: problem.num_experts]
+
+
+def by_pairs(problem: Problem) -> ExpertLayout:
+    """Ranks filled by co-activation, greedily, as in Occult (ICML 2025): nodes first, and then the ranks of each.
+
+    A rank starts with the pair of unplaced experts that tokens choose together most often. The expert with the largest
+    sum of co-activations with those on the rank follows, until the rank is full. An expert that is chosen with two of
+    the rank's experts by the same tokens counts twice, though it saves them one ride; load is ignored."""
+    together_EE = problem.trace.coactivation_EE.copy()
+    np.fill_diagonal(together_EE, 0)
+    fill_N = np.bincount(problem.node_W, weights=problem.fill_W).astype(np.int64)
+    node_E = _groups_by_pairs(together_EE, np.arange(problem.num_experts), fill_N)
+    rank_E = np.empty(problem.num_experts, dtype=np.int64)
+    for node in range(problem.num_nodes):
+        experts, ranks = np.flatnonzero(node_E == node), np.flatnonzero(problem.node_W == node)
+        rank_E[experts] = ranks[_groups_by_pairs(together_EE, experts, problem.fill_W[ranks])]
+    return problem.layout(rank_E)
+
+
+def _groups_by_pairs(together_EE: Array, experts: Array, room_G: Array) -> Array:
+    """(len(experts),) the group of each expert given, groups of the sizes `room_G` filled one after the other."""
+    among = together_EE[np.ix_(experts, experts)].astype(np.float64)
+    group = np.full(len(experts), -1)
+    for number, room in enumerate(room_G):
+        if room == 0:
+            continue
+        free = group < 0
+        pairs = np.where(free[:, None] & free[None, :], among, -1.0)
+        first = int(pairs.max(1).argmax())
+        group[first] = number
+        attraction = among[first].copy()
+        for _ in range(int(room) - 1):
+            best = int(np.where(group < 0, attraction, -1.0).argmax())
+            group[best] = number
+            attraction += among[best]
+    return group
 
 
 class _Level:

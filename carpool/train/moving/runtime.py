@@ -38,9 +38,8 @@ from carpool.hf.seam.moved_experts import current_layouts, set_layout
 from carpool.hf.trace_recorder import Mark, TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
-from carpool.placement.align import aligned
-from carpool.placement.forecast import predict
-from carpool.placement.policies import POLICIES
+from carpool.placement.adopt import aligned
+from carpool.placement.policies import POLICIES, forecast
 from carpool.placement.trace import Trace, concatenate
 from carpool.replicas.migrate import Moved
 from carpool.report.units import bytes_text
@@ -232,7 +231,7 @@ class Placement:
         before, after = [], []
         for number, (name, layout) in enumerate(layouts.items()):
             history_SE = np.stack([load_LE[number, : layout.num_experts] for load_LE in self.loads])
-            load_E = predict(section.predictor, history_SE)
+            load_E = forecast(section.predictor, history_SE)
             found = policy(load_E, layout, section.replicas, model, history_SE)
             found = padded(aligned(found, layout, self.facts.topology), section.replicas)
             before.append(load_ratio(load_E, layout))

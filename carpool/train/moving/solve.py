@@ -30,11 +30,9 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.placement import solvers
-from carpool.placement.adopt import Decision, decide
-from carpool.placement.align import aligned
-from carpool.placement.forecast import predict
+from carpool.placement.adopt import Decision, aligned, decide
 from carpool.placement.objective import Objective, evaluate, served_by
-from carpool.placement.policies import LoadModel
+from carpool.placement.policies import LoadModel, forecast
 from carpool.placement.trace import Array, LayerTrace, Trace
 from carpool.planner.machine.cost import RIDES, CostModel
 from carpool.planner.machine.hardware import Hardware
@@ -266,7 +264,7 @@ def solve(question: Question) -> dict[str, Any]:
         current = question.layouts[name]
         learn, judge = (half.layer(name) for half in halves)
         history_SE = question.loads_SLE[:, list(question.layouts).index(name), : learn.num_experts]
-        load_E = predict(section.predictor, history_SE)
+        load_E = forecast(section.predictor, history_SE)
         now = foretell(judge, current, load_E, facts)
         judged = [(foretell(judge, one, load_E, facts), one) for one in _candidates(question, learn, load_E)]
         then, found = min(judged, key=lambda one: one[0].seconds)
