@@ -7,7 +7,7 @@
 For each shape, one layer's ride forward and backward, bf16, tokens that choose their experts uniformly:
 
     pieces      dispatch, experts, combine of rides of T/8, T/4, T/2 and T tokens, one after the other, the experts on
-                the multiprocessors that they have beside rides; from these `carpool.planner.step.overlap` predicts T(r)
+                the multiprocessors that they have beside rides; from these `carpool_systems.planners` predicts T(r)
     measured    the ride itself in r = 1, 2, 4, 8 chunks, and the plain one, in turns; with `--tiles` also in n tiles
                 (over nvlink), c multiprocessors for the rides and the others for the experts: "tiles n/c"
 
@@ -33,12 +33,12 @@ from carpool.kernels.device import reserved
 from carpool.layout import ExpertLayout, assign
 from carpool.metrics.counters import LayerStats
 from carpool.planner.decisions.chosen import fastest as fastest_of
-from carpool.planner.step.overlap import Pieces, chunked
 from carpool.ride.function import ride
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import NVLinkOptions, make_transport
+from carpool_systems.planners import Pieces, chunked
 
 CHUNKS = (1, 2, 4, 8)
 SHAPES = ["4096,2048,1024,64,8", "8192,2048,1024,64,8", "16384,2048,1024,64,8", "32768,2048,1024,64,8",

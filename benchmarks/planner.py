@@ -22,11 +22,11 @@ from benchmarks.script import make_parser
 from carpool.bench.result_files import print_table
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
-from carpool.planner.configuration.candidate import KEEP, Candidate
+from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.machine.hardware import Hardware, find_hardware
-from carpool.planner.memory.peak import memory_of
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import Prediction, predict
 from carpool.train.config.published import read_keys
 from carpool.train.config.renamed import translated

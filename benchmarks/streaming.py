@@ -12,7 +12,7 @@ at several numbers of tokens in a step. Three ways follow each other in turns, `
 
     GB/s       bytes of state in and out, by the time that the optimizer's step takes alone
     hidden     1 - (step - step with state on the device) / time of the optimizer's step alone
-    foretold   tokens from which `carpool.planner.step.streaming` says that all is hidden in the backward
+    foretold   tokens from which `carpool.planner.step.lengths` says that all is hidden in the backward
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from carpool.metrics.host import timed
 from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.machine.hardware import hardware_of
-from carpool.planner.step.streaming import break_even_tokens
+from carpool.planner.step.lengths import break_even_tokens
 from carpool.train.launch.machine import device_name
 
 WAYS = ("device", "consumed", "after")

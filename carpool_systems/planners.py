@@ -1,4 +1,4 @@
-"""What published planners would choose, in the search of `carpool plan` (`carpool.planner.search.planners`).
+"""What published planners would choose, in the search of `carpool plan` (`carpool.planner.search.space`).
 
     carpool plan ... --policy alpa --policy tutel
 
@@ -17,13 +17,12 @@ from itertools import groupby
 from typing import Any
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import Candidate
-from carpool.planner.configuration.stages import stage_layers
+from carpool.planner.candidate import Candidate, stage_layers
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.search.planners import MOVES, LengthsOf, Planner
+from carpool.planner.search.space import MOVES, LengthsOf, Planner
+from carpool.planner.step.events import COMPUTATION, RIDES, Graph, execute
 from carpool.planner.step.lengths import Lengths
-from carpool.planner.step.overlap import Pieces, chunked
 from carpool.planner.step.travel import Piece
 
 MOST_CHUNKS = 8
@@ -133,6 +132,65 @@ class Padded(Routes):
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Durations of one chunk's pieces, in any unit of time.
+
+    Attributes:
+        dispatch, combine: on the links.
+        experts: on the multiprocessors, before the combine.
+        after: the same, after the combine has been asked for: the delayed weight gradient of the backward.
+        host: what the host needs to ask for all of them.
+    """
+
+    dispatch: float
+    experts: float
+    combine: float
+    after: float = 0.0
+    host: float = 0.0
+
+    @property
+    def alone(self) -> float:
+        """One after the other, with a host that is ahead."""
+        return self.dispatch + self.experts + self.combine + self.after
+
+
+def chunked(pieces: Pieces, chunks: int, beside: bool = True) -> float:
+    """How long a ride takes whose chunks, so many, have these pieces each, in the order of `carpool.ride.chunks`:
+
+        links       D0  D1 | C0  D2 | C1 | C2                 D dispatch, E experts, C combine
+        processors       E0 |  E1 |   E2
+
+    The host asks for each piece in turn. With a host that costs nothing and dispatch and combine of equal length a,
+    experts of length c, this is T(r) = max(2 r a, 2 a + r c, (r + 1) a + c) of FSMoE, but for a < c < 2 a, where the
+    links wait once for the first chunk's experts. `benchmarks/chunks.py` compares it with what is measured.
+
+    Args:
+        beside: whether rides run beside the computation. If not, there is one lane for both."""
+    graph = Graph()
+    # What is asked for takes the host equally long, each.
+    share = pieces.host / (4 if pieces.after else 3)
+    links = RIDES if beside else COMPUTATION
+
+    def ride(kind: str, seconds: float, *after: int) -> int:
+        asked = graph.add(f"ask for {kind}", "host", share)
+        return graph.add(kind, kind, seconds, (asked, *after), stream=links)
+
+    def compute(seconds: float, after: int) -> int:
+        return graph.add("experts", "experts", seconds, (graph.add("ask for experts", "host", share), after))
+
+    came = ride("dispatch", pieces.dispatch)
+    for chunk in range(chunks):
+        here = came
+        if chunk + 1 < chunks:
+            came = ride("dispatch", pieces.dispatch)
+        done = compute(pieces.experts, here)
+        ride("combine", pieces.combine, done)
+        if pieces.after:
+            compute(pieces.after, done)
+    return execute(graph).step
 
 
 def _part(lengths: Lengths, backward: bool, chunks: int) -> Pieces:

@@ -73,10 +73,8 @@ def plan(
         from carpool.planner.machine.hardware import find_hardware
         from carpool.planner.model.routes import Routes
         from carpool.planner.model.shape import ModelShape
-        from carpool.planner.search.constraints import read_constraints
         from carpool.planner.search.plan import plan as search
-        from carpool.planner.search.planners import MOVES, PLANNERS
-        from carpool.planner.search.space import Space
+        from carpool.planner.search.space import MOVES, PLANNERS, Space, read_constraints
         from carpool.plugins.nearest import nearest
         from carpool.train.config.published import read_keys
         from carpool.train.config.schema_parallelism import MAX_RANKS
@@ -132,7 +130,7 @@ def plan(
 def _show_policies(best: Plan, found: Mapping[str, Found]) -> None:
     """What published planners would have chosen, beside the plan."""
     from carpool.bench.result_files import print_table, terminal
-    from carpool.planner.search.planners import PLANNERS
+    from carpool.planner.search.space import PLANNERS
 
     console, rows = terminal(150), []
     for name, one in found.items():
@@ -190,7 +188,7 @@ def _show(
     out: Path | None,
 ) -> None:
     from carpool.bench.result_files import print_table, terminal
-    from carpool.planner.configuration.candidate import toml_text
+    from carpool.planner.candidate import toml_text
     from carpool.planner.search.plan import USABLE
     from carpool.planner.search.why import NAMES, bounded_by, changes, in_words, next_best, with_all_memory
 

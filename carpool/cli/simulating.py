@@ -71,7 +71,7 @@ def simulate(
         from carpool.planner.model.routes import Routes
         from carpool.planner.simulator.goodput import GPU_MTBF_HOURS, GPU_MTBF_SOURCE, Failures
         from carpool.planner.simulator.simulate import simulate as run
-        from carpool.planner.simulator.step import step_on
+        from carpool.planner.simulator.simulate import step_on
         from carpool.planner.step.prediction import inputs
         from carpool.report.simulation import print_simulation, write_simulation
         from carpool.train.config import resolve_config

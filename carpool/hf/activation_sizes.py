@@ -10,7 +10,7 @@ Two things stand in for what runs on a GPU. Attention keeps queries, keys, value
 as every fused kernel does (on a CPU some shapes would fall back to whole score matrices). With a mask, as packed
 documents have, each layer makes numbers of its own of the mask and keeps them: (batch, 1, length, length). Routed
 experts keep their input; what their ride keeps depends on the transport, and whoever asks adds it
-(`carpool.planner.memory.peak`).
+(`carpool.planner.step.peak`).
 """
 
 from __future__ import annotations

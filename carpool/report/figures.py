@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from carpool.planner.memory.held import BESIDE_TENSORS
+from carpool.planner.step.sizes import BESIDE_TENSORS
 from carpool.report.charts import (
     HEAT_LEVELS,
     Chart,

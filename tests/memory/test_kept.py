@@ -14,7 +14,7 @@ import carpool
 from carpool.activations import KEEP, Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.metrics.counters import LayerStats
-from carpool.planner.memory.kept import LayerSizes, kept_bytes
+from carpool.planner.step.peak import LayerSizes, kept_bytes
 from carpool.ride.function import ride
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup

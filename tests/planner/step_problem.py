@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from carpool.planner.simulator.sampling import Spread
-from carpool.planner.simulator.step import Step
+from carpool.planner.simulator.simulate import Step
 from carpool.planner.step.events import Graph, Group
 
 ATTENTION, RIDE, EXPERTS, REDUCTION = 2e-3, 1e-3, 3e-3, 5e-3

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import KEEP, Candidate
-from carpool.planner.machine.hardware import LinkRate, find_hardware
-from carpool.planner.machine.work import Work
+from carpool.planner.candidate import KEEP, Candidate
+from carpool.planner.machine.hardware import LinkRate, Work, find_hardware
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import predict
 from carpool.train.config.published import read_keys

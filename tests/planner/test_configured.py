@@ -15,11 +15,10 @@ from carpool.cli import app
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.configured import SIMULATED, candidate_of, model_of
 from carpool.planner.machine.hardware import find_hardware
-from carpool.planner.memory.peak import memory_of
-from carpool.planner.simulator.simulate import drawn_seconds, sampled
-from carpool.planner.simulator.step import scaled, step_on
+from carpool.planner.simulator.simulate import drawn_seconds, sampled, scaled, step_on
 from carpool.planner.step.events import execute
 from carpool.planner.step.lengths import Lengths
+from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import predict
 from carpool.train.config import load_config
 from carpool.train.plan.division import decide_data_parallel

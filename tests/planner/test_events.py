@@ -7,8 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from carpool.planner.step.clock import Clock, Tape
-from carpool.planner.step.events import IDLE, KINDS, Event, Execution, Graph, Group, execute
+from carpool.planner.step.events import IDLE, KINDS, Clock, Event, Execution, Graph, Group, Tape, execute
 
 
 def test_streams_run_beside_each_other_and_in_order() -> None:

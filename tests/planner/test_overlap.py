@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from carpool.planner.step.overlap import Pieces, chunked
+from carpool_systems.planners import Pieces, chunked
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])

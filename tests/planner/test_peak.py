@@ -12,12 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peaks import growth
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import KEEP, Candidate, toml_text
-from carpool.planner.memory.held import alone_bytes
-from carpool.planner.memory.peak import _loss, memory_of
-from carpool.planner.memory.sizes import sizes_of
+from carpool.planner.candidate import KEEP, Candidate, toml_text
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.peak import _loss, memory_of
+from carpool.planner.step.sizes import alone_bytes, sizes_of
 from carpool.train.blueprint import meta_model, model_config
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys

@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import POLICIES, Candidate
-from carpool.planner.decisions.policies import Policies, choose_policies, combinations, modelled_milliseconds
+from carpool.planner.candidate import POLICIES, Candidate
+from carpool.planner.decisions.rules import Policies, choose_policies, combinations, modelled_milliseconds
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
-from carpool.planner.memory.kept import LayerSizes, kept_bytes
 from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.peak import LayerSizes, kept_bytes
 from carpool.planner.step.prediction import predict
 from carpool.train.config.published import read_keys
 

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.candidate import Candidate
 from carpool.planner.machine.hardware import LinkRate, find_hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.search.constraints import read_constraints
 from carpool.planner.search.enumeration import Enumeration
 from carpool.planner.search.plan import Plan, plan
-from carpool.planner.search.planners import PLANNERS
-from carpool.planner.search.space import Problem, Space
+from carpool.planner.search.space import PLANNERS, Problem, Space, read_constraints
 from carpool.planner.step.lengths import Lengths
 from carpool.train.config.published import read_keys
 from carpool_systems.planners import _stages, fsmoe, roofline, tutel

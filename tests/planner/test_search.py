@@ -11,19 +11,17 @@ import pytest
 
 from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.candidate import Candidate
 from carpool.planner.decisions.configured import model_of
 from carpool.planner.machine.hardware import LinkRate, find_hardware
-from carpool.planner.memory.peak import memory_of
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.search import moves
-from carpool.planner.search.bounds import Bounds
-from carpool.planner.search.enumeration import Enumeration
+from carpool.planner.search.enumeration import Bounds, Enumeration
 from carpool.planner.search.plan import Search, plan
-from carpool.planner.search.planners import MOVES
-from carpool.planner.search.space import POLICY_SETS, Problem, Space
+from carpool.planner.search.space import MOVES, POLICY_SETS, Problem, Space
 from carpool.planner.search.why import with_all_memory
+from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import predict, step_seconds
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
@@ -185,7 +183,7 @@ def test_pairs_are_proposed_where_rides_are_slow() -> None:
 
 
 def test_what_is_found_is_a_configuration_that_the_trainer_takes(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    from carpool.planner.configuration.candidate import toml_text
+    from carpool.planner.candidate import toml_text
 
     space = Space(pp=(1,), cp=(1,), etp=(1,))
     found = plan(SHAPE, H100, gpus=16, tokens=64 * 4096, sequence_length=4096, memory=40e9, space=space, best=8)

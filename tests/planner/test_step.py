@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.planner import Compared, compare, order_agreement
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import KEEP, Candidate
+from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.routes import Choice, Routes
 from carpool.planner.model.shape import ModelShape

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from carpool.planner.machine.hardware import hardware_of
-from carpool.planner.step.streaming import break_even_tokens, stream_seconds
+from carpool.planner.step.lengths import break_even_tokens, stream_seconds
 
 H200 = hardware_of("NVIDIA H200")
 

@@ -12,17 +12,15 @@ import carpool.planner
 from carpool.parallel.degrees import Degrees
 from carpool.placement.policies import POLICIES
 from carpool.placement.solvers import SOLVERS
-from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.candidate import Candidate
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
-from carpool.planner.memory.peak import memory_of
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.search.constraints import read_constraints
 from carpool.planner.search.plan import plan
-from carpool.planner.search.planners import PLANNERS
-from carpool.planner.search.space import Space
-from carpool.planner.simulator.step import step_on
+from carpool.planner.search.space import PLANNERS, Space, read_constraints
+from carpool.planner.simulator.simulate import step_on
 from carpool.planner.step.lengths import Lengths
+from carpool.planner.step.peak import memory_of
 from carpool.planner.transports import planned_transports, usable_transports
 from carpool.train.config.published import read_keys
 from carpool.transport import TRANSPORTS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool.planner.configuration.eager import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS
+from carpool.planner.candidate import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS
 from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.start_checks import check_run

@@ -20,7 +20,7 @@ from carpool.optim import AdamW
 from carpool.optim import in_backward as consumed
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.candidate import Candidate
 from carpool.planner.decisions.chosen import Decisions
 from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.machine.hardware import HARDWARE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from carpool.planner.configuration.candidate import POLICIES
+from carpool.planner.candidate import POLICIES
 from carpool.planner.decisions.chosen import Decisions
 from carpool.planner.machine.hardware import CPU
 from carpool.train.blueprint import expert_counts, meta_model, model_source

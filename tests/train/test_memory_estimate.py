@@ -17,8 +17,8 @@ from carpool.layout import ExpertLayout
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.lengths import break_even_tokens
 from carpool.planner.step.prediction import predict
-from carpool.planner.step.streaming import break_even_tokens
 from carpool.train.blueprint import meta_model, model_source
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys

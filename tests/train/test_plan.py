@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from carpool.planner.configuration.candidate import POLICIES
+from carpool.planner.candidate import POLICIES
 from carpool.planner.machine.hardware import HARDWARE
 from carpool.planner.search.plan import USABLE
 from carpool.report.page import plan_rows

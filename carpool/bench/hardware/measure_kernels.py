@@ -1,5 +1,5 @@
 """Kinds of kernels on this device, each at several sizes, and the sum of terms that fits them
-(`carpool.planner.machine.work`).
+(`carpool.planner.machine.hardware`).
 
 Products, attention and experts are those that training runs: PyTorch's library, the attention that
 `carpool.hf.documents` prefers, and a ride of grouped experts that goes nowhere. The device is kept busy
@@ -27,7 +27,7 @@ from carpool.hf.documents import fastest_attention
 from carpool.metrics.counters import LayerStats
 from carpool.metrics.host import slowest
 from carpool.optim import AdamW
-from carpool.planner.machine.work import Work, fit_work
+from carpool.planner.machine.hardware import Work, fit_work
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
@@ -84,7 +84,7 @@ CPU = WorkSizes(
 
 
 def measure_work(device: torch.device) -> dict[str, Work]:
-    """By kind (`carpool.planner.machine.work`). All ranks together."""
+    """By kind (`carpool.planner.machine.hardware`). All ranks together."""
     cuda = device.type == "cuda"
     sizes, dtype = (GPU, torch.bfloat16) if cuda else (CPU, torch.float32)
     points: dict[str, list[Point]] = {}

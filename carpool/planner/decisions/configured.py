@@ -2,14 +2,11 @@
 
 settings    sections and keys of a configuration, with their defaults (`carpool.train.config`)
 candidate   the same in the planner's words; what a run decides for itself is decided here by the model of costs
-
-Non-expert parameters are whole on each rank where they fit. That spares the gathers of each layer. What is predicted is
-less than all that a run needs, so they may take no more than `HEADROOM` of the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +14,14 @@ from carpool.layout.topology import Topology
 from carpool.optim import find_optimizer
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES
-from carpool.planner.configuration.candidate import POLICIES, Candidate
-from carpool.planner.configuration.eager import by_settings
+from carpool.planner.candidate import POLICIES, Candidate, by_settings
+from carpool.planner.decisions.rules import data_parallel_by_rule
 from carpool.planner.machine.hardware import Hardware
-from carpool.planner.memory.peak import memory_of
 from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.peak import memory_of
 from carpool.planner.transports import automatic_transport, foreseen_unfit
 
 DEFAULT_CHUNKS = 2  # as of `carpool train`
-# Of a device's memory. The rest is for what the estimate does not count.
-HEADROOM = 0.8
 # What is read of a configuration, here and for the mesh; nothing else changes what is predicted.
 SIMULATED = frozenset((
     *(f"model.{key}" for key in (
@@ -132,35 +127,6 @@ def candidate_of(
         )
         found = replace(found, data_parallel=decided("parallelism.data_parallel", "auto", data_parallel, why))
     return found, notes
-
-
-def why_not_zero1(degrees: Degrees, priority: bool) -> str | None:
-    """Why non-expert parameters cannot be whole; None: they can."""
-    if degrees.tp > 1:
-        return "tensor parallelism divides non-expert parameters"
-    return "moe.priority holds back the reductions of FSDP" if priority else None
-
-
-def data_parallel_by_rule(
-    degrees: Degrees, priority: bool, needed: Callable[[], float], memory: float | None
-) -> tuple[str, str]:
-    """("fsdp" or "zero1", why).
-
-    Args:
-        needed: the bytes of a rank if they are whole.
-        memory: the bytes that it has; None: not known, and then they are whole."""
-    if degrees.dp_cp == 1:
-        return "fsdp", "one data-parallel rank has nothing to shard"
-    if (reason := why_not_zero1(degrees, priority)) is not None:
-        return "fsdp", reason
-    if memory is None:
-        return "zero1", "the memory of a rank is not known"
-    size = needed()
-    sizes = f"about {size / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
-    if size > HEADROOM * memory:
-        most = f", more than {HEADROOM:.0%}" if size <= memory else ""
-        return "fsdp", f"whole non-expert parameters do not fit: {sizes}{most}"
-    return "zero1", f"whole non-expert parameters fit: {sizes}"
 
 
 def _check_stages(schedule: str, pp: int, layers: int) -> None:

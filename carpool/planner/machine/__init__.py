@@ -1,6 +1,5 @@
 """What can the machine do?
 
-hardware.py   rates of links and of matrix products, by the device's name
-work.py       how long kinds of kernels take: latency, operations, bytes
+hardware.py   rates of links and of kernels, by the device's name
 cost.py       how long rides, matrix products and replicas of one layer take on that hardware
 """

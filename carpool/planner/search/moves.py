@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.candidate import Candidate
 
 Move = tuple[str, int]  # an axis or "micro_batch", and whether it is doubled (1) or halved (-1)
 AXES = ("pp", "tp", "cp", "ep", "dp_replicate", "micro_batch")

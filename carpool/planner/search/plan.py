@@ -5,7 +5,7 @@
 
     enumerated    degrees x micro-batch x transport x ... (`enumeration.py`), of a space (`space.py`)
     dominated     saves memory that a faster one of the same degrees does not need either
-    memory        does not fit (`carpool.planner.memory.peak`)
+    memory        does not fit (`carpool.planner.step.peak`)
     bound         its chain of events alone takes longer than the best steps found so far take in full
                   (`bounds.py`)
     predicted     its event graph is built and run (`carpool.planner.step`), of many micro-batches the first ones
@@ -25,16 +25,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
-from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.candidate import Candidate
 from carpool.planner.machine.hardware import Hardware
-from carpool.planner.memory.peak import Peak, memory_of
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.search.bounds import Bounds
-from carpool.planner.search.enumeration import Enumeration
+from carpool.planner.search.enumeration import Bounds, Enumeration
 from carpool.planner.search.moves import Place, relieve
-from carpool.planner.search.planners import Planner
-from carpool.planner.search.space import Problem, Space
+from carpool.planner.search.space import Planner, Problem, Space
+from carpool.planner.step.peak import Peak, memory_of
 from carpool.planner.step.prediction import Prediction, inputs, predict, step_seconds
 
 # Of the memory of a device: the rest is for what the prediction misses.
@@ -101,7 +99,7 @@ def plan(
         routes: what tokens choose; None: uniform.
         space: what may vary; None: all that is known.
         best: how many to return.
-        system: a published planner, whose choices these are (`carpool.planner.search.planners`); None: the fastest.
+        system: a published planner, whose choices these are (`carpool.planner.search.space`); None: the fastest.
 
     Raises:
         ValueError: numbers that do not go together; the message says what to change."""

@@ -13,13 +13,14 @@ What is counted, beside what travels (`carpool.planner.step.travel`):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 
-from carpool.planner.configuration.candidate import REDUCED
-from carpool.planner.machine.work import HEAD_SIZES, SPREAD, Source, Work
+from carpool.planner.candidate import REDUCED
+from carpool.planner.machine.hardware import HEAD_SIZES, SPREAD, Hardware, Source, Work
 from carpool.planner.model.shape import LayerShape
-from carpool.planner.step.streaming import stream_seconds
 from carpool.planner.step.travel import Piece, Travel
 
 REDUCTIONS = "reductions"  # the stream of reductions, beside gathers
@@ -324,3 +325,46 @@ _OF_RIDE = ("copied experts", "dispatch", "experts", "combine")
 def _some(piece: Piece | None) -> Iterator[Piece]:
     if piece is not None:
         yield piece
+
+
+# -- state in host memory ----------------------------------------------------------------------------------------------
+
+# The share of a step's operations that is computed while copies are under way, by when a parameter is updated.
+BESIDE: Mapping[str, float] = MappingProxyType({
+    "after the norm": 0.0,  # the whole backward is done
+    "in the backward": 2 / 3,  # as soon as its gradient is there
+})  # fmt: skip
+
+# 41 of 45 GB/s each way: 8 B parameters' state in a training step on an H200 (docs/measurements/streaming.json).
+BOTH_WAYS = 0.9
+
+
+def stream_seconds(state_bytes: float, hardware: Hardware) -> float:
+    """How long the copies of one step take, in and out at the same time.
+
+    Args:
+        state_bytes: of one rank's state in host memory.
+        hardware: whose `host_link` they take.
+    """
+    return state_bytes / (BOTH_WAYS * hardware.host_link.bytes_per_second)
+
+
+def break_even_tokens(state_bytes: float, flops_per_token: float, hardware: Hardware, beside: str) -> float:
+    """The tokens of a rank and step from which streaming the optimizer's state costs nothing.
+
+    Args:
+        state_bytes: of one rank's state in host memory.
+        flops_per_token: of one token, forward and backward.
+        beside: a key of `BESIDE`.
+
+    Returns:
+        Tokens; infinite where nothing is computed beside the copies.
+
+    Raises:
+        ValueError: `beside` is no key of `BESIDE`.
+    """
+    if beside not in BESIDE:
+        raise ValueError(f"beside = {beside!r} is not known; it is one of {', '.join(map(repr, BESIDE))}")
+    if not BESIDE[beside]:
+        return math.inf if state_bytes else 0.0
+    return stream_seconds(state_bytes, hardware) * hardware.flops / (BESIDE[beside] * flops_per_token)

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from carpool.parallel.schedules import SCHEDULES
-from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.candidate import Candidate
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import LayerShape, ModelShape

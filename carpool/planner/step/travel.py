@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from carpool.planner.configuration.candidate import Candidate
-from carpool.planner.machine.hardware import Hardware, LinkRate
-from carpool.planner.machine.work import SPREAD
+from carpool.planner.candidate import Candidate
+from carpool.planner.machine.hardware import SPREAD, Hardware, LinkRate
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.events import Group

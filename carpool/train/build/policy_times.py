@@ -35,7 +35,7 @@ from carpool.hf.seam.expert_rides import rooms_of_rides
 from carpool.activations import KeptPolicies
 from carpool.metrics.host import timed
 from carpool.parallel.replicated import replicated
-from carpool.planner.configuration.candidate import POLICIES
+from carpool.planner.candidate import POLICIES
 from carpool.train.blueprint import Blueprint
 from carpool.train.build.assemble import Built, build
 from carpool.train.config.schema import Config

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.planner.configuration.candidate import POLICIES
+from carpool.planner.candidate import POLICIES
 from carpool.train.config.schema_base import Section
 from carpool.train.config.sizes import Size, size_of
 
@@ -91,7 +91,7 @@ class MemorySection(Section):
 
     @property
     def policies(self) -> dict[str, str]:
-        """Of each item of `carpool.planner.memory.kept`; what is none is kept."""
+        """Of each item of `carpool.planner.step.peak`; what is none is kept."""
         return {item: getattr(self, item) or "save" for item in POLICIES}
 
     @property

@@ -32,8 +32,7 @@ from transformers import PreTrainedModel
 
 from carpool.hf.build_model import check_parallelism
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import POLICIES, Candidate
-from carpool.planner.configuration.eager import by_settings
+from carpool.planner.candidate import POLICIES, Candidate, by_settings
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape

@@ -32,7 +32,7 @@ from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import stages_of
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
-from carpool.planner.decisions.configured import data_parallel_by_rule, why_not_zero1
+from carpool.planner.decisions.rules import data_parallel_by_rule, why_not_zero1
 from carpool.train.config.renamed import value_now
 from carpool.train.config.schema import Config
 from carpool.train.data.rows import are_packed

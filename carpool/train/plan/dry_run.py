@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.model.shape import ModelShape
+from carpool.planner.step.lengths import break_even_tokens
 from carpool.planner.step.prediction import predict
-from carpool.planner.step.streaming import break_even_tokens
 from carpool.train.blueprint import flops_per_token, planned_attention
 from carpool.train.config.schema import Config, keys
 from carpool.train.launch.machine import imagine_machine

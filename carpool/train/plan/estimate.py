@@ -1,5 +1,5 @@
 """The memory that a rank will need, before anything is built: the planner's account of a step
-(`carpool.planner.memory.peak`, which says what it assumes) of what the model itself takes and keeps.
+(`carpool.planner.step.peak`, which says what it assumes) of what the model itself takes and keeps.
 
 Parameters are exact sums of what each rank holds, and what decoder layers keep is measured by the model's own forward
 without memory (`carpool.hf.activation_sizes`). `memory_peak_bytes` of a run is PyTorch's own count on GPUs,
@@ -34,12 +34,10 @@ from carpool.kernels.cross_entropy import piece_size
 from carpool.layout.layouts import Layouts
 from carpool.memory.disk import BUFFERS
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import Candidate
-from carpool.planner.configuration.eager import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, by_settings
-from carpool.planner.memory.held import BESIDE_TENSORS, scores_bytes
-from carpool.planner.memory.peak import Peak, peak_of
-from carpool.planner.memory.sizes import Parameters, RankSizes, stage_part
+from carpool.planner.candidate import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, Candidate, by_settings
 from carpool.planner.model.shape import kept_if_compiled
+from carpool.planner.step.peak import Peak, peak_of
+from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
 from carpool.train.blueprint import attention_of, top_k_of
 from carpool.train.config.schema import Config
 from carpool.train.data.rows import are_packed

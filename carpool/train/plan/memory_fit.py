@@ -9,7 +9,7 @@ What is kept (see `carpool.planner.decisions.chosen` for when it is chosen):
 
 What each policy costs is measured (`carpool.train.build.policy_times`), recorded, and not measured again by a run that
 is resumed. A dry run, which has no ranks, takes it from the planner's model of a step
-(`carpool.planner.decisions.policies`).
+(`carpool.planner.decisions.rules`).
 
 Advice if a run does not fit, cheapest first:
 
@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from carpool.planner.configuration.candidate import POLICIES
+from carpool.planner.candidate import POLICIES
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
-from carpool.planner.decisions.policies import Policies, choose_policies, measured_milliseconds, modelled_milliseconds
+from carpool.planner.decisions.rules import Policies, choose_policies, measured_milliseconds, modelled_milliseconds
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
 from carpool.train.blueprint import planned_attention

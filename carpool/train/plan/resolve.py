@@ -30,9 +30,9 @@ from carpool.layout import ExpertLayout
 from carpool.memory.disk import check_disk
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
-from carpool.planner.configuration.candidate import Candidate
+from carpool.planner.candidate import Candidate
 from carpool.planner.decisions.chosen import Chosen, Decisions
-from carpool.planner.decisions.policies import Policies
+from carpool.planner.decisions.rules import Policies
 from carpool.train.blueprint import Blueprint, attention_of, check_implementations
 from carpool.train.config.schema import Config
 from carpool.train.extensions import extensions_in_use

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.activations import Arena
-from carpool.planner.memory.held import ARENA_ROOM
+from carpool.planner.step.sizes import ARENA_ROOM
 from carpool.transport.nvlink import Buffers
 from carpool.transport.room import GROWN, NodeRoom, Room
 

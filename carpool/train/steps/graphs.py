@@ -39,8 +39,7 @@ from carpool.metrics.counters import HostCounts, watched
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
-from carpool.planner.configuration.candidate import Candidate
-from carpool.planner.configuration.eager import COPIES, FSDP, LENGTHS, RANDOM, RANDOM_HALVES, by_settings, of_transport
+from carpool.planner.candidate import COPIES, FSDP, LENGTHS, RANDOM, RANDOM_HALVES, Candidate, by_settings, of_transport
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.train.config.schema import Config
 

@@ -1,18 +1,65 @@
-"""One configuration of a run, as plain numbers and words: what the planner varies, and its TOML for `carpool train`."""
+"""One configuration of a run, as numbers and words: what the planner varies, its TOML for `carpool train`, why steps
+are not CUDA graphs, and which layers each stage of its pipeline has.
+
+Why forward and backward are no CUDA graph is asked in many places, and answered here:
+
+    a plan                    `Candidate.why_eager`: by its transport, by FSDP, and by all else that plans vary
+    an estimate, a dry run    the same of the run's own candidate, whose `eager` is what its settings and its model say
+    a run                     by what was built, and otherwise by the same rules (`carpool.train.steps.graphs`)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from carpool.optim import OPTIMIZERS
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED
-from carpool.planner.configuration.eager import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS, of_transport
+from carpool.planner.model.shape import LayerShape, ModelShape
 from carpool.planner.transports import preferred_transport, transport_class
 
-# What may be done about each item of what is kept for the backward (`carpool.planner.memory.kept`).
+FSDP = "FSDP gathers parameters layer by layer from the host (parallelism.data_parallel)"
+FSDP_SHARDS = "FSDP gathers experts layer by layer from the host, as several ranks share one's (parallelism.ep_size)"
+FSDP_CASTS = "FSDP casts experts layer by layer from the host, as they are stored in float32 (model.dtype=bfloat16)"
+FSDP_AVERAGES = "FSDP averages gradients of experts layer by layer over copies (parallelism.dp_replicate_size)"
+COPIES = "experts have copies"
+LENGTHS = "this attention reads the lengths of documents on the host (model.attn_implementation)"
+SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_length makes all alike)"
+RANDOM = "layers are computed again, and what is random in them (drop-out) asks the host for its state"
+RANDOM_HALVES = "each of two batches has random numbers of its own (drop-out), and a graph has those of one"
+_TIERS = {"host": "host memory", "disk": "disk"}
+
+
+def of_transport(name: str | None) -> str:
+    """Of one that waits for the device in each ride, to learn how many rows travel."""
+    return f"transport {name} waits for the host"
+
+
+def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True) -> str | None:
+    """Why, by what plans do not vary; None: nothing of that speaks against it.
+
+    Args:
+        settings: sections and keys of a configuration, with their defaults.
+        gpu: whether ranks have one."""
+    if settings["training"]["cuda_graphs"] == "off":
+        return "training.cuda_graphs = 'off'"
+    if not gpu:
+        return "there is no GPU"
+    if settings["data"]["pad_to"] == "longest" and settings["data"]["packing"] == "off":
+        return SHAPES
+    if settings["placement"]["every"] is not None:
+        return "experts move"
+    if settings["moe"]["move_sequences"] is not None:
+        return "the host decides which sequences move"
+    if (tier := settings["memory"]["experts"]) != "device":
+        return f"experts come from {_TIERS[tier]}"
+    return None
+
+
+# What may be done about each item of what is kept for the backward (`carpool.planner.step.peak`).
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "expert_inputs": ("save", "resend", "offload"),
     "expert_activations": ("save", "recompute", "offload"),
@@ -281,3 +328,19 @@ def toml_text(settings: Mapping[str, Mapping[str, Any]]) -> str:
             lines.append(f"{key} = {text}")
         lines.append("")
     return "\n".join(lines)
+
+
+def layer_ranges(layers: int, parts: int) -> list[range]:
+    """Which layers each part has: equally many, the first parts one more if they do not divide."""
+    each, more = divmod(layers, parts)
+    starts = [part * each + min(part, more) for part in range(parts + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def stage_layers(shape: ModelShape, degrees: Degrees, of_rank: int = 1) -> list[tuple[LayerShape, ...]]:
+    """The layers of each stage of a pipeline.
+
+    Args:
+        of_rank: stages that each rank has."""
+    parts = layer_ranges(len(shape.layers), degrees.pp * of_rank)
+    return [shape.layers[one.start : one.stop] for one in parts]

@@ -1,16 +1,16 @@
-"""Which policies to take for a memory budget: those that fit and cost least time.
+"""What a run decides by a rule: whether non-expert parameters are whole on each rank, and which activations are saved.
 
-    all combinations of what is open      rows x hidden x dense x sums, at most 36
-    bytes of each                         the estimate of the run under it
-    milliseconds of each                  measured, or modelled by the rates of the hardware
+Non-expert parameters are whole where they fit. That spares the gathers of each layer. What is predicted is less than
+all that a run needs, so they may take no more than `HEADROOM` of the memory.
 
-What a policy costs depends on the others, because what is offloaded shares one link, and because the copies hide behind
-what is computed. So combinations are compared, and not items by milliseconds per byte. Of those that take equally long,
-the one that keeps most items is taken, and then the one with fewer bytes on the device.
+Under `memory.budget`, policies of saved activations are those that fit and cost least time. What a policy costs depends
+on the others, because what is offloaded shares one link, and because copies hide behind what is computed. So all
+combinations of what is open are compared (36 at most), and not items by milliseconds per byte. Of those that take
+equally long, the one that saves most items is taken, and then the one with fewer bytes on the device.
 
 A run measures what each policy of each item costs before it chooses, and adds these costs (`measured_milliseconds`,
-`carpool.train.build.policy_times`). Whoever cannot run anything asks the planner's model of a step for its length
-under each combination (`modelled_milliseconds`).
+`carpool.train.build.policy_times`). Where nothing can run, the planner's model of a step says its length under each
+combination (`modelled_milliseconds`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,45 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 
-from carpool.planner.configuration.candidate import KEEP, POLICIES, Candidate
+from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import KEEP, POLICIES, Candidate
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import step_seconds
 
+# Of a device's memory. The rest is for what the estimate does not count.
+HEADROOM = 0.8
 Policies = dict[str, str]
 MiB = 2**20
+
+
+def why_not_zero1(degrees: Degrees, priority: bool) -> str | None:
+    """Why non-expert parameters cannot be whole; None: they can."""
+    if degrees.tp > 1:
+        return "tensor parallelism divides non-expert parameters"
+    return "moe.priority holds back the reductions of FSDP" if priority else None
+
+
+def data_parallel_by_rule(
+    degrees: Degrees, priority: bool, needed: Callable[[], float], memory: float | None
+) -> tuple[str, str]:
+    """("fsdp" or "zero1", why).
+
+    Args:
+        needed: the bytes of a rank if they are whole.
+        memory: the bytes that it has; None: not known, and then they are whole."""
+    if degrees.dp_cp == 1:
+        return "fsdp", "one data-parallel rank has nothing to shard"
+    if (reason := why_not_zero1(degrees, priority)) is not None:
+        return "fsdp", reason
+    if memory is None:
+        return "zero1", "the memory of a rank is not known"
+    size = needed()
+    sizes = f"about {size / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
+    if size > HEADROOM * memory:
+        most = f", more than {HEADROOM:.0%}" if size <= memory else ""
+        return "fsdp", f"whole non-expert parameters do not fit: {sizes}{most}"
+    return "zero1", f"whole non-expert parameters fit: {sizes}"
 
 
 def combinations(given: Mapping[str, str | None]) -> list[Policies]:
