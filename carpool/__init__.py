@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from carpool.activations import KeptPolicies
-    from carpool.activations.recompute import keep_rides
+    from carpool.activations.whole_layers import keep_rides
     from carpool.layer.gradients import reduce_gradients
     from carpool.layer.record import record
     from carpool.layout import ExpertLayout, assign
@@ -43,7 +43,7 @@ _PLACES = {
     "Routing": "routing",
     "Schedule": "ride.schedule",
     "assign": "layout",
-    "keep_rides": "activations.recompute",
+    "keep_rides": "activations.whole_layers",
     "record": "layer.record",
     "reduce_gradients": "layer.gradients",
 }

@@ -46,7 +46,7 @@ def train(
 
 def masters(optimizer: torch.optim.Optimizer, found: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     """The parameters as the optimizer knows them: in float32."""
-    from carpool.optim.state_bits import join
+    from carpool.optim.adamw_reference import join
 
     states = [optimizer.state[p] for p in found]
     return [

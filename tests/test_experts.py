@@ -24,9 +24,8 @@ from carpool.experts import (
 )
 from carpool.experts.base import NUM_TRAINED
 from carpool.experts.gemm.choices import STAGES, WAYS, Choices, default_choices
-from carpool.experts.gemm.grouped import GroupedExperts
+from carpool.experts.gemm.grouped import GroupedExperts, grouped_mm, grouped_outer
 from carpool.experts.gemm.measure_choices import _Problem, measure_choices, pick
-from carpool.experts.gemm.products import grouped_mm, grouped_outer
 from carpool.experts.pairs import sort_pairs
 from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride

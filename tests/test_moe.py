@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool
 from carpool import ExpertLayout, KeptPolicies, Routing
-from carpool.activations.recompute import KeptRides
+from carpool.activations.whole_layers import KeptRides
 from carpool.experts import Choices, GroupedExperts
 from carpool.layer.state import gather_homes
 from carpool.placement import predict

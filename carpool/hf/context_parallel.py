@@ -10,7 +10,7 @@ would have got, its own included, between two all-to-alls: it runs on whole sequ
 function reads of the attention layer, and what there is for each head (attention sinks), is of these heads. Masks are
 made by the model as ever, of whole sequences.
 
-With ring attention (`carpool.parallel.ring`), that takes the place of the function, and there are no masks.
+With ring attention (`carpool.parallel.context`), that takes the place of the function, and there are no masks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ CPUs.
 
 The same pass clips, updates and, if asked, zeroes the gradients. It is exact AdamW for float32 parameters. Those in
 bfloat16 have float32 masters, of which the optimizer keeps the other 16 bits. Moments may be kept in fewer
-bits, which is lossy (`state_bits`). Bytes for each parameter, with its gradient:
+bits, which is lossy (`adamw_reference`). Bytes for each parameter, with its gradient:
 
     parameters    moments      weight  gradient  low bits  moments   in all
     float32       float32      4       4                   8         16
@@ -45,10 +45,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from carpool.optim.adamw_reference import DTYPES, ZERO_CODE, can_be_blocks, dequantise, quantise, scale_shape
 from carpool.optim.base import AdamWFacts, TorchFacts
-from carpool.optim.offloaded_state import StreamedUpdate
-from carpool.optim.state_bits import DTYPES, ZERO_CODE, can_be_blocks, dequantise, quantise, scale_shape
-from carpool.optim.state_tiles import Slab
+from carpool.optim.offloaded_state import Slab, StreamedUpdate
 from carpool.optim.update import State, Update, Use, local
 
 Moments = Literal["float32", "bfloat16", "int8"]

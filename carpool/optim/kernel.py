@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
-from carpool.optim.state_bits import BELOW_2, EIGHT_NINTHS, LEAST_SCALE, NINTH, dynamic_map, thresholds
+from carpool.optim.adamw_reference import BELOW_2, EIGHT_NINTHS, LEAST_SCALE, NINTH, dynamic_map, thresholds
 
 # Of a row of the table.
 COLUMNS = 10
@@ -35,7 +35,7 @@ PIECE = 32  # blocks of 256 elements that a program updates
 FLOAT32, BFLOAT16, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BLOCK = tl.constexpr(256)
 LEAST = tl.constexpr(LEAST_SCALE)
-# Of `moments.quantise`.
+# Of `adamw_reference.quantise`.
 SIGNED_BOUNDS = tl.constexpr(tuple(thresholds(True).tolist()))
 UNSIGNED_BOUNDS = tl.constexpr(tuple(thresholds(False).tolist()))
 RATIO, START, BELOW = tl.constexpr(NINTH), tl.constexpr(EIGHT_NINTHS), tl.constexpr(BELOW_2)
@@ -48,7 +48,7 @@ def code_tables(device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def _mix(x):  # type: ignore[no-untyped-def]
-    """`moments.mix` of uint32."""
+    """`adamw_reference.mix` of uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -62,7 +62,7 @@ def _widen(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _code(x, BOUNDS: tl.constexpr, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`moments.quantise` of quotients; without a sign, of those that are not 0."""
+    """`adamw_reference.quantise` of quotients; without a sign, of those that are not 0."""
     magnitude = tl.abs(x)
     low4 = magnitude < BOUNDS[4]
     low2 = magnitude < tl.where(low4, BOUNDS[2], BOUNDS[6])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from carpool.kernels.device import on_gpu
 from carpool.optim import adamw_reference as plain
-from carpool.optim.state_bits import BLOCK
+from carpool.optim.adamw_reference import BLOCK
 
 State = dict[str, torch.Tensor]
 # What a row of the kernel's table has addresses of, after the weight.

@@ -12,10 +12,17 @@ tokens, (cp - 1) / cp of the queries, keys and values, and later of the output. 
 divides. Heads of keys and values may be fewer: they are repeated until cp divides their number, and the gradient of
 the repetitions is summed.
 
-Ring (arXiv 2310.01889): heads stay, keys and values of other ranks come by, and partial results are merged. It is
-PyTorch's own (`torch.distributed.tensor.experimental`), for causal attention without any other mask, and works
-for any number of heads. Under a causal mask late tokens have more to do than early ones, so a rank has one early and
-one late part of each sequence: of 4 parts, rank 0 has parts 0 and 3, and rank 1 has parts 1 and 2.
+Ring (arXiv 2310.01889): queries and heads stay, keys and values of other ranks come by, and partial results are merged
+in float32. It is for causal attention without any other mask, and works for any number of heads. Under a causal mask
+late tokens have more to do than early ones, so a rank has one early and one late part of each sequence (Brandon et al.,
+arXiv 2311.09431), and each rank has the same to do:
+
+    2 ranks, 4 parts of each sequence: rank 0 has parts 0 and 3, rank 1 has parts 1 and 2
+    first     rank 0: queries 0 3 on keys 0 3, causal          rank 1: queries 1 2 on keys 1 2, causal
+    second    rank 0: query 3 on keys 1 2                      rank 1: queries 1 2 on key 0
+
+The loop and the merging are PyTorch's (`torch.distributed.tensor.experimental`), private functions of it, given its
+flash attention.
 
 Letters: B sequences, L tokens of a whole one, l tokens of this rank's part, H heads, D the size of one, W ranks.
 """
@@ -29,6 +36,8 @@ import torch
 import torch.distributed as dist
 
 Way = Literal["ulysses", "ring"]
+aten = torch.ops.aten
+SEQUENCE_DIM = 2
 
 
 @dataclass(frozen=True)
@@ -152,3 +161,83 @@ def _exchange(group: Group, sent_WX: torch.Tensor) -> torch.Tensor:
     if not isinstance(group, Shapes):
         dist.all_to_all_single(came_WX, sent_WX, group=group)
     return came_WX
+
+
+def ring_attention(
+    group: dist.ProcessGroup, query_BHlD: torch.Tensor, key_BHlD: torch.Tensor, value_BHlD: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention over whole sequences, of which each rank has the parts of `Cut`.
+
+    Args:
+        group: the ranks that share sequences, in the order of their parts.
+        key_BHlD, value_BHlD: may have fewer heads than queries, and a number that divides theirs.
+        scale: of the scores.
+
+    Returns:
+        (B, H, l, D).
+
+    Raises:
+        ValueError: float32 on a GPU, for which PyTorch has no flash attention."""
+    if query_BHlD.is_cuda and query_BHlD.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"ring attention on a GPU computes in bfloat16, not in {query_BHlD.dtype}: set training.bf16=true or "
+            "parallelism.cp_attention=ulysses"
+        )
+    return _Ring.apply(group, query_BHlD, key_BHlD, value_BHlD, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup,
+        query_BHlD: torch.Tensor,
+        key_BHlD: torch.Tensor,
+        value_BHlD: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        ring = _ring()
+        assert ring._cp_options.enable_load_balance, "parts are an early and a late one"
+        own = aten._scaled_dot_product_flash_attention
+        if not query_BHlD.is_cuda:
+            own = aten._scaled_dot_product_flash_attention_for_cpu
+        out_BHlD, lse_BHl, *rest = ring._templated_ring_attention(
+            group, SEQUENCE_DIM, own, query_BHlD, key_BHlD, value_BHlD, is_causal=True, dropout_p=0.0, scale=scale
+        )
+        # On GPUs, sizes and random numbers that the backward asks for: nothing is random here.
+        ctx.rest = rest[:6]
+        ctx.group, ctx.scale = group, scale
+        ctx.save_for_backward(query_BHlD, key_BHlD, value_BHlD, out_BHlD, lse_BHl)
+        return out_BHlD
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHlD: torch.Tensor) -> tuple[Any, ...]:
+        query_BHlD, key_BHlD, value_BHlD, out_BHlD, lse_BHl = ctx.saved_tensors
+        settings: dict[str, Any] = {"dropout_p": 0.0, "scale": ctx.scale}
+        own = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        if query_BHlD.is_cuda:
+            own = aten._scaled_dot_product_flash_attention_backward.default
+            names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+            settings |= dict(zip(names, ctx.rest, strict=True))
+        found = _ring()._templated_ring_attention_backward(
+            ctx.group,
+            SEQUENCE_DIM,
+            own,
+            grad_BHlD.contiguous(),
+            "grad_out",
+            query_BHlD,
+            key_BHlD,
+            value_BHlD,
+            out_BHlD,
+            lse_BHl,
+            is_causal=True,
+            **settings,
+        )
+        return None, *found[:3], None
+
+
+def _ring() -> Any:
+    """PyTorch's module, which is imported where it is needed: plans need none."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention

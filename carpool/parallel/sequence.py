@@ -17,7 +17,7 @@ A gradient of a whole activation is either *partial*, one term of a sum over the
 sends back), or the same on every rank (what something computed alike on all ranks sends back). The function's name
 says which it means; the wrong one is off by the number of ranks.
 
-What a collective brought may be kept by a checkpointed region (`carpool.activations.recompute`), so that the forward
+What a collective brought may be kept by a checkpointed region (`carpool.activations.whole_layers`), so that the forward
 that runs again sends nothing: communication-aware checkpointing (DeepSpeed-TED, arXiv 2303.06318, section 4.3).
 """
 
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from carpool.activations.recompute import kept_rides
+from carpool.activations.whole_layers import kept_rides
 
 Group = dist.ProcessGroup | None
 # Newer torch has other names, and warns whoever uses those that torch 2.11 knows.

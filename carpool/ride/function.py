@@ -10,7 +10,7 @@ that work's backward between them:
     backward   dispatch dy, experts' backward, launch combine        | beside's backward |    combine arrives
 
 `torch.compile` sees an operator with these two as its forward and backward: `carpool.ride.operator`. A checkpointed
-layer may be computed again without its rides: `carpool.activations.recompute`.
+layer may be computed again without its rides: `carpool.activations.whole_layers`.
 
 For an expert module that our kernels do not know see `module.py`.
 
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from carpool.activations.recompute import kept_rides, taken_before
+from carpool.activations.whole_layers import kept_rides, taken_before
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
 from carpool.metrics.counters import in_recompute

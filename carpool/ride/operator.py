@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from carpool.activations import Rows
-from carpool.activations.recompute import kept_rides
+from carpool.activations.whole_layers import kept_rides
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertWeights
 from carpool.kernels.numbered import by_number
 from carpool.ride.chunks import PLAIN

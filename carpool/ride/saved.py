@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from carpool.activations import Arena, Away, Rows
-from carpool.activations.layer_offload import stay_on_device
+from carpool.activations.whole_layers import stay_on_device
 from carpool.experts import ExpertWeights
 from carpool.ride.setup import Kept, RideSetup
 from carpool.ride.turns import half_number
@@ -64,7 +64,7 @@ def save(ctx: Any, weights: ExpertWeights, kept: tuple[Kept, ...], setup: RideSe
     """Save what a ride keeps through autograd, which lets checkpointing and offloading see the tensors.
 
     Of rows in an arena they see where these begin. Its memory is all layers': a hook would copy it for each of them.
-    Where a layer's activations are offloaded (`carpool.activations.layer_offload`), weights stay on the device, and so
+    Where a layer's activations are offloaded (`carpool.activations.whole_layers`), weights stay on the device, and so
     does what a policy of the ride keeps."""
     tensors: list[torch.Tensor | None] = list(weights)
     stay: list[torch.Tensor | None] = list(weights)

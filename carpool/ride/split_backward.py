@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.activations.layer_offload import stay_on_device
+from carpool.activations.whole_layers import stay_on_device
 from carpool.parallel import fsdp
 from carpool.ride.function import first_order
 from carpool.ride.setup import Owed

@@ -9,7 +9,7 @@ import torch
 
 from carpool import KeptPolicies
 from carpool.activations import Offloader
-from carpool.activations.layer_offload import ActivationOffload
+from carpool.activations.whole_layers import ActivationOffload
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride

@@ -16,7 +16,7 @@ from carpool.kernels.capture import capturing
 from carpool.optim import AdamW, Moments, update
 from carpool.optim import in_backward as consumed
 from carpool.optim import offloaded_state as streamed
-from carpool.optim.state_bits import DTYPES
+from carpool.optim.adamw_reference import DTYPES
 from tests.optimizer_problem import gradients, groups, masters, parameters, train
 
 pytestmark = pytest.mark.gpu

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from carpool.optim import AdamW, update
 from carpool.optim import offloaded_state as streamed
+from carpool.optim.adamw_reference import DTYPES, LEAST_SCALE, dynamic_map, quantise, thresholds
 from carpool.optim.kernel import SIGNED_BOUNDS, UNSIGNED_BOUNDS, _code
-from carpool.optim.state_bits import DTYPES, LEAST_SCALE, dynamic_map, quantise, thresholds
 from tests.optimizer_problem import groups, masters, parameters, train
 
 

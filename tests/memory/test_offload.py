@@ -14,7 +14,7 @@ import torch
 from carpool.activations import host_memory as host
 from carpool.optim import AdamW
 from carpool.optim import offloaded_state as streamed
-from carpool.optim.state_tiles import Slab, cut
+from carpool.optim.offloaded_state import Slab, cut
 from tests.optimizer_problem import SHAPES, gradients, groups, masters, parameters, train
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from carpool.optim import AdamW
+from carpool.optim.adamw_reference import dequantise, dynamic_map, join, quantise, round_stochastically, split
 from carpool.optim.clip import clip_factor, clip_grad_norm, grad_norm
-from carpool.optim.state_bits import dequantise, dynamic_map, join, quantise, round_stochastically, split
 from tests.optimizer_problem import SHAPES, gradients, groups, masters, parameters, train
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
@@ -140,7 +140,7 @@ def test_a_block_whose_largest_has_no_inverse_is_zero(signed: bool) -> None:
 
 
 def test_rounding_is_right_on_average() -> None:
-    from carpool.optim.state_bits import noise
+    from carpool.optim.adamw_reference import noise
 
     values = torch.full((200_000,), 1.0) + 0.3 * 2**-7
     means = [

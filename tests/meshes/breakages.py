@@ -21,7 +21,7 @@ from carpool.hf import tensor_parallel as heads
 from carpool.hf.routing import router_balance as balance
 from carpool.layout import assigning
 from carpool.optim import clip
-from carpool.parallel import flat, fsdp, sequence
+from carpool.parallel import fsdp, replicated, sequence
 from carpool.parallel.degrees import Degrees
 from carpool.replicas import slots
 from carpool.train.steps.objective import Objective
@@ -72,7 +72,7 @@ def experts_averaged_over_copies() -> Iterator[None]:
 @contextmanager
 def copies_not_added() -> Iterator[None]:
     """Copies of the model keep their own gradients (dp_replicate)."""
-    with _without(_fsdp_collectives), _without(flat):
+    with _without(_fsdp_collectives), _without(replicated):
         yield
 
 

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from carpool.parallel.context import Cut, kv_repeats, to_heads, to_tokens
-from carpool.parallel.ring import ring_attention
+from carpool.parallel.context import Cut, kv_repeats, ring_attention, to_heads, to_tokens
 from tests.ranks import Ranks
 
 Errors = dict[str, float]

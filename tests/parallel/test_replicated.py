@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from carpool.parallel.flat import FlatBuffers
-from carpool.parallel.replicated import Replicated, replicated, sharded_parameters
+from carpool.parallel.replicated import FlatBuffers, Replicated, replicated, sharded_parameters
 from tests.ranks import Ranks, mesh
 
 HIDDEN, LAYERS = 6, 3
@@ -233,7 +232,7 @@ def test_a_model_that_is_not_sharded_is_refused(ranks: Ranks) -> None:
 
 
 def _put() -> list[Any]:
-    """The example of carpool/parallel/flat.py, on 2 of the 4 ranks' shares."""
+    """The example of carpool/parallel/replicated.py, on 2 of the 4 ranks' shares."""
     axes = mesh((2, 2), ("dp_replicate", "fsdp"))
     a, b = torch.arange(6.0).view(3, 2), torch.arange(4.0) + 10
     parameters = [(nn.Parameter(distribute_tensor(t, axes, [Replicate(), Shard(0)])), []) for t in (b, a)]

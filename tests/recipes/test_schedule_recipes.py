@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import carpool.experts.gemm.products
+import carpool.experts.gemm.grouped
 from carpool.metrics.counters import VERBS as COUNTED
 from carpool.moe import MoE
 from carpool.recipes import names, read
@@ -81,7 +81,7 @@ def run(settings: Settings) -> Seen:
     )  # fmt: skip
     order, products, messages = watch(layer), [0], [0]
     x = torch.randn(2, TOKENS, HIDDEN)
-    grouped, send = carpool.experts.gemm.products.grouped_mm, dist.all_to_all_single
+    grouped, send = carpool.experts.gemm.grouped.grouped_mm, dist.all_to_all_single
 
     def sending(*args: Any, **kwargs: Any) -> Any:
         messages[0] += 1
@@ -91,7 +91,7 @@ def run(settings: Settings) -> Seen:
         products[0] += 1
         return grouped(*args)
 
-    carpool.experts.gemm.products.grouped_mm, dist.all_to_all_single = counting, sending
+    carpool.experts.gemm.grouped.grouped_mm, dist.all_to_all_single = counting, sending
     try:
         losses: list[Callable[[], torch.Tensor]] = [
             lambda part=part: layer(part).square().sum() + layer.aux_loss for part in x
@@ -102,7 +102,7 @@ def run(settings: Settings) -> Seen:
             for loss in losses:
                 loss().backward()
     finally:
-        carpool.experts.gemm.products.grouped_mm, dist.all_to_all_single = grouped, send
+        carpool.experts.gemm.grouped.grouped_mm, dist.all_to_all_single = grouped, send
     stats, sent = layer.stats(), layer.core.stats.traffic.bytes
     assert layer.routing is not None
     return Seen(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import carpool
-from carpool.experts.gemm.products import Stages
+from carpool.experts.gemm.grouped import Stages
 from carpool.ride.split_backward import SplitBackward
 
 LATER = {"attention.weight", "attention.bias", "moe.up_proj", "moe.down_proj"}

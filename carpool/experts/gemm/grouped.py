@@ -1,28 +1,34 @@
-"""Experts as two grouped matrix products over rows sorted by slot.
+"""Experts as two grouped matrix products over arrivals sorted by slot.
 
     arrivals      row 0 wants slots 1 and 0, row 1 wants slot 1          slot_RJ = [[1, 0], [1, -1]]
     pairs         sorted by slot, then by row: (row 0, slot 0), (row 0, slot 1), (row 1, slot 1)
     offsets       where each slot's pairs end: [1, 3]
     h = x[row] @ up[slot],  y = act(h) @ down[slot],  partial[row] += weight * y
 
-The forward keeps the pre-activation h, the weights and the order, the caller keeps the rows, and that is all. The
-activation and the output of the down projection are not kept: with dA = gather(dpartial) @ down (not yet weighted), the
-routing weight's gradient is the row sum of dA * A, and A is computed again from h (SonicMoE, arXiv 2512.14080,
-section 3). With `recompute` h is not kept either: the backward computes it again from the rows. Weight gradients are
-grouped products over the pairs; sums over a row's pairs are taken in float32 and in a fixed order.
+The forward saves the pre-activation h, the weights and the order, the caller saves the arrivals, and that is all. The
+activation and the output of the down projection are not saved: with dA = gather(dpartial) @ down (not yet weighted),
+the routing weight's gradient is the row sum of dA * A, and A is computed again from h (SonicMoE, arXiv 2512.14080,
+section 3). With `recompute` h is not saved either: the backward computes it again. Weight gradients are grouped
+products over the pairs; sums over a row's pairs are taken in float32 and in a fixed order.
 
-The work is in six stages (`carpool.experts.gemm.products`), each with two implementations that `Choices` picks from:
+Between sorting and summing the work is in six products (`Stages`), each with two implementations; `Choices` says which:
 
-    forward     sort, up, down, sum
-    backward    dact, dx, sum, dup, ddown      (and the sums for biases)
+    up       h = gather(x) @ up + bias,  a = activation(h)                 forward
+    down     y = a @ down
+    dact     dA = gather(dy) @ down^T,  dh, weight * a and <dA, a>         backward
+    dx       dh @ up^T
+    dup      dh^T @ gather(x)
+    ddown    gather(dy)^T @ (weight * a)
 
-The library's side of a stage is PyTorch's grouped product between kernels that gather, activate and so on; the fused
-side is one kernel that does all of it and reads rows where they lie.
+"library" is PyTorch's grouped product between kernels that gather, activate and so on, and what the fused kernels do
+not take falls back to it. The fused side is one kernel that does all of it and reads arrivals where they are:
+`up_kernels.py`, `product_kernels.py` (down and dx), `dact_kernels.py`, `outer_kernels.py` (dup and ddown);
+`gemm_tiles.py` is what they share.
 
-Adapters (`carpool.experts.base`) are two thin products over the same sorted rows, beside each of the four that rows go
-through: one before it, and one inside it, with which its sums begin (`adapter_kernels.py`). Gradients of adapters are
-four thin products; those of frozen weights are not computed.
-Matrices of a quantised base are dequantised for each product and let go after it (`carpool.experts.quantised`).
+Adapters (`carpool.experts.base`) are two thin products beside each of the four that hidden states go through: one
+before it, and one whose share is added inside the fused kernel (`adapter_kernels.py`), or to the library's product in a
+pass of its own. Gradients of adapters are four thin products; those of frozen weights are not computed. Matrices of a
+quantised base are dequantised for each product and freed after it (`carpool.experts.quantised`).
 
 Only the device may know how many pairs there are. `arrivals.num_pairs` is then a bound: temporary tensors have that
 many rows, but only those that are there are read or written, h goes into an arena, and the host does not wait. With one
@@ -33,15 +39,33 @@ bfloat16 with widths that are multiples of 8) are a loop over slots, for which t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
-from carpool.activations import Arena, Arrivals, Rows
-from carpool.experts.base import NUM_BASE, ExpertFunction, ExpertWeights
-from carpool.experts.gemm.choices import Choices
-from carpool.experts.gemm.products import Stages
-from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
+from carpool.activations import Arena, Arrivals, Ready, Rows
+from carpool.experts import pairs as sides
+from carpool.experts.base import NUM_BASE, Activation, ExpertFunction, ExpertWeights
+from carpool.experts.gemm.choices import LIBRARY, Choices, default_choices
+from carpool.experts.pairs import (
+    Pairs,
+    activate,
+    activate_backward,
+    count_pairs,
+    gather_rows,
+    slot_sums,
+    sort_pairs,
+    sum_pairs,
+)
+from carpool.experts.quantised import dequantise
+
+# The gradients of an adapter's a and b.
+OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
+
+if TYPE_CHECKING:
+    from carpool.experts.gemm.adapter_kernels import Share
+    from carpool.experts.gemm.gemm_tiles import Parts
 
 
 class GroupedExperts:
@@ -114,3 +138,352 @@ class GroupedExperts:
             return ExpertWeights.of((stages.dup(dh_PF1, x), ddown, dup_bias, ddown_bias, *of_up, *of_down))
 
         return dweight_RJ, finish
+
+
+class Stages:
+    """The grouped products of one forward or one backward, with what is fused to each.
+
+    Args:
+        choices: None: by the shape.
+        tiles: of an earlier `Stages` for the same pairs, to be used again; see `table_kernels.tile_table`, or
+            `part_table` for rows that come in parts, where up, down, dact and dx must be fused.
+    """
+
+    def __init__(
+        self,
+        function: ExpertFunction,
+        weights: ExpertWeights,
+        pairs: Pairs,
+        choices: Choices | None = None,
+        tiles: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.function, self.weights, self.pairs, self.tiles = function, weights, pairs, tiles
+        pairs_per_slot = pairs.order_P.shape[0] // max(1, weights.up_SFH.shape[0])
+        self.choices = choices or default_choices(weights.up_SFH.device, pairs_per_slot, weights.adapted)
+        self.dtype = weights.up_SFH.dtype
+        self._dy_PH: torch.Tensor | None = None
+        # Gradients of the adapters' inner rows, from the stage that makes them to the one that needs them again.
+        self._du_up_PQ: torch.Tensor | None = None
+        self._du_down_PQ: torch.Tensor | None = None
+        self._dy_address_P: torch.Tensor | None = None
+
+    def up(
+        self, x: Rows, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
+    ) -> tuple[torch.Tensor, Rows]:
+        """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only fused: h is not written
+        unless it is to be kept, a is empty unless wanted, and rows that are under way are waited for (`ready`)."""
+        function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
+        a_SQH, b_SFQ = weights.up_a_SQH, weights.up_b_SFQ
+        way = self._fused(self.choices.up, x)
+        if way and isinstance(activation, Activation) and (a_SQH is None or _share_fits(a_SQH.shape[1])):
+            from carpool.experts.gemm import gemm_tiles, table_kernels, up_kernels
+
+            width = weights.up_SFH.shape[2 if function.transposed else 1]
+            if not keep:
+                h = Rows(x.data[:0], width)
+            elif arena is None:
+                h = Rows(torch.empty(pairs.order_P.shape[0], width, dtype=self.dtype, device=x.data.device), width)
+            else:
+                h = arena.reserve(width, self.dtype, pairs.count_1)
+            rows = table_kernels.row_addresses(x, *self._order)
+            share = None
+            if a_SQH is not None and b_SFQ is not None:
+                share = self._share(self._thin(rows.address_P, a_SQH, turned=True), b_SFQ, turned=True)
+            a_PF = up_kernels.up(
+                rows.address_P, self._up(), function.transposed, weights.up_bias_SF, activation,
+                h if keep else None, self._tiles()[0], wants_a, gemm_tiles.TILINGS[way], self._parts(ready), share,
+            )  # fmt: skip
+            return a_PF, h
+        x_PH = gather_rows(x, pairs, self.dtype)
+        h_PF = grouped_mm(x_PH, self._turned(self._up(), not function.transposed), pairs.offsets_S)
+        if a_SQH is not None and b_SFQ is not None:
+            self._add_thin(h_PF, self._thin(x_PH, a_SQH, turned=True), b_SFQ, turned=True)
+        return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
+
+    def down(self, a_PF: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
+        """(P, H) = a @ down; of one part's pairs, into `out_PH`."""
+        a_SQF, b_SHQ, thin = self.weights.down_a_SQF, self.weights.down_b_SHQ, None
+        if a_SQF is not None and b_SHQ is not None:
+            thin = (self._thin(a_PF, a_SQF, turned=True), b_SHQ, True)
+        return self._product(self.choices.down, a_PF, self._down(), self.function.transposed, part, out_PH, thin)
+
+    def dy(self, dpartial: Rows) -> torch.Tensor:
+        """(P, H), each pair's row of the gradients; gathered once."""
+        if self._dy_PH is None:
+            self._dy_PH = gather_rows(dpartial, self.pairs, self.dtype)
+        return self._dy_PH
+
+    def dact(
+        self, h: Rows, dpartial: Rows, weight_RJ: torch.Tensor, wants_scaled: bool, ready: Ready | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
+        function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
+        down_a_SQF, down_b_SHQ = weights.down_a_SQF, weights.down_b_SHQ
+        way = self._fused(self.choices.dact, dpartial)
+        if way and isinstance(activation, Activation) and (down_a_SQF is None or _share_fits(down_a_SQF.shape[1])):
+            from carpool.experts.gemm import dact_kernels, gemm_tiles, table_kernels
+
+            rows = table_kernels.row_addresses(dpartial, *self._order)
+            share = None
+            if down_a_SQF is not None and down_b_SHQ is not None:
+                self._dy_address_P = rows.address_P
+                self._du_down_PQ = self._thin(rows.address_P, down_b_SHQ)
+                share = self._share(self._du_down_PQ, down_a_SQF)
+            dh_PF1, scaled_PF, share_NP = dact_kernels.down_backward(
+                rows.address_P, self._down(), function.transposed, activation, h, weight_RJ,
+                pairs.order_P, self._tiles()[0], wants_scaled, gemm_tiles.TILINGS[way], self._parts(ready), share,
+            )  # fmt: skip
+            bias_SH = weights.down_bias_SH
+            dy_PH = None if bias_SH is None else self.dy(dpartial)
+            dweight_RJ = table_kernels.sum_shares(share_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
+            return dh_PF1, scaled_PF, dweight_RJ
+        dy_PH = self.dy(dpartial)
+        dA_PF = grouped_mm(dy_PH, self._turned(self._down(), function.transposed), pairs.offsets_S)
+        if down_a_SQF is not None and down_b_SHQ is not None:
+            self._du_down_PQ = self._thin(dy_PH, down_b_SHQ)
+            self._add_thin(dA_PF, self._du_down_PQ, down_a_SQF)
+        return activate_backward(activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, wants_scaled)
+
+    def dx(self, dh_PF1: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
+        """(P, H) = dh @ up^T; as `down`."""
+        a_SQH, b_SFQ, thin = self.weights.up_a_SQH, self.weights.up_b_SFQ, None
+        if a_SQH is not None and b_SFQ is not None:
+            self._du_up_PQ = self._thin(dh_PF1, b_SFQ)
+            thin = (self._du_up_PQ, a_SQH, False)
+        return self._product(self.choices.dx, dh_PF1, self._up(), not self.function.transposed, part, out_PH, thin)
+
+    def up_adapter_gradients(self, dh_PF1: torch.Tensor, x: Rows) -> OfAdapter:
+        """Of up's adapter, in the shapes of a and b, after `dx`; Nones without an adapter."""
+        if self.weights.up_a_SQH is None:
+            return None, None
+        assert self._du_up_PQ is not None
+        rows: torch.Tensor
+        if self._kernels_take(x):
+            from carpool.experts.gemm import table_kernels
+
+            found = table_kernels.row_addresses(x, *self._order)
+            rows = found.address_P
+        else:
+            rows = gather_rows(x, self.pairs, self.dtype)
+        u_PQ = self._thin(rows, self.weights.up_a_SQH, turned=True)
+        return self._thin_outer(self._du_up_PQ, rows, x.width), self._thin_outer(u_PQ, dh_PF1, turned=True)
+
+    def down_adapter_gradients(self, dpartial: Rows, scaled_a_PF: torch.Tensor) -> OfAdapter:
+        """Of down's adapter, in the shapes of a and b, after `dact`; Nones without an adapter."""
+        if self.weights.down_a_SQF is None:
+            return None, None
+        assert self._du_down_PQ is not None
+        u_PQ = self._thin(scaled_a_PF, self.weights.down_a_SQF, turned=True)
+        dy = self.dy(dpartial) if self._dy_address_P is None else self._dy_address_P
+        da = self._thin_outer(self._du_down_PQ, scaled_a_PF)
+        return da, self._thin_outer(u_PQ, dy, dpartial.width, turned=True)
+
+    def _thin(self, rows: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> torch.Tensor:
+        """Rows, (P, I) or by their addresses, times an adapter's factor: (S, I, O), or if `turned` (S, O, I)."""
+        if self._kernels_take():
+            from carpool.experts.gemm import adapter_kernels
+
+            return adapter_kernels.inner(rows, factor, not turned, self._tiles()[0])
+        return grouped_mm(rows, factor.transpose(1, 2) if turned else factor, self.pairs.offsets_S)
+
+    def _thin_outer(
+        self, inner_PQ: torch.Tensor, rows: torch.Tensor, width: int | None = None, turned: bool = False
+    ) -> torch.Tensor:
+        """For each slot u^T row over its pairs, (S, Q, width); if `turned`, (S, width, Q)."""
+        if self._kernels_take():
+            from carpool.experts.gemm import adapter_kernels
+
+            return adapter_kernels.outer(inner_PQ, rows, width or rows.shape[1], turned, self._tiles()[1])
+        pair = (rows, inner_PQ) if turned else (inner_PQ, rows)
+        return grouped_outer(*pair, self.pairs.offsets_S)
+
+    def dup(self, dh_PF1: torch.Tensor, x: Rows) -> torch.Tensor:
+        """The gradient of up, in its shape."""
+        if way := self._fused(self.choices.dup, x):
+            return self._outer(way, x, dh_PF1, self.function.transposed)
+        dup = grouped_outer(dh_PF1, gather_rows(x, self.pairs, self.dtype), self.pairs.offsets_S)
+        return dup.transpose(1, 2) if self.function.transposed else dup
+
+    def ddown(self, dpartial: Rows, scaled_a_PF: torch.Tensor) -> torch.Tensor:
+        """The gradient of down, in its shape."""
+        if way := self._fused(self.choices.ddown, dpartial):
+            return self._outer(way, dpartial, scaled_a_PF, not self.function.transposed)
+        ddown = grouped_outer(self.dy(dpartial), scaled_a_PF, self.pairs.offsets_S)
+        return ddown.transpose(1, 2) if self.function.transposed else ddown
+
+    def _add_thin(
+        self, out_PO: torch.Tensor, rows_PQ: torch.Tensor, factor: torch.Tensor, turned: bool = False
+    ) -> None:
+        """Add what `_thin` gives. On GPUs in one pass over the rows that are there."""
+        pairs = self.pairs
+        if sides.on_gpu(out_PO) and out_PO.dtype != torch.float64 and pairs.order_P.numel() and pairs.offsets_S.numel():
+            from carpool.experts.gemm import adapter_kernels
+
+            adapter_kernels.add(out_PO, self._share(rows_PQ, factor, turned), self._tiles()[0])
+        else:
+            out_PO += self._thin(rows_PQ, factor, turned)
+
+    @staticmethod
+    def _share(inner_PQ: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> Share:
+        """What `_thin` of these would give, for a product that adds it."""
+        from carpool.experts.gemm.adapter_kernels import Share
+
+        return Share(inner_PQ, factor, turned)
+
+    def _product(
+        self,
+        way: str,
+        rows_PK: torch.Tensor,
+        weight: torch.Tensor,
+        in_first: bool,
+        part: int | None,
+        out_PN: torch.Tensor | None,
+        thin: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
+    ) -> torch.Tensor:
+        """A grouped product, and what `_thin` gives of `thin`. The matrices lie as (S, in, out) if `in_first`, else as
+        (S, out, in)."""
+        if way := self._fused(way):
+            from carpool.experts.gemm import gemm_tiles, product_kernels
+
+            tiles = self._tiles()
+            starts_N = None if part is None else tiles[2]
+            tiling = gemm_tiles.TILINGS[way]
+            share = None if thin is None or not _share_fits(thin[0].shape[1]) else self._share(*thin)
+            thin = thin if share is None else None
+            product_PN = product_kernels.product(
+                rows_PK, weight, in_first, tiles[0], tiling, starts_N, part or 0, out_PN, share
+            )
+        else:
+            assert part is None, "parts are fused"
+            product_PN = grouped_mm(rows_PK, self._turned(weight, not in_first), self.pairs.offsets_S)
+        if thin is not None:
+            self._add_thin(product_PN, *thin)
+        return product_PN
+
+    def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
+        """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
+        from carpool.experts.gemm import gemm_tiles, outer_kernels, table_kernels
+
+        rows = table_kernels.row_addresses(gathered, *self._order)
+        operands = [(rows.address_P, gathered.width), (values_PN, values_PN.shape[1])]
+        (a, m), (b, n) = operands if gathered_first else reversed(operands)
+        tiling = gemm_tiles.TILINGS[way]
+        return outer_kernels.outer(a, b, (m, n), self._tiles()[1], self.dtype, tiling)
+
+    def _fused(self, way: str, rows: Rows | None = None) -> str:
+        """The tiling of the kernel, or "" where the library is chosen, or the kernels do not take what they get."""
+        return way if way != LIBRARY and self._kernels_take(rows) else ""
+
+    def _kernels_take(self, rows: Rows | None = None) -> bool:
+        """Whether there are kernels for these sizes, and for rows where they lie."""
+        hidden, inner = self.weights.down_SHF.shape[1:]
+        ours = rows is None or rows.data.dtype == self.dtype
+        sizes = hidden % 8 == inner % 8 == 0 and self.pairs.order_P.shape[0] > 0 and self.pairs.offsets_S.shape[0] > 0
+        return ours and sizes and has_kernels(self.weights.up_SFH)
+
+    def _tiles(self) -> tuple[torch.Tensor, ...]:
+        if self.tiles is None:
+            from carpool.experts.gemm import gemm_tiles, table_kernels
+
+            self.tiles = table_kernels.tile_table(
+                self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS
+            )
+        return self.tiles
+
+    def _parts(self, ready: Ready | None) -> Parts | None:
+        if ready is None:
+            return None
+        from carpool.experts.gemm.gemm_tiles import Parts
+
+        return Parts(ready.parts, self._tiles()[2], ready.awaited)
+
+    @property
+    def _order(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.pairs.order_P, self.pairs.offsets_S, self.pairs.slot_RJ.shape[1]
+
+    def _up(self) -> torch.Tensor:
+        """Up's matrices as they are stored. Of a quantised base they are made here, for one product."""
+        code, scale = self.weights.up_code, self.weights.up_scale
+        if code is None or scale is None:
+            return self.weights.up_SFH
+        return dequantise(code, scale, self.dtype, self.pairs.offsets_S)
+
+    def _down(self) -> torch.Tensor:
+        """As `_up`."""
+        code, scale = self.weights.down_code, self.weights.down_scale
+        if code is None or scale is None:
+            return self.weights.down_SHF
+        return dequantise(code, scale, self.dtype, self.pairs.offsets_S)
+
+    @staticmethod
+    def _turned(weight: torch.Tensor, turn: bool) -> torch.Tensor:
+        """(S, in, out), which is how grouped products read them."""
+        return weight.transpose(1, 2) if turn else weight
+
+
+def _share_fits(rank: int) -> bool:
+    """Whether the share of an adapter of this rank can be added inside a fused product."""
+    from carpool.experts.gemm import adapter_kernels
+
+    return rank <= adapter_kernels.MOST
+
+
+def has_kernels(weights: torch.Tensor) -> bool:
+    """bf16 on a GPU with tensor maps (Hopper and later); in the interpreter, on the CPU, any dtype."""
+    if not weights.is_cuda:
+        return sides.on_gpu(weights)
+    return weights.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weights.device)[0] >= 9
+
+
+def grouped_mm(x_PI: torch.Tensor, weight_SIO: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
+    """(P, I) rows grouped by slot times (S, I, O): (P, O), every row a product with its slot's matrix. Rows past the
+    last offset are garbage, in and out. On CUDA the host waits for the device unless `_takes` these."""
+    if _takes(x_PI, weight_SIO.shape[2], offsets_S):
+        return F.grouped_mm(x_PI.contiguous(), weight_SIO, offs=offsets_S)
+    out = x_PI.new_empty(x_PI.shape[0], weight_SIO.shape[2])
+    if out.shape[0] == 0:
+        return out
+    for slot, (start, end) in enumerate(_ranges(offsets_S)):
+        torch.mm(x_PI[start:end], weight_SIO[slot], out=out[start:end])
+    return out
+
+
+def grouped_outer(a_PM: torch.Tensor, b_PN: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
+    """For each slot the product a^T b over its rows: (S, M, N); zero for a slot without rows. As `grouped_mm`."""
+    if _takes(a_PM, b_PN.shape[1], offsets_S):
+        return F.grouped_mm(a_PM.contiguous().t(), b_PN.contiguous(), offs=offsets_S)
+    out = a_PM.new_zeros(offsets_S.shape[0], a_PM.shape[1], b_PN.shape[1])
+    if a_PM.shape[0] == 0:
+        return out
+    for slot, (start, end) in enumerate(_ranges(offsets_S)):
+        torch.mm(a_PM[start:end].t(), b_PN[start:end], out=out[slot])
+    return out
+
+
+def why_host_waits(experts: object, weights: torch.Tensor) -> str | None:
+    """Why the host waits for the device on CUDA while these experts compute, so that no CUDA graph can hold them; None:
+    it does not.
+
+    Args:
+        weights: one of their stacked matrices."""
+    if getattr(experts, "counts_on_host", False):
+        return f"experts {getattr(experts, 'name', None)!r} ask the host how many rows each of them has"
+    if weights.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[-2:]):
+        kind = str(weights.dtype).removeprefix("torch.")
+        sizes = " x ".join(map(str, weights.shape[-2:]))
+        return f"PyTorch's grouped product takes bfloat16 and multiples of 8, and experts are {sizes} in {kind}"
+    return None
+
+
+def _takes(rows: torch.Tensor, width: int, offsets_S: torch.Tensor) -> bool:
+    """Whether `F.grouped_mm` takes these: its dtypes, rows aligned to 16 bytes on both sides, and some work (on CUDA
+    it divides by the number of groups and of rows)."""
+    dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    size = rows.element_size()
+    aligned = rows.shape[1] * size % 16 == 0 and width * size % 16 == 0
+    return rows.dtype in dtypes and aligned and rows.shape[0] > 0 and offsets_S.shape[0] > 0
+
+
+def _ranges(offsets_S: torch.Tensor) -> list[tuple[int, int]]:
+    ends = offsets_S.tolist() if offsets_S.shape[0] else []  # the host waits here, on CUDA
+    return list(zip([0, *ends], ends, strict=False))

@@ -14,7 +14,7 @@ import torch
 from carpool.activations import Arena, Rows
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, Choices
-from carpool.experts.gemm.products import Stages
+from carpool.experts.gemm.grouped import Stages
 from carpool.experts.pairs import gather_rows, sort_pairs
 
 DELAY_CYCLES = 1_000_000  # about half a millisecond

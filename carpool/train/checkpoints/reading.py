@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from carpool.optim.state_bits import can_be_blocks
+from carpool.optim.adamw_reference import can_be_blocks
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.checkpoint_files import (
     MODEL,
