@@ -52,9 +52,8 @@ import torch
 from carpool.activations.host_memory import host_zeros
 from carpool.kernels.device import on_gpu
 from carpool.memory.disk import Staging, mapped_zeros
-from carpool.optim import adamw_reference as plain
 from carpool.optim.adamw_reference import BLOCK, scale_shape
-from carpool.optim.update import KINDS, State, Update, Use, _Table, local, make_table
+from carpool.optim.update import KINDS, State, Update, Use, local
 
 # Of state in a buffer: at 50 GB/s more than a millisecond each way, which the host's work for a tile is hidden behind.
 TILE_BYTES = 64 * 2**20
@@ -245,7 +244,6 @@ class StreamedUpdate(Update):
         self._tiles: dict[tuple[int, ...], list[Tile]] = {}
         self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(TILES)]
         self._turn = self.bytes_in = self.bytes_out = 0
-        self._of_tiles: dict[tuple[Tile, int], tuple[Any, list[_Table]]] = {}
         # Before what is captured, too (`carpool.kernels.capture`).
         streams: list[Any] = [torch.cuda.Stream(device, -2) if device.type == "cuda" else None for _ in range(3)]
         self._into, self._work, self._out = streams
@@ -335,10 +333,9 @@ class StreamedUpdate(Update):
                 self.bytes_in += view.nbytes
         self._after(self._into)
         if on_gpu(self.coefficients):
-            for table in self._tables_of(tile, turn, views, grads):
-                self._launch_table(table, grads, use)
+            self._launch_tile(tile, turn, views, grads, use)
         else:
-            self._update_plainly(tile, views, grads, use)
+            self._update_tile(tile, views, grads, use)
         with self._on(self._out, self._now()):
             for name, view in views.items():
                 hosts[name].copy_(view, non_blocking=True)
@@ -398,48 +395,33 @@ class StreamedUpdate(Update):
         if self._into is not None:
             # Deterministic algorithms fill new memory on the current stream; copies in come after that.
             self._into.wait_stream(torch.cuda.current_stream(self.device))
-        self._of_tiles.clear()
+        self._tables.clear()
 
     # -- what updates ----------------------------------------------------------------------------------------------
 
-    def _tables_of(
-        self, tile: Tile, turn: int, views: dict[str, torch.Tensor], grads: dict[int, torch.Tensor]
-    ) -> list[_Table]:
-        weights = [local(self.parameters[segment.number]) for segment in tile.segments]
-        dtypes = [
-            weight.dtype if (grad := grads.get(segment.number)) is None else grad.dtype
-            for segment, weight in zip(tile.segments, weights, strict=True)
-        ]
-        memory = [weight.data_ptr() for weight in weights], dtypes
-        known, tables = self._of_tiles.get((tile, turn), (None, []))
-        if memory != known:
-            moments = tile.slab.memory["exp_avg"].dtype
-            alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[list[int], int]]] = {}
-            for segment, weight, dtype in zip(tile.segments, weights, dtypes, strict=True):
-                row = self._row(tile, segment, weight, views)
-                alike.setdefault((weight.dtype, dtype), []).append((row, segment.first))
-            tables = [make_table(rows, *both, moments, self.device) for both, rows in alike.items()]
-            self._of_tiles[tile, turn] = memory, tables
-        return tables
+    def _launch_tile(
+        self, tile: Tile, turn: int, views: dict[str, torch.Tensor], grads: dict[int, torch.Tensor], use: Use
+    ) -> None:
+        numbers = [segment.number for segment in tile.segments]
+        weights = [local(self.parameters[number]).data_ptr() for number in numbers]
 
-    def _row(self, tile: Tile, segment: Segment, weight: torch.Tensor, views: dict[str, torch.Tensor]) -> list[int]:
-        """Of the kernel's table: addresses as if the buffer held the state of the whole parameter."""
-        place, row = segment.place, [weight.data_ptr()]
-        for name in KINDS:
-            if (view := views.get(name)) is None:
-                row.append(0)
-                continue
-            start = place.scale_start if name in SCALES else place.start
-            row.append(view.data_ptr() + (start - tile.range_of(name)[0]) * view.itemsize)
-        return [*row, place.width, segment.stop, place.blocks_per_row, segment.number]
+        def row_of(place: int) -> tuple[list[int], int]:
+            """Addresses as if the buffer held the state of the whole parameter."""
+            segment, row = tile.segments[place], [weights[place]]
+            for name in KINDS:
+                if (view := views.get(name)) is None:
+                    row.append(0)
+                    continue
+                start = segment.place.scale_start if name in SCALES else segment.place.start
+                row.append(view.data_ptr() + (start - tile.range_of(name)[0]) * view.itemsize)
+            whole = segment.place
+            return [*row, whole.width, segment.stop, whole.blocks_per_row, segment.number], segment.first
 
-    def _update_plainly(
+        self._launch_rows((tile, turn), numbers, weights, row_of, grads, use)
+
+    def _update_tile(
         self, tile: Tile, views: dict[str, torch.Tensor], grads: dict[int, torch.Tensor], use: Use
     ) -> None:
-        by = 1.0 if use.factor is None else float(use.factor)
-        if by != by:
-            return
-        steps, coefficients = self.steps.tolist(), self.coefficients.tolist()
         for segment in tile.segments:
             number, place = segment.number, segment.place
             if (grad := grads.get(number)) is None:
@@ -452,12 +434,11 @@ class StreamedUpdate(Update):
                 length = segment.stop - segment.first if scales else segment.end - segment.start
                 part = view[first - begin : first - begin + length]
                 state[name] = part.view(-1, place.blocks_per_row) if scales else self._rows(part, tile, place.width)
-            weight = self._rows(local(self.parameters[number]).view(-1)[segment.start : segment.end], tile, place.width)
-            part = self._rows(grad.view(-1)[segment.start : segment.end], tile, place.width)
-            numbers = plain.Coefficients(*coefficients[number])
-            plain.update(weight, part, state, numbers, by, int(steps[number]), number, segment.start)
-            if use.zero:
-                part.zero_()
+            weight, part = (
+                self._rows(whole.view(-1)[segment.start : segment.end], tile, place.width)
+                for whole in (local(self.parameters[number]), grad)
+            )
+            self._update_plainly(number, weight, part, state, use, segment.start)
 
     @staticmethod
     def _rows(part: torch.Tensor, tile: Tile, width: int) -> torch.Tensor:

@@ -11,8 +11,7 @@ CUDA graph. The addresses of gradients that a capture makes are known after it (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,20 +45,44 @@ class Use(NamedTuple):
     squares: torch.Tensor | None = None
 
 
-@dataclass
 class _Table:
-    """Parameters of equal dtypes: see `kernel.launch`."""
+    """Parameters of equal dtypes, or parts of them: the arguments of `kernel.launch`.
 
-    numbers: list[int]
-    rows: torch.Tensor
-    pieces: torch.Tensor
-    gradients: torch.Tensor
-    # As `gradients`, of those that a CUDA graph makes.
-    recorded: torch.Tensor
-    # Of the gradients of each piece.
-    squares: torch.Tensor
-    how: dict[str, Any]
-    addresses: list[int] = field(default_factory=list)
+    Args:
+        rows: as `Update._launch_rows` has them.
+        weight, grad, moments: dtypes.
+
+    Attributes:
+        recorded: as `gradients`, of those that a CUDA graph makes.
+        squares: of the gradients of each piece.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[list[int], int]],
+        weight: torch.dtype,
+        grad: torch.dtype,
+        moments: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        from carpool.optim.kernel import PIECE
+
+        pieces = []
+        for place, (row, first) in enumerate(rows):
+            begins = torch.arange(first, row[7], PIECE)
+            pieces.append(torch.stack([torch.full_like(begins, place), begins], 1))
+        cut = torch.cat(pieces)
+        self.numbers = [row[-1] for row, _ in rows]
+        self.rows = upload([row for row, _ in rows], torch.int64, device)
+        self.pieces = upload(cut, torch.int32, device)
+        self.gradients, self.addresses = torch.zeros(len(rows), dtype=torch.int64, device=device), list[int]()
+        self.recorded = torch.zeros_like(self.gradients)
+        self.squares = torch.zeros(len(cut), device=device)
+        self.how: dict[str, Any] = {
+            "bfloat16_weight": weight == torch.bfloat16,
+            "bfloat16_grad": grad == torch.bfloat16,
+            "moments": moments,
+        }
 
 
 class Update:
@@ -93,17 +116,12 @@ class Update:
         self._hyper = torch.zeros(max(groups) + 1, 5, dtype=torch.float64, device=self.device)
         self._counted = torch.zeros(len(states), device=self.device)
         self._recorded: list[tuple[_Table, list[int]]] = []
-        # By the numbers of the parameters: their memory and the dtypes of their gradients, and the tables for these.
-        self._tables: dict[tuple[int, ...], tuple[Any, list[_Table]]] = {}
+        # By what is launched at once: its memory and the dtypes of its gradients, and the tables for these.
+        self._tables: dict[Any, tuple[Any, list[_Table]]] = {}
         self._codes: torch.Tensor | None = None
         self._one = torch.ones((), device=self.device)
 
-    def step(
-        self,
-        settings: list[tuple[float, ...]],
-        rates: dict[int, torch.Tensor],
-        use: Use,
-    ) -> None:
+    def step(self, settings: list[tuple[float, ...]], rates: dict[int, torch.Tensor], use: Use) -> None:
         """Update those that have a gradient.
 
         Args:
@@ -182,108 +200,84 @@ class Update:
         """After a replay: what follows eagerly comes after it."""
 
     def _plainly(self, grads: dict[int, torch.Tensor], use: Use) -> None:
-        by = 1.0 if use.factor is None else float(use.factor)
-        if by != by:
-            return
-        steps, coefficients = self.steps.tolist(), self.coefficients.tolist()
         for i, grad in grads.items():
-            if grad.numel() == 0:
-                continue
             state = {name: local(value) for name, value in self.states[i].items()}
-            numbers = plain.Coefficients(*coefficients[i])
-            plain.update(local(self.parameters[i]), grad, state, numbers, by, int(steps[i]), i)
+            self._update_plainly(i, local(self.parameters[i]), grad, state, use)
+
+    def _update_plainly(
+        self, i: int, weight: torch.Tensor, grad: torch.Tensor, state: State, use: Use, first: int = 0
+    ) -> None:
+        """Update the i-th parameter, or a part of it that begins with element `first`."""
+        by = 1.0 if use.factor is None else float(use.factor)
+        if by == by and grad.numel():
+            numbers = plain.Coefficients(*self.coefficients[i].tolist())
+            plain.update(weight, grad, state, numbers, by, int(self.steps[i]), i, first)
             if use.zero:
                 grad.zero_()
 
     def _launch(self, numbers: tuple[int, ...], grads: dict[int, torch.Tensor], use: Use) -> None:
-        dtypes = [self.parameters[i].dtype if (grad := grads.get(i)) is None else grad.dtype for i in numbers]
-        memory = [_memory(self.parameters[i], self.states[i]) for i in numbers], dtypes
-        known, tables = self._tables.get(numbers, (None, []))
-        if memory != known:
-            tables = self._make_tables(numbers, dtypes)
-            self._tables[numbers] = memory, tables
-        for table in tables:
-            self._launch_table(table, grads, use)
+        memory = [_memory(self.parameters[i], self.states[i]) for i in numbers]
+        self._launch_rows(numbers, numbers, memory, lambda place: (self._row(numbers[place]), 0), grads, use)
 
-    def _launch_table(self, table: _Table, grads: dict[int, torch.Tensor], use: Use) -> None:
+    def _launch_rows(
+        self,
+        key: Any,
+        numbers: Sequence[int],
+        memory: list[Any],
+        row_of: Callable[[int], tuple[list[int], int]],
+        grads: dict[int, torch.Tensor],
+        use: Use,
+    ) -> None:
+        """One launch for equal dtypes.
+
+        Args:
+            key: of the tables, which are made again where `memory` or the dtypes of gradients have changed.
+            numbers: of the parameters.
+            row_of: of each: its row of `kernel.launch`'s table, and the first block that is updated; the row's number
+                of blocks says where that ends.
+        """
         from carpool.optim.kernel import code_tables, launch
 
         if self._codes is None:
             self._codes = code_tables(self.device)
-        addresses = [0 if (grad := grads.get(i)) is None else grad.data_ptr() for i in table.numbers]
-        if self.recording:
-            self._recorded.append((table, addresses))
-        elif addresses != table.addresses:
-            table.gradients, table.addresses = upload(addresses, torch.int64, self.device), addresses
-        launch(
-            table.rows,
-            table.recorded if self.recording else table.gradients,
-            table.pieces,
-            self.coefficients,
-            self.steps,
-            self._one if use.factor is None else use.factor,
-            self._codes,
-            table.squares,
-            zero_grads=use.zero,
-            **table.how,
-        )
-        if use.squares is not None:
-            use.squares.add_(table.squares.sum())
+        dtypes = [self.parameters[i].dtype if (grad := grads.get(i)) is None else grad.dtype for i in numbers]
+        known, tables = self._tables.get(key, (None, []))
+        if (memory, dtypes) != known:
+            alike: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[tuple[list[int], int]]] = {}
+            for place, (i, dtype) in enumerate(zip(numbers, dtypes, strict=True)):
+                kind = self.parameters[i].dtype, dtype, self.states[i]["exp_avg"].dtype
+                alike.setdefault(kind, []).append(row_of(place))
+            tables = [_Table(rows, *kind, self.device) for kind, rows in alike.items()]
+            self._tables[key] = (memory, dtypes), tables
+        for table in tables:
+            addresses = [0 if (grad := grads.get(i)) is None else grad.data_ptr() for i in table.numbers]
+            if self.recording:
+                self._recorded.append((table, addresses))
+            elif addresses != table.addresses:
+                table.gradients, table.addresses = upload(addresses, torch.int64, self.device), addresses
+            launch(
+                table.rows,
+                table.recorded if self.recording else table.gradients,
+                table.pieces,
+                self.coefficients,
+                self.steps,
+                self._one if use.factor is None else use.factor,
+                self._codes,
+                table.squares,
+                zero_grads=use.zero,
+                **table.how,
+            )
+            if use.squares is not None:
+                use.squares.add_(table.squares.sum())
 
-    def _make_tables(self, numbers: Sequence[int], grad_dtypes: list[torch.dtype]) -> list[_Table]:
-        alike: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
-        for i, dtype in zip(numbers, grad_dtypes, strict=True):
-            alike.setdefault((self.parameters[i].dtype, dtype, self.states[i]["exp_avg"].dtype), []).append(i)
-        return [self._table(*dtypes, found) for dtypes, found in alike.items()]
-
-    def _table(self, weight: torch.dtype, grad: torch.dtype, moments: torch.dtype, numbers: list[int]) -> _Table:
-        rows = []
-        for i in numbers:
-            parameter, state = local(self.parameters[i]), {k: local(v) for k, v in self.states[i].items()}
-            elements = parameter.numel()
-            width = parameter.shape[-1] if moments == torch.uint8 else elements
-            per_row = -(-width // BLOCK)
-            blocks = per_row * (elements // width) if elements else 0
-            addresses = [parameter.data_ptr()]
-            addresses += [state[name].data_ptr() if name in state else 0 for name in KINDS]
-            rows.append(([*addresses, width, blocks, per_row, i], 0))
-        return make_table(rows, weight, grad, moments, self.device)
-
-
-def make_table(
-    rows: Sequence[tuple[list[int], int]],
-    weight: torch.dtype,
-    grad: torch.dtype,
-    moments: torch.dtype,
-    device: torch.device,
-) -> _Table:
-    """The table of parameters, or parts of them, of equal dtypes.
-
-    Args:
-        rows: of each: its row of `kernel.launch`'s table, and the first block that is updated; the row's number of
-            blocks says where that ends.
-    """
-    from carpool.optim.kernel import PIECE
-
-    pieces = []
-    for place, (row, first) in enumerate(rows):
-        begins = torch.arange(first, row[7], PIECE)
-        pieces.append(torch.stack([torch.full_like(begins, place), begins], 1))
-    cut = torch.cat(pieces)
-    how = {
-        "bfloat16_weight": weight == torch.bfloat16,
-        "bfloat16_grad": grad == torch.bfloat16,
-        "moments": moments,
-    }
-    return _Table(
-        [row[-1] for row, _ in rows],
-        upload([row for row, _ in rows], torch.int64, device),
-        upload(cut, torch.int32, device),
-        torch.zeros(len(rows), dtype=torch.int64, device=device),
-        torch.zeros(len(rows), dtype=torch.int64, device=device),
-        torch.zeros(len(cut), device=device),
-        how,
-    )
+    def _row(self, i: int) -> list[int]:
+        parameter, state = local(self.parameters[i]), {k: local(v) for k, v in self.states[i].items()}
+        elements = parameter.numel()
+        width = parameter.shape[-1] if state["exp_avg"].dtype == torch.uint8 else elements
+        per_row = -(-width // BLOCK)
+        blocks = per_row * (elements // width) if elements else 0
+        addresses = [state[name].data_ptr() if name in state else 0 for name in KINDS]
+        return [parameter.data_ptr(), *addresses, width, blocks, per_row, i]
 
 
 def _placed(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -33,27 +33,28 @@ from torch.distributed.tensor import DTensor
 from carpool.activations.whole_layers import kept_rides
 
 Group = dist.ProcessGroup | None
+Compute = Callable[[torch.Tensor], torch.Tensor]
 # Newer torch has other names, and warns whoever uses those that torch 2.11 knows.
 _reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def num_rows(tokens: int, group: Group) -> int:
+    """The most rows that a rank has of T."""
+    return -(-tokens // dist.get_world_size(group))
+
+
 def own_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's rows of all T (dimension 0), without a gradient of its own: a view."""
-    each = -(-x.shape[0] // dist.get_world_size(group))
+    each = num_rows(x.shape[0], group)
     first = min(x.shape[0], dist.get_rank(group) * each)
     return x[first : first + each]
 
 
 def split_rows(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's rows of what every rank has alike. Backward: all ranks get all rows' gradients."""
-    out: torch.Tensor = _Split.apply(x_TH, group)
-    return out
-
-
-def num_rows(tokens: int, group: Group) -> int:
-    """The most rows that a rank has of T."""
-    return -(-tokens // dist.get_world_size(group))
+    tokens = x_TH.shape[0]
+    return _apply(x_TH, lambda x: own_rows(x, group).clone(), lambda dy_RH: _all_gather(dy_RH, tokens, group))
 
 
 def gather_rows(x_RH: torch.Tensor, tokens: int, group: Group, *, partial: bool) -> torch.Tensor:
@@ -62,32 +63,29 @@ def gather_rows(x_RH: torch.Tensor, tokens: int, group: Group, *, partial: bool)
     Args:
         tokens: T.
         partial: the gradients that come back are terms of a sum over the ranks; else they are the same on all."""
-    out: torch.Tensor = _Gather.apply(x_RH, tokens, group, partial)
-    return out
+    backward = _reduce_scatter if partial else own_rows
+    return _apply(x_RH, lambda x: _all_gather(x, tokens, group), lambda dy_TH: backward(dy_TH, group), kept=True)
 
 
 def scatter_sum(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's rows of the sum over ranks (reduce-scatter)."""
-    out: torch.Tensor = _ScatterSum.apply(x_TH, group)
-    return out
+    tokens = x_TH.shape[0]
+    return _apply(x_TH, lambda x: _reduce_scatter(x, group), lambda dy_RH: _all_gather(dy_RH, tokens, group), kept=True)
 
 
 def sum_over(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum over ranks, on all of them (all-reduce), for what all ranks then compute alike."""
-    out: torch.Tensor = _Sum.apply(x, group)
-    return out
+    return _apply(x, lambda x: _all_reduce(x, group), lambda dy: dy, kept=True)
 
 
 def gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
     """All features (last dimension), from each rank's equal part; for what all ranks then compute alike."""
-    out: torch.Tensor = _GatherFeatures.apply(x, group)
-    return out
+    return _apply(x, lambda x: _all_gather_features(x, group), lambda dy: _own_features(dy, group), kept=True)
 
 
 def split_features(x: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's part of the features that every rank has alike. Backward: all ranks get all features' gradients."""
-    out: torch.Tensor = _SplitFeatures.apply(x, group)
-    return out
+    return _apply(x, lambda x: _own_features(x, group).clone(), lambda dy: _all_gather_features(dy, group))
 
 
 @torch.no_grad()
@@ -113,7 +111,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
 
 def _all_gather(x_RH: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
     ranks = dist.get_world_size(group)
-    each = -(-tokens // ranks)
+    each = num_rows(tokens, group)
     x_RH = x_RH.contiguous()
     if x_RH.shape[0] < each:
         x_RH = torch.cat([x_RH, x_RH.new_zeros(each - x_RH.shape[0], *x_RH.shape[1:])])
@@ -124,7 +122,7 @@ def _all_gather(x_RH: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
 
 def _reduce_scatter(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
     ranks, tokens = dist.get_world_size(group), x_TH.shape[0]
-    each = -(-tokens // ranks)
+    each = num_rows(tokens, group)
     x_TH = x_TH.contiguous()
     if ranks * each > tokens:
         x_TH = torch.cat([x_TH, x_TH.new_zeros(ranks * each - tokens, *x_TH.shape[1:])])
@@ -146,79 +144,30 @@ def _all_gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
     return torch.cat(parts.unbind(), dim=-1)
 
 
-def _kept(collective: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What a collective brings; in a region that is computed again, what it brought the first time."""
-    region = kept_rides()
-    return collective() if region is None else region.ride(lambda: (collective(), None))[0]
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.tokens, ctx.group = x_TH.shape[0], group
-        return own_rows(x_TH, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy_RH: torch.Tensor) -> tuple[Any, ...]:
-        return _all_gather(dy_RH, ctx.tokens, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RH: torch.Tensor, tokens: int, group: Group, partial: bool) -> torch.Tensor:
-        ctx.group, ctx.partial = group, partial
-        return _kept(lambda: _all_gather(x_RH, tokens, group))
-
-    @staticmethod
-    def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
-        dx_RH = _reduce_scatter(dy_TH, ctx.group) if ctx.partial else own_rows(dy_TH, ctx.group)
-        return dx_RH, None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.tokens, ctx.group = x_TH.shape[0], group
-        return _kept(lambda: _reduce_scatter(x_TH, group))
-
-    @staticmethod
-    def backward(ctx: Any, dy_RH: torch.Tensor) -> tuple[Any, ...]:
-        return _all_gather(dy_RH, ctx.tokens, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return _kept(lambda: _all_reduce(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        return dy, None
-
-
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _kept(lambda: _all_gather_features(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        return _own_features(dy, ctx.group), None
-
-
-class _SplitFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _own_features(x, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        return _all_gather_features(dy, ctx.group), None
-
-
 def _own_features(x: torch.Tensor, group: Group) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     assert x.shape[-1] % ranks == 0, f"{x.shape[-1]} features do not divide over {ranks} ranks"
     return x.chunk(ranks, dim=-1)[dist.get_rank(group)]
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Compute, backward: Compute) -> torch.Tensor:
+        ctx.compute = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.compute(dy), None, None
+
+
+def _apply(x: torch.Tensor, forward: Compute, backward: Compute, kept: bool = False) -> torch.Tensor:
+    """`forward`, with this backward. `kept`: in a region that is computed again, what it brought the first time."""
+    if kept and (region := kept_rides()) is not None:
+        send = forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return region.ride(lambda: (send(x), None))[0]
+
+    out: torch.Tensor = _Collective.apply(x, forward, backward)
+    return out

@@ -8,8 +8,9 @@ torchrun sets what PyTorch reads. Slurm sets its own, from which the same is der
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,7 @@ class World:
 
     def environment(self) -> dict[str, str]:
         """The variables that `torch.distributed` reads."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        return {field.name.upper(): str(getattr(self, field.name)) for field in fields(self)[:-1]}
 
 
 def find_world(env: Mapping[str, str]) -> World | None:
@@ -90,18 +85,6 @@ def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
 
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's notation: "gpu[07-09,12],login1" gives "gpu07"."""
-    host, depth = "", 0
-    group = ""
-    for character in nodelist.strip():
-        if character == "[":
-            depth, group = 1, ""
-        elif character == "]":
-            depth = 0
-            host += group.split(",")[0].split("-")[0]
-        elif depth:
-            group += character
-        elif character == ",":
-            break
-        else:
-            host += character
-    return host
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist.strip())
+    assert first is not None  # it matches nothing, too
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
