@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -56,6 +57,28 @@ class _Mapping(mmap.mmap):
     def __del__(self) -> None:
         if self.unregister is not None:
             self.unregister()
+
+
+def event_now(device: torch.device) -> Any:
+    """An event after what the current stream has been asked for so far; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_for(*events: Any) -> None:
+    """The current stream goes on after these events; None: it need not wait."""
+    for event in events:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def on_stream(stream: Any, *events: Any) -> AbstractContextManager[Any]:
+    """Inside, a stream does what is asked for, after these events. None, on a CPU: at once."""
+    if stream is None:
+        return nullcontext()
+    for event in events:
+        if event is not None:
+            stream.wait_event(event)
+    return cast("AbstractContextManager[Any]", torch.cuda.stream(stream))
 
 
 class HostPool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ import torch
 
 from carpool.activations.arena import Arena, copy_rows
 from carpool.activations.arrivals import Rows
-from carpool.activations.host_memory import HostPool
+from carpool.activations.host_memory import HostPool, event_now, on_stream, wait_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Offloader:
         with self._copying(device):
             buffers: list[torch.Tensor] = []
             host = [self._to_host(item, buffers) for item in here]
-            parcel = _Parcel(lane, lane.number, device, host, buffers, _event(device))
+            parcel = _Parcel(lane, lane.number, device, host, buffers, event_now(device))
         name = next(self._tickets)
         ticket = torch.tensor([name], device="cpu")
         self._parcels[name] = lane.parcels[lane.number] = parcel
@@ -164,7 +164,7 @@ class Offloader:
                 self._fetch(parcel)
             assert parcel.back is not None
             back, parcel.back = parcel.back, None
-            _wait(parcel.ready)
+            wait_for(parcel.ready)
         self._free(lane, number - 1)
         before = lane.parcels.get(number - 1)
         if before is not None and before.back is None and before.number not in lane.here:
@@ -215,41 +215,29 @@ class Offloader:
                 else:
                     assert parcel.lane.staging is not None
                     back.append(copy_rows(item, parcel.lane.staging[parcel.number % 2]))
-            parcel.back, parcel.ready = back, _event(parcel.device)
+            parcel.back, parcel.ready = back, event_now(parcel.device)
 
     def _free(self, lane: _Lane, number: int) -> None:
         """Let go of what is still on the device, but for one ride's. Whoever gets the memory comes after the copies."""
         for one in [one for one in lane.here if one != number]:
-            _wait(lane.here.pop(one)[1])
+            wait_for(lane.here.pop(one)[1])
 
     def _forget(self, name: int) -> None:
         parcel = self._parcels.pop(name, None)
         if parcel is None:
             return
         if parcel.back is not None:
-            _wait(parcel.ready)  # nobody will use what is on its way back, but its memory is not free before it came
+            wait_for(parcel.ready)  # nobody will use what is on its way back, but its memory is not free before it came
         for buffer in parcel.buffers:
             assert self._pool is not None
             self._pool.give(buffer)
 
     def _copying(self, device: torch.device) -> AbstractContextManager[object]:
         """What is enqueued inside runs on the copy stream, after what is enqueued so far."""
-        if device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
+        if self._stream is None and device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self._stream)
+        return on_stream(self._stream, event_now(device))
 
 
 def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-
-
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)

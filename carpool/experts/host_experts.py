@@ -38,7 +38,8 @@ On a CPU the same code copies at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,14 +49,107 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.activations.host_memory import host_zeros
-from carpool.experts.host_layers import HostLayer, HostWeight, layers_on_disk, storage_key
+from carpool.activations.host_memory import event_now, host_zeros, on_stream, wait_for
 from carpool.memory.disk import Staging, mapped_zeros
 from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.next_experts import Counts, Predictor
 from carpool.memory.read_experts import ExpertFiles, ExpertReader
 
 _ATTRIBUTE = "_carpool_host_experts"
+
+
+class HostWeight:
+    """One parameter, which moves to `device` if it is not there.
+
+    Attributes:
+        device: its memory on the device; without any while the parameter is away.
+        here: the same memory, whose changes autograd does not count.
+        host: its values in host memory or a file of this process, if they are not newer elsewhere; None: they are in a
+            checkpoint's files.
+        shard: the DTensor of the same memory, if the model is sharded.
+    """
+
+    def __init__(
+        self,
+        whole: nn.Parameter,
+        shard: nn.Parameter | None,
+        device: torch.device,
+        memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None,
+    ) -> None:
+        self.whole, self.shard = whole, shard
+        values: torch.Tensor = whole.detach()
+        self.host = None if memory is None else memory(values.shape, values.dtype).copy_(values)
+        if values.device != device:
+            values = torch.empty_like(values, device=device)
+        elif values.untyped_storage().nbytes() != values.nbytes or not values.untyped_storage().resizable():
+            values = values.clone()  # it was a part of a file that is mapped, say
+        self.device = whole.data = values
+        if isinstance(shard, DTensor):
+            shard._local_tensor = values
+        self.here = values.data
+        self.size = values.untyped_storage().nbytes()
+
+    @property
+    def key(self) -> int:
+        return storage_key(self.whole)
+
+    @property
+    def shown(self) -> bool:
+        """Whether the parameter is its values in host memory."""
+        return self.host is not None and self.whole.data_ptr() == self.host.data_ptr()
+
+
+class HostLayer:
+    """The experts of one layer.
+
+    Attributes:
+        here: whether they are on the device, or on their way to it.
+        reads: what threads do for that.
+        ready: when they have come; None: the device has waited for that.
+        gone: when their newest values are in host memory.
+        rows: experts that are here; None: all of them.
+        foretold: those of them that came because they had been predicted.
+        wanted: those that the last forward has brought in; None: all.
+        few: those that the CPU computes in this forward.
+        staging: between them and the device, if they are in a file of this process.
+    """
+
+    def __init__(self, weights: Sequence[HostWeight]) -> None:
+        self.weights = list(weights)
+        self.trained = any(weight.whole.requires_grad for weight in weights)
+        self.wanted: list[int] | None = None
+        self.few: list[int] = []
+        self.staging: Staging | None = None
+        self.here = True
+        self.rows: set[int] | None = None
+        self.reads: list[Future[None]] = []
+        self.foretold: set[int] = set()
+        self.ready: Any = None
+        self.gone: Any = None
+
+    @property
+    def experts(self) -> int:
+        return int(self.weights[0].whole.shape[0])
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """Of each parameter, in host memory or a file of this process."""
+        return [weight.host for weight in self.weights if weight.host is not None]
+
+
+def layers_on_disk(layers: Sequence[Sequence[torch.Tensor]], host_bytes: int) -> set[int]:
+    """The layers that are on disk, if host memory takes the others. Each comes as often as any other, so no choice of
+    them is better; spread over the model, what comes from disk has the time of several layers.
+
+    Example: 6 layers of 2 bytes, 5 of host memory -> {0, 1, 3, 4}; layers 2 and 5 are in host memory."""
+    number = min(len(layers), host_bytes // max(1, *(sum(weight.nbytes for weight in layer) for layer in layers)))
+    return {i for i in range(len(layers)) if (i + 1) * number // len(layers) == i * number // len(layers)}
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for tensors in the same memory, also while it has none."""
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(own.untyped_storage()._cdata)
 
 
 @dataclass
@@ -114,7 +208,7 @@ class HostExperts:
         self.hits = Hits()
         self.consuming = False
         shards = shards or {}
-        device = device or next(modules[0].parameters()).device
+        self._device = device = device or next(modules[0].parameters()).device
         streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         self._into, self._out = streams
         of_layers = [list(module.parameters()) for module in modules]
@@ -258,9 +352,8 @@ class HostExperts:
     def _wait_for(self, number: int) -> None:
         layer = self._layers[number]
         self._finish_reads(layer)
-        if layer.ready is not None:
-            torch.cuda.current_stream().wait_event(layer.ready)
-            layer.ready = None
+        wait_for(layer.ready)
+        layer.ready = None
 
     def _finish_reads(self, layer: HostLayer) -> None:
         """Wait until threads have asked for all copies."""
@@ -295,12 +388,12 @@ class HostExperts:
         if not missing:
             return
         # The memory was somebody's until what has been asked for so far is done.
-        with self._beside(self._into, layer.gone):
+        with on_stream(self._into, event_now(self._device), layer.gone):
             if layer.staging is not None or whole:
                 self._fetch_whole(number)
             else:
                 self._fetch_rows(number, missing, keep)
-            layer.ready = self._now()
+            layer.ready = event_now(self._device)
 
     def _fetch_whole(self, number: int) -> None:
         layer = self._layers[number]
@@ -312,7 +405,7 @@ class HostExperts:
             weight.here.copy_(value, non_blocking=True)
             self.bytes_in += weight.size
         if layer.staging is not None:
-            layer.staging.release(number, self._now())
+            layer.staging.release(number, event_now(self._device))
 
     def _fetch_rows(self, number: int, rows: Sequence[int], keep: bool) -> None:
         layer = self._layers[number]
@@ -353,8 +446,7 @@ class HostExperts:
         """Give a layer's memory on the device back."""
         layer = self._layers[number]
         self._finish_reads(layer)
-        if layer.ready is not None:
-            torch.cuda.current_stream().wait_event(layer.ready)
+        wait_for(layer.ready)
         for weight in layer.weights:
             if self._out is not None:
                 # Nobody gets it before it has gone out.
@@ -378,25 +470,11 @@ class HostExperts:
             name, values = (number, layer.weights.index(weight)), [weight.host]
             if layer.staging is not None:
                 values = layer.staging.put(name, values)
-            with self._beside(self._out, None):
+            with on_stream(self._out, event_now(self._device)):
                 values[0].copy_(weight.device, non_blocking=True)
-                layer.gone = self._now()
+                layer.gone = event_now(self._device)
             if layer.staging is not None:
                 layer.staging.give(name, layer.gone)
-
-    # -- streams: nothing on a CPU ---------------------------------------------------------------------------------
-
-    def _now(self) -> Any:
-        return None if self._into is None else torch.cuda.current_stream().record_event()
-
-    def _beside(self, stream: Any, after: Any) -> AbstractContextManager[Any]:
-        """Inside, a stream does what is asked for, after what the current one has been asked for and `after`."""
-        if stream is None:
-            return nullcontext()
-        stream.wait_stream(torch.cuda.current_stream())
-        if after is not None:
-            stream.wait_event(after)
-        return torch.cuda.stream(stream)
 
     # -- values for checkpoints ------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from carpool.activations.host_memory import wait_for
 from carpool.experts.host_experts import HostExperts
 from carpool.optim.clip import clip_factor, copies_of
 from carpool.optim.update import local
@@ -146,7 +147,7 @@ class ConsumedGradients:
         later."""
         if self._waiting:
             self._flush()
-        _wait(self._events)
+        wait_for(*self._events)
         self._events.clear()
         self._let_go(0)
         self.optimizer.join()
@@ -197,13 +198,13 @@ class ConsumedGradients:
         """Update what waits, and free its gradients."""
         # The range in which profiles look for it (`carpool.profile.kinds`).
         with torch.profiler.record_function("carpool::optimizer"), self._on_its_stream() as stream:
-            _wait(self._events)
+            wait_for(*self._events)
             done = []
             for copies, squares in self._squares.items():
                 if alike := [parameter for parameter in self._waiting if self._copies[parameter] == copies]:
                     done += self.optimizer.update(alike, self._factor, squares)
             if self._away is not None:
-                _wait(done)
+                wait_for(*done)
                 self._away.updated(self._waiting)
             now = [] if stream is None else [stream.record_event()]
         self._updated.update(self._waiting)
@@ -237,10 +238,5 @@ class ConsumedGradients:
         """Keep gradients of `most` elements, and the memory of older ones once their update is done."""
         while self._held and sum(elements for *_, elements in self._held) > most:
             events, gradients, _ = self._held.popleft()
-            _wait(events)
+            wait_for(*events)
             del gradients
-
-
-def _wait(events: list[Any]) -> None:
-    for event in events:
-        torch.cuda.current_stream().wait_event(event)

@@ -42,14 +42,13 @@ size give the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from carpool.activations.host_memory import host_zeros
+from carpool.activations.host_memory import event_now, host_zeros, on_stream
 from carpool.kernels.device import on_gpu
 from carpool.memory.disk import Staging, mapped_zeros
 from carpool.optim.adamw_reference import BLOCK, scale_shape
@@ -266,9 +265,9 @@ class StreamedUpdate(Update):
             self._into.wait_stream(self._out)
 
     def apply(self, numbers: Iterable[int], use: Use) -> None:
-        with self._on(self._work, self._now()):
+        with on_stream(self._work, event_now(self.device)):
             super().apply(numbers, use)
-            self.done = self._now()
+            self.done = event_now(self.device)
 
     def join(self) -> None:
         if self._into is not None and torch.cuda.is_current_stream_capturing():
@@ -327,7 +326,7 @@ class StreamedUpdate(Update):
         hosts = {name: tile.slab.memory[name][slice(*tile.range_of(name))] for name in views}
         if self.staging is not None:
             hosts = dict(zip(hosts, self.staging.take(tile, list(hosts.values())), strict=True))
-        with self._on(self._into, self._free[turn]):
+        with on_stream(self._into, self._free[turn]):
             for name, view in views.items():
                 view.copy_(hosts[name], non_blocking=True)
                 self.bytes_in += view.nbytes
@@ -336,27 +335,15 @@ class StreamedUpdate(Update):
             self._launch_tile(tile, turn, views, grads, use)
         else:
             self._update_tile(tile, views, grads, use)
-        with self._on(self._out, self._now()):
+        with on_stream(self._out, event_now(self.device)):
             for name, view in views.items():
                 hosts[name].copy_(view, non_blocking=True)
                 self.bytes_out += view.nbytes
-            self._free[turn] = self._now()
+            self._free[turn] = event_now(self.device)
         if self.staging is not None:
             self.staging.give(tile, self._free[turn])
 
     # -- streams: nothing on a CPU ---------------------------------------------------------------------------------
-
-    def _now(self) -> Any:
-        """What the current stream has been asked for so far."""
-        return None if self._into is None else torch.cuda.current_stream(self.device).record_event()
-
-    def _on(self, stream: Any, after: Any) -> AbstractContextManager[Any]:
-        """Inside, a stream does what is asked for, after `after`."""
-        if stream is None:
-            return nullcontext()
-        if after is not None:
-            stream.wait_event(after)
-        return torch.cuda.stream(stream)
 
     def _fork(self) -> None:
         """All streams go on after what the current one has been asked for."""
