@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -202,39 +203,37 @@ class Traffic:
     def __init__(self, num_ranks: int, rank: int) -> None:
         self.num_ranks, self.rank = num_ranks, rank
         self._tallies: dict[tuple[str, int, int, tuple[int, ...] | None], torch.Tensor] = {}
-        self.reset()
+        self._host = _zeros(num_ranks)
 
     def reset(self) -> None:
-        self._rows, self._bytes, self._baseline = _zeros(self.num_ranks)
+        self.exchange()
         for tally in self._tallies.values():
             tally.zero_()
 
     def exchange(self, counts: HostTraffic | None = None) -> HostTraffic:
         """Put `counts` (None: zeros) in the place of what the host has counted, which is returned."""
-        before = HostTraffic(self._rows, self._bytes, self._baseline)
-        self._rows, self._bytes, self._baseline = counts or _zeros(self.num_ranks)
+        before, self._host = self._host, counts or _zeros(self.num_ranks)
         return before
 
     def repeat(self, counts: HostTraffic) -> None:
         """Count once more what was counted before."""
-        for verb in (*VERBS, *MOVES):
-            for rank in range(self.num_ranks):
-                self._rows[verb][rank] += counts.rows[verb][rank]
-                self._bytes[verb][rank] += counts.bytes[verb][rank]
+        for ours, theirs in zip(self._host[:2], counts[:2], strict=True):
+            for verb, by_rank in theirs.items():
+                ours[verb][:] = map(add, ours[verb], by_rank)
         for verb in VERBS:
-            self._baseline[verb] += counts.baseline[verb]
+            self._host.baseline[verb] += counts.baseline[verb]
 
     @property
     def rows(self) -> dict[str, list[int]]:
-        return self._read()._rows
+        return self._read().rows
 
     @property
     def bytes(self) -> dict[str, list[int]]:
-        return self._read()._bytes
+        return self._read().bytes
 
     @property
     def baseline(self) -> dict[str, int]:
-        return self._read()._baseline
+        return self._read().baseline
 
     def add(
         self, verb: str, rows_W: Sequence[int], row_bytes: int, choices_W: Sequence[int] = (), baseline_bytes: int = 0
@@ -244,12 +243,12 @@ class Traffic:
         Args:
             choices_W: choices of this rank's tokens on each rank, each of which would have been a row of
                 `baseline_bytes`."""
-        rows, sizes = self._rows[verb], self._bytes[verb]
+        rows, sizes = self._host.rows[verb], self._host.bytes[verb]
         for rank, n in enumerate(rows_W):
             rows[rank] += n
             sizes[rank] += n * row_bytes
         if choices_W:
-            self._baseline[verb] += (sum(choices_W) - choices_W[self.rank]) * baseline_bytes
+            self._host.baseline[verb] += (sum(choices_W) - choices_W[self.rank]) * baseline_bytes
 
     def tally(
         self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device, ranks: tuple[int, ...] | None = None
@@ -267,14 +266,14 @@ class Traffic:
             self._tallies[key] = torch.zeros(2, number, dtype=torch.int64, device=device)
         return self._tallies[key]
 
-    def _read(self) -> Traffic:
+    def _read(self) -> HostTraffic:
         """Move what the kernels counted into the host's counters. Waits for the device."""
         for key, tally in self._tallies.items():
-            verb, row_bytes, baseline_bytes, _ = key
-            rows, choices = self._by_rank(key[3], tally).tolist()
+            verb, row_bytes, baseline_bytes, ranks = key
+            rows, choices = self._by_rank(ranks, tally).tolist()
             self.add(verb, rows, row_bytes, choices, baseline_bytes)
             tally.zero_()
-        return self
+        return self._host
 
     def _by_rank(self, ranks: tuple[int, ...] | None, tally: torch.Tensor) -> torch.Tensor:
         """(2, W) of a tally."""
@@ -295,11 +294,11 @@ class Traffic:
             that one row per (token, expert) would have taken, plans included; bytes to ranks that are far."""
         on_host = []
         for one in layers:
-            plan = one.remote(one._bytes, "plan")
-            baseline = sum(one._baseline.values()) + plan
-            crossed = sum(sizes[rank] for sizes in one._bytes.values() for rank in far)
-            own = [one.remote(one._rows, "dispatch"), one.remote(one._bytes), baseline, crossed]
-            on_host.append([*one._rows["dispatch"], *own])
+            rows, sizes, baseline = one._host
+            plan = one.remote(sizes, "plan")
+            crossed = sum(by_rank[rank] for by_rank in sizes.values() for rank in far)
+            own = [one.remote(rows, "dispatch"), one.remote(sizes), sum(baseline.values()) + plan, crossed]
+            on_host.append([*rows["dispatch"], *own])
         total = to_device(on_host, device)
         places = [(number, one.rank, key) for number, one in enumerate(layers) for key in one._tallies]
         if not places:
@@ -400,9 +399,7 @@ class LayerStats:
     @property
     def load_E(self) -> torch.Tensor:
         """(E,) int64: choices of each expert by this rank's tokens."""
-        if self._load_E is None:
-            return torch.zeros(self.num_experts, dtype=torch.int64)
-        return self._load_E[:-1]
+        return torch.zeros(self.num_experts, dtype=torch.int64) if self._load_E is None else self._load_E[:-1]
 
     @property
     def entropy(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -92,23 +92,20 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
     def cost_of(begin: int, end: int, stage: int) -> float:
         return before[end] - before[begin] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
 
-    # best[s][b]: if stage s begins at layer b, (cost of the slowest of the stages s.., sum of squares, where s ends).
-    best: list[dict[int, tuple[float, float, int]]] = [{} for _ in range(stages)]
-    for stage in reversed(range(stages)):
-        for begin in range(stage, number - (stages - stage) + 1):
-            ends = [number] if stage == stages - 1 else range(begin + 1, number - (stages - stage - 1) + 1)
-            ways = []
-            for end in ends:
-                own = cost_of(begin, end, stage)
-                slowest, squares, _ = (0.0, 0.0, 0) if stage == stages - 1 else best[stage + 1][end]
-                ways.append((max(own, slowest), squares + own**2, end))
-            best[stage][begin] = min(ways)
-    ranges, begin = [], 0
-    for stage in range(stages):
-        end = best[stage][begin][2]
-        ranges.append(range(begin, end))
-        begin = end
-    return ranges
+    @cache
+    def best(stage: int, begin: int) -> tuple[float, float, tuple[int, ...]]:
+        """If a stage begins at a layer: the cost of the slowest of it and those behind it, the sum of squares, ends."""
+        if stage == stages - 1:
+            own = cost_of(begin, number, stage)
+            return own, own**2, (number,)
+        ways = []
+        for end in range(begin + 1, number - (stages - stage - 1) + 1):
+            own, (slowest, squares, ends) = cost_of(begin, end, stage), best(stage + 1, end)
+            ways.append((max(own, slowest), squares + own**2, (end, *ends)))
+        return min(ways)
+
+    ends = best(0, 0)[2]
+    return [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
 
 
 class Action(NamedTuple):
