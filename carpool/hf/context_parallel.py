@@ -31,8 +31,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from carpool.hf.documents import one_row_only, why_not_packed
 from carpool.hf.seam.find_modules import decoder_layers
-from carpool.parallel.context import Cut, Group, Shapes, Way, kv_repeats, to_heads, to_tokens
-from carpool.parallel.ring import ring_attention
+from carpool.parallel.context import Cut, Group, Shapes, Way, kv_repeats, ring_attention, to_heads, to_tokens
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 

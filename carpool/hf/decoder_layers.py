@@ -27,9 +27,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from carpool.activations.layer_offload import ActivationOffload
 from carpool.activations.offload import Offloader
-from carpool.activations.recompute import keep_rides
+from carpool.activations.whole_layers import ActivationOffload, keep_rides
 from carpool.hf.routing.router_balance import add_collected, traced_logits, with_logits
 from carpool.hf.seam.expert_rides import found_again, rides
 from carpool.hf.seam.find_modules import decoder_layers
@@ -135,7 +134,7 @@ def recompute_layers(model: Any, ride_again: bool) -> None:
 
     Args:
         model: of transformers.
-        ride_again: whether rides and experts are computed again, too (`carpool.activations.recompute`).
+        ride_again: whether rides and experts are computed again, too (`carpool.activations.whole_layers`).
     """
     notes = draws_random_numbers(model)
     around = partial(_around, ride_again)
@@ -162,7 +161,7 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 def offload_layers(model: nn.Module) -> ActivationOffload:
     """From now on, what autograd saves inside each decoder layer goes to host memory beside the computation, and comes
-    back ahead of the layer's backward (carpool/activations/layer_offload.py). The same bits. What rides keep has
+    back ahead of the layer's backward (carpool/activations/whole_layers.py). The same bits. What rides keep has
     policies of its own (`set_kept`).
 
     Layers that are to be compiled are compiled before. Without gradient checkpointing, which keeps nothing of a layer.

@@ -29,8 +29,7 @@ from transformers import core_model_loading, modeling_utils
 
 from carpool.experts import Experts, ExpertWeights
 from carpool.experts.base import stand_in
-from carpool.experts.host_experts import HostExperts
-from carpool.experts.host_layers import storage_key
+from carpool.experts.host_experts import HostExperts, storage_key
 from carpool.experts.on_host import FewOnHost
 from carpool.experts.quantised import Kind, quantise, why_not
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from carpool.activations.layer_offload import ActivationOffload
+from carpool.activations.whole_layers import ActivationOffload
 from carpool.hf.decoder_layers import _ATTRIBUTE
 from carpool.train.steps.graphs import StepGraphs
 from tests.gpu.ranks import needs

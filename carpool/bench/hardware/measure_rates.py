@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from carpool.bench.hardware.measure_links import Fit, fit, seconds_of
-from carpool.experts.gemm.products import grouped_mm
+from carpool.experts.gemm.grouped import grouped_mm
 
 MIB = 2**20
 
