@@ -75,7 +75,7 @@ def alone_bytes(layer: float, stored: int, reduced: int) -> tuple[float, float, 
 
 def gradient_buffers(whole: float, own: float, stored: int, reduced: int) -> float:
     """Bytes of gradients of parameters that are whole on each rank, which are there all the time: those of this rank,
-    the sums of its shards, and these in the dtype of the shards (`carpool.parallel.flat`).
+    the sums of its shards, and these in the dtype of the shards (`carpool.parallel.replicated`).
 
     Args:
         whole: parameters; own: those of them whose shards are this rank's.
