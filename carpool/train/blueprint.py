@@ -73,13 +73,8 @@ _WINDOWED = ("sliding_attention", "hybrid_sliding")
 
 
 def model_size(model: nn.Module, expert_modules: dict[str, int], top_k: int) -> ModelSize:
-    """Count a transformers model's parameters.
-
-    Args:
-        model: may be sharded (DTensors count in full) or on the meta device.
-        expert_modules: number of all experts by module name.
-        top_k: K.
-    """
+    """Count a transformers model's parameters. It may be sharded (DTensors count in full) or on the meta device.
+    `expert_modules`: number of all experts by module name; `top_k`: K."""
     total = sum(p.numel() for p in model.parameters())
     experts, active_experts = 0, 0
     for name, number in expert_modules.items():
@@ -97,14 +92,9 @@ def model_size(model: nn.Module, expert_modules: dict[str, int], top_k: int) -> 
     scoring = [kind for kind in kinds if kind not in _WITHOUT_SCORES]
     windowed = sum(kind in _WINDOWED for kind in scoring) if window else 0
     return ModelSize(
-        total=total,
-        experts=experts,
-        active=active,
-        multiplied=active if tied else active - embedding.numel(),
-        attention=(len(scoring) - windowed) * width,
-        windowed=windowed * width,
-        window=window,
-    )
+        total=total, experts=experts, active=active, multiplied=active if tied else active - embedding.numel(),
+        attention=(len(scoring) - windowed) * width, windowed=windowed * width, window=window,
+    )  # fmt: skip
 
 
 def flops_per_token(size: ModelSize, sequence_length: int) -> int:
@@ -137,11 +127,7 @@ def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
 
     Args:
         source: a short name (`carpool.train.config.published`), the path of a `config.json`, or its keys, which may
-            say under `from` which of the former they change.
-
-    Raises:
-        ValueError: as `read_keys` and `make_config`, or nothing says its model_type.
-    """
+            say under `from` which of the former they change."""
     return make_config(*_type_and_keys(source))
 
 
@@ -216,11 +202,7 @@ def _model_type(architecture: str) -> str:
 
 
 def expert_counts(model: PreTrainedModel) -> dict[str, int]:
-    """The number of experts in each experts module of an unsharded model.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The number of experts in each experts module of an unsharded model. Raises ValueError if there are none."""
     counts = experts_modules(model)
     if not counts:
         raise ValueError(

@@ -42,11 +42,10 @@ def add_adapter(
         start: the folder of the adapter to start from; None: start anew.
 
     Returns:
-        How many parameters (elements, over all ranks) are trained.
+        Elements that are trained, over all ranks.
 
     Raises:
-        ValueError: targets that the model does not have, or that cannot be adapted.
-    """
+        ValueError: targets that the model does not have, or that cannot be adapted."""
     from peft import LoraConfig
 
     modules, parameters = resolve_targets(model, section.targets)
@@ -55,16 +54,10 @@ def add_adapter(
         attach_adapter(model, start)
     else:
         config = LoraConfig(
-            r=section.rank,
-            lora_alpha=section.alpha,
-            lora_dropout=section.dropout,
-            use_rslora=section.kind == "rslora",
-            use_dora=section.kind == "dora",
-            target_modules=modules,
-            target_parameters=parameters or None,
-            modules_to_save=saved or None,
-            task_type="CAUSAL_LM",
-        )
+            r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, task_type="CAUSAL_LM",
+            use_rslora=section.kind == "rslora", use_dora=section.kind == "dora",
+            target_modules=modules, target_parameters=parameters or None, modules_to_save=saved or None,
+        )  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model.add_adapter(config)
@@ -77,11 +70,8 @@ def add_adapter(
 
 
 def attach_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Freeze a model and put in an adapter that peft, or a run, has written. All ranks together, before dense
-    parameters are made whole.
-
-    Raises:
-        ValueError: it is not of this model; each value is in its place otherwise."""
+    """Freeze a model and put in an adapter that peft, or a run, has written. All ranks together, before non-expert
+    parameters are made whole. Raises ValueError if it is not of this model."""
     from peft import PeftConfig, set_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(str(folder))
@@ -109,13 +99,8 @@ def _to_float32(model: nn.Module) -> None:
 
 def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> None:
     """Raise ValueError if modules that are trained themselves (`adapter.modules_to_save`), in float32, are sharded or
-    would get rows in another dtype, or if the ranks of a run cannot hold experts that are quantised
-    (`adapter.base_dtype`).
-
-    FSDP shards and casts parameters, of which quantised experts have none.
-
-    Args:
-        dense: "fsdp" or "zero1"."""
+    would get tokens in another dtype, or if the ranks of a run cannot hold experts that are quantised
+    (`adapter.base_dtype`): FSDP shards and casts parameters, of which these have none. `dense`: "fsdp" or "zero1"."""
     if config.adapter.modules_to_save and dense != "zero1" and degrees.world_size > 1:
         raise ValueError(
             "adapter.modules_to_save are copied, and FSDP has given each rank a part of them: set "
@@ -142,13 +127,8 @@ def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> N
 
 
 def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
-    """Freeze a model on the meta device and give it the adapters of its dense layers, for estimates.
-
-    Returns:
-        Parameters of one expert's adapters, which the model does not get; 0 if experts have none.
-
-    Raises:
-        ValueError: as `add_adapter`."""
+    """Freeze a model on the meta device and give it the adapters of its layers outside experts, for estimates. Returns
+    the parameters of one expert's adapters, which the model does not get; 0 if experts have none."""
     from peft import LoraConfig
 
     model.requires_grad_(False)

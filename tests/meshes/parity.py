@@ -27,12 +27,11 @@ from carpool.hf.weights.model_config import make_config
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.build.assemble import build
+from carpool.train.build.assemble import build, first_layouts
 from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import train_sequences
-from carpool.train.moving.layouts import first_layouts
 from carpool.train.run.loop import Run, gradients
 from carpool.train.run.run import plan_on_ranks, with_data
 from tests.full_tensor import full_tensor

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from carpool.optim import OPTIMIZERS, OptimizerBase, register
+from carpool.train.build.assemble import make_optimizer
 from carpool.train.config import load_config
 from carpool.train.plan.estimate import state_bytes
-from carpool.train.steps.optimizer import make_optimizer
 from tests.ranks import Ranks
 from tests.train.test_loop import TWO, losses, run, text, weights
 from tests.train.test_memory import _estimate

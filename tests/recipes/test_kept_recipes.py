@@ -12,7 +12,7 @@ import carpool
 from carpool import KeptPolicies
 from carpool.activations import Offloader
 from carpool.recipes import read
-from carpool.train.steps.optimizer import make_optimizer
+from carpool.train.build.assemble import make_optimizer
 from carpool_systems.mechanisms import check, load
 from carpool_systems.resolve import resolve
 

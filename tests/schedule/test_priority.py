@@ -15,7 +15,7 @@ from carpool.hf import rides, set_schedule, set_transport
 from carpool.hf.seam.moved_experts import slots_kept
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
-from carpool.train.build import schedule_choice as schedules
+from carpool.train.build import assemble
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.steps.objective import Objective
 from carpool.transport import Pending
@@ -181,7 +181,7 @@ def _objective(bf16: bool, settings: dict[str, Any]) -> tuple[bool, bool, list[s
     two = settings.get("schedule") == "two-batch"
     found, happened = [], []
     for moe in (MoeSection(), MoeSection(**settings)):
-        first = schedules.rides_first(model, moe, 4)
+        first = assemble.rides_first(model, moe, 4)
         objective = Objective(model, top_k=2, aux_coef=0.1, dp_size=4, autocast=None, two_batch=two, rides_first=first)
         model.zero_grad()
         with watched(model) as seen:
@@ -221,7 +221,7 @@ def _cannot_act() -> list[str]:
         for own in rides(model).values():
             own.compute = None if fsdp_size == 4 else object()  # type: ignore[assignment]  # something
         try:
-            schedules.rides_first(model, MoeSection(**settings), fsdp_size)
+            assemble.rides_first(model, MoeSection(**settings), fsdp_size)
         except ValueError as reason:
             texts.append(str(reason))
     return texts

@@ -191,7 +191,7 @@ def test_a_base_in_8_bits(ranks: Ranks, base: Path, reference: Path, text: list[
     assert start(ranks, base, second, text, settings) == [""] * 4
     assert errors(adapter(second), adapter(first)) == 0
     assert 0 < errors(adapter(first), adapter(reference)) < 0.1
-    assert json.loads((first / "run.json").read_text())["lossy_reasons"] == ["the frozen experts are kept in int8"]
+    assert json.loads((first / "run.json").read_text())["lossy_reasons"] == ["the frozen experts are stored in int8"]
     check_merged(base, second, tmp_path / "merged")
 
 

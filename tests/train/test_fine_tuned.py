@@ -18,7 +18,7 @@ from carpool.train.data.corpus import prepare
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import train_sequences
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.steps.optimizer import learning_rate
+from carpool.train.run.loop import learning_rate
 from examples.tiny_chat_model import CONVERSATIONS, write
 from tests.ranks import Ranks
 from tests.train.test_loop import records, run
@@ -26,20 +26,12 @@ from tests.train.test_loop import records, run
 RANKS, STEPS = 2, 3
 AUX, RATE, DECAY, CLIP = 0.02, 2e-3, 0.1, 0.5
 SETTINGS = [
-    "data.eval_fraction=0.1",
-    "data.sequence_length=176",
-    "training.per_device_train_batch_size=1",
-    "training.per_device_eval_batch_size=1",
-    "training.gradient_accumulation_steps=2",
-    f"training.max_steps={STEPS}",
-    f"training.learning_rate={RATE}",
-    f"training.weight_decay={DECAY}",
-    f"training.max_grad_norm={CLIP}",
-    "training.eval_steps=none",
-    "training.save_steps=none",
-    "training.save_pretrained=false",
+    "data.eval_fraction=0.1", "data.sequence_length=176", "training.per_device_train_batch_size=1",
+    "training.per_device_eval_batch_size=1", "training.gradient_accumulation_steps=2", f"training.max_steps={STEPS}",
+    f"training.learning_rate={RATE}", f"training.weight_decay={DECAY}", f"training.max_grad_norm={CLIP}",
+    "training.eval_steps=none", "training.save_steps=none", "training.save_pretrained=false",
     f"moe.router_aux_loss_coef={AUX}",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +122,14 @@ def split(batch: dict[str, torch.Tensor]) -> Iterator[tuple[int, ...]]:
 BOTH = ["training.per_device_train_batch_size=2"]
 COMPILED = ["training.torch_compile=true", "training.torch_compile_backend=aot_eager"]
 WAYS = {
-    "plain": [],
-    "again": ["memory.layer_activations=recompute", "memory.moe_outputs=recompute"],
+    "plain": [], "again": ["memory.layer_activations=recompute", "memory.moe_outputs=recompute"],
     "again, rides kept": ["memory.layer_activations=recompute", "memory.moe_outputs=save"],
-    "two-batch": ["moe.schedule=two-batch"],
-    "compiled": COMPILED,
-    "compiled, again": [*COMPILED, "memory.layer_activations=recompute"],
-    "ep 1": ["parallelism.ep_size=1"],
+    "two-batch": ["moe.schedule=two-batch"], "compiled": COMPILED,
+    "compiled, again": [*COMPILED, "memory.layer_activations=recompute"], "ep 1": ["parallelism.ep_size=1"],
     "tp": ["parallelism.tp_size=2", *BOTH],
     "tp, tokens whole": ["parallelism.tp_size=2", "parallelism.sequence_parallel=off", *BOTH],
-    "cp": ["parallelism.cp_size=2", *BOTH],
-    "pp": ["parallelism.pp_size=2", *BOTH],
-}
+    "cp": ["parallelism.cp_size=2", *BOTH], "pp": ["parallelism.pp_size=2", *BOTH],
+}  # fmt: skip
 QUICK = {("examples", "plain"), ("off", "again"), ("off", "tp, tokens whole"), ("off", "pp")}
 
 

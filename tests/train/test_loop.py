@@ -36,30 +36,19 @@ from carpool.train.config.schema import TrainingSection
 from carpool.train.data import corpus as corpora
 from carpool.train.records.run_folder import why_not_writable
 from carpool.train.run.finish import sample
+from carpool.train.run.loop import learning_rate
 from carpool.train.run.run import train
 from carpool.train.run.run_records import _earlier_starts
-from carpool.train.steps.optimizer import learning_rate
 from tests.ranks import Ranks
 
 MODEL = [
-    "model.model_type=olmoe",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=32",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=4",
-    "model.config.num_key_value_heads=4",
-    "model.config.num_experts=8",
-    "model.config.num_experts_per_tok=3",
-    "model.config.router_aux_loss_coef=0.05",
-    "data.sequence_length=32",
-    "training.per_device_train_batch_size=2",
-    "training.max_steps=6",
-    "training.save_steps=3",
-    "training.eval_steps=3",
-    "training.warmup_steps=2",
-    "training.sample_prompt=none",
+    "model.model_type=olmoe", "model.config.hidden_size=32", "model.config.intermediate_size=32",
+    "model.config.num_hidden_layers=2", "model.config.num_attention_heads=4", "model.config.num_key_value_heads=4",
+    "model.config.num_experts=8", "model.config.num_experts_per_tok=3", "model.config.router_aux_loss_coef=0.05",
+    "data.sequence_length=32", "training.per_device_train_batch_size=2", "training.max_steps=6",
+    "training.save_steps=3", "training.eval_steps=3", "training.warmup_steps=2", "training.sample_prompt=none",
     "training.save_pretrained=false",
-]
+]  # fmt: skip
 # The reference run has all there is, and others must equal it without.
 EVERYTHING = ['training.sample_prompt="def "', "training.sample_tokens=8", "training.save_pretrained=true"]
 
@@ -403,12 +392,8 @@ def _tokenize_slowly(output: str, overrides: Sequence[str]) -> str:
 
 def test_tokenizing_may_take_longer_than_a_collective(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     settings = [
-        *TWO,
-        *text,
-        f"data.cache_dir={tmp_path}/cache",
-        "training.stop_at_step=1",
-        "training.eval_on_start=false",
-    ]
+        *TWO, *text, f"data.cache_dir={tmp_path}/cache", "training.stop_at_step=1", "training.eval_on_start=false",
+    ]  # fmt: skip
     assert two_ranks(_tokenize_slowly, str(tmp_path / "run"), settings) == [""] * 2
 
 
@@ -464,12 +449,8 @@ def test_all_ranks_go_on_from_the_same_checkpoint(
 ) -> None:
     shutil.copytree(reference, output := tmp_path / "run")
     settings = [
-        *TWO,
-        *text,
-        "training.resume_from_checkpoint=last",
-        "training.max_steps=7",
-        "training.eval_steps=none",
-    ]
+        *TWO, *text, "training.resume_from_checkpoint=last", "training.max_steps=7", "training.eval_steps=none",
+    ]  # fmt: skip
     assert two_ranks(_resume_of_what_each_sees, str(output), settings) == [""] * 2
     assert json.loads((output / "run.json").read_text())["history"][-1]["from_step"] == 6
 

@@ -10,9 +10,9 @@ import torch
 
 from carpool.optim import AdamW
 from carpool.optim.adamw import TorchAdamW
+from carpool.train.build.assemble import make_optimizer
 from carpool.train.config import load_config
 from carpool.train.plan.estimate import state_bytes
-from carpool.train.steps.optimizer import make_optimizer
 
 
 def _model(dtype: str) -> torch.nn.Module:

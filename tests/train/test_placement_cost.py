@@ -13,8 +13,7 @@ from carpool.placement.adopt import aligned
 from carpool.placement.objective import evaluate
 from carpool.placement.volume import predict
 from carpool.planner.machine.hardware import DEFAULT as H200
-from carpool.train.moving.layouts import load_ratio, padded
-from carpool.train.moving.runtime import newest
+from carpool.train.moving.runtime import load_ratio, newest, padded
 from carpool.train.moving.solve import Facts, foretell, outlook
 from carpool.transport import Codecs, TransportOptions, find_transport
 from carpool.transport.codecs import PLAIN

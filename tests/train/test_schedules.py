@@ -14,8 +14,8 @@ import torch
 from carpool.planner.decisions.chosen import Chosen, Decisions, fastest
 from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.ride.schedule import Schedule
-from carpool.train.build import schedule_choice as schedules
-from carpool.train.build.schedule_choice import SCHEDULE_KIND, choose_schedule, decide, neighbours
+from carpool.train.build import measured_choices as schedules
+from carpool.train.build.measured_choices import SCHEDULE_KIND, choose_schedule, decide_schedule, neighbours
 from carpool.train.config import load_config
 from carpool.train.config.schema_moe import MoeSection
 from carpool.transport import NVLinkOptions
@@ -46,7 +46,7 @@ def info(output: Path) -> dict[str, Any]:
 def decided(
     wanted: Schedule | None, shape: dict[str, Any] = SHAPE, record: Any = None, own_forward: bool = False
 ) -> tuple[Chosen[Schedule], bool]:
-    return decide(wanted, shape, *SCHEDULE_KIND.recall(record, shape), own_forward)
+    return decide_schedule(wanted, shape, *SCHEDULE_KIND.recall(record, shape), own_forward)
 
 
 def test_what_is_asked_for_is_followed() -> None:
@@ -173,9 +173,9 @@ def test_chunks_reach_the_layers(two_ranks: Ranks, text: list[str], tmp_path: Pa
 def run_measured(output: str, overrides: list[str]) -> str:
     """As on a GPU: the schedule is timed. What is timed here is real, only that it can be faster is not."""
     with (
-        mock.patch("carpool.train.build.schedule_choice.HIDES_NOTHING", ()),
+        mock.patch("carpool.train.build.measured_choices.HIDES_NOTHING", ()),
         mock.patch(
-            "carpool.train.build.schedule_choice.candidates_of",
+            "carpool.train.build.measured_choices.candidates_of",
             lambda *_: [Schedule("chunks", 3), Schedule("chunks", 2)],
         ),
     ):

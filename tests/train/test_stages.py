@@ -17,7 +17,14 @@ from carpool.experts import Activation, Choices
 from carpool.experts.gemm.choices import STAGES
 from carpool.experts.gemm.measure_choices import Measured, _Problem
 from carpool.planner.decisions.chosen import Chosen
-from carpool.train.build.expert_kernels import KERNELS_KIND, Shape, decide, describe_kernels, explain, mean_over_ranks
+from carpool.train.build.measured_choices import (
+    KERNELS_KIND,
+    Shape,
+    decide_kernels,
+    describe_kernels,
+    explain_kernels,
+    mean_over_ranks,
+)
 from carpool.train.config import describe, load_config
 from carpool.train.records.run_folder import read_record
 from carpool.train.run.finish import finish
@@ -89,7 +96,7 @@ def record_of(choices: Choices, how: str = "measured", shape: Shape = SHAPE) -> 
 
 
 def decided(wanted: Any, shape: Shape = SHAPE, record: Any = None) -> tuple[Chosen[Choices], bool]:
-    return decide(wanted, shape, CPU, SILU, *KERNELS_KIND.recall(record, asdict(shape)))
+    return decide_kernels(wanted, shape, CPU, SILU, *KERNELS_KIND.recall(record, asdict(shape)))
 
 
 def test_a_new_run_goes_by_the_shape_where_it_cannot_measure() -> None:
@@ -182,8 +189,8 @@ def test_ranks_add_up_their_times_and_choose_alike(ranks: Ranks) -> None:
     assert found[0].choices == Choices(dx="flat") and found[0].gather == 1.5
     assert found[0].microseconds["up"] == {"library": 10.0, "flat": 16.75}
     assert found[0].microseconds["dx"] == {"library": 10.0, "flat": 6.5}
-    assert explain(found[0]).startswith("measured, in microseconds: up 10 (flat 17), down 10 (flat 17), ")
-    assert "dx 6 (library 10)" in explain(found[0])
+    assert explain_kernels(found[0]).startswith("measured, in microseconds: up 10 (flat 17), down 10 (flat 17), ")
+    assert "dx 6 (library 10)" in explain_kernels(found[0])
     assert describe_kernels(found[0].choices) == "library: up, down, dact, dup, ddown; flat: dx"
 
 
@@ -194,16 +201,10 @@ def test_if_one_rank_cannot_measure_none_does(ranks: Ranks) -> None:
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 MODEL = [
-    *test_loop.MODEL,
-    "model.config.intermediate_size=24",
-    "training.max_steps=4",
-    "training.save_steps=2",
-    "training.eval_steps=none",
-    "training.eval_on_start=false",
-    "training.sample_prompt=none",
-    "training.warmup_steps=1",
-    "training.save_pretrained=false",
-]
+    *test_loop.MODEL, "model.config.intermediate_size=24", "training.max_steps=4", "training.save_steps=2",
+    "training.eval_steps=none", "training.eval_on_start=false", "training.sample_prompt=none",
+    "training.warmup_steps=1", "training.save_pretrained=false",
+]  # fmt: skip
 
 
 def run(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:
@@ -231,15 +232,9 @@ def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Pa
     assert two_ranks(run, str(whole), text) == [[(Choices(), False)] * 2] * 2
     # Two sequences of 32 tokens on each of 2 ranks, three experts a token, four slots a rank.
     shape = {
-        "device": "cpu",
-        "dtype": "float32",
-        "rows": 96,
-        "slots_per_row": 2,
-        "slots": 4,
-        "hidden": 32,
-        "inner": 24,
+        "device": "cpu", "dtype": "float32", "rows": 96, "slots_per_row": 2, "slots": 4, "hidden": 32, "inner": 24,
         "adapter_rank": 0,
-    }
+    }  # fmt: skip
     assert info(whole) == {
         "stages": Choices().to_dict(), "how": "default", "why": "by the shape",
         "shape": shape,
@@ -281,8 +276,8 @@ def timed(*sizes: Any, bias: bool, use_arena: bool, adapter_rank: int) -> Measur
 
 def run_timed(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:
     with (
-        mock.patch("carpool.train.build.expert_kernels.why_no_kernels", return_value=""),
-        mock.patch("carpool.train.build.expert_kernels.measure_choices", timed),
+        mock.patch("carpool.train.build.measured_choices.why_no_kernels", return_value=""),
+        mock.patch("carpool.train.build.measured_choices.measure_choices", timed),
     ):
         return run(output, overrides)
 

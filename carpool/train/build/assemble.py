@@ -19,56 +19,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.experts import Choices
+from carpool.experts.host_experts import HostExperts
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
-from carpool.hf.context_parallel import ContextParallel
-from carpool.hf.sharding import keep_experts, replicate_dense
-from carpool.hf.sequence_moves import MovingSequences
 from carpool.hf.build_model import build_model
-from carpool.hf.decoder_layers import compile_layers
-from carpool.hf.seam.find_modules import freeze_dense, freeze_experts
-from carpool.hf.decoder_layers import offload_layers
-from carpool.hf.decoder_layers import recompute_layers
+from carpool.hf.context_parallel import ContextParallel
+from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_layers
 from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.routing.router_balance import BiasBalance, find_biases
-from carpool.hf.routing.router_limits import drop_choices, route_in_float32
-from carpool.hf.routing.router_limits import limit_routing
-from carpool.hf.seam.find_modules import name_layers
-from carpool.hf.seam.moved_experts import set_layout
+from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
 from carpool.hf.seam.expert_rides import ExpertRides
+from carpool.hf.seam.find_modules import freeze_dense, freeze_experts, name_layers
+from carpool.hf.seam.moved_experts import check_layouts, set_layout
 from carpool.hf.seam.shared import compute_shared_beside
+from carpool.hf.sequence_moves import MovingSequences
+from carpool.hf.sharding import keep_experts, replicate_dense
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
-from carpool.experts.host_experts import HostExperts
 from carpool.metrics.counters import NSIGHT
-from carpool.optim import OptimizerBase
+from carpool.optim import OptimizerBase, OptimizerSettings
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
+from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.train.blueprint import top_k_of
-from carpool.train.build.expert_kernels import choose_kernels
+from carpool.train.build.measured_choices import choose_kernels, choose_schedule
 from carpool.train.build.offloaded import make_offload
-from carpool.train.build.schedule_choice import choose_schedule, rides_first
 from carpool.train.config.fine_tuning import adapter_folder
-from carpool.train.config.schema import Config
-from carpool.train.launch.machine import ranks_of
+from carpool.train.config.schema import Config, TrainingSection
+from carpool.train.config.schema_moe import MoeSection
 from carpool.train.extensions import Extension, extensions_in_use
+from carpool.train.launch.machine import ranks_of
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import add_adapter
-from carpool.train.moving.layouts import first_layouts
 from carpool.train.plan.division import distributed_config
-from carpool.train.plan.resolve import disk_folder
-from carpool.train.plan.resolve import Plan
+from carpool.train.plan.resolve import Plan, disk_folder
 from carpool.train.plan.transport_choice import choose_on_ranks
 from carpool.train.records.run_folder import ADAPTER
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.objective import Objective
-from carpool.train.steps.optimizer import make_optimizer
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
 from carpool.transport import TransportOptions, set_topology
@@ -123,15 +118,12 @@ class Built:
     no_graphs: str | None = None
 
 
-def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_layouts) -> Built:
-    """Build what was planned. All ranks together.
+def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = None) -> Built:
+    """Build what was planned. All ranks together. Raises ValueError for settings that this model cannot have.
 
     Args:
         saved: what the checkpoint that is resumed says beside weights; {}: there is none.
-        layouts_of: where the experts of each layer are at the start, and what says so.
-
-    Raises:
-        ValueError: settings that this model cannot have."""
+        layouts_of: where the experts of each layer are at the start, and what says so; None: `first_layouts`."""
     config, machine, device = plan.config, plan.machine, plan.machine.device
     assert device is not None, "a run has ranks"
     began = time.perf_counter()
@@ -145,7 +137,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
     group = next(iter(layers.values())).group
     ep_topology = machine.topology.of(ranks_of(group))
     set_topology(group, ep_topology)
-    layouts, layout_source = layouts_of(config, layers, saved)
+    layouts, layout_source = (layouts_of or first_layouts)(config, layers, saved)
     set_layout(model, layouts)
     if config.moe.router_float32:
         route_in_float32(model)
@@ -168,28 +160,11 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
     consumed, offloaded = make_offload(plan, model, own, optimizer, two_batch)
     metrics = RideMetrics(model, None if plan.pipeline is None else plan.pipeline.moe_layers)
     built = Built(
-        device=device,
-        meshes=meshes,
-        model=model,
-        load_seconds=load_seconds,
-        adapted=adapted,
-        ep_topology=ep_topology,
-        layout_source=layout_source,
-        lossy=[*experts_lossy, *lossy],
-        bias=bias,
-        rides=own,
-        transport=transport,
-        options=options,
-        kernels=kernels,
-        schedule=schedule,
-        objective=objective,
-        parameters=parameters,
-        optimizer=optimizer,
-        consumed=consumed,
-        offloaded=offloaded,
-        metrics=metrics,
-        extensions=extensions,
-    )
+        device=device, meshes=meshes, model=model, load_seconds=load_seconds, adapted=adapted, ep_topology=ep_topology,
+        layout_source=layout_source, lossy=[*experts_lossy, *lossy], bias=bias, rides=own, transport=transport,
+        options=options, kernels=kernels, schedule=schedule, objective=objective, parameters=parameters,
+        optimizer=optimizer, consumed=consumed, offloaded=offloaded, metrics=metrics, extensions=extensions,
+    )  # fmt: skip
     for extension in extensions:
         extension.prepare_run(plan, built)
     _set_graphs(plan, built)
@@ -198,24 +173,38 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts = first_la
     return built
 
 
+def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[str, Any]) -> tuple[Layouts, str]:
+    """Where experts start, and what says so: `moe.layout`, or, of a run that has moved them, its checkpoint.
+
+    A checkpoint's layouts are left aside if they are for other ranks, or if `moe.layout` is no longer what it was.
+
+    Raises:
+        ValueError: a file that is no layout, or not one for this model."""
+    wanted = config.moe.layout
+    placed = saved.get("placement") or {}
+    if placed.get("layouts") and placed.get("moe_layout") == wanted:
+        layouts = Layouts.from_dict(placed["layouts"], "the checkpoint's layouts")
+        try:
+            return check_layouts(layers, layouts), "checkpoint"
+        except ValueError:
+            pass  # it was written on other ranks
+    if wanted != "contiguous":
+        return check_layouts(layers, Layouts.load(wanted)), wanted
+    return Layouts({name: one.layout for name, one in layers.items()}), wanted
+
+
 def _load(plan: Plan, meshes: Meshes) -> PreTrainedModel:
     """The model with its weights, on these ranks."""
     config, training = plan.config, plan.config.training
     with loading_shown(plan.machine.rank == 0):
         model = build_model(
-            plan.blueprint.source,
-            distributed_config=distributed_config(plan.degrees, plan.bf16),
-            dtype=getattr(torch, config.model.dtype or "float32"),
-            seed=training.seed,
-            attn_implementation=plan.attention,
-            experts_implementation=config.model.experts_implementation,
-            dense=plan.data_parallel.answer,
-            base_dtype=config.adapter.base_dtype,
-            meshes=meshes,
-            sequence_parallel=plan.sequence_parallel.answer,
-            slices=plan.degrees.etp,
+            plan.blueprint.source, distributed_config=distributed_config(plan.degrees, plan.bf16),
+            dtype=getattr(torch, config.model.dtype or "float32"), seed=training.seed,
+            attn_implementation=plan.attention, experts_implementation=config.model.experts_implementation,
+            dense=plan.data_parallel.answer, base_dtype=config.adapter.base_dtype, meshes=meshes,
+            sequence_parallel=plan.sequence_parallel.answer, slices=plan.degrees.etp,
             parts=() if plan.pipeline is None else plan.pipeline.own,
-        )
+        )  # fmt: skip
         dist.barrier()
     return model
 
@@ -241,6 +230,37 @@ def _set_trained(plan: Plan, model: PreTrainedModel, saved: dict[str, Any]) -> i
         # summed.
         keep_experts(model)
     return adapted
+
+
+def make_optimizer(model: nn.Module, training: TrainingSection, folder: Path | None = None) -> OptimizerBase:
+    """The optimizer that `training.optimizer` names, of all parameters that are trained.
+
+    Args:
+        folder: of its state, if that is on disk.
+
+    Raises:
+        ValueError: parameters are sharded, and it updates whole ones alone."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for _, parameter in named}
+    # All parameters have one optimizer: bfloat16 ones among others decide it.
+    cls = training.optimizer_class("bfloat16" if "bfloat16" in dtypes else "float32")
+    if not cls.updates_shards:
+        for name, parameter in named:
+            if isinstance(parameter, DTensor) and not all(p.is_replicate() for p in parameter.placements):
+                raise ValueError(
+                    f"training.optimizer = {cls.name!r} updates whole parameters, and {name} is sharded over ranks: "
+                    "take another optimizer, or fewer ranks"
+                )
+    settings = OptimizerSettings(
+        learning_rate=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        epsilon=training.adam_epsilon,
+        moments=training.optimizer_state_dtype,
+        place=training.optimizer_offload,
+        folder=folder,
+        options=training.optimizer_options,
+    )
+    return cls.make(cls.groups(named, training.weight_decay), settings)
 
 
 def _bias_balance(plan: Plan, model: PreTrainedModel, meshes: Meshes) -> BiasBalance | None:
@@ -287,41 +307,48 @@ def _make_buffers(plan: Plan, layers: list[ExpertRides]) -> None:
         own.prepare(plan.blueprint.top_k, plan.blueprint.row_size)
 
 
-def _objective(
-    plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bool, ep_topology: Topology
-) -> Objective:
+def _objective(plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bool, ep_topology: Topology) -> Objective:
     config, moe, degrees = plan.config, plan.config.moe, plan.degrees
     group = meshes.group("cp")
     autocast = torch.bfloat16 if plan.bf16 and degrees.dp_cp == 1 else None
     settings: dict[str, Any] = dict(
-        top_k=plan.blueprint.top_k,
-        aux_coef=plan.balance_loss[0],
-        dp_size=degrees.dp_cp,
-        autocast=autocast,
-        balance_layers=moe.balance_scope == "layer",
-        two_batch=two_batch,
+        top_k=plan.blueprint.top_k, aux_coef=plan.balance_loss[0], dp_size=degrees.dp_cp, autocast=autocast,
+        balance_layers=moe.balance_scope == "layer", two_batch=two_batch,
         rides_first=rides_first(model, moe, degrees.fsdp * degrees.cp),
         loss_chunk_size=config.training.loss_chunk_size,
         context=None if plan.cut is None or group is None else ContextParallel(model, plan.cut, group),
-    )
+    )  # fmt: skip
     if plan.pipeline is not None:
         group = meshes.group("pp")
         assert group is not None
         return PipelineObjective(
-            model,
-            plan.pipeline.parts,
-            schedule=plan.pipeline.schedule,
-            group=group,
-            stage_group=meshes.stage_group(),
-            routers=plan.pipeline.routers,
-            dtype=model.dtype if autocast is not None else plan.dtype,
-            **settings,
-        )
+            model, plan.pipeline.parts, schedule=plan.pipeline.schedule, group=group,
+            stage_group=meshes.stage_group(), routers=plan.pipeline.routers,
+            dtype=model.dtype if autocast is not None else plan.dtype, **settings,
+        )  # fmt: skip
     moving = None
     if moe.move_sequences is not None:
         hardware = plan.machine.hardware
         moving = MovingSequences(model, moe.move_sequences, plan.blueprint.top_k, ep_topology, hardware)
     return Objective(model, **settings, moving=moving)
+
+
+def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst | None:
+    """What waits for rides in the backward, as `moe.priority` asks; None: nothing.
+
+    Raises:
+        ValueError: it cannot: there are no reductions to wait, or rides that would not say where they are."""
+    if not moe.priority:
+        return None
+    layers = rides(model)
+    if all(own.compute is None for own in layers.values()):
+        raise ValueError("moe.priority: the experts run their own forward, whose rides nothing waits for: leave it out")
+    if fsdp_size == 1:
+        raise ValueError(
+            "moe.priority: with parallelism.fsdp_size = 1 no gradients are reduced during the backward, so nothing can "
+            "keep off the links: leave it out"
+        )
+    return RidesFirst(model, layers)
 
 
 def _set_graphs(plan: Plan, built: Built) -> None:

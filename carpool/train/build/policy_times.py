@@ -26,13 +26,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from transformers import PreTrainedConfig
 
-from carpool.hf import set_kept
-from carpool.hf.narrow import row_size
-from carpool.hf.decoder_layers import offload_layers
-from carpool.hf.decoder_layers import recompute_layers
-from carpool.hf.seam.find_modules import decoder_layers
-from carpool.hf.seam.expert_rides import rooms_of_rides
 from carpool.activations import KeptPolicies
+from carpool.hf import set_kept
+from carpool.hf.decoder_layers import offload_layers, recompute_layers
+from carpool.hf.narrow import row_size
+from carpool.hf.seam.expert_rides import rooms_of_rides
+from carpool.hf.seam.find_modules import decoder_layers
 from carpool.metrics.host import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.candidate import POLICIES
@@ -43,8 +42,8 @@ from carpool.train.launch.machine import Machine, rank_device
 from carpool.train.plan.memory_fit import Times, open_items
 from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.plan.start_checks import decisions_of
-from carpool.train.steps.graphs import EAGER_STEPS
 from carpool.train.steps.capacity import grow_if_short
+from carpool.train.steps.graphs import EAGER_STEPS
 
 WARM_UP, ROUNDS = 2, 3
 LAYERS = 3
@@ -74,8 +73,8 @@ def measure_on_small_model(config: Config, machine: Machine, blueprint: Blueprin
 def small_config(config: Config) -> Config:
     """What is measured of a run: one micro-batch, with nothing around it."""
     alone = {
-        "optimizer_in_backward": False, "grad_clipping": "exact", "optimizer_offload": "none", "gradient_accumulation_steps": 1,
-        "torch_compile": False, "resume_from_checkpoint": None,
+        "optimizer_in_backward": False, "grad_clipping": "exact", "optimizer_offload": "none",
+        "gradient_accumulation_steps": 1, "torch_compile": False, "resume_from_checkpoint": None,
         "cuda_graphs": "off" if config.training.cuda_graphs == "off" else "auto",
     }  # fmt: skip
     # Layouts and traces are of all layers.
@@ -83,14 +82,9 @@ def small_config(config: Config) -> Config:
     if config.moe.schedule == "auto":
         moe["schedule"] = "none"
     memory = {"budget": None, "experts": "device", **dict.fromkeys(POLICIES)}
-    return config.model_copy(
-        update={
-            "training": config.training.model_copy(update=alone),
-            "moe": config.moe.model_copy(update=moe),
-            "memory": config.memory.model_copy(update=memory),
-            "placement": type(config.placement)(),
-        }
-    )
+    changed: dict[str, Any] = {"training": alone, "moe": moe, "memory": memory}
+    sections = {name: getattr(config, name).model_copy(update=one) for name, one in changed.items()}
+    return config.model_copy(update={**sections, "placement": type(config.placement)()})
 
 
 def small_model(config: PreTrainedConfig, first: int) -> PreTrainedConfig:
@@ -109,7 +103,7 @@ def small_model(config: PreTrainedConfig, first: int) -> PreTrainedConfig:
 
 
 def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], layers: int, moe_layers: int) -> Times:
-    """Milliseconds that each open policy adds to a micro-batch of the whole model: those of the slowest rank. All ranks
+    """Milliseconds that each open policy adds to a micro-batch of the whole model, on the slowest rank. All ranks
     together.
 
     Args:
@@ -172,18 +166,16 @@ def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], 
             spent[tuple(way.values())] = least(ROUNDS)
     # Graphs go before the process groups that they use (`groups_before`).
     forget()
-    share = {"layer_activations": layers} | dict.fromkeys(
-        ("moe_outputs", "expert_inputs", "expert_activations"), moe_layers
-    )
-    here = {"layer_activations": model.config.get_text_config().num_hidden_layers} | dict.fromkeys(
-        ("moe_outputs", "expert_inputs", "expert_activations"), len(built.rides)
-    )
+    # Layers of the whole model over those that were measured.
+    per_layer = layers / model.config.get_text_config().num_hidden_layers
     found: Times = {item: {} for item in POLICIES}
     for way in ways[1:]:
         item = next(one for one in reversed(list(POLICIES)) if way[one] != base[one])
         without = base | ({"layer_activations": "recompute"} if item == "moe_outputs" else {})
         more = spent[tuple(way.values())] - spent[tuple(without.values())]
-        found[item][way[item]] = max(0.0, more) * share[item] / here[item]
+        found[item][way[item]] = max(0.0, more) * (
+            per_layer if item == "layer_activations" else moe_layers / len(built.rides)
+        )
     return found
 
 

@@ -11,8 +11,7 @@ import torch
 
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus
-from carpool.train.data.loader import EvalLoader, TrainLoader
-from carpool.train.data.loader import Prefetch
+from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader
 from carpool.train.data.sequences import Sequences, eval_sequences, train_sequences
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.ranks import patiently, together
@@ -33,9 +32,7 @@ class RunData:
     steps_per_epoch: float
 
 
-def read_data(
-    plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpus: MakeCorpus | None = None
-) -> RunData:
+def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpus: MakeCorpus | None = None) -> RunData:
     """Read text, or the tokens that an earlier run has made of it. All ranks together.
 
     Args:

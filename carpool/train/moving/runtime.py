@@ -46,7 +46,6 @@ from carpool.report.units import bytes_text
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_placement import PlacementSection
 from carpool.train.launch.ranks import from_rank_0
-from carpool.train.moving.layouts import load_ratio, padded
 from carpool.train.moving.solve import Array, Facts, Question, Solving
 from carpool.train.records.run_folder import LAYOUT, replace_text
 
@@ -59,9 +58,7 @@ class Placement:
     """The placement of one run. All ranks construct and call it alike.
 
     Args:
-        config: of the run.
         model, optimizer: what is moved.
-        facts: what the cost of a layout depends on.
         folder: of the run; the main rank puts questions for the solver below it.
         say, record: a line for the terminal; one for metrics.jsonl.
         saved, files: of the checkpoint that is resumed: its state, and its folder.
@@ -188,14 +185,9 @@ class Placement:
         if not self.main:
             return
         question = Question(
-            layouts=current_layouts(self.model),
-            loads_SLE=np.stack(self.loads),
-            trace=trace,
-            section=self.section,
-            facts=self.facts,
-            remaining=self.last_step - step - self.section.lag,
-            seed=self.seed + step,
-        )
+            layouts=current_layouts(self.model), loads_SLE=np.stack(self.loads), trace=trace, section=self.section,
+            facts=self.facts, remaining=self.last_step - step - self.section.lag, seed=self.seed + step,
+        )  # fmt: skip
         self.solving = Solving(question, self.folder / f"step-{step:08d}" if self.section.background else None)
 
     def _answer(self) -> dict[str, Any]:
@@ -334,3 +326,20 @@ def newest(trace: Trace, tokens: int) -> Trace:
     starts = np.flatnonzero(np.diff(trace.sequence_T, prepend=trace.sequence_T[0] - 1))
     first = starts[np.searchsorted(starts, trace.num_tokens - tokens, side="right") - 1]
     return trace.subset(np.arange(first, trace.num_tokens))
+
+
+def padded(layout: ExpertLayout, room: int) -> ExpertLayout:
+    """With empty slots for as many replicas as there is room for, if it has any: how many they are changes often, and
+    transports need not."""
+    if not layout.num_replicas:
+        return ExpertLayout(layout.homes, slices=layout.slices)
+    pairs = zip(layout.homes, layout.slots, strict=True)
+    slots = tuple((*s, *[-1] * (len(h) + room - len(s))) for h, s in pairs)
+    return ExpertLayout(layout.homes, slots, layout.slices)
+
+
+def load_ratio(load_E: Array, layout: ExpertLayout) -> float:
+    """The fullest rank by the mean, copies sharing an expert's load."""
+    each_E = np.array([load_E[e // layout.slices] / len(slots) for e, slots in enumerate(layout.slots_of)])
+    load_W = np.array([sum(each_E[e] for e in rank if e != -1) for rank in layout.slots])
+    return float(load_W.max() / max(1e-9, load_W.mean()))

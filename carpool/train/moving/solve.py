@@ -1,9 +1,9 @@
 """One question to the solver, and its answer: which layers should be laid out otherwise, and why.
 
-    python -m carpool.train.moving.solve FOLDER        question.json, trace.npz, loads.npz -> answer.json
+    python -m carpool.train.moving.solve FOLDER        question.pickle -> answer.json
 
-A question is all that the answer depends on, so it may be answered anywhere: `Solving` does it in a process beside the
-main rank, which neither holds its interpreter's lock nor sees its GPU, or at once in this one.
+A question is all that the answer depends on: `Solving` answers it in a process beside the main rank, which neither
+holds its interpreter's lock nor sees its GPU, or at once in this one.
 
 What layouts are predicted to do is of `carpool.placement.objective`, with the run's sizes and predicted loads. Rates
 are those of a hardware profile, not of a measurement in this run: an answer that depended on the clock would make
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,30 +72,15 @@ class Facts:
     codecs: Codecs = PLAIN
     speeds: tuple[float, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "topology": self.topology.to_dict()}
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> Facts:
-        links, rates = Topology.from_dict(settings["topology"]), Hardware.from_dict(settings["hardware"])
-        codecs = Codecs(**settings.get("codecs", {}))
-        speeds = tuple(settings.get("speeds", ()))
-        return cls(**{**settings, "topology": links, "hardware": rates, "codecs": codecs, "speeds": speeds})
-
     @property
     def cost(self) -> CostModel:
         """Of a layer and a micro-batch. F is that of experts with three matrices: those of two have as many elements
         with another F."""
         return CostModel(
-            hidden=self.hidden,
-            expert_hidden=max(1, self.expert_elements // (3 * self.hidden)),
-            element_size=self.element_size,
-            tokens_per_rank=self.tokens,
-            hardware=self.hardware,
-            transport=self.transport,
-            codecs=self.codecs,
-            speeds=self.speeds,
-        )
+            hidden=self.hidden, expert_hidden=max(1, self.expert_elements // (3 * self.hidden)),
+            element_size=self.element_size, tokens_per_rank=self.tokens, hardware=self.hardware,
+            transport=self.transport, codecs=self.codecs, speeds=self.speeds,
+        )  # fmt: skip
 
     @property
     def load_model(self) -> LoadModel:
@@ -139,9 +125,7 @@ class Question:
         loads_SLE: choices of each expert, per layer, in the last steps; the newest last.
         trace: choices of the newest tokens.
         section: solver and limits.
-        facts: see there.
         remaining: steps of the run after the answer is used.
-        seed: of the solver.
     """
 
     layouts: Layouts
@@ -154,33 +138,15 @@ class Question:
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.trace.save(folder / "trace.npz")
-        np.savez_compressed(folder / "loads.npz", loads=self.loads_SLE)
-        settings = {
-            "layouts": self.layouts.to_dict(),
-            "section": self.section.model_dump(),
-            "facts": self.facts.to_dict(),
-            "remaining": self.remaining,
-            "seed": self.seed,
-        }
-        (folder / "question.json").write_text(json.dumps(settings))
+        (folder / QUESTION).write_bytes(pickle.dumps(self))
 
     @classmethod
     def load(cls, folder: Path) -> Question:
-        settings = json.loads((folder / "question.json").read_text())
-        with np.load(folder / "loads.npz", allow_pickle=False) as data:
-            loads_SLE = data["loads"]
-        return cls(
-            Layouts.from_dict(settings["layouts"]),
-            loads_SLE,
-            Trace.load(folder / "trace.npz"),
-            PlacementSection(**settings["section"]),
-            Facts.from_dict(settings["facts"]),
-            settings["remaining"],
-            settings["seed"],
-        )
+        question: Question = pickle.loads((folder / QUESTION).read_bytes())
+        return question
 
 
+QUESTION, ANSWER = "question.pickle", "answer.json"
 # The solver's exit code if there is no room for its answer: who asked solves then.
 NOT_WRITTEN = 74
 
@@ -209,13 +175,8 @@ class Solving:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """The answer of `solve`; waits for it.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            ValueError: there is none, and why."""
+        """The answer of `solve`; waits for it, at most `timeout` seconds. Raises ValueError if there is none, and says
+        why."""
         if self._process is None or self.folder is None:
             return solve(self.question)
         try:
@@ -235,7 +196,7 @@ class Solving:
         if code not in (0, NOT_WRITTEN):
             last = (self.folder / "log.txt").read_text(errors="replace").strip().splitlines()[-1:]
             raise ValueError(f"the solver ended with exit code {code}: {''.join(last)} (see {self.folder}/log.txt)")
-        path = self.folder / "answer.json"
+        path = self.folder / ANSWER
         found: dict[str, Any] = solve(self.question) if code else json.loads(path.read_text())
         shutil.rmtree(self.folder, ignore_errors=True)
         return found
@@ -269,15 +230,9 @@ def solve(question: Question) -> dict[str, Any]:
         judged = [(foretell(judge, one, load_E, facts), one) for one in _candidates(question, learn, load_E)]
         then, found = min(judged, key=lambda one: one[0].seconds)
         decision = decide(
-            {name: current},
-            {name: found},
-            facts.micro_batches * now.seconds,
-            facts.micro_batches * then.seconds,
-            steps_left=question.remaining,
-            hysteresis=section.hysteresis,
-            topology=facts.topology,
-            cost=facts.cost,
-        )
+            {name: current}, {name: found}, facts.micro_batches * now.seconds, facts.micro_batches * then.seconds,
+            steps_left=question.remaining, hysteresis=section.hysteresis, topology=facts.topology, cost=facts.cost,
+        )  # fmt: skip
         decisions.append(decision)
         before.append(now)
         after.append(then if decision.adopt else now)
@@ -314,19 +269,12 @@ def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterato
     moves fewer of them."""
     section, facts, current = question.section, question.facts, question.layouts[learn.name]
     for start in (None, current) if section.solver == "search" else (None,):
-        for found in solvers.solve_both(
-            section.solver,
-            learn,
-            facts.topology,
-            seed=question.seed,
-            experts_per_rank=[len(home) for home in current.homes],
-            extra_slots=section.replicas,
-            load_limit=section.load_limit,
-            cost=facts.cost,
-            load_E=load_E,
-            start=start,
-        ):
-            yield aligned(found, current, facts.topology)
+        both = solvers.solve_both(
+            section.solver, learn, facts.topology, seed=question.seed,
+            experts_per_rank=[len(home) for home in current.homes], extra_slots=section.replicas,
+            load_limit=section.load_limit, cost=facts.cost, load_E=load_E, start=start,
+        )  # fmt: skip
+        yield from (aligned(found, current, facts.topology) for found in both)
 
 
 def main() -> None:
@@ -339,7 +287,7 @@ def main() -> None:
     part = folder / "answer.part"
     try:
         part.write_text(json.dumps(found))
-        part.rename(folder / "answer.json")
+        part.rename(folder / ANSWER)
     except OSError:  # a full disk
         sys.exit(NOT_WRITTEN)
 

@@ -126,16 +126,13 @@ def make_plan(
     per_node: int,
     memory: int,
 ) -> tuple[Planned, str]:
-    """(The plan, why it is the best), in one process.
+    """(The plan, why it is the best), in one process. Raises ValueError if nothing that is allowed fits.
 
     Args:
         fixed: SECTION.KEY that the user has said.
-        model: of transformers; may be on the meta device.
+        model: may be on the meta device.
         world, per_node: ranks of the run, and of each node.
-        memory: bytes that a rank may use.
-
-    Raises:
-        ValueError: nothing that is allowed fits."""
+        memory: bytes that a rank may use."""
     attention = planned_attention(config, Degrees(), model, hardware.name != "cpu")
     shape = ModelShape.read(model.config.to_dict(), attention)
     free = free_keys(config, fixed)
@@ -237,13 +234,7 @@ def make_plan(
 def choose_plan(
     config: Config, fixed: Collection[str], blueprint: Blueprint, machine: Machine, decisions: Decisions
 ) -> Chosen[Planned] | None:
-    """The plan of a run; None if nothing is left to one. All ranks together.
-
-    Args:
-        fixed: as of `make_plan`.
-
-    Raises:
-        ValueError: nothing fits."""
+    """The plan of a run; None if nothing is left to one. All ranks together. Raises ValueError if nothing fits."""
     if not planned_sections(config):
         return None
     free, dumped, training = free_keys(config, fixed), config.model_dump(mode="json"), config.training
@@ -264,14 +255,9 @@ def choose_plan(
             return kept, False
         ranks, nodes = machine.ranks, machine.topology.num_nodes
         found, why = make_plan(
-            config,
-            fixed,
-            blueprint.model,
-            machine.hardware,
-            world=ranks,
-            per_node=ranks // nodes if ranks % nodes == 0 else 1,
-            memory=machine.memory,
-        )
+            config, fixed, blueprint.model, machine.hardware, world=ranks,
+            per_node=ranks // nodes if ranks % nodes == 0 else 1, memory=machine.memory,
+        )  # fmt: skip
         return Chosen(found, shape, "modelled", why + note), False
 
     return decisions.choose(PLAN_KIND, shape, decide)
@@ -298,10 +284,8 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 def _refused(
     config: Config, settings: Mapping[str, Any], degrees: Degrees, model: PreTrainedModel, whole: bool = False
 ) -> str | None:
-    """Why a run cannot have these settings, as far as it would say before its first step; None if it can.
-
-    Args:
-        whole: they are all that a plan sets, micro-batches included."""
+    """Why a run cannot have these settings, as far as it would say before its first step; None if it can. `whole`:
+    they are all that a plan sets, micro-batches included."""
     try:
         changed = with_settings(config, settings)
         changed.check_supported(degrees.sizes)
@@ -337,14 +321,9 @@ def _of(one: Plan, free: Collection[str], hardware: Hardware) -> Predicted:
 
 def _policies(config: Config, free: Collection[str]) -> list[Mapping[str, str]]:
     """Those that a run can have, of what is not kept."""
-    asked = config.memory.policies
     open_items = {key.split(".")[1] for key in free if key.startswith("memory.")}
-    fixed = {item: policy for item, policy in asked.items() if item not in open_items and policy != "save"}
-    found: list[Mapping[str, str]] = []
-    for one in Space.policies if open_items else ({},):
-        if set(one) <= open_items:
-            found.append({**one, **fixed})
-    return found
+    fixed = {item: way for item, way in config.memory.policies.items() if item not in open_items and way != "save"}
+    return [{**one, **fixed} for one in (Space.policies if open_items else ({},)) if set(one) <= open_items]
 
 
 def _moves_state(config: Config, free: Collection[str]) -> bool:
@@ -386,21 +365,14 @@ WORTH = 0.03
 
 
 def measured_beside(plan: Planned, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What the first steps say of a plan, as plain values: None until there are enough.
-
-    Args:
-        steps: records of the steps of this process, from the first one on."""
+    """What the first steps of this process (their records) say of a plan, as plain values: None until there are
+    enough."""
     taken, counted = plan.taken, steps[SKIPPED : SKIPPED + MEASURED]
     if len(counted) < MEASURED:
         return None
     step = statistics.median(one["step_ms"] for one in counted)
-    found: dict[str, Any] = {
-        "step_ms": step,
-        "memory_bytes": max(one["memory_peak_bytes"] for one in counted),
-        "exposed_share": None,
-        "factors": {},
-        "others_ms": {},
-    }
+    peak = max(one["memory_peak_bytes"] for one in counted)
+    found: dict[str, Any] = {"step_ms": step, "memory_bytes": peak, "exposed_share": None, "factors": {}}
     parts = [one.get("ms") or {} for one in counted]
     if all({"dispatch", "experts", "combine"} <= set(one) for one in parts):
         rides = statistics.median(one["dispatch"]["total"] + one["combine"]["total"] for one in parts)
@@ -412,10 +384,10 @@ def measured_beside(plan: Planned, steps: Sequence[Mapping[str, Any]]) -> dict[s
         }
     else:
         found["factors"] = dict.fromkeys(taken.kinds_ms, step / taken.step_ms[1])
-    for other in plan.others:
-        found["others_ms"][other.label] = sum(
-            found["factors"].get(kind, 1.0) * ms for kind, ms in other.kinds_ms.items()
-        )
+    factors = found["factors"]
+    found["others_ms"] = {
+        one.label: sum(factors.get(kind, 1.0) * ms for kind, ms in one.kinds_ms.items()) for one in plan.others
+    }
     return found
 
 

@@ -4,7 +4,7 @@ its layers, and each micro-batch among ranks of different speeds.
 Non-expert parameters (see `carpool.planner.decisions.chosen` for when it is chosen):
 
     parallelism.data_parallel   a run that starts                                        a run that is resumed
-    auto                replicate, if it fits into memory; otherwise fsdp        as recorded in run.json
+    auto                zero1, if it fits into memory; otherwise fsdp            as recorded in run.json
     any other           that one                                                 that one
 
 Checkpoints are the same files under both, so a run may change this when it is resumed.
@@ -39,24 +39,16 @@ from carpool.train.data.rows import are_packed
 
 
 def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: int = 0) -> Cut | None:
-    """Which part of every sequence a rank has; None: whole ones.
-
-    Args:
-        model: may be on the meta device.
+    """Which part of every sequence a rank has; None: whole ones. The model may be on the meta device.
 
     Raises:
         ValueError: a model, sequences or heads that cannot be divided so."""
     if degrees.cp == 1:
         return None
     way = choose_way(
-        model,
-        degrees.cp,
-        config.data.sequence_length,
-        config.parallelism.cp_attention,
-        heads_divided=degrees.tp,
-        packed=are_packed(config.data),
-        implementation=config.model.attn_implementation,
-    )
+        model, degrees.cp, config.data.sequence_length, config.parallelism.cp_attention, heads_divided=degrees.tp,
+        packed=are_packed(config.data), implementation=config.model.attn_implementation,
+    )  # fmt: skip
     return Cut(degrees.cp, degrees.coordinate(rank, "cp"), way)
 
 
@@ -160,13 +152,10 @@ def choose_data_parallel(
     """Choose "fsdp" or "zero1". All ranks together.
 
     Args:
-        predict: the bytes that a rank will need with one or the other.
-        memory: the bytes that it has.
-        decisions: of the run.
+        predict: the bytes that a rank will need with one or the other;  memory: those that it has.
 
     Raises:
-        ValueError: what was asked for cannot be.
-    """
+        ValueError: what was asked for cannot be."""
     shape: Mapping[str, Any] = {
         "requested": config.parallelism.data_parallel,
         **degrees.record(),
@@ -187,16 +176,14 @@ def decide_data_parallel(
     config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int
 ) -> tuple[str, str]:
     """("fsdp" or "zero1", why), as `choose_data_parallel`, in one process and without a record."""
-    wanted = config.parallelism.data_parallel
-    if degrees.dp_cp == 1:
-        return data_parallel_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
-    reason = why_not_zero1(degrees, config.moe.priority)
-    if wanted == "zero1" and reason is not None:
-        raise ValueError(f"parallelism.data_parallel = 'zero1' cannot be used here: {reason}; use 'fsdp' or 'auto'")
-    if wanted != "auto":
-        return wanted, "asked for"
-    if reason is None and config.adapter.base_dtype is not None:
-        return "zero1", "experts that are quantised are beside whole non-expert parameters"
+    wanted, reason = config.parallelism.data_parallel, why_not_zero1(degrees, config.moe.priority)
+    if degrees.dp_cp > 1:
+        if wanted == "zero1" and reason is not None:
+            raise ValueError(f"parallelism.data_parallel = 'zero1' cannot be used here: {reason}; use 'fsdp' or 'auto'")
+        if wanted != "auto":
+            return wanted, "asked for"
+        if reason is None and config.adapter.base_dtype is not None:
+            return "zero1", "experts that are quantised are beside whole non-expert parameters"
     return data_parallel_by_rule(degrees, config.moe.priority, lambda: predict("zero1"), memory)
 
 

@@ -1,15 +1,14 @@
-"""Whether a run fits into the memory of its devices: what is kept for the backward under a budget, and what to change
+"""Whether a run fits into the memory of its devices: what is saved for the backward under a budget, and what to change
 if it does not fit.
 
-What is kept (see `carpool.planner.decisions.chosen` for when it is chosen):
+What is saved (see `carpool.planner.decisions.chosen` for when it is chosen):
 
     memory.budget   a run that starts                                             a run that is resumed
-    none            what memory.expert_inputs and the like say; what they leave open is kept
+    none            as memory.expert_inputs and the like say; what they leave open is saved
     a size          what they leave open: what fits and costs least               as recorded in run.json
 
-What each policy costs is measured (`carpool.train.build.policy_times`), recorded, and not measured again by a run that
-is resumed. A dry run, which has no ranks, takes it from the planner's model of a step
-(`carpool.planner.decisions.rules`).
+A run measures what each policy costs (`carpool.train.build.policy_times`) and records it. A dry run, which has no
+ranks, takes it from the planner's model of a step (`carpool.planner.decisions.rules`).
 
 Advice if a run does not fit, cheapest first:
 
@@ -201,16 +200,12 @@ def choose_memory(
     measure_times: Callable[[], Times] | None = None,
     per_node: int = 1,
 ) -> Chosen[Policies]:
-    """Choose. All ranks together.
+    """Choose. All ranks together. Raises ValueError if no policies fit into the budget.
 
     Args:
         estimate: of the run as it is configured.
-        decisions: of the run.
         measure_times: what each policy costs, the same on all ranks. None: costs are modelled.
-        per_node: ranks of a node.
-
-    Raises:
-        ValueError: no policies fit into the budget."""
+        per_node: ranks of a node."""
     config = estimate.config
     shape: dict[str, Any] = {
         "budget": config.memory.budget,
@@ -227,7 +222,7 @@ def choose_memory(
             return kept, False
         # Whatever costs what: a budget that is too small is refused before anything is measured.
         policies, why = _fitting(estimate, transport, _modelled(estimate, transport, hardware, per_node), "modelled")
-        # If all is kept, nothing costs anything.
+        # If all is saved, nothing costs anything.
         asked = any(policies[item] != "save" for item, given in open_items(config).items() if given is None)
         return Chosen(policies, shape, "default", why + note), asked and measure_times is not None
 
@@ -244,13 +239,10 @@ def choose_memory(
 def _fitting(
     estimate: MemoryEstimate, transport: str, milliseconds: Callable[[Policies], float], how: str
 ) -> tuple[Policies, str]:
-    """(policies that fit into the budget and cost least, why).
+    """(policies that fit into the budget and cost least, why). Raises ValueError if none fit.
 
     Args:
-        milliseconds: that policies add to a micro-batch; how: these are known.
-
-    Raises:
-        ValueError: no policies fit into the budget."""
+        milliseconds: that policies add to a micro-batch; how: these are known."""
     config, budget = estimate.config, estimate.config.memory.budget_bytes
     assert budget is not None
     data_parallel = _assumed_data_parallel(config)
@@ -261,21 +253,17 @@ def _fitting(
         one = estimate.changed(with_policies(config, policies)).candidate(transport, data_parallel)
         return (one.eager or one.why_eager_by_plan) is None
 
-    return choose_policies(
-        budget,
-        open_items(config),
-        lambda policies: estimate.changed(with_policies(config, policies))(transport, data_parallel)["total"],
-        milliseconds,
-        how,
-        preferred,
-    )
+    def total(policies: Policies) -> int:
+        return estimate.changed(with_policies(config, policies))(transport, data_parallel)["total"]
+
+    return choose_policies(budget, open_items(config), total, milliseconds, how, preferred)
 
 
 def _modelled(
     estimate: MemoryEstimate, transport: str, hardware: Hardware, per_node: int
 ) -> Callable[[Mapping[str, str]], float]:
     """What policies add to a micro-batch, by the planner's model of a step. Of a model whose sizes cannot be read: how
-    many items are not kept."""
+    many items are not saved."""
     config, model = estimate.config, estimate.model
     try:
         attention = planned_attention(config, estimate.degrees, model, estimate.cuda)

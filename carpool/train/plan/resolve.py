@@ -4,15 +4,14 @@ settings, machine, blueprint -> the searched plan, if one was asked for -> degre
 expected transport -> what layers save, how non-expert parameters lie -> or an error that says what cannot be, with
 nothing loaded
 
-A run and its dry run (`dry_run.py`) come through here alike. The ranks of a run call it together, and measure where
-that is asked for; a dry run has no ranks, and models the same. What only ranks with a model can choose, such as the
-transport that all of them can use, the kernels of experts and the schedule, `carpool.train.build` chooses and notes in
-the same `Plan.decisions`.
+A run and its dry run (`dry_run.py`) come through here alike. The ranks of a run call it together and measure where
+that is asked for; a dry run models the same. `carpool.train.build` chooses what needs a model (the transport that all
+ranks can use, kernels of experts, the schedule) and notes it in the same `Plan.decisions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +26,7 @@ from carpool.hf.seam.moved_experts import lies_logically
 from carpool.hf.sequence_moves import check_moves
 from carpool.hf.sharding import SlicedExperts
 from carpool.layout import ExpertLayout
+from carpool.layout.layouts import Layouts
 from carpool.memory.disk import check_disk
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
@@ -39,7 +39,6 @@ from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import check_adapter
-from carpool.train.moving.layouts import check_layout_file
 from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
 from carpool.train.plan.division import (
     SEQUENCE_KIND,
@@ -218,23 +217,11 @@ def resolve(
     check_parallelism(model, distributed_config(degrees, estimate.bf16), data_parallel.answer, sequence_parallel.answer)
     check_adapter(config, degrees, data_parallel.answer, estimate.bf16)
     plan = Plan(
-        config=config,
-        machine=machine,
-        blueprint=blueprint,
-        decisions=decisions,
-        degrees=degrees,
-        batch_sizes=batch_sizes,
-        attention=attention_of(config, degrees, model, machine.cuda),
-        cut=cut,
-        pipeline=pipeline,
-        memory=memory,
-        estimate=estimate,
-        searched=searched,
-        sequence_parallel=sequence_parallel,
-        transport=transport,
-        policies=policies,
-        data_parallel=data_parallel,
-    )
+        config=config, machine=machine, blueprint=blueprint, decisions=decisions, degrees=degrees,
+        batch_sizes=batch_sizes, attention=attention_of(config, degrees, model, machine.cuda), cut=cut,
+        pipeline=pipeline, memory=memory, estimate=estimate, searched=searched, sequence_parallel=sequence_parallel,
+        transport=transport, policies=policies, data_parallel=data_parallel,
+    )  # fmt: skip
     for extension in extensions_in_use(config):
         extension.check_plan(plan)
     return plan
@@ -268,6 +255,59 @@ def _check_model_has(config: Config, blueprint: Blueprint, degrees: Degrees) -> 
         check_biases(model, find_biases(model, counts))
     if degrees.etp > 1:
         SlicedExperts(model, counts, degrees.expert_ranks, degrees.etp)
+
+
+def check_layout_file(
+    config: Config, model_type: str, experts: Mapping[str, int], degrees: Degrees
+) -> list[ExpertLayout]:
+    """The layouts of a run's layers if `moe.layout` is a file; else none. Needs neither weights nor data.
+
+    Raises ValueError unless the file is of this model on these ranks, and, for placement.policy = "place", `carpool
+    place` made it with placement.solver.
+
+    Args:
+        model_type: transformers' name of the model's kind.
+        experts: number of experts of each MoE layer, by name.
+    """
+    file, ranks = config.moe.layout, degrees.expert_ranks
+    if file == "contiguous":
+        return []
+    layouts = Layouts.load(file)
+    if unknown := sorted(set(layouts) - experts.keys()):
+        raise ValueError(
+            f"{file}: there is a layout for {unknown[0]!r}, but this model's layers are {', '.join(experts)}"
+        )
+    for name, count in experts.items():
+        if (here := (layouts[name].num_experts, layouts[name].num_ranks)) != (count, ranks):
+            raise ValueError(
+                f"{file}: layer {name}: the layout is for {here[0]} experts on {here[1]} ranks, but the model has "
+                f"{count} experts there, on {ranks} ranks"
+            )
+        if layouts[name].slices != degrees.etp:
+            raise ValueError(
+                f"{file}: layer {name}: the layout cuts each expert into {layouts[name].slices} slices, but "
+                f"parallelism.etp_size = {degrees.etp}"
+            )
+    found = [layouts[name] for name in experts]
+    if config.placement.policy != "place":
+        return found
+    solver, about = config.placement.solver, layouts.about
+    again = f"write it again with `carpool place TRACE --ranks {ranks} --solvers {solver}`"
+    other = f"or leave placement.policy out: moe.layout={file} alone puts experts where the file says"
+    solved_by = about.get("solver")
+    if not isinstance(solved_by, Mapping):
+        raise ValueError(f"{file}: placement.policy = 'place', but the file does not say which solver made it; {again}")
+    for name in experts:
+        if (by := solved_by.get(name)) != solver:
+            raise ValueError(
+                f"{file}: placement.solver = {solver!r}, but layer {name} was placed by {by!r}; {again}, {other}"
+            )
+    traced = (about.get("trace_meta") or {}).get("model_type", model_type)
+    if traced != model_type:
+        raise ValueError(
+            f"{file} was made from a trace of the model type {traced!r}, but this model's is {model_type!r}; {again}"
+        )
+    return found
 
 
 def check_host_and_disk(config: Config, machine: Machine, host: int, disk: int) -> None:

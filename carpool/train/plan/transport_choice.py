@@ -58,9 +58,8 @@ def expected_transport(config: Config, degrees: Degrees, blueprint: Blueprint, m
         if here:
             check_transport(asked, None)
         check_topology(asked, group)
-        return _given(asked, degrees, blueprint, {})
     unfit: dict[str, str] | None = None
-    if machine.cuda and degrees.expert_ranks > 1:
+    if asked == "auto" and machine.cuda and degrees.expert_ranks > 1:
 
         def why_not(cls: type[Transport]) -> str | None:
             options = transport_options(config, degrees, cls.name)
@@ -68,8 +67,7 @@ def expected_transport(config: Config, degrees: Degrees, blueprint: Blueprint, m
 
         unfit = foreseen_unfit(group, None if here else machine.hardware, blueprint.row_size, why_not)
     limited = config.moe.limits(group).active(group.num_ranks)
-    name, why = _by_rule(config, degrees, blueprint, machine, unfit, group, limited)
-    return Chosen(name, {}, "default", why)
+    return _by_rule(config, degrees, blueprint, machine, unfit, group, limited)
 
 
 def choose_on_ranks(plan: Plan, layer: ExpertRides, own_forward: bool = False) -> tuple[Chosen[str], TransportOptions]:
@@ -95,20 +93,14 @@ def choose_on_ranks(plan: Plan, layer: ExpertRides, own_forward: bool = False) -
         if layer.group is not None and not any(gather(why_not_nodes(layer.group))):
             nodes = topology_of(layer.group)
     shape = {
-        "requested": asked,
-        "device": device_name(machine.device),
-        "ranks": layer.num_ranks,
-        "top_k": top_k,
-        "hidden": hidden,
-        "unfit": sorted(unfit or ()),
-    }
+        "requested": asked, "device": device_name(machine.device), "ranks": layer.num_ranks, "top_k": top_k,
+        "hidden": hidden, "unfit": sorted(unfit or ()),
+    }  # fmt: skip
 
     def decide(recorded: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
-        if asked != "auto":
-            return _given(asked, plan.degrees, plan.blueprint, shape), False
         limited = nodes is not None and layer.limit is not None
-        name, why = _by_rule(config, plan.degrees, plan.blueprint, machine, unfit, nodes, limited)
-        return recorded or Chosen(name, shape, "default", why + note), False
+        now = _by_rule(config, plan.degrees, plan.blueprint, machine, unfit, nodes, limited, shape=shape)
+        return now if asked != "auto" else recorded or replace(now, why=now.why + note), False
 
     chosen = plan.decisions.choose(TRANSPORT_KIND, shape, decide)
     options = replace(transport_options(config, plan.degrees, chosen.answer), codecs=codecs)
@@ -116,11 +108,6 @@ def choose_on_ranks(plan: Plan, layer: ExpertRides, own_forward: bool = False) -
     if note:
         chosen = plan.decisions.add(TRANSPORT_KIND, replace(chosen, why=f"{chosen.why}; {note}"))
     return chosen, settled
-
-
-def _given(asked: str, degrees: Degrees, blueprint: Blueprint, shape: Mapping[str, object]) -> Chosen[str]:
-    name, why = choose_transport(asked, degrees.expert_ranks, blueprint.top_k)
-    return Chosen(name, shape, "given", why)
 
 
 def _by_rule(
@@ -131,13 +118,19 @@ def _by_rule(
     unfit: Mapping[str, str] | None,
     nodes: Topology | None,
     limited: bool,
-) -> tuple[str, str]:
-    """(what "auto" is, why). `unfit`, `nodes`, `limited`: as of `automatic_transport`."""
-    return automatic_transport(
-        degrees.expert_ranks, blueprint.top_k, unfit, nodes, hidden=blueprint.row_size,
+    shape: Mapping[str, object] | None = None,
+) -> Chosen[str]:
+    """What `moe.transport` becomes. `unfit`, `nodes`, `limited`: as of `automatic_transport`."""
+    ranks, asked = degrees.expert_ranks, config.moe.transport
+    if asked != "auto":
+        name, why = choose_transport(asked, ranks, blueprint.top_k)
+        return Chosen(name, shape or {}, "given", why)
+    name, why = automatic_transport(
+        ranks, blueprint.top_k, unfit, nodes, hidden=blueprint.row_size,
         element_size=computed_dtype(config, machine.cuda).itemsize, tokens=most_tokens(config, degrees),
         hardware=machine.hardware, limited=limited,
     )  # fmt: skip
+    return Chosen(name, shape or {}, "default", why)
 
 
 def computed_dtype(config: Config, cuda: bool) -> torch.dtype:

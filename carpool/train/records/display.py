@@ -26,24 +26,18 @@ PACE = 50
 
 
 class Display:
-    """Shows steps, held-out losses and messages; only on rank 0.
+    """Shows steps, held-out losses and messages; only on rank 0 (`main`).
 
     Args:
-        main: whether this is rank 0.
-        total: the last step of this process.
-        start: steps done already.
+        total: the last step of this process;  start: steps done already.
         console: where to write; None: standard output.
         clock: seconds that only grow.
     """
 
     def __init__(
-        self,
-        main: bool,
-        total: int,
-        start: int,
-        console: Console | None = None,
+        self, main: bool, total: int, start: int, console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.console = console if console is not None else Console(quiet=not main, highlight=False)
         self._total, self._clock = total, clock
         # When each of the latest steps was done.

@@ -49,8 +49,7 @@ class Recorder:
         folder: the run directory; it exists.
         main: whether this is rank 0.
         report_to: names that transformers knows, such as "tensorboard".
-        settings: the configuration, for the trackers' overview.
-        max_steps: for the trackers.
+        settings, max_steps: for the trackers' overview.
         say: shows a line to the user.
         begins: the run starts from its beginning: what one that was killed before its first checkpoint has recorded
             there goes.

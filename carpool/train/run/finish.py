@@ -46,6 +46,7 @@ from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text
 from carpool.train.steps.capacity import full_capacity
+from carpool.train.steps.objective import Losses
 from carpool.transport import TransportOptions
 
 if TYPE_CHECKING:
@@ -72,13 +73,9 @@ def _evaluate(run: Run) -> None:
         context = run.built.objective.context
         with eagerly(), run.built.objective.cast(run.built.device), nullcontext() if context is None else context.off():
             text = sample(
-                run.built.model,
-                run.tokenizer,
-                training.sample_prompt,
-                max_new_tokens=training.sample_tokens,
-                seed=training.seed,
-                context=run.config.data.sequence_length,
-            )
+                run.built.model, run.tokenizer, training.sample_prompt, max_new_tokens=training.sample_tokens,
+                seed=training.seed, context=run.config.data.sequence_length,
+            )  # fmt: skip
         run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
 
 
@@ -111,18 +108,14 @@ def sample(
     seed: int = 0,
     context: int | None = None,
 ) -> str:
-    """What the model writes after `prompt`: all ranks continue the same text together. Greedy at temperature 0; leaves
-    the global random state alone.
+    """The prompt and what the model writes after it, up to the first end-of-text token: all ranks continue it together.
+    Greedy at temperature 0; leaves the global random state alone.
 
     Args:
         context: tokens of the prompt that the model sees at most, the last ones; None: all.
 
-    Returns:
-        The prompt with its continuation, up to the first end-of-text token.
-
     Raises:
-        ValueError: a negative temperature or no new tokens.
-    """
+        ValueError: a negative temperature or no new tokens."""
     # As documents begin, and as `carpool generate` begins.
     tokens = framed(tokenizer.encode(prompt), tokenizer.frame[0], ()).tolist() or [tokenizer.eos_id]
     with attention_of_any_length(model):
@@ -154,13 +147,9 @@ def save(run: Run) -> Path | None:
     to_logical = None if is_logical(run.built.model) else partial(logical_order, run.built.model)
     try:
         saved = run.checkpoints.save(
-            run.step,
-            run.built.model,
-            run.built.optimizer,
-            state,
-            to_logical=to_logical,
+            run.step, run.built.model, run.built.optimizer, state, to_logical=to_logical,
             write_files=run.placement.write_files,
-        )
+        )  # fmt: skip
     except CheckpointWriteError as error:
         run.records.unwritten["checkpoint"] = str(error)
         run.records.say(f"warning: step {run.step}: {error}")
@@ -176,12 +165,8 @@ def save(run: Run) -> Path | None:
 
 
 def leave(run: Run, signum: int) -> None:
-    """End the run after this step, because a rank was asked to by a signal. Collective.
-
-    Raises:
-        Stopped: there is a checkpoint of this step.
-        UnwrittenError: there is none.
-    """
+    """End the run after this step, because a rank was asked to by a signal. Collective. Raises Stopped if there is a
+    checkpoint of this step, and UnwrittenError if there is none."""
     name = signal.Signals(signum).name
     run.records.say(f"step {run.step}: {name}: writing a checkpoint, then leaving")
     path = save(run) if run.saved_at != run.step else run.checkpoints.latest()
@@ -195,11 +180,8 @@ def leave(run: Run, signum: int) -> None:
 
 
 def finish(run: Run) -> None:
-    """What comes after the last step. Collective.
-
-    Raises:
-        UnwrittenError: something could not be written. All that could be is.
-    """
+    """What comes after the last step. Collective. Raises UnwrittenError if something could not be written; all that
+    could be is."""
     training = run.config.training
     run.placement.finish(run.step)
     # Transformers has no such model.
@@ -271,13 +253,12 @@ def _compare(run: Run) -> dict[str, Any] | None:
     # Graphs hold this run's transport.
     run.built.objective.graphs = None
     run.records.say(f"comparing {ours} with {run.compare_with} in interleaved probe steps")
-    result = compare(
-        run.built.model,
-        {name: transport_options(run.config, run.plan.degrees, name) for name in (ours, run.compare_with)},
-        lambda: run.built.objective.backward(batches, run.data.train.targets),
-        run.built.metrics,
-        run.built.device,
-    )
+    ways = {name: transport_options(run.config, run.plan.degrees, name) for name in (ours, run.compare_with)}
+
+    def step() -> Losses:
+        return run.built.objective.backward(batches, run.data.train.targets)
+
+    result = compare(run.built.model, ways, step, run.built.metrics, run.built.device)
     for name, values in result.items():
         run.records.write("probe", run.step, transport=name, **values)
     return summarise(result, ours, run.compare_with)
@@ -314,17 +295,11 @@ REPETITIONS = 5
 
 
 def compare(
-    model: nn.Module,
-    ways: Mapping[str, TransportOptions],
-    step: Callable[[], Any],
-    metrics: RideMetrics,
+    model: nn.Module, ways: Mapping[str, TransportOptions], step: Callable[[], Any], metrics: RideMetrics,
     device: torch.device,
-) -> dict[str, dict[str, Any]]:
-    """Time `step` (a forward and backward) under two transports with their options. All ranks call it together.
-
-    Returns:
-        For each name: `step_ms`, milliseconds of each repetition on the slowest rank, and `bytes_remote` of one step.
-    """
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Time `step` (a forward and backward) under two transports with their options. Collective. For each name:
+    `step_ms`, milliseconds of each repetition on the slowest rank, and `bytes_remote` of one step."""
     result: dict[str, dict[str, Any]] = {name: {"step_ms": [], "bytes_remote": 0} for name in ways}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for repetition in range(-1, REPETITIONS):
@@ -343,12 +318,6 @@ def compare(
 
 def summarise(result: dict[str, dict[str, Any]], ours: str, theirs: str) -> dict[str, Any]:
     """Medians and their ratio (theirs over ours: above 1, ours is faster)."""
-    ours_ms = statistics.median(result[ours]["step_ms"])
-    theirs_ms = statistics.median(result[theirs]["step_ms"])
-    return {
-        "transport": theirs,
-        "step_ms": theirs_ms,
-        "ours_step_ms": ours_ms,
-        "ratio": theirs_ms / ours_ms,
-        "repetitions": len(result[ours]["step_ms"]),
-    }
+    ours_ms, theirs_ms = (statistics.median(result[name]["step_ms"]) for name in (ours, theirs))
+    found = {"transport": theirs, "step_ms": theirs_ms, "ours_step_ms": ours_ms, "ratio": theirs_ms / ours_ms}
+    return {**found, "repetitions": len(result[ours]["step_ms"])}

@@ -37,7 +37,7 @@ from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.build.run_data import RunData
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.config.schema import Config
+from carpool.train.config.schema import Config, TrainingSection
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.stopping import STOP_SIGNALS, StopRequest
 from carpool.train.launch.worker import Watchdog
@@ -49,7 +49,6 @@ from carpool.train.run.run_records import Records, record_plan
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.diagnose import NonFiniteError, explain
 from carpool.train.steps.objective import Batch, Losses
-from carpool.train.steps.optimizer import learning_rate
 
 T = TypeVar("T")
 
@@ -147,10 +146,10 @@ class Run:
             self.built.metrics.reset()
             self.placement.rewind(mark)
             self.records.write("repeat", self.step, **made._asdict())
-            now = [f"{made.capacity:,} a slab"] if made.capacity is not None else []
+            now = [f"{made.capacity:,} tokens a slab"] if made.capacity is not None else []
             now += [f"{made.arena_bytes / 2**20:,.0f} MiB for the backward"] if made.arena_bytes else []
-            now += [f"{made.node_rows:,} to each other node"] if made.node_rows is not None else []
-            self.records.say(f"step {self.step}: more rows than there is room for: now {', '.join(now)}, and once more")
+            now += [f"{made.node_rows:,} tokens to each other node"] if made.node_rows is not None else []
+            self.records.say(f"step {self.step}: buffers were too small, and have now {', '.join(now)}; it is repeated")
 
     def fit_capacity(self) -> None:
         """After a step: from now on send as many tokens to each other node as steps need, if these are fewer."""
@@ -158,7 +157,7 @@ class Run:
         if rooms and (rows := fewer_node_tokens(rooms)) is not None:
             self.forget_graphs()
             self.records.write("node_rows", self.step, rows=rows)
-            self.records.say(f"step {self.step}: from now on {rows:,} rows travel to each other node")
+            self.records.say(f"step {self.step}: from now on {rows:,} tokens travel to each other node")
 
     def forget_graphs(self) -> None:
         if self.built.objective.graphs is not None:
@@ -211,6 +210,21 @@ def loop(run: Run) -> None:
         if pauses:
             run.built.metrics.reset()
             begin = time.perf_counter()
+
+
+def learning_rate(step: int, training: TrainingSection) -> float:
+    """The learning rate of step 1, 2, ...: linear warm-up, then cosine, linear or constant to `min_lr_ratio`.
+
+    A pure function of the step, so that there is no scheduler state to save.
+    """
+    warmup = training.warmup()
+    if step <= warmup:
+        return training.learning_rate * step / warmup
+    if training.lr_scheduler_type == "constant":
+        return training.learning_rate
+    done = (step - warmup) / max(1, training.steps - warmup)
+    left = 1 - done if training.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return training.learning_rate * (training.min_lr_ratio + (1 - training.min_lr_ratio) * left)
 
 
 def record(run: Run, wait: bool = True) -> None:
@@ -356,14 +370,9 @@ def record_step(run: Run, numbers: StepNumbers) -> None:
     if step % training.logging_steps == 0 or step in (run.start + 1, run.last_step):
         records.write("train", step, **record)
         records.write(
-            "layers",
-            step,
-            load=rode.load_LE,
-            copies=rode.copies_L,
-            traffic_rows=rode.traffic_WW,
-            rank_load=rode.rank_load_W,
-            rank_ms=rode.rank_ms,
-        )
+            "layers", step, load=rode.load_LE, copies=rode.copies_L, traffic_rows=rode.traffic_WW,
+            rank_load=rode.rank_load_W, rank_ms=rode.rank_ms,
+        )  # fmt: skip
         records.display.step(step, record)
     if run.plan.searched is not None and len(records.steps) == SKIPPED + MEASURED:
         record_plan(records, run.plan.searched.answer)

@@ -38,14 +38,8 @@ PROFILE = "profile"
 
 
 def check_profile(config: Config, fixed: Collection[str]) -> None:
-    """Refuse what the ranks of this machine would refuse before their first step (`carpool.train.plan.start_checks`).
-    The run in the folder stays as it is, whatever it is.
-
-    Args:
-        fixed: settings that the user has said, by SECTION.KEY.
-
-    Raises:
-        ValueError: that."""
+    """Raise ValueError for what the ranks of this machine would refuse before their first step
+    (`carpool.train.plan.start_checks`). The run in the folder stays as it is, whatever it is."""
     folder = Path(config.training.output_dir)
     config = _as_profiled(config, folder, folder / PROFILE)
     resume = config.training.resume_from_checkpoint
@@ -123,12 +117,9 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
         found = checkpoint_to_resume(resume, folder, CheckpointManager(folder, None))
         resume = None if found is None else str(found)
     changed = {
-        "output_dir": str(recorded),
-        "resume_from_checkpoint": resume,
-        "learning_rate": 0.0,
-        "report_to": (),
+        "output_dir": str(recorded), "resume_from_checkpoint": resume, "learning_rate": 0.0, "report_to": (),
         "stop_at_step": None,
-    }
+    }  # fmt: skip
     if resume is not None:
         # A run that has ended may be profiled, too.
         length = "max_steps" if training.max_steps is not None else "num_train_epochs"

@@ -101,17 +101,10 @@ def start_run(
     fixed: Collection[str] = frozenset(),
     make_corpus: MakeCorpus | None = None,
 ) -> Run:
-    """A run before its first step. All ranks call it alike.
-
-    Args:
-        compare_with: a transport whose step times are compared at the end.
-        command: what the user typed, for the record.
-        fixed: settings that the user has said, by SECTION.KEY; a plan leaves them.
-        make_corpus: instead of reading the text that `[data]` names.
+    """A run before its first step: as `train`, on all ranks. `make_corpus`: instead of reading what `[data]` names.
 
     Raises:
-        ValueError: a configuration, data or checkpoint that cannot be used.
-    """
+        ValueError: a configuration, data or checkpoint that cannot be used."""
     memory_before = peak_memory(rank_device())
     plan, tokenizer, resume, saved = plan_on_ranks(config, compare_with, fixed)
     plan, data = with_data(plan, tokenizer, make_corpus)
@@ -124,16 +117,9 @@ def start_run(
     run.checkpoints = CheckpointManager(run.folder, plan.config.training.save_total_limit)
     _load_checkpoint(run, resume)
     run.placement = Placement(
-        plan.config,
-        built.model,
-        built.optimizer,
-        _facts(plan, built),
-        run.folder,
-        lambda text: run.records.say(text),
-        lambda *args, **fields: run.records.write(*args, **fields),
-        saved,
-        resume,
-    )
+        plan.config, built.model, built.optimizer, _facts(plan, built), run.folder,
+        lambda text: run.records.say(text), lambda *args, **fields: run.records.write(*args, **fields), saved, resume,
+    )  # fmt: skip
     run.records = open_records(run, command, resume)
     if built.objective.graphs is not None:
         built.objective.graphs.known = partial(record_graphs, run)
@@ -145,10 +131,8 @@ def start_run(
 def plan_on_ranks(
     config: Config, compare_with: str | None = None, fixed: Collection[str] = (), resumes: bool = True
 ) -> tuple[Plan, Tokenizer, Path | None, dict[str, Any]]:
-    """(the plan, the tokenizer, the checkpoint to go on from, what that says beside weights).
-
-    Args:
-        resumes: the run may go on from a checkpoint."""
+    """(the plan, the tokenizer, the checkpoint to go on from, what that says beside weights). `resumes`: the run may
+    go on from a checkpoint."""
     check_same_settings(config, compare_with)
     folder = Path(config.training.output_dir)
     if why := gather(why_not_writable(folder) if dist.get_rank() == 0 else None)[0]:
@@ -178,12 +162,8 @@ def _load_checkpoint(run: Run, resume: Path | None) -> None:
     """What changes from step to step: from the start, or as the checkpoint has it."""
     training, built = run.config.training, run.built
     if resume is not None:
-        hooks: dict[str, Any] = {}
-        if not is_logical(built.model):
-            hooks = {
-                "from_logical": partial(physical_order, built.model),
-                "logical_like": partial(logical_like, built.model),
-            }
+        ways = {} if is_logical(built.model) else {"from_logical": physical_order, "logical_like": logical_like}
+        hooks: dict[str, Any] = {name: partial(way, built.model) for name, way in ways.items()}
         try:
             state = load(resume, built.model, built.optimizer, **hooks)
         except CheckpointError as error:
@@ -211,17 +191,11 @@ def _facts(plan: Plan, built: Built) -> Facts:
     """What the cost of a layout depends on in this run."""
     layer, training = built.rides[0], plan.config.training
     speeds = plan.config.parallelism.rank_speeds
+    elements = layer.layout.slices * sum(math.prod(one.shape[1:]) for one in layer.experts.parameters())
     return Facts(
-        transport=built.transport.answer,
-        topology=built.ep_topology,
-        tokens=plan.tokens,
-        micro_batches=training.gradient_accumulation_steps,
-        top_k=plan.blueprint.top_k,
-        hidden=plan.blueprint.row_size,
-        element_size=plan.dtype.itemsize,
-        codecs=built.options.codecs,
-        expert_elements=layer.layout.slices
-        * sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters()),
-        hardware=plan.machine.hardware,
+        transport=built.transport.answer, topology=built.ep_topology, tokens=plan.tokens,
+        micro_batches=training.gradient_accumulation_steps, top_k=plan.blueprint.top_k,
+        hidden=plan.blueprint.row_size, element_size=plan.dtype.itemsize, codecs=built.options.codecs,
+        expert_elements=elements, hardware=plan.machine.hardware,
         speeds=tuple(speeds[rank] for rank in ranks_of(layer.group)) if isinstance(speeds, tuple) else (),
-    )
+    )  # fmt: skip

@@ -19,8 +19,7 @@ from carpool.hf.seam.find_modules import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import environment
 from carpool.train.blueprint import flops_per_token, peak_flops
-from carpool.train.build.expert_kernels import describe_kernels
-from carpool.train.build.offloaded import FEW_KIND
+from carpool.train.build.measured_choices import FEW_KIND, describe_kernels
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import Planned, describe, measured_beside
@@ -79,15 +78,9 @@ def open_records(run: Run, command: str, resume: Path | None) -> Records:
     display = Display(run.main, run.last_step, run.step)
     with together(ValueError, ""):
         recorder = Recorder(
-            run.folder,
-            run.main,
-            training.report_to,
-            run.config.model_dump(mode="json"),
-            training.steps,
-            say=display.say,
-            begins=resume is None,
-            restore=lambda: write_files(run, records.info),
-        )
+            run.folder, run.main, training.report_to, run.config.model_dump(mode="json"), training.steps,
+            say=display.say, begins=resume is None, restore=lambda: write_files(run, records.info),
+        )  # fmt: skip
     records = Records(run.folder, run.main, recorder, display)
     records.info = run_info(run, command, resume)
     with together(OSError, f"{run.folder} cannot be written: "):
@@ -146,11 +139,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
             "name": layer.transport.name,
             "requested": config.moe.transport,
             "buffer_bytes": layer.transport.buffer_bytes(
-                _options(run),
-                layer.num_ranks,
-                blueprint.row_size,
-                plan.dtype.itemsize,
-                blueprint.top_k,
+                _options(run), layer.num_ranks, blueprint.row_size, plan.dtype.itemsize, blueprint.top_k
             ),
         },
         "metrics": {one.name: {"help": one.help, "unit": one.unit} for one in run.metrics},
@@ -189,7 +178,7 @@ def lossy_reasons(run: Run) -> list[str]:
     if training.grad_clipping == "delayed" and training.max_grad_norm:
         lossy.append("gradients are clipped by the norm of the step before")
     if run.config.adapter.base_dtype is not None:
-        lossy.append(f"the frozen experts are kept in {run.config.adapter.base_dtype}")
+        lossy.append(f"the frozen experts are stored in {run.config.adapter.base_dtype}")
     return lossy
 
 
@@ -273,7 +262,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
     if config.model.path is not None and config.model.from_scratch:
         say(f"from scratch: {config.model.path} has a config.json and no weights")
     if (narrow := config.model.travel_size) is not None:
-        say(f"ANOTHER MODEL: rows are projected to {narrow} elements before they travel (model.travel_size)")
+        say(f"ANOTHER MODEL: tokens are projected to {narrow} elements before they travel (model.travel_size)")
     if (every := config.moe.move_sequences) is not None:
         often = "each layer with experts" if every == 1 else f"every {every} layers with experts"
         say(f"sequences may move to other ranks before {often} but the first")
@@ -294,7 +283,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
     expected = "if its experts are chosen uniformly and stay in order"
     say(f"a token visits {visits:.2f} of {degrees.expert_ranks} ranks, {expected}")
     if (copies := info["predicted"]["copies_per_token_uniform"]) > visits + 0.005:
-        say(f"transport {transport['name']} makes {copies:.2f} copies of it, and not one for each of these")
+        say(f"transport {transport['name']} sends it {copies:.2f} times, and not once to each of these")
     if size := transport["buffer_bytes"]:
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {_options(run).max_tokens:,} tokens")
     compiles_again = config.training.torch_compile and config.memory.layer_activations == "recompute"
@@ -304,9 +293,9 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         policies = ", ".join(f"{item} {policy}" for item, policy in plan.policies.answer.items())
         say(f"memory: {policies}: {plan.policies.why}")
     if built.kernels is not None:
-        say(f"experts {info['experts']}, stages {describe_kernels(built.kernels.answer)}: {built.kernels.why}")
+        say(f"experts {info['experts']}, kernels {describe_kernels(built.kernels.answer)}: {built.kernels.why}")
     elif config.moe.expert_kernels != "default":
-        say("experts: these are the model's own, which have no stages; moe.expert_kernels means nothing here")
+        say("experts: the model computes its own; moe.expert_kernels has no effect here")
     if built.schedule.answer.name != "none" or built.schedule.times:
         say(f"schedule {built.schedule.answer}: {built.schedule.why}")
     if built.device.type == "cuda":
@@ -316,14 +305,14 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
     if (optimizer := info["optimizer"])["name"] != "torch":
         masters = "float32 masters of bfloat16 parameters, " if optimizer["masters"] else ""
         where = {"device": "", "host": ", in host memory", "disk": ", on disk"}[optimizer["state"]]
-        when = "; gradients are consumed in the backward" if built.consumed is not None else ""
+        when = "; parameters are updated in the backward" if built.consumed is not None else ""
         say(f"optimizer {optimizer['name']}: {masters}moments in {optimizer['moments']}{where}{when}")
     if built.offloaded is not None:
         where = "in host memory" if config.memory.experts == "host" else "on disk"
         how = "layer by layer"
         if config.memory.expert_loading == "popular":
-            how = "when they are chosen; popular ones ahead"
-        say(f"experts are {where}, and come to the device {how}")
+            how = "when they are chosen, popular ones ahead"
+        say(f"experts are {where}, and are loaded to the device {how}")
         if (few := plan.decisions.record().get(FEW_KIND.key)) is not None:
             say(f"the CPU computes experts with up to {few['tokens']} tokens: {few['why']}")
     if built.layout_source != "contiguous":

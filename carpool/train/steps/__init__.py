@@ -1,1 +1,1 @@
-"""How is a step computed? Eagerly, as CUDA graphs, through the stages of a pipeline; and with room for all rows."""
+"""How is a step computed? Eagerly, as CUDA graphs, or through stages of a pipeline; with capacity for all tokens."""

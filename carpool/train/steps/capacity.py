@@ -1,16 +1,16 @@
 """The capacity of a transport's buffers in a run, which grows when a step needs more.
 
 By default a slab of nvlink has a place for each token of its sender, and no routing can overflow. A smaller
-`nvlink.capacity` saves memory, and then a step may not fit: sums are NaN, and every rank has counted how much would
+`nvlink.capacity` saves memory, and then a step may not fit: outputs are NaN, and every rank has counted how much would
 have been enough.
 
-    step 7, slabs of 512 rows:  forward, backward -> 700 rows were needed
-    gradients thrown away, slabs of 1024 rows, random state of before step 7
+    step 7, slabs of 512 tokens:  forward, backward -> 700 were needed
+    gradients thrown away, slabs of 1024 tokens, random state of before step 7
     step 7 again, on the same batches:  forward, backward -> all had a place -> optimizer
 
-The same for the arena in which layers keep what their backward needs: it starts small, and after the first step it has
-the size that this step would have taken, and a quarter more. And for the rows that hierarchical sends to each other
-node, which become fewer, too, where steps need fewer (`carpool.transport.room`). The device is asked once per step.
+The same holds for the arena in which layers save what their backward needs: it starts small, and after the first step
+it has the size that this step would have taken, and a quarter more. And for the tokens that hierarchical sends to each
+other node, which become fewer, too, where steps need fewer (`carpool.transport.room`). The host looks once per step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Made(NamedTuple):
-    """What there is room for after it has grown: rows of a slab, bytes of the largest arena that has grown (0: none),
-    and rows to each other node. None: the transport has no such thing."""
+    """Capacities after they have grown: tokens of a slab, bytes of the largest arena that has grown (0: none), and
+    tokens to each other node. None: the transport has no such thing."""
 
     capacity: int | None
     arena_bytes: int
@@ -43,16 +43,13 @@ class Made(NamedTuple):
 def grow_if_short(
     rooms: Sequence[Room], device: torch.device, before: Callable[[], None] = lambda: None
 ) -> Made | None:
-    """If rows had no place since the last call, enlarge what was too small, on all ranks.
+    """If tokens had no place since the last call, enlarge what was too small, on all ranks.
 
     Collective over all ranks of the run: they decide alike, also where only one of several expert-parallel groups
-    overflowed. Waits for the device.
-
-    Args:
-        before: is called before anything grows.
+    overflowed. Waits for the device. `before` is called before anything grows.
 
     Returns:
-        The new sizes: what was computed since the last call is void. None: all rows had a place.
+        The new sizes: what was computed since the last call is void. None: all tokens had a place.
     """
     buffers, nodes = _kinds(rooms)
     # Arenas serve the same layers on all ranks, so there are equally many.
@@ -87,15 +84,15 @@ def grow_if_short(
 
 
 def fewer_node_tokens(rooms: Sequence[Room]) -> int | None:
-    """After a step whose rows all had a place: how many rows travel to each other node from now on, if they become
-    fewer. The same on all ranks."""
+    """After a step whose tokens all had a place: how many travel to each other node from now on, if they become fewer.
+    The same on all ranks."""
     return max((one.capacity for one in _kinds(rooms)[1] if one.fit(one.agreed)), default=None)
 
 
 @contextmanager
 def full_capacity(rooms: Sequence[Room]) -> Iterator[None]:
-    """Inside, a row for each token travels to each other node. For evaluations: a sample of text cannot be drawn from
-    NaN and repeated, and their batches are of another size than a step's."""
+    """Inside, each token has a place to each other node. For evaluations: a sample cannot be drawn from NaN and
+    repeated, and their batches are of another size than a step's."""
     nodes = _kinds(rooms)[1]
     for one in nodes:
         one.whole = True

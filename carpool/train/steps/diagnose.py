@@ -14,14 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.parallel.replicated import sharded_parameters
+from carpool.train.launch.ranks import gather
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str 
         for handle in handles:
             handle.remove()
     order = [name for name, _ in model.named_modules()]
-    return min(_from_all_ranks(found), key=lambda name: order.index(name) if name in order else -1, default=None)
+    return min(chain(*gather(found)), key=lambda name: order.index(name) if name in order else -1, default=None)
 
 
 @torch.no_grad()
@@ -83,7 +84,7 @@ def nonfinite_parameters(model: nn.Module, gradients: bool) -> list[str]:
             value = parameter.grad if gradients else parameter
             if value is not None and _bad(value):
                 found.append(name)
-    names = set(_from_all_ranks(found))
+    names = set(chain(*gather(found)))
     return [name for name, _ in model.named_parameters() if name in names]
 
 
@@ -105,11 +106,3 @@ def _bad(tensor: torch.Tensor) -> bool:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _from_all_ranks(found: list[str]) -> list[str]:
-    if not dist.is_initialized():
-        return found
-    everything: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everything, found)
-    return [name for names in everything for name in names]

@@ -65,11 +65,8 @@ def note_graphs(decisions: Decisions, used: bool | None, why_not: str | None) ->
 
 
 def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers: Sequence[ExpertRides]) -> str | None:
-    """Why the steps of a run are not captured; None: they can be.
-
-    Args:
-        candidate: the run in the planner's words, with the schedule that it has.
-        model, layers: as they were built, and its rides."""
+    """Why the steps of a run are not captured; None: they can be. `candidate`: the run in the planner's words, with
+    the schedule that it has."""
     transport = layers[0].transport
     gpu = next(model.parameters()).device.type == "cuda"
     if reason := by_settings(config.model_dump(), gpu):
@@ -86,10 +83,9 @@ def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers
         return COPIES
     if one_row_only(model):
         return LENGTHS
-    if candidate.policies["layer_activations"] == "recompute" and draws_random_numbers(model):
-        return RANDOM
-    if candidate.schedule == "two-batch" and draws_random_numbers(model):
-        return RANDOM_HALVES
+    again, halves = candidate.policies["layer_activations"] == "recompute", candidate.schedule == "two-batch"
+    if (again or halves) and draws_random_numbers(model):
+        return RANDOM if again else RANDOM_HALVES
     return candidate.why_eager_by_plan
 
 
@@ -105,12 +101,7 @@ def check_graphs(why_not: str | None) -> None:
 
 
 class Replay(NamedTuple):
-    """A recorded piece of work.
-
-    Attributes:
-        again: does it.
-        counted: what each layer counts on the host for it.
-    """
+    """A recorded piece of work: what does it again, and what each layer counts on the host for it."""
 
     again: Callable[[], None]
     counted: list[HostCounts]
@@ -120,10 +111,9 @@ class StepGraphs:
     """The graphs of one run. All ranks construct and call it alike.
 
     Args:
-        model: may be captured (`why_no_graphs`).
-        layers: its rides.
+        model: may be captured (`why_no_graphs`);  layers: its rides.
         compute: micro-batches of a step, eagerly.
-        known: told after each capture why steps are not captured; None: they are.
+        known: gets, after each capture, why steps are not captured; None: they are.
         required: raise if the capture fails; else go on eagerly.
         consumed: what uses gradients in the backward.
         recorder: makes what records the graphs of a step.
@@ -177,7 +167,7 @@ class StepGraphs:
 
         Args:
             factor: of the loss of each micro-batch.
-            before_backward: is captured, too, and must not ask the host for anything.
+            before_backward: is captured, too, so it must not wait for the host.
 
         Returns:
             (2,) float64 on the device: sums of losses, as `compute` adds them, valid until the next call. None: this

@@ -46,9 +46,7 @@ class Objective:
 
     Args:
         model: a causal language model of transformers.
-        top_k: K, for the balance loss.
-        aux_coef: 0 turns the balance loss off.
-        balance_layers: balance each layer by itself, not all of them together.
+        aux_coef: 0 turns the balance loss off;  balance_layers: balance each layer by itself, not all together.
         two_batch: two micro-batches run half a layer apart (`carpool.ride.two_batch`), and an odd last one by
             itself. If there is only one, its halves do; the balance loss is then of each half.
         rides_first: what reductions wait for (`carpool.ride.priority`).
@@ -110,15 +108,14 @@ class Objective:
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
-        collected: AbstractContextManager[Any] = nullcontext()
-        if self.router_logits is not None:
-            collected = self.router_logits.collect()
-        moves: AbstractContextManager[None] = nullcontext()
-        with self.inputs(batch) as (batch, settings), collected as logits:
-            if self.moving is not None and self.model.training:
-                moves = self.moving.targets(batch["target"])
-            with moves:
-                ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
+        routers, moves = self.router_logits, self.moving if self.model.training else None
+        collected: AbstractContextManager[Any] = nullcontext() if routers is None else routers.collect()
+        with (
+            self.inputs(batch) as (batch, settings),
+            collected as logits,
+            nullcontext() if moves is None else moves.targets(batch["target"]),
+        ):
+            ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
         if self.router_logits is None:
             return ce, None
         return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=self.padding(batch))
@@ -170,12 +167,8 @@ class Objective:
         return int(count.item()) // self.ranks_per_sequence
 
     def backward(self, batches: Sequence[Batch], tokens: int | None = None) -> Losses:
-        """Accumulate the gradients of one global batch, given in micro-batches. All ranks call it together. Waits for
-        the device.
-
-        Args:
-            tokens: that it predicts, over all ranks with distinct sequences. None: they are counted.
-        """
+        """Accumulate the gradients of one global batch, given in micro-batches. Collective; waits for the device.
+        `tokens`: that it predicts, over all ranks with distinct sequences. None: they are counted."""
         if tokens is None:
             tokens = self.targets(batches)
         return self.losses(self.accumulate(batches, tokens).tolist(), tokens)
@@ -227,11 +220,7 @@ class Objective:
         return sums
 
     def _accumulate(
-        self,
-        batches: Sequence[Batch],
-        factor: float,
-        sums: torch.Tensor,
-        before_backward: BeforeBackward | None,
+        self, batches: Sequence[Batch], factor: float, sums: torch.Tensor, before_backward: BeforeBackward | None
     ) -> None:
         """Eagerly: the gradients of micro-batches, and the sums of their losses in `sums`."""
         with self.rides_first or nullcontext():

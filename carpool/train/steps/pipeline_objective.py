@@ -37,14 +37,11 @@ class PipelineObjective(Objective):
     """As `Objective`, of a model that is cut into stages.
 
     Args:
-        model: of which this rank keeps its stages' layers.
-        parts: of all stages.
+        model: of which this rank keeps its stages' layers;  parts: of all stages.
         schedule: one of `carpool.parallel.schedules.SCHEDULES`.
-        group: the ranks of this pipeline, in order.
-        stage_group: the ranks that have the same stages as this one.
+        group: the ranks of this pipeline, in order;  stage_group: those with the same stages as this one.
         routers: the layers that have a router with a balance loss, and the number of its experts.
         dtype: in which hidden states travel.
-        settings: of `Objective`.
     """
 
     def __init__(
@@ -79,11 +76,9 @@ class PipelineObjective(Objective):
         self.copies, self.cross_entropy.copies = self.cross_entropy.copies, 1
         self.experts, layers = max(routers.values(), default=0), sorted(routers)
         self.layers = len(layers)
+        ends = [(part.layers.start, part.layers.stop) for part in parts]
         self.rows = {
-            number: range(
-                sum(layer < part.layers.start for layer in layers), sum(layer < part.layers.stop for layer in layers)
-            )
-            for number, part in enumerate(parts)
+            number: range(*(sum(layer < end for layer in layers) for end in both)) for number, both in enumerate(ends)
         }
 
     def _collector(self) -> RouterLogits:
@@ -96,11 +91,7 @@ class PipelineObjective(Objective):
         return self._sums[0].clone(), None
 
     def _accumulate(
-        self,
-        batches: Sequence[Batch],
-        factor: float,
-        sums: torch.Tensor,
-        before_backward: BeforeBackward | None,
+        self, batches: Sequence[Batch], factor: float, sums: torch.Tensor, before_backward: BeforeBackward | None
     ) -> None:
         assert before_backward is None, "gradients are consumed in one backward, and a pipeline has several"
         self.begin(batches, factor, sums)
@@ -114,12 +105,7 @@ class PipelineObjective(Objective):
         self.end()
 
     def begin(self, batches: Sequence[Batch], factor: float | torch.Tensor, sums: torch.Tensor) -> None:
-        """A step begins.
-
-        Args:
-            batches: its micro-batches.
-            factor: of the loss of each.
-            sums: where losses are added."""
+        """A step of these micro-batches begins. `factor`: of the loss of each; `sums`: where losses are added."""
         self._batches, self._factor, self._sums, self._first = batches, factor, sums, True
 
     def end(self) -> None:
@@ -176,9 +162,7 @@ class PipelineObjective(Objective):
                     # Equally many on all ranks, also where the last ones have fewer tokens.
                     most = num_rows(batch["input_ids"].numel(), self.shard.group)
                     hidden_BLH = F.pad(hidden_BLH, (0, 0, 0, most - hidden_BLH.shape[1]))
-        found: Tensors = ()
-        if aux:
-            found = (self._add_statistics(stage, received, logits, self.padding(batch)),)
+        found: Tensors = (self._add_statistics(stage, received, logits, self.padding(batch)),) if aux else ()
         if not part.last:
             return (hidden_BLH, *found)
         self._sums[0] += ce.detach() / self.copies

@@ -45,12 +45,7 @@ class _Edge(NamedTuple):
 
 
 class StageGraphs(StepGraphs):
-    """As `StepGraphs`, of the stages of a rank.
-
-    Args:
-        objective: computes them eagerly.
-        layers, known, required, recorder: as of `StepGraphs`.
-    """
+    """As `StepGraphs`, of the stages of a rank, which `objective` computes eagerly."""
 
     def __init__(
         self,
@@ -117,11 +112,8 @@ class StageGraphs(StepGraphs):
         flying: dict[tuple[int, int], tuple[Tensors, Tensors]],
         owed: dict[tuple[int, int], Callable[[], None]],
     ) -> None:
-        """One action, from and to the tensors at the edge.
-
-        Args:
-            flying: what forwards were given and have made, whose backwards are to come.
-            owed: the weight gradients that are to come."""
+        """One action, from and to the tensors at the edge. `flying`: what forwards were given and have made, whose
+        backwards are to come; `owed`: deferred weight gradients."""
         objective, key, edge = self.objective, (action.stage, action.number), self._edges[action.stage]
         objective.use_lane(action.lane)
         if action.kind == "W":

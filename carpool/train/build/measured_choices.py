@@ -1,0 +1,461 @@
+"""What a run measures before its first step, on all ranks with their model: the kernels of experts, the schedule of
+layers, and how many tokens an expert in host memory may have for the CPU to compute it.
+
+    setting                    a run that starts                              a run that is resumed
+    moe.expert_kernels
+        default                by the shape (`default_choices`)               as recorded in run.json
+        measure                timed                                          as recorded in run.json
+        a table                what it names; the rest by the shape           what it names; the rest as recorded
+    moe.schedule
+        auto                   GPUs: timed; CPU: none, as gloo hides nothing  as recorded in run.json
+        any other              that one                                       that one
+    memory.cpu_expert_tokens
+        auto                   timed                                          as recorded in run.json
+        a number               that one                                       that one
+
+Kernels are timed on one rank's share of a batch whose tokens choose their experts uniformly; the mean over ranks
+counts, and a way that any rank cannot use is left out. For example, with 8192 tokens on each of 4 ranks, 64 experts and
+8 experts per token, 4 * 8192 * 8 / 4 = 65,536 pairs of a token and an expert come to a rank. A token visits 3.66 ranks,
+so it wants 2.2 experts on each: measured are 32,768 tokens with 2 experts each.
+
+Schedules are timed as one layer's ride, forward and backward, of tokens that choose uniformly; the slowest rank's
+median counts. A ride in more chunks must be 2 % faster than one in fewer: what chunks cost the host is only partly seen
+here.
+
+By APTMoE (SC 2024) the CPU computes an expert if t_cpu(tokens) < t_load + t_gpu(tokens), of which all three are
+measured on all ranks at the same time, because they share the CPU and its memory. Both sides grow with the tokens, the
+CPU's faster, so that one number says it all; and a number, not the time of a step, makes a repeated step the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.activations.host_memory import host_zeros
+from carpool.experts import Activation, Choices, ExpertWeights, GroupedExperts, measure_choices
+from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, default_choices
+from carpool.experts.gemm.measure_choices import Measured, pick
+from carpool.experts.reference import expert_rows
+from carpool.hf.seam.expert_rides import ExpertRides, rooms_of_rides
+from carpool.hf.seam.experts_module import weight_names
+from carpool.layout import assign
+from carpool.metrics.counters import LayerStats
+from carpool.metrics.host import synchronize, timed
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, fastest
+from carpool.ride.function import ride
+from carpool.ride.schedule import MAX_CHUNKS, SCHEDULES, Schedule, ScheduleKind
+from carpool.routing import Routing
+from carpool.train.launch.machine import device_name
+from carpool.train.plan.resolve import Plan
+from carpool.train.steps.capacity import grow_if_short
+from carpool.transport import TransportOptions
+from carpool.transport.volume import uniform_copies
+
+log = logging.getLogger("carpool")
+BY_SHAPE = "by the shape"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a choice depends on, of one rank.
+
+    Attributes:
+        device, dtype: a name; in what experts compute.
+        rows, slots_per_row: rows that come, and how many of the `slots` each wants.
+        hidden, inner: H, F.
+        adapter_rank: of the experts' adapters; 0: there are none.
+    """
+
+    device: str
+    dtype: str
+    rows: int
+    slots_per_row: int
+    slots: int
+    hidden: int
+    inner: int
+    adapter_rank: int = 0
+
+
+KERNELS_KIND: Kind[Choices] = Kind(
+    "experts", lambda one: {"stages": one.to_dict()}, lambda record: Choices.from_dict(record["stages"]), "microseconds"
+)
+
+
+def choose_kernels(plan: Plan, layers: Iterable[ExpertRides]) -> Chosen[Choices] | None:
+    """Choose for the first layer that has stages; the others have the same shape. All ranks together. None if no layer
+    has stages."""
+    own = next((own for own in layers if isinstance(own.compute, GroupedExperts)), None)
+    if own is None:
+        return None
+    wanted, device = plan.config.moe.expert_kernels, plan.machine.device
+    assert isinstance(own.compute, GroupedExperts) and device is not None
+    shape = shape_of(own, plan.tokens, plan.blueprint.top_k, plan.dtype, device)
+    activation = own.compute.function.activation
+
+    def measure(fallback: Chosen[Choices]) -> Chosen[Choices]:
+        measured = mean_over_ranks(_measure_kernels(own, shape, device), device, shape.adapter_rank > 0)
+        if measured is None:
+            return replace(fallback, why=f"{BY_SHAPE}; measuring needs more memory than some rank has")
+        return Chosen(measured.choices, fallback.shape, "measured", explain_kernels(measured), measured.microseconds)
+
+    def choose(kept: Chosen[Choices] | None, note: str) -> tuple[Chosen[Choices], bool]:
+        return decide_kernels(wanted, shape, device, activation, kept, note)
+
+    return plan.decisions.choose(KERNELS_KIND, asdict(shape), choose, measure)
+
+
+def decide_kernels(
+    wanted: str | Mapping[str, str],
+    shape: Shape,
+    device: torch.device,
+    activation: Activation | Callable[[torch.Tensor], torch.Tensor],
+    kept: Chosen[Choices] | None,
+    note: str,
+) -> tuple[Chosen[Choices], bool]:
+    """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`."""
+    no_kernels = why_no_kernels(shape, device)
+    pairs_per_slot = shape.rows * shape.slots_per_row // max(1, shape.slots)
+    default = Choices()
+    if not no_kernels:
+        default = default_choices(device, pairs_per_slot, shape.adapter_rank > 0)
+    base = kept or Chosen(default, asdict(shape), "default", BY_SHAPE + note)
+    if not isinstance(wanted, str):
+        why = f"{', '.join(wanted)} as moe.expert_kernels says; the rest {base.why}"
+        if no_kernels:
+            why += f"; but the library computes all of them: {no_kernels}"
+        return Chosen(replace(base.answer, **wanted), base.shape, "given", why), False
+    if wanted == "default" or kept is not None:
+        return base, False
+    unknown = "" if isinstance(activation, Activation) else "only the model itself knows its activation"
+    if reason := no_kernels or unknown:
+        return replace(base, why=f"{base.why}; nothing was measured: {reason}"), False
+    return base, True
+
+
+def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, device: torch.device) -> Shape:
+    """What comes to a rank if all experts are chosen equally often; see the module's docstring."""
+    assert isinstance(own.compute, GroupedExperts) and own.transport is not None
+    hidden, inner = own.experts.get_parameter(weight_names(own.experts)[1]).shape[-2:]
+    if own.compute.function.transposed:
+        hidden, inner = inner, hidden
+    # Replicas come and go while a run goes on, and what was chosen must not depend on when it was resumed.
+    slots, per_row = own.num_local_experts, 1
+    if own.transport.choices_per_row(top_k) > 1:
+        groups = own.num_ranks // own.layout.slices
+        per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, groups))))
+    rows = -(-tokens * top_k * own.layout.slices // per_row)
+    ranks = [a.shape[1] for a in (() if own.adapters is None else own.adapters.factors()[::2]) if a is not None]
+    name = str(dtype).removeprefix("torch.")
+    return Shape(device_name(device), name, rows, per_row, slots, hidden, inner, max(ranks, default=0))
+
+
+def why_no_kernels(shape: Shape, device: torch.device) -> str:
+    """Why the library computes all stages here, whatever is chosen; "" if it does not."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return f"the kernels need a GPU of the Hopper generation or later, and this is {shape.device}"
+    if shape.dtype != "bfloat16":
+        return f"the kernels compute in bfloat16, and this run in {shape.dtype}"
+    if shape.hidden % 8 or shape.inner % 8:
+        return f"the kernels need sizes that are multiples of 8, and these are {shape.hidden} and {shape.inner}"
+    return ""
+
+
+def mean_over_ranks(measured: Measured | None, device: torch.device, frozen: bool = False) -> Measured | None:
+    """The mean of all ranks' times and the choice by it, as `pick`. Ways that failed on any rank are left out. None, if
+    that leaves a stage without any, as it does where a rank has measured nothing. Collective."""
+    table = [math.inf] * (len(STAGES) * len(WAYS) + 1)
+    if measured is not None:
+        times = measured.microseconds
+        table = [times[stage].get(way, math.inf) for stage in STAGES for way in WAYS] + [measured.gather]
+    total = torch.tensor(table, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    *means, gather = (total / dist.get_world_size()).tolist()
+    found = iter(means)
+    microseconds = {stage: {way: t for way in WAYS if math.isfinite(t := next(found))} for stage in STAGES}
+    if not all(microseconds.values()):
+        return None
+    return Measured(pick(microseconds, gather, frozen), microseconds, gather)
+
+
+def explain_kernels(measured: Measured) -> str:
+    """What won, and over what, such as "measured, in microseconds: up 812 (library 1,204), ..."."""
+    parts = []
+    for stage, way in measured.choices.to_dict().items():
+        times = measured.microseconds[stage]
+        # dact and ddown are chosen for their sum: the fastest of each alone need not have won.
+        others = {LIBRARY: times[LIBRARY]} if way != LIBRARY and LIBRARY in times else times
+        other, least = min(((w, t) for w, t in others.items() if w != way), key=lambda o: o[1], default=("", 0.0))
+        parts.append(f"{stage} {times[way]:,.0f}" + (f" ({other} {least:,.0f})" if other else ""))
+    return f"measured, in microseconds: {', '.join(parts)}"
+
+
+def describe_kernels(choices: Choices) -> str:
+    """Stages by their way: "library: dact, dup, ddown; flat: up, down, dx"."""
+    ways = choices.to_dict()
+    by_way = {way: ", ".join(stage for stage in STAGES if ways[stage] == way) for way in WAYS}
+    return "; ".join(f"{way}: {stages}" for way, stages in by_way.items() if stages)
+
+
+def _measure_kernels(own: ExpertRides, shape: Shape, device: torch.device) -> Measured | None:
+    """None if there is no memory for it."""
+    assert isinstance(own.compute, GroupedExperts)
+    try:
+        return measure_choices(
+            shape.rows, shape.hidden, shape.inner, shape.slots, shape.slots_per_row, own.compute.function, device,
+            bias=weight_names(own.experts)[2] is not None, adapter_rank=shape.adapter_rank,
+            use_arena=own.transport is not None and own.transport.arena is not None,
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        log.warning("experts were not measured: %s", error)
+        return None
+    finally:
+        # What was taken for it is of no size that a step will ask for.
+        torch.cuda.empty_cache()
+
+
+HIDES_NOTHING = ("cpu",)
+WARM_UP, REPETITIONS = 3, 7
+SCHEDULE_KIND: Kind[Schedule] = Kind(
+    "schedule",
+    lambda schedule: {key: value for key, value in asdict(schedule).items() if key != "options" or value},
+    lambda record: Schedule(record["name"], record["chunks"], record.get("backward_chunks"), record.get("options", {})),
+)
+
+
+def choose_schedule(plan: Plan, layers: Sequence[ExpertRides]) -> Chosen[Schedule]:
+    """Choose, and let the layers follow it. All ranks together.
+
+    Raises:
+        ValueError: experts that cannot follow the schedule that is asked for.
+    """
+    wanted, device, dtype, tokens = plan.config.moe.asked_schedule(), plan.machine.device, plan.dtype, plan.tokens
+    top_k, hidden = plan.blueprint.top_k, plan.blueprint.row_size
+    # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
+    on_cpu = bool(plan.config.memory.cpu_expert_tokens)
+    assert device is not None
+    own = next((own for own in layers if own.compute is not None), None)
+    options, transport = layers[0].options, layers[0].transport
+    shape = {
+        "device": device_name(device), "dtype": str(dtype).removeprefix("torch."), "tokens": tokens, "hidden": hidden,
+        "top_k": top_k, "ranks": layers[0].num_ranks, "transport": None if transport is None else transport.name,
+        "experts": None if own is None or own.compute is None else own.compute.name,
+        "lossy": options is not None and bool(options.lossy_reasons),
+    }  # fmt: skip
+
+    def measure(fallback: Chosen[Schedule]) -> Chosen[Schedule]:
+        assert own is not None
+        times: dict[Schedule, float] = {}
+        for candidates in (candidates_of(own, dtype, device, on_cpu), None):
+            # Forward and backward may differ: once their best common number is known, its neighbours.
+            for way in candidates or neighbours(fastest(times)):
+                times[way] = _milliseconds(own, way, tokens, top_k, hidden, dtype, device)
+        shown = {str(way): round(ms, 4) for way, ms in times.items()}
+        why = f"measured, in milliseconds of a layer's ride: {', '.join(f'{n} {ms:.3g}' for n, ms in shown.items())}"
+        return Chosen(fastest(times), fallback.shape, "measured", why, shown)
+
+    chosen = plan.decisions.choose(
+        SCHEDULE_KIND, shape, lambda kept, note: decide_schedule(wanted, shape, kept, note, own is None), measure
+    )
+    # Before anything is written.
+    if device.type == "cuda" and own is not None and (reason := why_not_follow(own, chosen.answer.kind, dtype, device)):
+        name = chosen.answer.name
+        raise ValueError(f"moe.schedule = {name!r} cannot be used here: {reason}; use 'chunks' or 'auto'")
+    for one in layers:
+        one.set_schedule(chosen.answer)
+    return chosen
+
+
+def decide_schedule(
+    wanted: Schedule | None, shape: Mapping[str, Any], kept: Chosen[Schedule] | None, note: str, own_forward: bool
+) -> tuple[Chosen[Schedule], bool]:
+    """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`."""
+    if wanted is not None:
+        return Chosen(wanted, shape, "given", "asked for"), False
+    if kept is not None:
+        return kept, False
+    reason = ""
+    if own_forward:
+        reason = "the experts run their own forward, in one piece"
+    elif shape["ranks"] == 1:
+        reason = "one rank has no rides to hide"
+    elif shape["device"] in HIDES_NOTHING:
+        reason = "on a CPU nothing runs beside a ride"
+    return Chosen(Schedule(), shape, "default", reason + note), not reason
+
+
+def candidates_of(own: ExpertRides, dtype: torch.dtype, device: torch.device, on_cpu: bool) -> list[Schedule]:
+    """What "auto" times: what every schedule proposes for this layer that the layer can follow. `on_cpu`: the CPU
+    computes some of the experts."""
+    found: list[Schedule] = []
+    for kind in SCHEDULES.values():
+        proposed = kind.candidates(own.transport)
+        if not proposed or (on_cpu and not kind.whole) or why_not_follow(own, kind, dtype, device):
+            continue
+        try:
+            (own.options or TransportOptions()).under(proposed[0])
+        except ValueError:
+            continue
+        found += proposed
+    return found
+
+
+def why_not_follow(own: ExpertRides, kind: type[ScheduleKind], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a layer on a GPU cannot follow such a schedule, or None."""
+    assert own.compute is not None
+    if not kind.whole and own.adapters is not None:
+        return "experts have adapters"
+    none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
+    return kind.why_not(own.compute, ExpertWeights.of(none))
+
+
+def neighbours(best: Schedule) -> tuple[Schedule, ...]:
+    """Twice as many chunks in the forward or in the backward as is best for both."""
+    if best.name != "chunks" or 2 * best.chunks > MAX_CHUNKS:
+        return ()
+    return Schedule("chunks", best.chunks, 2 * best.chunks), Schedule("chunks", 2 * best.chunks, best.chunks)
+
+
+def _milliseconds(
+    own: ExpertRides, schedule: Schedule, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Of a ride of this layer, forward and backward, on the slowest rank."""
+    assert own.compute is not None
+    own.set_schedule(schedule)
+    stats = LayerStats(own.num_experts, own.num_ranks, own.rank)
+    setup = replace(own.ride_setup(own.prepare(top_k, hidden), device), stats=stats)
+    generator = torch.Generator(device).manual_seed(own.rank)
+    score_TE = torch.rand(tokens, own.num_experts, generator=generator, device=device)
+    weight_TK = torch.full((tokens, top_k), 1 / top_k, device=device)
+    routing = Routing(score_TE.topk(top_k).indices.int(), weight_TK.requires_grad_())
+    slot_TK = assign(routing, own.layout, own.rank)
+    x_TH = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
+    weights = ExpertWeights.of(_like(own, name, dtype, device) for name in weight_names(own.experts))
+    times, rooms = [], rooms_of_rides([own])
+    for number in range(WARM_UP + REPETITIONS):
+        took = timed(lambda: ride(x_TH, routing, slot_TK, weights, setup)[0].backward(x_TH.detach()), device)
+        # What has no place is not computed, and would be timed as nothing.
+        if rooms and grow_if_short(rooms, device) is not None:
+            assert number < WARM_UP, "the same rows had a place before"
+        if number >= WARM_UP:
+            times.append(took.ms)
+    return statistics.median(times)
+
+
+def _like(
+    own: ExpertRides, name: str | None, dtype: torch.dtype, device: torch.device, slots: int | None = None
+) -> torch.Tensor | None:
+    """A leaf of the shape of one of the layer's weights, of all its slots, or so many."""
+    if name is None:
+        return None
+    shape: Iterable[int] = own.experts.get_parameter(name).shape[1:]
+    weight = torch.randn(own.layout.slots_per_rank if slots is None else slots, *shape, dtype=dtype, device=device)
+    return weight.mul_(0.02).requires_grad_()
+
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Different experts, so that none is in the CPU's caches.
+_EXPERTS, _REPEATS = 8, 3
+
+
+FEW_KIND: Kind[int] = Kind(
+    "cpu_expert_tokens", lambda tokens: {"tokens": tokens}, lambda record: int(record["tokens"]), "microseconds"
+)
+
+
+def choose_few_tokens(
+    wanted: int | str, own: ExpertRides, dtype: torch.dtype, device: torch.device, decisions: Decisions
+) -> Chosen[int]:
+    """Choose for all layers, by the experts of one. All ranks together.
+
+    Args:
+        wanted: `memory.cpu_expert_tokens`.
+        dtype: in which experts compute.
+        decisions: of the run."""
+    shapes = [tuple(own.experts.get_parameter(one).shape[1:]) for one in weight_names(own.experts) if one is not None]
+    shape = {
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "experts": [list(one) for one in shapes],
+    }
+
+    def decide(kept: Chosen[int] | None, note: str) -> tuple[Chosen[int], bool]:
+        if wanted != "auto":
+            return Chosen(int(wanted), shape, "given", "asked for"), False
+        if kept is not None:
+            return kept, False
+        if device.type != "cuda":
+            return Chosen(0, shape, "default", f"there is no GPU to which experts would come{note}"), False
+        return Chosen(0, shape, "default", f"to be measured{note}"), True
+
+    def measure(fallback: Chosen[int]) -> Chosen[int]:
+        times = measured_times(own, dtype, device)
+        few = most_tokens(times)
+        cpu, loaded = (", ".join(f"{one[n]:,.0f}" for n in COUNTS) for one in (times["cpu"], times["loaded"]))
+        why = f"measured, in microseconds for {', '.join(map(str, COUNTS))} tokens: CPU {cpu}; loaded {loaded}"
+        return Chosen(few, fallback.shape, "measured", why, times)
+
+    return decisions.choose(FEW_KIND, shape, decide, measure)
+
+
+def most_tokens(times: Mapping[str, Mapping[int, float]]) -> int:
+    """The most tokens up to which the CPU is the faster one; 0: it never is."""
+    few = 0
+    for count in COUNTS:
+        if times["cpu"][count] >= times["loaded"][count]:
+            break
+        few = count
+    return few
+
+
+def measured_times(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> dict[str, dict[int, float]]:
+    """Microseconds of an expert by its tokens, on the mean over ranks: "cpu", with rows that go there and come back,
+    and "loaded", which is copied to the device first."""
+    assert own.function is not None
+    names, function = weight_names(own.experts), own.function
+    hidden = own.experts.get_parameter(names[1]).shape[1 if not function.transposed else 2]
+    shapes = [None if name is None else own.experts.get_parameter(name).shape[1:] for name in names]
+    hosts = [[None if one is None else host_zeros(one, dtype, device) for one in shapes] for _ in range(_EXPERTS)]
+    heres = [None if one is None else torch.empty(one, dtype=dtype, device=device) for one in shapes]
+    seconds = torch.zeros(2, len(COUNTS), dtype=torch.float64, device=device)
+    for place, count in enumerate(COUNTS):
+        rows = torch.zeros(count, hidden, dtype=dtype, device=device)
+
+        def on_cpu(number: int, rows: torch.Tensor = rows) -> None:
+            expert_rows(rows.cpu(), ExpertWeights.of(hosts[number]), function).to(device)
+
+        def loaded(number: int, rows: torch.Tensor = rows) -> None:
+            for host, here in zip(hosts[number], heres, strict=True):
+                if host is not None and here is not None:
+                    here.copy_(host, non_blocking=True)
+            expert_rows(rows, ExpertWeights.of(heres), function)
+
+        for which, compute in enumerate((on_cpu, loaded)):
+            seconds[which, place] = _seconds(compute, device)
+    if dist.is_initialized():
+        dist.all_reduce(seconds)
+        seconds /= dist.get_world_size()
+    cpu, load = (1e6 * seconds).tolist()
+    return {"cpu": dict(zip(COUNTS, cpu, strict=True)), "loaded": dict(zip(COUNTS, load, strict=True))}
+
+
+@torch.no_grad()
+def _seconds(compute: Callable[[int], Any], device: torch.device) -> float:
+    """Of one expert; the best of some rounds over all of them."""
+    best = float("inf")
+    for _ in range(_REPEATS):
+        synchronize(device)
+        began = time.perf_counter()
+        for number in range(_EXPERTS):
+            compute(number)
+        synchronize(device)
+        best = min(best, (time.perf_counter() - began) / _EXPERTS)
+    return best
