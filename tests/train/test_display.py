@@ -12,14 +12,9 @@ from rich.console import Console
 from carpool.train.records.display import LINES, SILENCE, Display, time_left
 
 RECORD = {
-    "loss": 2.35123,
-    "step_ms": 412.3,
-    "tokens_per_second": 4952.4,
-    "grad_norm": 0.714,
-    "copies_per_token": 2.84,
-    "load_max_over_mean": 1.98,
-    "mfu": None,
-}
+    "loss": 2.35123, "step_ms": 412.3, "tokens_per_second": 4952.4, "grad_norm": 0.714, "copies_per_token": 2.84,
+    "load_max_over_mean": 1.98, "mfu": None,
+}  # fmt: skip
 
 
 def _run(total: int, seconds: float, terminal: bool, start: int = 0, steps: int | None = None, width: int = 120) -> str:

@@ -146,12 +146,9 @@ def test_what_is_measured_decides() -> None:
 
 def test_what_is_measured_is_a_step_alone() -> None:
     given = [
-        "training.cuda_graphs=on",
-        "placement.every=10",
-        "training.gradient_accumulation_steps=4",
-        "memory.budget=1GiB",
-        "memory.expert_inputs=resend",
-    ]
+        "training.cuda_graphs=on", "placement.every=10", "training.gradient_accumulation_steps=4",
+        "memory.budget=1GiB", "memory.expert_inputs=resend",
+    ]  # fmt: skip
     small = small_config(load_config(None, [*MODEL, *given]))
     assert small.placement.every is None and small.moe.layout == "contiguous"
     assert small.training.gradient_accumulation_steps == 1 and small.training.cuda_graphs == "auto"

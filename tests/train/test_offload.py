@@ -16,7 +16,7 @@ from carpool.optim import in_backward as consumed
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.decisions.chosen import Decisions
-from carpool.train.build.offloaded import COUNTS, choose_few_tokens, measured_times, most_tokens
+from carpool.train.build.measured_choices import COUNTS, choose_few_tokens, measured_times, most_tokens
 from carpool.train.config import load_config
 from tests.memory.test_host_experts import model_of
 from tests.ranks import Ranks
@@ -24,15 +24,10 @@ from tests.train import test_loop
 from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture
 
 MODEL = [
-    *test_loop.MODEL,
-    "model.dtype=bfloat16",
-    "training.max_steps=3",
-    "training.save_steps=none",
-    "training.eval_steps=none",
-    "training.eval_on_start=false",
-    "training.max_grad_norm=0",
+    *test_loop.MODEL, "model.dtype=bfloat16", "training.max_steps=3", "training.save_steps=none",
+    "training.eval_steps=none", "training.eval_on_start=false", "training.max_grad_norm=0",
     "training.optimizer_state_dtype=int8",
-]
+]  # fmt: skip
 FSDP = ["parallelism.data_parallel=fsdp"]
 BOTH = ["training.optimizer_offload=host", "training.optimizer_in_backward=true"]
 
@@ -140,12 +135,9 @@ def test_a_run_goes_on_from_host_memory_bit_by_bit(
 ) -> None:
     """The norm of the step before is in the checkpoint, and so are state on disk and experts of both tiers."""
     settings = [
-        *MODEL,
-        *text,
-        "training.optimizer_offload=disk",
-        "training.optimizer_in_backward=true",
+        *MODEL, *text, "training.optimizer_offload=disk", "training.optimizer_in_backward=true",
         f"memory.experts={where}",
-    ]
+    ]  # fmt: skip
     settings += ["training.grad_clipping=delayed", "training.max_grad_norm=0.5"]
     settings += ["training.max_steps=4", "training.save_steps=2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"

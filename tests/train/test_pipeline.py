@@ -246,23 +246,11 @@ def test_a_run_is_that_of_ranks_with_all_layers(two_ranks: Ranks, text: list[str
 
 
 DEEPSEEK = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 0,
-}
+    "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "first_k_dense_replace": 0,
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -100,12 +100,9 @@ def test_what_the_user_says_stays() -> None:
 def test_gradients_are_left_to_the_plan_where_none_are_clipped() -> None:
     kept = [f"memory.{item}=save" for item in POLICIES]
     asked = (
-        "memory=auto",
-        "parallelism.ep_size=8",
-        *kept,
-        "training.optimizer_offload=none",
+        "memory=auto", "parallelism.ep_size=8", *kept, "training.optimizer_offload=none",
         "parallelism.data_parallel=zero1",
-    )
+    )  # fmt: skip
     room = int(planned(*asked, memory=200 * GiB)[2].taken.memory_bytes / USABLE - GiB)
     consumed = planned(*asked, "training.max_grad_norm=0", memory=room)[2].taken
     assert consumed.settings["training.optimizer_in_backward"] is True and consumed.memory_bytes < USABLE * room
