@@ -28,7 +28,7 @@ import torch
 from typer.testing import CliRunner
 
 import carpool
-from carpool.cli import app, checks
+from carpool.cli import app, doctor_checks as checks
 from carpool.placement.trace import Trace
 
 moe = carpool.MoE(16, 32, 4, 2)

@@ -68,9 +68,9 @@ def test_a_step_reads_one_tensor(two_ranks: Ranks, text: list[str], tmp_path: Pa
     for counts in found:
         # Numbers of rides are looked at once they are on the host, which a CPU cannot tell apart.
         assert (
-            not {"hf/observe/metrics.py:start", "hf/observe/metrics.py:_counts", "metrics/counters.py:totals"}
+            not {"hf/ride_metrics.py:start", "hf/observe/metrics.py:_counts", "metrics/counters.py:totals"}
             & counts.keys()
         )
-        waits = {place: count for place, count in counts.items() if not place.startswith("hf/observe/metrics.py")}
+        waits = {place: count for place, count in counts.items() if not place.startswith("hf/ride_metrics.py")}
         assert waits == {"train/run/loop.py:update": STEPS}, counts
     assert list(records(tmp_path / "run")) == list(range(1, STEPS + 1))
