@@ -1,4 +1,4 @@
-"""What sequences that move (`moe.move_sequences`) save between nodes, on the routing of a trained model.
+"""What sequences that move (`sequence_moves.every`) save between nodes, on the routing of a trained model.
 
     python -m benchmarks.sequence_moves --nodes 2 --ranks 4 --transport alltoall
 
@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.script import make_parser, write_results
-from carpool.hf.sequence_moves import MOVES, PICO, rows_of_sequences, seconds_per_byte, seconds_per_row
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.placement.sequences import assign_sequences
 from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import RIDES
 from carpool.planner.machine.hardware import find_hardware
+from carpool_systems.sequence_moves import MOVES, PICO, rows_of_sequences, seconds_per_byte, seconds_per_row
+from carpool_systems.sequences import assign_sequences
 
 TRACE = Path(__file__).parents[1] / "docs" / "traces" / "e64-1435.npz"
 

@@ -4,6 +4,7 @@
     transports.py  hierarchical all-to-alls: 1d (HetuMoE), 2d (DeepSpeed-MoE), 2dh (Tutel)
     tiles.py       a schedule: experts begin on tokens that have arrived (FLUX, COMET); `tiled_experts.py` computes them
     merging.py     similar tokens travel as one (`codec.merge`): LSH-MoE, LUFFY
+    sequence_moves.py  sequences move between layers (`extensions.py`): NetMoE, LUFFY; `sequences.py`
     policies.py    where experts go, by their loads (`placement.policy`): FasterMoE, Prophet, FlexMoE, EPLB, ...
     eplb.py        DeepSeek's load balancer, as a solver (`carpool place --solvers eplb`)
     mechanisms.py  what makes a system that system, and whether a recipe has it

@@ -87,7 +87,7 @@ def refusal(recipe: Recipe, axis: Axis) -> str | None:
         return "its router has another top-k, or drops, and was not recorded: race it, or train with it and record that"
     if not config.codec.codecs.plain:
         return "its rows are encoded or merged on their way, and a recording does not hold rows: race it"
-    if config.moe.move_sequences is not None:
+    if effective.get("sequence_moves.every") is not None:
         return "its sequences move between layers, and a recording holds their choices where they were: race it"
     if config.model.travel_size is not None:
         return "it is another model, which would have been trained to other choices"

@@ -160,7 +160,7 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "sliced:experts": Mechanism("parallelism.etp_size", 2, _several),
     "dense:sharded": Mechanism("parallelism.data_parallel", "fsdp"),
     "rows:projected": Mechanism("model.travel_size", 64, _positive),
-    "sequences:move": Mechanism("moe.move_sequences", 1, _positive),
+    "sequences:move": Mechanism("sequence_moves.every", 1, _positive),
     "combine:bf16": Mechanism("codec.combine", "bf16"),
     "dispatch:fp8": Mechanism("codec.dispatch", "fp8"),
     "kernels:triton": Mechanism("moe.transport", "nvlink"),

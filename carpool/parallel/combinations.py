@@ -58,10 +58,6 @@ def _is_narrow(sizes: Sizes, settings: Settings) -> bool:
     return settings.get("model.travel_size") is not None
 
 
-def _moves(sizes: Sizes, settings: Settings) -> bool:
-    return settings.get("moe.move_sequences") is not None
-
-
 RULES = (
     *(
         Rule((axis,), why, {"model.travel_size": None}, _is_narrow)
@@ -76,36 +72,6 @@ RULES = (
         "adapters go with a checkpoint, and rows are projected in models from scratch",
         {"adapter.kind": None},
         lambda sizes, settings: _is_narrow(sizes, settings) and settings.get("adapter.kind") is not None,
-    ),
-    *(
-        Rule((axis,), why, {"moe.move_sequences": None}, _moves)
-        for axis, why in (
-            ("pp", "sequences that move would be in stages whose micro-batch they are not of"),
-            ("cp", "each rank has a part of every sequence, so whole ones cannot move"),
-            ("tp", "tensor-parallel ranks have the same sequences, and would have to move them alike"),
-            ("etp", "experts in slices are on several ranks, and none is nearest"),
-        )
-    ),
-    Rule(
-        (),
-        "two halves of a micro-batch are in different layers",
-        {"moe.schedule": "none"},
-        lambda sizes, settings: _moves(sizes, settings) and settings.get("moe.schedule") == "two-batch",
-    ),
-    Rule(
-        (),
-        "layers that are computed again would move their sequences again",
-        {"memory.layer_activations": "save", "memory.budget": None},
-        lambda sizes, settings: (
-            _moves(sizes, settings)
-            and (settings.get("memory.layer_activations") == "recompute" or settings.get("memory.budget") is not None)
-        ),
-    ),
-    Rule(
-        (),
-        "ranks would have different numbers of sequences",
-        {"parallelism.rank_speeds": None},
-        lambda sizes, settings: _moves(sizes, settings) and settings.get("parallelism.rank_speeds") is not None,
     ),
     Rule(
         ("tp",),

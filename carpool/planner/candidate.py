@@ -52,8 +52,6 @@ def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True) -> 
         return SHAPES
     if settings["placement"]["every"] is not None:
         return "experts move"
-    if settings["moe"]["move_sequences"] is not None:
-        return "the host decides which sequences move"
     if (tier := settings["memory"]["experts"]) != "device":
         return f"experts come from {_TIERS[tier]}"
     return None

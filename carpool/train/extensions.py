@@ -27,6 +27,7 @@ use, they are called in this order, on all ranks alike:
     check                 settings of a configuration, before anything is read
     change_model          the model's configuration, before a model is built from scratch
     check_plan            the plan, before anything is loaded; a dry run ends after it
+    check_data            how examples become sequences, once the data are known
     device_bytes          for the estimate of memory
     prepare_layers        the model is there, layers have no transport and no buffers yet
     prepare_run           layers, objective and optimizer are there, no step is captured as a graph yet
@@ -81,6 +82,9 @@ class Extension:
 
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError for what this model, machine or division into ranks cannot have."""
+
+    def check_data(self, plan: Plan, packed: bool) -> None:
+        """Raise ValueError for what sequences cannot have. `packed`: whether each holds several examples."""
 
     def device_bytes(self, estimate: MemoryEstimate) -> int:
         """Bytes of device memory that a rank needs for it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,18 +12,23 @@ import torch.distributed as dist
 
 from carpool.hf import rides, set_transport
 from carpool.hf.build_model import build_model
-from carpool.hf.sequence_moves import MovingSequences, check_stays
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import MOVES, VERBS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import hardware_of
+from carpool.train.config import load_config
 from carpool.train.plan.division import distributed_config
 from carpool.train.steps.objective import Objective
 from carpool.transport import set_topology
+from carpool_systems.extensions import MoveSequences
+from carpool_systems.sequence_moves import MovingSequences, check_stays
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet
 from tests.hf.tiny_models import discover, tiny_config
 from tests.ranks import Ranks
+from tests.train.test_loop import TWO, losses, run, text
+
+__all__ = ["text"]  # a fixture
 
 NODES = Topology.even(2, 2)
 BATCH, LENGTH = 12, 5
@@ -46,8 +53,9 @@ def step(transport: str, every: int | None) -> Any:
     set_transport(model, transport)
     for own in layers:
         own.prepare(2, config.hidden_size)
-    moving = None if every is None else MovingSequences(model, every, 2, nodes, hardware_of("NVIDIA H200"))
-    objective = Objective(model, top_k=2, aux_coef=0.01, dp_size=world, autocast=None, moving=moving)
+    objective = Objective(model, top_k=2, aux_coef=0.01, dp_size=world, autocast=None)
+    if every is not None:
+        objective.moving = MovingSequences(model, every, 2, nodes, hardware_of("NVIDIA H200")).targets
     # Tokens of one sequence are alike.
     ids_BL = torch.randint(3, 40, (BATCH, 1), generator=torch.Generator().manual_seed(rank)).expand(-1, LENGTH)
     ids_BL = ids_BL.to(next(model.parameters()).device)
@@ -57,6 +65,44 @@ def step(transport: str, every: int | None) -> Any:
     moved = sum(own.stats.traffic.remote(own.stats.traffic.rows, "sequences") for own in layers)
     gradients = full_gradients(model)
     return (losses.loss, losses.aux_loss, gradients) if rank == 0 else None, sent, moved
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "said"),
+    [
+        ({"pp": 2}, [], "in stages whose micro-batch"),
+        ({"cp": 2}, [], "a part of every sequence"),
+        ({"tp": 2}, [], "would have to move them alike"),
+        ({"etp": 2}, [], "none is nearest"),
+        ({"ep": 1}, [], "raise parallelism.ep_size"),
+        ({"layers": 1}, [], "no layer before which"),
+        ({}, ["data.packing=off"], "not of examples"),
+        (None, ["moe.schedule=two-batch"], "two halves of a micro-batch"),
+        (None, ["memory.layer_activations=recompute"], "would move their sequences again"),
+        (None, ["memory.budget=10GB"], "would move their sequences again"),
+        (None, ["parallelism.rank_speeds=measured"], "different numbers of sequences"),
+        (None, ["sequence_moves.every=0"], "at least 1"),
+    ],
+)
+def test_what_moves_do_not_go_with(sizes: dict[str, int] | None, overrides: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config: Any = load_config(None, ["sequence_moves.every=1", *overrides])
+        assert sizes is not None
+        sizes = {"pp": 1, "cp": 1, "tp": 1, "etp": 1, "ep": 2, "layers": 3, **sizes}
+        blueprint = SimpleNamespace(expert_counts=dict.fromkeys(range(sizes["layers"]), 8))
+        plan: Any = SimpleNamespace(degrees=SimpleNamespace(**sizes), config=config, blueprint=blueprint)
+        MoveSequences(config.sequence_moves).check_plan(plan)
+
+
+def test_a_run_moves_them(two_ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
+    """Losses are those of a run whose sequences stay; the old name of the setting is refused with the new one."""
+    settings = [*TWO, *text, "training.max_steps=2", "training.save_steps=none", "training.eval_steps=none"]
+    for name, more in (("stay", []), ("move", ["sequence_moves.every=1"])):
+        assert two_ranks(run, str(tmp_path / name), [*settings, *more]) == [""] * 2
+    stay, move = ({step: loss for step, (loss, _) in losses(tmp_path / name).items()} for name in ("stay", "move"))
+    assert move == pytest.approx(stay, rel=1e-5) and move
+    with pytest.raises(ValueError, match=r"sequence_moves\.every = 1"):
+        load_config(None, ["moe.move_sequences=1"])
 
 
 class Layer(torch.nn.Module):

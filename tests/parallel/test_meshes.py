@@ -93,22 +93,13 @@ def test_a_refusal_names_the_axes_and_what_works() -> None:
 @pytest.mark.parametrize(
     ("sizes", "settings", "said"),
     [
-        ({"pp": 2}, {"moe.move_sequences": 1}, "in stages whose micro-batch"),
-        ({"cp": 2}, {"moe.move_sequences": 1}, "a part of every sequence"),
-        ({"tp": 2}, {"moe.move_sequences": 1}, "would have to move them alike"),
-        ({}, {"moe.move_sequences": 1, "moe.schedule": "two-batch"}, "two halves of a micro-batch"),
-        ({}, {"moe.move_sequences": 1, "memory.layer_activations": "recompute"}, "would move their sequences again"),
-        ({}, {"moe.move_sequences": 1, "memory.budget": "10GB"}, "would move their sequences again"),
-        ({}, {"moe.move_sequences": 1, "parallelism.rank_speeds": "measured"}, "different numbers of sequences"),
         ({"tp": 2}, {"model.travel_size": 8}, "of a part of the tokens"),
         ({"etp": 2}, {"model.travel_size": 8}, "the model's own size"),
         ({}, {"model.travel_size": 8, "adapter.kind": "lora"}, "models from scratch"),
         ({"tp": 2}, {"adapter.kind": "lora"}, "layers beside them"),
     ],
 )
-def test_what_sequences_that_move_and_narrow_rows_do_not_go_with(
-    sizes: dict[str, int], settings: dict[str, object], said: str
-) -> None:
+def test_what_narrow_rows_do_not_go_with(sizes: dict[str, int], settings: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_supported(sizes, settings)
     key = next(iter(settings))

@@ -131,7 +131,7 @@ def test_hiermoe_moves_experts_to_where_fewer_rows_cross() -> None:
 
 def test_what_whole_models_show_elsewhere() -> None:
     for name in ("netmoe", "luffy"):
-        assert resolve(load(name)).moe.move_sequences == 1, "tests/hf/test_sequence_moves.py counts what crosses"
+        assert resolve(load(name)).sequence_moves.every == 1, "tests/hf/test_sequence_moves.py counts what crosses"
     model = resolve(load("bigmac")).model
     assert model.travel_size == model.config["hidden_size"] // 4, "tests/hf/test_narrow.py counts its rows' bytes"
 

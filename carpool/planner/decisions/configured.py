@@ -38,7 +38,7 @@ SIMULATED = frozenset((
         "etp_size", "data_parallel", "ranks_per_node", "hardware",
     )),
     *(f"moe.{key}" for key in (
-        "transport", "schedule", "chunks", "backward_chunks", "experts", "priority", "move_sequences",
+        "transport", "schedule", "chunks", "backward_chunks", "experts", "priority",
     )),
     *(f"codec.{key}" for key in ("dispatch", "combine", "dispatch_backward", "combine_backward", "inter_node")),
     *(f"memory.{key}" for key in (*POLICIES, "budget", "experts")),

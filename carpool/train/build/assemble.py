@@ -36,7 +36,6 @@ from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.hf.seam.find_modules import freeze_dense, freeze_experts, name_layers
 from carpool.hf.seam.moved_experts import check_layouts, set_layout
 from carpool.hf.seam.shared import compute_shared_beside
-from carpool.hf.sequence_moves import MovingSequences
 from carpool.hf.sharding import keep_experts, replicate_dense
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
@@ -152,7 +151,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
         extension.prepare_layers(plan, model, own)
     transport, options, kernels, schedule = _set_rides(plan, model, own)
     two_batch = schedule.answer.name == "two-batch"
-    objective = _objective(plan, model, meshes, two_batch, ep_topology)
+    objective = _objective(plan, model, meshes, two_batch)
     with sharded_parameters(model):
         parameters = list(model.parameters())
         on_disk = config.training.optimizer_offload == "disk"
@@ -307,7 +306,7 @@ def _make_buffers(plan: Plan, layers: list[ExpertRides]) -> None:
         own.prepare(plan.blueprint.top_k, plan.blueprint.row_size)
 
 
-def _objective(plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bool, ep_topology: Topology) -> Objective:
+def _objective(plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bool) -> Objective:
     config, moe, degrees = plan.config, plan.config.moe, plan.degrees
     group = meshes.group("cp")
     autocast = torch.bfloat16 if plan.bf16 and degrees.dp_cp == 1 else None
@@ -326,11 +325,7 @@ def _objective(plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bo
             stage_group=meshes.stage_group(), routers=plan.pipeline.routers,
             dtype=model.dtype if autocast is not None else plan.dtype, **settings,
         )  # fmt: skip
-    moving = None
-    if moe.move_sequences is not None:
-        hardware = plan.machine.hardware
-        moving = MovingSequences(model, moe.move_sequences, plan.blueprint.top_k, ep_topology, hardware)
-    return Objective(model, **settings, moving=moving)
+    return Objective(model, **settings)
 
 
 def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst | None:

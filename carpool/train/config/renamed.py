@@ -22,6 +22,7 @@ RENAMED: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
     "codec.merge_hashes": ("codec.merge_options.hashes", {}),
     "codec.merge_width": ("codec.merge_options.width", {}),
     "codec.merge_similarity": ("codec.merge_options.similarity", {}),
+    "moe.move_sequences": ("sequence_moves.every", {}),
     "memory.rows": ("memory.expert_inputs", _SAVED),
     "memory.hidden": ("memory.expert_activations", _SAVED),
     "memory.dense": ("memory.layer_activations", _SAVED),
@@ -39,7 +40,12 @@ RENAMED: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
 
 
 # What recorded configurations hold of settings that are options now, where nobody set them.
-_DEFAULTS = {"codec.merge_hashes": 2, "codec.merge_width": 16, "codec.merge_similarity": 0.9}
+_DEFAULTS = {
+    "codec.merge_hashes": 2,
+    "codec.merge_width": 16,
+    "codec.merge_similarity": 0.9,
+    "moe.move_sequences": "none",
+}
 
 
 def renamed(section: str, key: str, value: Any) -> str | None:
@@ -73,8 +79,8 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
             name, values = RENAMED.get(f"{section}.{key}", (f"{section}.{key}", {}))
             if f"{section}.{key}" in _DEFAULTS and value == _DEFAULTS[f"{section}.{key}"]:
                 continue
-            *tables, last = name.split(".")[1:]
-            into = found[section]
+            first, *tables, last = name.split(".")
+            into = found.setdefault(first, {})
             for one in tables:
                 into = into.setdefault(one, {})
             into[last] = values.get(value, value) if isinstance(value, str) else value

@@ -247,15 +247,6 @@ class MoeSection(Section):
         "routing is unstable in bfloat16.",
     )
 
-    move_sequences: int | None = Field(
-        default=None,
-        ge=1,
-        description="Before every so many layers with experts, sequences may move to another rank of their "
-        "expert-parallel group, with their targets: to where its rides and the move take least, by a guess of "
-        "its router before attention and the rates of parallelism.hardware. Every rank keeps as many as it has, and "
-        "losses stay as they are. The host waits for the device at each such layer. none: sequences stay.",
-    )
-
     def asked_schedule(self) -> Schedule | None:
         """The schedule that is asked for; None: "auto".
 

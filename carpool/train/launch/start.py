@@ -45,6 +45,7 @@ from typing import Any
 
 from carpool.parallel.world import World, find_world
 from carpool.train.config import Config
+from carpool.train.config.schema import config_type
 from carpool.train.launch.failure import Interrupted, RankFailure, rank_failure, resume_hint, stopped_text
 from carpool.train.launch.stopping import LISTENERS, Relay, Stopped, in_setup
 from carpool.train.launch.worker import (
@@ -350,7 +351,7 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)
     try:
-        find_entry(job["entry"])(Config.model_validate_json(json.dumps(job["config"])), **job["kwargs"])
+        find_entry(job["entry"])(config_type().model_validate_json(json.dumps(job["config"])), **job["kwargs"])
     except Exception as error:
         if is_user_error(error) or isinstance(error, ImportError):
             os.write(answer, (traceback.format_exc() if job["debug"] else text_of(error)).encode())

@@ -60,11 +60,14 @@ def main() -> None:
     faulthandler.enable()
     # Ctrl-C is the agent's to handle. Python's own handler would wait for a collective that may never end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from carpool.train.config import Config  # the command line imports this module, and need not wait for PyTorch
+    from carpool.train.config.schema import (
+        config_type,
+    )  # the command line imports this module, and need not wait for PyTorch
 
     try:
         with lasting_output():
-            run_rank(Config.model_validate_json(json.dumps(job["config"])), find_entry(job["entry"]), job["kwargs"])
+            config = config_type().model_validate_json(json.dumps(job["config"]))
+            run_rank(config, find_entry(job["entry"]), job["kwargs"])
     except BaseException as error:
         record_error(error)
         leave(error.exit_code if isinstance(error, Stopped) else 1)

@@ -275,7 +275,7 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
         section, name = key.split(".")
         dumped[section][name] = value
     try:
-        return Config.model_validate(dumped)
+        return type(config).model_validate(dumped)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(str(first.get("ctx", {}).get("error", first["msg"]))) from None

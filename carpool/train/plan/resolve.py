@@ -23,7 +23,6 @@ from carpool.activations.host_memory import check_host_memory
 from carpool.hf.build_model import check_parallelism
 from carpool.hf.routing.router_balance import check_biases, find_biases
 from carpool.hf.seam.moved_experts import lies_logically
-from carpool.hf.sequence_moves import check_moves
 from carpool.hf.sharding import SlicedExperts
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
@@ -185,8 +184,6 @@ def resolve(
     _check_model_has(config, blueprint, degrees)
     check_offloaded_experts(config, config.training.computes_in_bf16(machine.cuda))
     check_offload_layouts(config, layouts, config.moe.schedule == "two-batch")
-    if config.moe.move_sequences is not None:
-        check_moves(config.moe.move_sequences, len(counts), degrees.ep)
     if machine.device is not None:
         config = with_speeds(config, machine.device, gather(device_name(machine.device)), decisions)
     batch_sizes = config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees)

@@ -34,6 +34,7 @@ from carpool.train.data.rows import are_packed
 from carpool.train.data.sequences import train_sequences
 from carpool.train.data.sources import find_sources
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, imagine_machine
 from carpool.train.launch.ranks import from_rank_0, gather
 from carpool.train.plan.memory_fit import CLEARLY, GiB, describe_fit
@@ -121,15 +122,11 @@ def check_amount(plan: Plan, tokenizer: Tokenizer) -> None:
 
 
 def check_sequences(plan: Plan, packed: bool) -> None:
-    """Raise ValueError for a model that cannot be given examples so, or sequences of them that are to move."""
-    config = plan.config
+    """Raise ValueError for a model, or an extension, that cannot be given examples so."""
     if packed and (why := why_not_packed(plan.blueprint.model)) is not None:
         raise ValueError(f'{why}, so examples cannot be packed: set data.packing="off" (one in a sequence)')
-    if config.moe.move_sequences is not None and (packed or config.data.packing == "off"):
-        raise ValueError(
-            "moe.move_sequences moves sequences of running text (data.packing = 'stream'), not of examples, whose "
-            "masks and padding would have to move, too: leave one of them out"
-        )
+    for extension in extensions_in_use(plan.config):
+        extension.check_data(plan, packed)
 
 
 def check_choices(config: Config, compare_with: str | None) -> None:

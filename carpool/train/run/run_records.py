@@ -263,9 +263,6 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(f"from scratch: {config.model.path} has a config.json and no weights")
     if (narrow := config.model.travel_size) is not None:
         say(f"ANOTHER MODEL: tokens are projected to {narrow} elements before they travel (model.travel_size)")
-    if (every := config.moe.move_sequences) is not None:
-        often = "each layer with experts" if every == 1 else f"every {every} layers with experts"
-        say(f"sequences may move to other ranks before {often} but the first")
     if built.adapted:
         say(
             f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}"

@@ -9,7 +9,7 @@ the data-parallel ranks, so each rank differentiates `its sum * ranks / tokens`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from carpool.hf.documents import fastest_attention, one_row_only, packed, packed
 from carpool.hf.loss_head import HeadLoss, next_tokens
 from carpool.hf.routing.router_balance import RouterLogits, balance_loss
 from carpool.hf.seam.expert_rides import WithoutExperts, rides
-from carpool.hf.sequence_moves import MovingSequences
 from carpool.hf.tensor_parallel import sequence_shard
 from carpool.parallel.replicated import replicated
 from carpool.ride.priority import RidesFirst
@@ -52,7 +51,6 @@ class Objective:
         rides_first: what reductions wait for (`carpool.ride.priority`).
         dp_size: ranks with distinct tokens.
         context: ranks share sequences, and it makes parts of them. None: each rank has whole ones.
-        moving: what lets sequences move between ranks while the model trains; None: they stay.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
         loss_chunk_size: as `training.loss_chunk_size`.
 
@@ -73,7 +71,6 @@ class Objective:
         rides_first: RidesFirst | None = None,
         loss_chunk_size: int | None = None,
         context: ContextParallel | None = None,
-        moving: MovingSequences | None = None,
     ) -> None:
         returns_logits = "output_router_logits" in inspect.signature(model.forward).parameters
         if aux_coef and not returns_logits:
@@ -89,7 +86,9 @@ class Objective:
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
         self.at_once = 2 if two_batch else 1
-        self.rides_first, self.context, self.moving = rides_first, context, moving
+        self.rides_first, self.context = rides_first, context
+        # Entered with the targets around each forward that trains: an extension may move sequences, and change them.
+        self.moving: Callable[[torch.Tensor], AbstractContextManager[None]] | None = None
         # With it, gradients are summed over ranks; without it, FSDP averages them.
         self.kept = replicated(model)
         self.share = 1.0 if self.kept is None else 1 / dp_size
@@ -113,7 +112,7 @@ class Objective:
         with (
             self.inputs(batch) as (batch, settings),
             collected as logits,
-            nullcontext() if moves is None else moves.targets(batch["target"]),
+            nullcontext() if moves is None else moves(batch["target"]),
         ):
             ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
         if self.router_logits is None:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from carpool.placement.sequences import assign_sequences
+from carpool_systems.sequences import assign_sequences
 
 
 @pytest.mark.parametrize("seed", range(8))

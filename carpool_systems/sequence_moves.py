@@ -11,8 +11,8 @@ the order of sums.
     hidden states as they come in, which differ little from what it will see. That decides only who moves.
   - **Assign.** For each sequence and rank: seconds that the rows of the layer's four rides need on their links, and of
     the move, forward and backward. All ranks see all costs, and find the same assignment of least cost, with as many
-    sequences on each rank as before (`carpool.placement.sequences`). The host waits for the device here.
-  - **Exchange.** One all-to-all (`carpool.transport.sequences`). If none moves, nothing is sent.
+    sequences on each rank as before (`carpool_systems.sequences`). The host waits for the device here.
+  - **Exchange.** One all-to-all. If none moves, nothing is sent.
 
 A move is not counted for the layers that follow: on real traces sequences that are near one layer's experts are no
 nearer than others to those of later layers (benchmarks/sequence_moves.py, --every 4). NetMoE sends the sums of layer 2
@@ -39,11 +39,10 @@ from carpool.families import family_of
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import find_router, list_number
 from carpool.layout.topology import Topology
-from carpool.placement.sequences import Integers, assign_sequences
 from carpool.planner.machine.cost import RIDES
 from carpool.planner.machine.hardware import Hardware
 from carpool.transport import find_transport
-from carpool.transport.sequences import SequenceMoves
+from carpool_systems.sequences import Integers, SequenceMoves, assign_sequences
 
 # A move goes forward, and its gradients back.
 MOVES = 2
@@ -57,12 +56,12 @@ def check_moves(every: int, layers: int, ranks: int) -> None:
     """Raise ValueError if none of so many layers with experts, on so many expert-parallel ranks, could have moves."""
     if ranks == 1:
         raise ValueError(
-            "moe.move_sequences moves sequences to where experts are, but each rank has all experts: raise "
+            "sequence_moves.every moves sequences to where experts are, but each rank has all experts: raise "
             "parallelism.ep_size, or leave it out"
         )
     if layers <= every:
         raise ValueError(
-            f"moe.move_sequences = {every}, but the model has {layers} layers with experts, so there is no "
+            f"sequence_moves.every = {every}, but the model has {layers} layers with experts, so there is no "
             "layer before which sequences could move: choose a smaller number"
         )
 
@@ -117,7 +116,7 @@ class _Ahead:
         if norm is None or len(found) != 1:
             what = "norm before its experts" if norm is None else "router"
             raise ValueError(
-                f"moe.move_sequences asks routers ahead, and {type(layer).__name__} has no {what} it knows"
+                f"sequence_moves.every asks routers ahead, and {type(layer).__name__} has no {what} it knows"
             )
         self.norm, (self._module, self._key), self.top_k = norm, found[0], top_k
 
@@ -183,7 +182,7 @@ def check_stays(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
               ("self", "hidden_states") and "position" not in name and "mask" not in name]  # fmt: skip
     if others:
         raise ValueError(
-            f"moe.move_sequences: {type(layer).__name__} is given {', '.join(others)}, which may belong to sequences "
+            f"sequence_moves.every: {type(layer).__name__} is given {', '.join(others)}, which may belong to sequences "
             "and would have to move with them: leave it out"
         )
 
