@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from carpool.cli.common import Debug, check_output, command, errors
 
-if TYPE_CHECKING:
-    from carpool.planner.machine.hardware import Hardware
-    from carpool.planner.model.routes import Routes
-    from carpool.planner.model.shape import ModelShape
-    from carpool.planner.search.plan import Found, Plan
-
-GiB = 2**30
 MAX_TOKENS = 2**40
-COLUMNS = ("", "configuration", "step, s", "interval", "MFU", "tokens/s per GPU", "GiB", "exposed")
 
 
 def plan(
@@ -70,12 +61,14 @@ def plan(
         if out is not None:
             check_output("--out", out)
         from carpool.bench.options import one_of
+        from carpool.bench.result_files import terminal
         from carpool.planner.machine.hardware import find_hardware
         from carpool.planner.model.routes import Routes
         from carpool.planner.model.shape import ModelShape
         from carpool.planner.search.plan import plan as search
         from carpool.planner.search.space import MOVES, PLANNERS, Space, read_constraints
         from carpool.plugins.nearest import nearest
+        from carpool.report.plan_page import Shown, print_policies, why_none
         from carpool.train.config.published import read_keys
         from carpool.train.config.schema_parallelism import MAX_RANKS
         from carpool.train.config.sizes import size_of
@@ -121,40 +114,19 @@ def plan(
         )  # fmt: skip
         found = ask(best=best, system=MOVES if moves else None)
         if not found.plans:
-            raise ValueError(_why_none(found))
-        _show(found, shape, rates, routes, min(gpus_per_node, gpus), model, usable, out)
+            raise ValueError(why_none(found))
+        shown = Shown(found, shape, rates, routes, min(gpus_per_node, gpus), model, usable, command())
+        console, why = terminal(150), shown.why()
+        shown.print(console, why)
+        if out is not None:
+            texts = shown.write_files(out)
+            shown.write_page(out / "plan.html", why, texts[0])
+            console.print(
+                f"wrote {out / 'plan.html'} and {len(texts)} files for carpool train --config", highlight=False
+            )
         if policy:
-            _show_policies(found.plans[0], {name: ask(best=1, system=PLANNERS[name]) for name in policy})
-
-
-def _show_policies(best: Plan, found: Mapping[str, Found]) -> None:
-    """What published planners would have chosen, beside the plan."""
-    from carpool.bench.result_files import print_table, terminal
-    from carpool.planner.search.space import PLANNERS
-
-    console, rows = terminal(150), []
-    for name, one in found.items():
-        if not one.plans:
-            rows.append([name, _why_none(one), *["–"] * 5])
-            continue
-        chosen = one.plans[0]
-        longer = chosen.prediction.seconds.middle / best.prediction.seconds.middle - 1
-        rows.append([name, *_row(0, chosen)[1:4], f"{100 * longer:+.1f} %", *_row(0, chosen)[6:]])
-    columns = ["", "configuration", "step, s", "interval", "beside the plan", "GiB", "exposed"]
-    print_table(console, "published planners, by the same model of costs", columns, rows, long=1)
-    for name in found:
-        console.print(f"{name}: {PLANNERS[name].chooses} ({PLANNERS[name].source})", highlight=False)
-
-
-def _why_none(found: Found) -> str:
-    if found.least_memory < float("inf"):
-        return (
-            f"no configuration fits: the least that one needs is {found.least_memory / GiB:.1f} GiB a rank; use more "
-            "GPUs, shorter sequences, or --moments bfloat16"
-        )
-    refused = "; ".join(f"{why} ({number:,})" for why, number in found.refused.items())
-    refused = refused or "the GPUs cannot be divided so"
-    return f"no configuration is allowed: {refused}; change --gpus, --tokens-per-batch or --only"
+            found_by = {name: ask(best=1, system=PLANNERS[name]) for name in policy}
+            print_policies(shown.first, found_by, console)
 
 
 def number_of(text: str) -> int:
@@ -166,112 +138,3 @@ def number_of(text: str) -> int:
     if found is None:
         raise ValueError(f"--tokens-per-batch {text!r}: expected a number such as 4194304, 512K or 4M")
     return int(found[1].replace(",", "").replace("_", "")) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()]
-
-
-def _row(number: int, one: Plan) -> list[str]:
-    seconds, mfu = one.prediction.seconds, one.prediction.mfu
-    return [
-        str(number), one.candidate.label, f"{seconds.middle:.3g}", f"{seconds.low:.3g} to {seconds.high:.3g}",
-        "–" if mfu is None else f"{100 * mfu.middle:.1f} %", f"{one.prediction.tokens_per_second():,.0f}",
-        f"{one.memory.total / GiB:.1f}", f"{one.prediction.communication:.3g}",
-    ]  # fmt: skip
-
-
-def _show(
-    found: Found,
-    shape: ModelShape,
-    rates: Hardware,
-    routes: Routes,
-    per_node: int,
-    model: str,
-    usable: float | None,
-    out: Path | None,
-) -> None:
-    from carpool.bench.result_files import print_table, terminal
-    from carpool.planner.candidate import toml_text
-    from carpool.planner.search.plan import USABLE
-    from carpool.planner.search.why import NAMES, bounded_by, changes, in_words, next_best, with_all_memory
-
-    console = terminal(150)
-    first = found.plans[0]
-    rows = [_row(i + 1, one) for i, one in enumerate(found.plans)]
-    name = model if "/" not in model else Path(model).stem
-    title = f"{name} on {first.candidate.degrees.world_size} x {rates.name}, {first.candidate.tokens:,} tokens a step"
-    print_table(console, title, list(COLUMNS), rows, long=1)
-    why = [
-        ("The step goes to", bounded_by(first)),
-        ("Its memory is highest", f"{first.memory.at}, stage {first.memory.stage}"),
-        ("Next best of another kind", next_best(found.plans)),
-        *([("With all of the memory", tight)] if (tight := with_all_memory(found, rates.capacity or 0)) else []),
-        *((f"With {what}", text) for what, text in changes(found.plans, shape, rates, per_node, routes)),
-    ]
-    words = in_words(first, per_node)
-    console.print(" ".join(words), highlight=False)
-    for question, answer in why:
-        console.print(f"{question}: {answer}", highlight=False)
-    counts = ", ".join(f"{number:,} {what}" for what, number in found.counts.items())
-    console.print(f"searched in {found.seconds:.1f} s: {counts}", highlight=False)
-    for reason, number in found.refused.items():
-        console.print(f"not allowed, {number:,}: {reason}", highlight=False)
-    console.print("; ".join(f"{what}: {source}" for what, source in first.inputs.items()), highlight=False)
-    if out is None:
-        return
-    from carpool.report.plan_page import PlanPage, write_plan
-
-    out.mkdir(parents=True, exist_ok=True)
-    texts = []
-    for i, one in enumerate(found.plans):
-        settings = one.candidate.settings()
-        settings["model"]["config"] = model
-        settings["parallelism"]["ranks_per_node"] = per_node
-        texts.append(toml_text(settings))
-        (out / f"plan-{i + 1}.toml").write_text(texts[-1])
-    _check([out / f"plan-{i + 1}.toml" for i in range(len(texts))])
-    seconds, mfu = first.prediction.seconds, first.prediction.mfu
-    step = sum(first.prediction.exposed.values())
-    usable_bytes = USABLE * (rates.capacity or first.memory.total) if usable is None else usable
-    page = PlanPage(
-        title=title,
-        verdict=(
-            f"The best of {len(found.plans)} configurations takes {seconds.middle:.3g} s for a step "
-            f"({seconds.low:.3g} to {seconds.high:.3g} s): "
-            f"{first.prediction.tokens_per_second():,.0f} tokens per second of a GPU, "
-            f"with {first.memory.total / GiB:.1f} of {usable_bytes / GiB:.1f} GiB."
-        ),
-        words=words,
-        facts=[
-            ("Step", f"{seconds.middle:.3g} s", f"{seconds.low:.3g} to {seconds.high:.3g} s"),
-            ("MFU", "–" if mfu is None else f"{100 * mfu.middle:.1f} %",
-             "" if mfu is None else f"{100 * mfu.low:.0f} to {100 * mfu.high:.0f} %"),
-            ("Tokens per second", f"{first.prediction.tokens_per_second():,.0f}", "of one GPU"),
-            ("GPU hours", f"{1e12 / first.prediction.tokens_per_second() / 3600:,.0f}", "for 10¹² tokens"),
-            ("Memory", f"{first.memory.total / GiB:.1f} GiB", f"of a rank, {first.memory.at}"),
-            *([("Host memory", f"{per_node * first.memory.host / GiB:,.0f} GiB", f"of a node of {per_node}")]
-              if first.memory.host else []),
-            ("Exposed communication", f"{first.prediction.communication:.3g} s", "a step"),
-        ],
-        columns=COLUMNS,
-        rows=rows,
-        steps=[(one.candidate.label, one.prediction.seconds) for one in found.plans],
-        share=sorted(
-            ((NAMES.get(k, k), v / step) for k, v in first.prediction.exposed.items() if v > 0.0005 * step),
-            key=lambda one: -one[1],
-        ),
-        memory=sorted(first.memory.parts.items(), key=lambda one: -one[1]),
-        capacity=usable_bytes,
-        timeline=first.memory.timeline,
-        why=why,
-        inputs=first.inputs,
-        toml=texts[0],
-        command=command(),
-    )  # fmt: skip
-    write_plan(page, out / "plan.html")
-    console.print(f"wrote {out / 'plan.html'} and {len(texts)} files for carpool train --config", highlight=False)
-
-
-def _check(files: list[Path]) -> None:
-    """What was written is what the trainer takes. Raises ValueError if not."""
-    from carpool.train.config import load_config
-
-    for path in files:
-        load_config(path)

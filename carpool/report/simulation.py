@@ -150,7 +150,9 @@ def kind_rows(found: Simulation) -> Rows:
         return f"{_s(seconds)} ({percent_text(seconds / step)})" if seconds else "–"
 
     kinds = [kind for kind in (*KINDS, "idle") if found.exposed.get(kind) or found.path.get(kind)]
-    return [[kind, cell(found.exposed.get(kind, 0.0)), cell(found.path.get(kind, 0.0))] for kind in kinds]
+    return [
+        [NAMES.get(kind, kind), cell(found.exposed.get(kind, 0.0)), cell(found.path.get(kind, 0.0))] for kind in kinds
+    ]
 
 
 def failure_rows(failures: Failures) -> Rows:

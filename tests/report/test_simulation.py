@@ -14,9 +14,11 @@ from rich.console import Console
 
 from carpool.planner.simulator.goodput import Failures
 from carpool.planner.simulator.simulate import Simulation, simulate
+from carpool.report import write_comparison, write_report
 from carpool.report.profile_page import fold, write_profile
 from carpool.report.simulation import explanation, failure_rows, headline, print_simulation, write_simulation
 from tests.planner.step_problem import build
+from tests.report.runs import write_run
 from tests.report.test_profile import Text, recorded
 
 ABOUT = {"Plan": "<b>&plan.toml", "Hardware": "H200: measured"}
@@ -94,6 +96,20 @@ def test_scaling_has_an_ideal_line_and_logarithmic_axes(found: Simulation, tmp_p
     }
     (ideal,) = (one for name, one in lines.items() if name.startswith("ideal"))
     assert set(ideal["y"]) == {lines["drawn"]["y"][0]}, "the step of the first size, at each size"
+
+
+def test_wide_tables_scroll_on_narrow_screens(found: Simulation, tmp_path: Path) -> None:
+    write_simulation(found, tmp_path / "simulated", ABOUT)
+    pages = [tmp_path / "simulated" / "simulation.html", tmp_path / "simulated" / "profile.html"]
+    pages += [write_report(write_run(tmp_path / name)) for name in ("a", "b")]
+    pages.append(write_comparison(tmp_path / "a", tmp_path / "b"))
+    for page in pages:
+        text = page.read_text()
+        style, body = text.split("</style>", 1)
+        assert ".wide, .scroll { overflow-x: auto; }" in style
+        tables = re.findall(r"(<div class=\"(?:wide|scroll)[^>]*>\s*)?<table[^>]*>(.*?)</tr>", body, flags=re.DOTALL)
+        wide = [(before, row) for before, row in tables if row.count("<th") + row.count("<td") > 2]
+        assert wide and all(before for before, _ in wide), f"{page.name} has a table that does not scroll"
 
 
 def test_layers_that_are_equal_share_a_row(found: Simulation, tmp_path: Path) -> None:
