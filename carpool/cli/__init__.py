@@ -17,14 +17,13 @@ import typer
 
 from carpool.cli.bench import bench
 from carpool.cli.common import UNEXPECTED
-from carpool.cli.exporting import export, merge
+from carpool.cli.of_runs import export, merge, profile, report
 from carpool.cli.placement import place, trace
 from carpool.cli.planning import plan
-from carpool.cli.profile import profile
 from carpool.cli.recipes import recipes
 from carpool.cli.serve import chat, evaluate, generate
 from carpool.cli.simulating import simulate
-from carpool.cli.train import doctor, report, train
+from carpool.cli.train import doctor, train
 
 app = typer.Typer(
     name="carpool",

@@ -22,9 +22,6 @@ BENCH_PACKAGES = ("transformers",)
 UNEXPECTED = "carpool_unexpected"
 
 # Options of several commands.
-ZipfExponent = Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")]
-Repetitions = Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, rows and routing.")]
 Transports = Annotated[
     str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")

@@ -1,4 +1,4 @@
-"""`carpool train`, `report` and `doctor`."""
+"""`carpool train` and `doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, check_writable, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Ranks, RanksDebug, check_writable, command, errors, require
 from carpool.train.launch.start import look_ahead, said_if_slow
 from carpool.train.launch.stopping import leaves_setup
 from carpool.train.launch.worker import collector_paused, lasting_output
@@ -103,31 +103,6 @@ def train(
         check_ahead(resolved, "carpool.train.plan.start_checks:check_run", debug, compare=compare)
         entry = "carpool.train.run.run:train"
         run(settings, entry, debug=debug, compare=compare, command=command(), fixed=resolved.fixed)
-
-
-def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN [RUN]", help="The run's folder (training.output_dir); two to compare.")
-    ],
-    open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="File to write. Default: RUN/report.html; of two, B/compare.html.")
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Write what happened in a run as one HTML file, which needs no network; of two runs, what differs."""
-    with errors(debug):
-        from carpool.report import write_comparison, write_report
-
-        if len(runs) > 2:
-            raise ValueError(f"{len(runs)} runs were given: one is reported, two are compared")
-        written = write_comparison(runs[0], runs[1], output) if len(runs) == 2 else write_report(runs[0], output)
-        typer.echo(f"wrote {written}")
-        if open_:
-            import webbrowser
-
-            if not webbrowser.open(written.absolute().as_uri()):
-                typer.echo(f"no browser found here; open {written.absolute().as_uri()} yourself", err=True)
 
 
 def doctor(

@@ -1,0 +1,166 @@
+"""What one does with a run: `carpool profile`, `report`, `export` and `merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from carpool.cli.common import (
+    TRAIN_PACKAGES,
+    Debug,
+    RanksDebug,
+    check_new_folder,
+    check_output,
+    check_run,
+    command,
+    errors,
+    require,
+)
+
+
+def profile(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings over those of the file, as for `carpool train`."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file of settings. Without it: the demo's.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Steps to run; the last one is recorded.")] = 5,
+    compare: Annotated[
+        Path | None,
+        typer.Option("--compare", metavar="RUN", help="Show the profile of this run's folder too, as the one before."),
+    ] = None,
+    show: Annotated[
+        Path | None,
+        typer.Option("--show", metavar="RUN", help="Record nothing: write the page of this run's profile again."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="With --show: file to write. Default: RUN/profile.html.")
+    ] = None,
+    debug: RanksDebug = False,
+) -> None:
+    """Record one step with PyTorch's profiler: a trace for Perfetto, and a page that says what hid the rides.
+
+    It takes what `carpool train` takes and writes into training.output_dir: profile.html, profile/trace.json.gz (all
+    ranks), profile/profile.json. A run there is left as it is; training.resume_from_checkpoint=last profiles its
+    weights. Before and after, on one page: `carpool profile training.output_dir=runs/b --compare runs/a`, or, of two
+    runs that have profiles, `carpool profile --show runs/b --compare runs/a`.
+    """
+    with errors(debug):
+        from carpool.report.profile_page import profile_path, write_profile
+
+        if show is not None:
+            if overrides or config is not None:
+                raise ValueError("--show records nothing: leave the settings out, or leave --show out to record")
+            typer.echo(f"wrote {write_profile(show, compare, output)}")
+            return
+        if output is not None:
+            raise ValueError("--output is of --show; a profile that is recorded goes to training.output_dir")
+        if compare is not None:
+            from carpool.profile.numbers import load_profile
+
+            # Before any rank is started.
+            load_profile(profile_path(compare))
+        from carpool.cli.train import check_ahead, check_paths
+        from carpool.train.config import resolve_config
+        from carpool.train.launch.start import run
+
+        resolved = resolve_config(config, overrides or [])
+        settings = resolved.config
+        require(TRAIN_PACKAGES)
+        check_paths(resolved)
+        check_output("training.output_dir", Path(settings.training.output_dir))
+        check_ahead(resolved, "carpool.train.run.profile_run:check_profile", debug)
+        before = str(compare) if compare is not None else None
+        run(
+            settings,
+            "carpool.train.run.profile_run:profile",
+            debug=debug,
+            steps=steps,
+            compare=before,
+            command=command(),
+            fixed=resolved.fixed,
+        )
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN]", help="The run's folder (training.output_dir); two to compare.")
+    ],
+    open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="File to write. Default: RUN/report.html; of two, B/compare.html.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write what happened in a run as one HTML file, which needs no network; of two runs, what differs."""
+    with errors(debug):
+        from carpool.report import write_comparison, write_report
+
+        if len(runs) > 2:
+            raise ValueError(f"{len(runs)} runs were given: one is reported, two are compared")
+        written = write_comparison(runs[0], runs[1], output) if len(runs) == 2 else write_report(runs[0], output)
+        typer.echo(f"wrote {written}")
+        if open_:
+            import webbrowser
+
+            if not webbrowser.open(written.absolute().as_uri()):
+                typer.echo(f"no browser found here; open {written.absolute().as_uri()} yourself", err=True)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Of this step. Default: the newest.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint of a run as a model folder: weights, configuration, tokenizer, as Transformers and vLLM load.
+
+    The run may have ended in any way. One process does it, whatever number of ranks trained.
+    """
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        check_run(run)
+        check_new_folder("--out", out)
+        from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
+
+        checkpoint = find_checkpoint(run, step)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=None)
+            exported = export_checkpoint(
+                run,
+                checkpoint,
+                out,
+                begin=lambda what, total: progress.reset(task, description=what, total=total),
+                advance=lambda size: progress.advance(task, size),
+            )
+        typer.echo(f"model of {checkpoint}: {exported._replace(folder=out)}\n{exported.checked}")
+
+
+def merge(
+    run: Annotated[Path, typer.Argument(help="The folder of a run with [adapter] (training.output_dir).")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
+    base: Annotated[
+        Path | None, typer.Option("--base", metavar="DIR", help="The adapted model, if it is no longer where it was.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Merge a run's adapter into its model, and write that as a model folder with the model's own names and dtypes.
+
+    One process does it, and holds no more than one layer's experts in memory. It reads back what it wrote and compares
+    it with the model plus the adapter: tensor by tensor, and the logits of the whole model if that fits in memory.
+    """
+    with errors(debug):
+        require((*TRAIN_PACKAGES, "peft"))
+        check_run(run)
+        check_new_folder("--out", out)
+        from carpool.train.checkpoints.adapter_files import merge_adapter
+
+        merged = merge_adapter(run, out, base=base, logits=True)
+        typer.echo(f"merged model of {run}: {merged._replace(folder=out)}\n{merged.checked}")
