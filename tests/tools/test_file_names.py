@@ -10,21 +10,12 @@ SEVERAL = {"__init__.py", "__main__.py", "base.py", "options.py", "kernel.py"}
 """Names that say what a file is of its folder."""
 
 TO_RENAME: set[str] = {
-    "bias.py",
-    "checks.py",
-    "context.py",
     "layouts.py",
-    "limit.py",
-    "meshes.py",
     "module.py",
     "objective.py",
-    "policies.py",
     "rows.py",
     "sequences.py",
     "sizes.py",
-    "slices.py",
-    "stages.py",
-    "trace.py",
     "volume.py",
 }
 """Names that still occur more than once."""
