@@ -62,13 +62,13 @@ def plan(
             check_output("--out", out)
         from carpool.bench.options import one_of
         from carpool.bench.result_files import terminal
+        from carpool.cli.plan_page import Shown, print_policies, why_none
         from carpool.planner.machine.hardware import find_hardware
         from carpool.planner.model.routes import Routes
         from carpool.planner.model.shape import ModelShape
         from carpool.planner.search.plan import plan as search
         from carpool.planner.search.space import MOVES, PLANNERS, Space, read_constraints
         from carpool.plugins.nearest import nearest
-        from carpool.report.plan_page import Shown, print_policies, why_none
         from carpool.train.config.published import read_keys
         from carpool.train.config.schema_parallelism import MAX_RANKS
         from carpool.train.config.sizes import size_of
