@@ -51,11 +51,7 @@ def test_orders_are_pytorchs(schedule: str, chunks: int, stages: int, micro_batc
 
 def test_one_forward_one_backward_by_hand() -> None:
     text = ["".join(f" {one.kind}{one.micro_batch}" for (one,) in order) for order in orders("1F1B", 3, 4)]
-    assert text == [
-        " F0 F1 F2 B0 F3 B1 B2 B3",
-        " F0 F1 B0 F2 B1 F3 B2 B3",
-        " F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
+    assert text == [" F0 F1 F2 B0 F3 B1 B2 B3", " F0 F1 B0 F2 B1 F3 B2 B3", " F0 B0 F1 B1 F2 B2 F3 B3"]
 
 
 def test_pairs_of_interleaved_stages_by_hand() -> None:
@@ -96,13 +92,7 @@ def test_everything_is_done_once(schedule: str, paired: bool) -> None:
 
 
 def _run(
-    schedule: str,
-    stages: int,
-    micro_batches: int,
-    chunks: int,
-    send: float = 0.0,
-    i: float = I,
-    w: float = W,
+    schedule: str, stages: int, micro_batches: int, chunks: int, send: float = 0.0, i: float = I, w: float = W
 ) -> Execution:
     def work(graph: Graph, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
         for kind in "IW" if action.kind == "B" else action.kind:

@@ -223,10 +223,7 @@ class Execution:
 
 
 def execute(
-    graph: Graph,
-    ranks: int = 1,
-    seconds: Callable[[Event], Seconds] | None = None,
-    kept: Sequence[int] | None = None,
+    graph: Graph, ranks: int = 1, seconds: Callable[[Event], Seconds] | None = None, kept: Sequence[int] | None = None
 ) -> Execution:
     """Run a graph.
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.candidate import stage_layers
@@ -32,6 +32,7 @@ from carpool.planner.step.pipelines import Action, add_pipeline, alternate, in_t
 from carpool.planner.step.travel import Piece
 
 _RIDE = ("dispatch", "experts", "combine")
+_NOTHING = Piece("nothing", "elementwise", 0.0)  # of a stage without layers
 # Layers whose offloaded tensors need no way back (`carpool.activations.offload`).
 AT_HOME = 2
 # Reductions for which an update waits.
@@ -98,6 +99,22 @@ class _Made:
         )
 
 
+class At(NamedTuple):
+    """Of what an event is a part.
+
+    Attributes:
+        where: "layers.3", as the profiler's ranges have it.
+        phase: "forward", "backward" or "update".
+        stage, layer, number: stage of the pipeline, layer of the model, micro-batch.
+    """
+
+    where: str
+    phase: str
+    stage: int
+    layer: int | None
+    number: int
+
+
 class _Builder:
     """Adds the events of a step with so many micro-batches and of the first layers, so many."""
 
@@ -154,20 +171,18 @@ class _Builder:
         rate = hardware.network if between else hardware.rate(hardware.node_link)
         return rate.latency + lengths.tokens * lengths.shape.hidden * lengths.element / rate.bytes_per_second
 
-    def _add(
-        self, piece: Piece, where: str, phase: str, after: tuple[int, ...], stage: int, layer: int | None, number: int
-    ) -> int:
-        rank = self.rank_of[stage]
+    def _add(self, piece: Piece, at: At, after: Sequence[int]) -> int:
+        rank = self.rank_of[at.stage]
         if not isinstance(self.graph, Graph):
             seconds = piece.seconds if self.bound is None else piece.seconds * getattr(piece, self.bound)
-            self.last_of[rank] = event = self.graph.record(piece.stream or STREAM_OF[piece.kind], seconds, after, rank)
-            return event
-        name = f"{where}::{phase}::{piece.name}"
-        self.last_of[rank] = event = self.graph.add(
-            name, piece.kind, piece.seconds, after, stream=piece.stream, low=piece.seconds * piece.low,
-            high=piece.seconds * piece.high, fixed=piece.fixed, layer=layer, phase=phase,
-            stage=rank, micro_batch=number, group=piece.group,
-        )  # fmt: skip
+            event = self.graph.record(piece.stream or STREAM_OF[piece.kind], seconds, after, rank)
+        else:
+            event = self.graph.add(
+                f"{at.where}::{at.phase}::{piece.name}", piece.kind, piece.seconds, after, stream=piece.stream,
+                low=piece.seconds * piece.low, high=piece.seconds * piece.high, fixed=piece.fixed, layer=at.layer,
+                phase=at.phase, stage=rank, micro_batch=at.number, group=piece.group,
+            )  # fmt: skip
+        self.last_of[rank] = event
         return event
 
     def _replayed(
@@ -198,7 +213,7 @@ class _Builder:
         if self.degrees.pp > 1:
             piece = Piece("host", "host", HOST_ACTION, 0.5, 2.0)
             phase = "forward" if action.kind == "F" else "backward"
-            asked = self._add(piece, f"chunks.{action.chunk}", phase, (), action.chunk, None, action.micro_batch)
+            asked = self._add(piece, At(f"chunks.{action.chunk}", phase, action.chunk, None, action.micro_batch), ())
             after = (*after, asked)
 
         def make(number: int) -> Iterator[int]:
@@ -220,41 +235,40 @@ class _Builder:
         yield self.graph.add("both", "elementwise", 0.0, tuple(ends), stage=stage)
 
     def _forward(self, stage: int, number: int, after: tuple[int, ...]) -> Iterator[int]:
-        layers = self.stages[stage]
+        layers, outside = self.stages[stage], At("head", "forward", stage, None, number)
         last = after
         free = [after, after]
         asked: tuple[int, ...] = ()
         synced: tuple[int, ...] = ()
-        for i, layer in enumerate(layers):
-            where, at = f"layers.{self.first[stage] + i}", self.first[stage] + i
-            asked = self._host(where, False, (*asked, *synced), stage, at, number)
+        for i, layer in enumerate(layers, self.first[stage]):
+            at = At(f"layers.{i}", "forward", stage, i, number)
+            asked = self._host(at, (*asked, *synced))
             # One layer ahead: when the layer before the previous one is done.
-            gathered = [self._add(p, where, "forward", free[-2], stage, at, number) for p in self.gathers(layer)]
+            gathered = [self._add(piece, at, free[-2]) for piece in self.gathers(layer)]
             for piece in self.forward(layer):
                 if piece.kind == "dispatch" and self.candidate.waits:
                     # The host learns how many rows travel, and asks for nothing more until then.
                     synced = last
                 if self.chunks > 1 and piece.kind in _RIDE:
                     continue
-                event = self._add(piece, where, "forward", (*last, *asked, *gathered), stage, at, number)
-                self._slow_beside(piece, where, "forward", stage, at, number)
-                last = (event,)
-                yield event
+                last = (self._add(piece, at, (*last, *asked, *gathered)),)
+                self._slow_beside(piece, at)
+                yield last[0]
             if self.chunks > 1 and layer.experts:
-                last = self._ride_in_chunks(self.forward(layer), self.chunks, where, "forward", last, stage, at, number)
+                last = self._ride_in_chunks(self.forward(layer), self.chunks, at, last)
                 yield last[0]
             free.append(last)
             if (copies := self.offloaded(layer)) is not None:
-                self._add(copies, where, "forward", last, stage, at, number)
+                self._add(copies, at, last)
         if stage == len(self.stages) - 1:
             for piece in self.lengths.head(False):
-                last = (self._add(piece, "head", "forward", last, stage, None, number),)
+                last = (self._add(piece, outside, last),)
                 yield last[0]
         if not layers:
-            yield self._nothing("forward", last, stage, number)
+            yield self._add(_NOTHING, outside._replace(where="stage"), last)
 
     def _backward(self, stage: int, number: int, after: tuple[int, ...], kind: str = "B") -> Iterator[int]:
-        layers, lengths = self.stages[stage], self.lengths
+        layers, lengths, outside = self.stages[stage], self.lengths, At("head", "backward", stage, None, number)
         last = after
         final = number >= self.number * self.parts - self.parts
         reduces = final or self.candidate.data_parallel == "fsdp"
@@ -264,69 +278,56 @@ class _Builder:
         asked: tuple[int, ...] = ()
         if stage == len(self.stages) - 1 and kind != "W":
             for piece in lengths.head(True):
-                last = (self._add(piece, "head", "backward", last, stage, None, number),)
+                last = (self._add(piece, outside, last),)
                 yield last[0]
             if reduces:
-                self._reduce(
-                    lengths.embeddings / (1 if lengths.shape.tied else 2), 0, "head", last, stage, None, number
-                )
+                self._reduce(lengths.embeddings / (1 if lengths.shape.tied else 2), 0, outside, last)
         for i in reversed(range(len(layers))):
-            layer, at = layers[i], self.first[stage] + i
-            where = f"layers.{at}"
-            asked = self._host(where, True, asked, stage, at, number)
+            layer, at = (
+                layers[i],
+                At(f"layers.{self.first[stage] + i}", "backward", stage, self.first[stage] + i, number),
+            )
+            asked = self._host(at, asked)
             again = () if kind == "W" else self.gathers(layer)
-            gathered = [self._add(p, where, "backward", free[-2], stage, at, number) for p in again]
+            gathered = [self._add(piece, at, free[-2]) for piece in again]
             back = kind != "W" and i < len(layers) - at_home
             if back and (copies := self.offloaded(layer)) is not None:
-                gathered.append(self._add(copies, where, "backward", free[-2], stage, at, number))
+                gathered.append(self._add(copies, at, free[-2]))
             ridden = (chunks := self.backward_chunks) == 1
             for piece in self.backward(layer, kind):
+                before = (*last, *asked, *gathered)
                 if chunks > 1 and piece.kind in _RIDE:
                     if not ridden:
-                        before = (*last, *asked, *gathered)
-                        last = self._ride_in_chunks(
-                            self.backward(layer, kind), chunks, where, "backward", before, stage, at, number
-                        )
+                        last = self._ride_in_chunks(self.backward(layer, kind), chunks, at, before)
                         ridden = True
                         yield last[0]
                     continue
-                event = self._add(piece, where, "backward", (*last, *asked, *gathered), stage, at, number)
-                self._slow_beside(piece, where, "backward", stage, at, number)
-                last = (event,)
-                yield event
+                last = (self._add(piece, at, before),)
+                self._slow_beside(piece, at)
+                yield last[0]
             if reduces and kind != "I":
-                experts = lengths.experts_of_layer if layer.experts else 0.0
-                taken = self._reduce(lengths.dense_of(layer), experts, where, last, stage, at, number)
-                if self.candidate.optimizer_in_backward:
-                    self._stream_state(lengths.dense_of(layer), experts, where, last, stage, at, number)
+                dense, experts = lengths.dense_of(layer), lengths.experts_of_layer if layer.experts else 0.0
+                taken = self._reduce(dense, experts, at, last)
+                if (
+                    self.candidate.optimizer_in_backward
+                    and (state := lengths.streamed_state(dense, experts)) is not None
+                ):
+                    # Of a layer whose gradients are there, beside the backward of the layers below.
+                    self._add(state, at, last)
                 if taken:
-                    slower = Piece("beside reductions", "elementwise", TAKEN * taken)
-                    last = (self._add(slower, where, "backward", last, stage, at, number),)
+                    last = (self._add(Piece("beside reductions", "elementwise", TAKEN * taken), at, last),)
                     yield last[0]
             free.append(last)
         if not layers:
-            yield self._nothing("backward", last, stage, number)
+            yield self._add(_NOTHING, outside._replace(where="stage"), last)
 
-    def _nothing(self, phase: str, last: tuple[int, ...], stage: int, number: int) -> int:
-        """Of a stage without layers: what whoever waits for it waits for."""
-        return self._add(Piece("nothing", "elementwise", 0.0), "stage", phase, last, stage, None, number)
-
-    def _slow_beside(self, piece: Piece, where: str, phase: str, stage: int, layer: int, number: int) -> None:
+    def _slow_beside(self, piece: Piece, at: At) -> None:
         """What computes beside a ride lacks the multiprocessors that carry it."""
         if self.beside and piece.kind in ("dispatch", "combine"):
-            slower = Piece("beside rides", "elementwise", TAKEN * piece.seconds, piece.low, piece.high)
-            self._add(slower, where, phase, (), stage, layer, number)
+            self._add(Piece("beside rides", "elementwise", TAKEN * piece.seconds, piece.low, piece.high), at, ())
 
     def _ride_in_chunks(
-        self,
-        pieces: tuple[Piece, ...],
-        chunks: int,
-        where: str,
-        phase: str,
-        after: tuple[int, ...],
-        stage: int,
-        layer: int,
-        number: int,
+        self, pieces: tuple[Piece, ...], chunks: int, at: At, after: tuple[int, ...]
     ) -> tuple[int, ...]:
         """A dispatch, experts and a combine for each chunk; the next dispatch is asked for before a chunk's experts."""
         of: dict[str, Piece] = {}
@@ -337,7 +338,7 @@ class _Builder:
                 of[piece.kind] = piece._replace(seconds=earlier + piece.of_chunk(chunks))
 
         def add(kind: str, after: tuple[int, ...]) -> tuple[int, ...]:
-            return (self._add(of[kind], where, phase, after, stage, layer, number),) if kind in of else after
+            return (self._add(of[kind], at, after),) if kind in of else after
 
         came, last = [add("dispatch", after)], after
         for chunk in range(chunks):
@@ -346,41 +347,19 @@ class _Builder:
             last = add("combine", add("experts", came[chunk]))
         return last
 
-    def _host(
-        self, where: str, backward: bool, after: tuple[int, ...], stage: int, layer: int, number: int
-    ) -> tuple[int, ...]:
-        seconds = self.host(backward)
-        if not seconds:
-            return ()
-        phase = "backward" if backward else "forward"
-        return (self._add(Piece("host", "host", seconds, 0.8, 1.25), where, phase, after, stage, layer, number),)
+    def _host(self, at: At, after: tuple[int, ...]) -> tuple[int, ...]:
+        seconds = self.host(at.phase == "backward")
+        return (self._add(Piece("host", "host", seconds, 0.8, 1.25), at, after),) if seconds else ()
 
-    def _reduce(
-        self,
-        dense: float,
-        experts: float,
-        where: str,
-        after: tuple[int, ...],
-        stage: int,
-        layer: int | None,
-        number: int,
-    ) -> float:
+    def _reduce(self, dense: float, experts: float, at: At, after: tuple[int, ...]) -> float:
         """Add reductions; returns their seconds."""
         taken = 0.0
         for piece in self.reductions(dense, experts):
-            if piece.name == "copies" and number < self.number * self.parts - self.parts:
+            if piece.name == "copies" and at.number < self.number * self.parts - self.parts:
                 continue
-            event = self._add(piece, where, "backward", after, stage, layer, number)
-            self.reduced.setdefault(self.rank_of[stage], []).append(event)
+            self.reduced.setdefault(self.rank_of[at.stage], []).append(self._add(piece, at, after))
             taken += piece.seconds
         return taken
-
-    def _stream_state(
-        self, dense: float, experts: float, where: str, after: tuple[int, ...], stage: int, layer: int, number: int
-    ) -> None:
-        """The optimizer's state of a layer whose gradients are there, beside the backward of the layers below."""
-        if (state := self.lengths.streamed_state(dense, experts)) is not None:
-            self._add(state, where, "backward", after, stage, layer, number)
 
     def _update(self, stage: int) -> None:
         """`stage`: the first one of a rank, which has its number."""
@@ -393,7 +372,7 @@ class _Builder:
         if stage == 0:
             # The embedding's gradient comes last.
             size = lengths.embeddings / 2 if not lengths.shape.tied else 0.0
-            self._reduce(size, 0.0, "embedding", last, stage, None, self.number * self.parts)
+            self._reduce(size, 0.0, At("embedding", "backward", stage, None, self.number * self.parts), last)
             before += tuple(self.reduced.get(stage, ())[-2:])
         for piece in lengths.update(dense, experts):
-            before = (self._add(piece, "step", "update", before, stage, None, 0),)
+            before = (self._add(piece, At("step", "update", stage, None, 0), before),)
