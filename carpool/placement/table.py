@@ -117,7 +117,7 @@ def place(
         ranks, nodes: W, N.
         solvers: names for `solve`. None: `default_solvers()`. One whose package is missing is reported, not fatal.
         slots: experts that each rank has memory for; None: equally many.
-        extra_slots: room for replicas on each rank.
+        extra_slots: of each rank, for replicas.
         load_limit: largest load by the mean that is allowed.
         layers: names; None: all.
         expert_groups, seed, cost: see `solvers.Problem`.
@@ -125,8 +125,7 @@ def place(
         on_row: called with each row as it comes.
 
     Raises:
-        ValueError: no trace, an unknown solver or layer, what cannot be laid out, or no solver available.
-    """
+        ValueError: no trace, an unknown solver or layer, what cannot be laid out, or no solver available."""
     solvers = default_solvers() if solvers is None else solvers
     for name in solvers:
         check_solver(name)

@@ -34,16 +34,12 @@ _TIERS = {"host": "host memory", "disk": "disk"}
 
 
 def of_transport(name: str | None) -> str:
-    """Of one that waits for the device in each ride, to learn how many rows travel."""
+    """Of one that waits for the device in each ride, to learn how many tokens travel."""
     return f"transport {name} waits for the host"
 
 
 def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True) -> str | None:
-    """Why, by what plans do not vary; None: nothing of that speaks against it.
-
-    Args:
-        settings: sections and keys of a configuration, with their defaults.
-        gpu: whether ranks have one."""
+    """Why, by what plans do not vary (`settings`: sections and keys, with their defaults); None: nothing of that."""
     if settings["training"]["cuda_graphs"] == "off":
         return "training.cuda_graphs = 'off'"
     if not gpu:
@@ -148,8 +144,8 @@ class Candidate:
 
     @property
     def copies_experts(self) -> bool:
-        """Whether FSDP has a group of one rank for a layer's experts, and copies (`held.alone_bytes`): it casts them,
-        or there are copies of the model."""
+        """Whether FSDP has a group of one rank for a layer's experts, and copies (`alone_bytes`): it casts them, or
+        there are replicas of the model."""
         degrees, asked = self.degrees, self.stored != self.computed or self.degrees.dp_replicate > 1
         return asked and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
 
@@ -167,8 +163,7 @@ class Candidate:
 
     @property
     def divides_tokens(self) -> bool:
-        """Whether tensor-parallel ranks divide tokens where blocks do not need all of them, if the model can
-        (`carpool.train.plan.division.divides_tokens`)."""
+        """Whether tensor-parallel ranks divide tokens where blocks do not need all of them, if the model can."""
         return self.degrees.tp > 1 and not self.compiled and not self.optimizer_in_backward
 
     @property
@@ -229,8 +224,8 @@ class Candidate:
 
     @property
     def at_once(self) -> int:
-        """Micro-batches of a rank, or halves of its only one, that go forward and backward at the same time. A pipeline
-        has pairs of a forward and a backward instead (`paired`)."""
+        """Micro-batches, or halves of the only one, that go forward and backward at the same time. A pipeline has pairs
+        of a forward and a backward instead (`paired`)."""
         return 2 if self.schedule == "two-batch" and self.degrees.pp == 1 else 1
 
     @property
@@ -262,7 +257,7 @@ class Candidate:
         return ", ".join(parts + kept)
 
     def flat_settings(self) -> dict[str, Any]:
-        """The same by section and key, such as "moe.schedule"."""
+        """`settings` by section and key, such as "moe.schedule"."""
         return {f"{section}.{key}": value for section, of in self.settings().items() for key, value in of.items()}
 
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -336,9 +331,6 @@ def layer_ranges(layers: int, parts: int) -> list[range]:
 
 
 def stage_layers(shape: ModelShape, degrees: Degrees, of_rank: int = 1) -> list[tuple[LayerShape, ...]]:
-    """The layers of each stage of a pipeline.
-
-    Args:
-        of_rank: stages that each rank has."""
+    """The layers of each stage of a pipeline, `of_rank` of which each rank has."""
     parts = layer_ranges(len(shape.layers), degrees.pp * of_rank)
     return [shape.layers[one.start : one.stop] for one in parts]

@@ -3,21 +3,12 @@
     a run that starts      decide (a rule, or what the user asked for)  ->  measure, if the rule says so  ->  run.json
     a run that is resumed  run.json, if the choice was made for the same shape; otherwise as a run that starts
 
-Times differ from one measurement to the next, and another version of Carpool may have other rules. Ways to compute
-differ in the last bits of their results. So a resumed run takes what its record says, and is bitwise equal to one that
-was never stopped.
+Times differ from one measurement to the next, and ways to compute differ in the last bits of their results. So a
+resumed run takes what its record says, and is bitwise equal to one that was never stopped. A *shape* is all that the
+choice depends on: device, dtype, sizes, number of ranks. If any of it has changed, the choice is made anew, and the
+record says why: "by the shape, chosen anew: device was NVIDIA H100, is NVIDIA H200".
 
-A *shape* is all that the choice depends on: device, dtype, sizes, number of ranks. If any of it has changed, the choice
-is made anew, and the record says why:
-
-    recorded shape {"device": "NVIDIA H100", "rows": 512}, now {"device": "NVIDIA H200", "rows": 512}
-    ->  "by the shape, chosen anew: device was NVIDIA H100, is NVIDIA H200"
-
-All choices of a run are in one place (`Decisions`), one section of run.json, and one table of the report.
-
-Whoever has the accelerator passes the function that measures. One rank reads records and decides, because files and
-devices may look different to the others; all ranks measure.
-"""
+One rank reads records and decides, because files and devices may look different to the others; all ranks measure."""
 
 from __future__ import annotations
 
@@ -56,11 +47,9 @@ class Kind(Generic[Answer]):
 
     Attributes:
         key: in the section `decisions` of run.json.
-        write: the answer as plain JSON values.
-        read: the answer from a record. Raises ValueError, KeyError or TypeError for what it does not understand, such
-            as a record of another version.
-        times: the name under which times are recorded, which is their unit.
-    """
+        write, read: the answer as plain JSON values, and from a record. `read` raises ValueError, KeyError or TypeError
+            for what it does not understand, such as a record of another version.
+        times: the name under which times are recorded, which is their unit."""
 
     key: str
     write: Callable[[Answer], dict[str, Any]]
@@ -90,13 +79,12 @@ class Kind(Generic[Answer]):
 
 
 class Decisions:
-    """What one run has chosen, in the order in which it did. All ranks construct and call it alike.
+    """What one run has chosen, in order: one section of run.json, one table of the report. All ranks call it alike.
 
     Args:
         recorded: the records of the run that is resumed, by the key of their kind; None: there are none. Called on
             rank 0.
-        from_rank_0: calls a function on rank 0 and returns its result, or raises its error, on all.
-    """
+        from_rank_0: calls a function on rank 0 and returns its result, or raises its error, on all."""
 
     def __init__(
         self,

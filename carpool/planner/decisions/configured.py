@@ -1,8 +1,5 @@
-"""A configuration of `carpool train`, as the planner has it.
-
-settings    sections and keys of a configuration, with their defaults (`carpool.train.config`)
-candidate   the same in the planner's words; what a run decides for itself is decided here by the model of costs
-"""
+"""A configuration of `carpool train` (sections and keys, with their defaults), as the planner has it. What a run
+decides for itself is decided here by the model of costs."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 
 def model_of(settings: Settings, keys: Mapping[str, Any]) -> ModelShape:
-    """Sizes of the configuration's model.
-
-    Args:
-        keys: of its config.json.
+    """Sizes of the configuration's model, from the keys of its config.json.
 
     Raises:
         ValueError: a size is missing, or there are no experts."""

@@ -79,11 +79,8 @@ def combinations(given: Mapping[str, str | None]) -> list[Policies]:
 def modelled_milliseconds(
     shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int
 ) -> Callable[[Mapping[str, str]], float]:
-    """What policies add to a micro-batch's forward and backward, as a function of them.
-
-    Args:
-        candidate: the configuration, whatever it keeps.
-        per_node: ranks of a node."""
+    """What policies add to a micro-batch's forward and backward, as a function of them. Whatever the candidate saves is
+    left aside."""
 
     def seconds(policies: Mapping[str, str]) -> float:
         one = replace(candidate, policies=policies, accumulation=1)
@@ -94,12 +91,10 @@ def modelled_milliseconds(
 
 
 def measured_milliseconds(times: Mapping[str, Mapping[str, float]], policies: Mapping[str, str]) -> float:
-    """What policies add to a micro-batch: the sum of what each adds by itself.
+    """What policies add to a micro-batch: the sum of what each adds by itself. `times`: by item and policy; 0 for
+    others.
 
-    Args:
-        times: milliseconds by item and policy; 0 for those that are missing, about which there is no question.
-
-    Example: {"rows": {"resend": 3.0}}, {"expert_inputs": "resend", "expert_activations": "save"} -> 3.0"""
+    Example: {"expert_inputs": {"resend": 3.0}}, {"expert_inputs": "resend", "expert_activations": "save"} -> 3.0"""
     return sum(times.get(item, {}).get(policy, 0.0) for item, policy in policies.items())
 
 

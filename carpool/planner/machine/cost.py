@@ -6,14 +6,12 @@ Time of one layer, forward and backward, as the rank that is slowest needs it:
     + 3 x the forward's matrix products (forward, gradients of inputs, gradients of weights) of the fullest rank
     + replicas: their parameters sent before the forward, their gradients sent back after the backward
 
-A link takes `latency + bytes / bandwidth`; links of different kinds work at the same time. A rank that sends
-90 MB to GPUs of its node and 20 MB to other nodes needs, on H200s, max(12 + 281, 30 + 400) = 430 us. A transport that
-sends one row to a node and passes it on there uses them one after the other: 293 + 430 us. Where the ranks of a node
-share one port, what the whole node sends counts, and a rank that sends for all of them is no faster than it is alone.
+A link takes `latency + bytes / bandwidth`; links of different kinds work at the same time, unless the transport uses
+them in turn. A rank that sends 90 MB to GPUs of its node and 20 MB to other nodes needs, on H200s, max(12 + 281, 30 +
+400) = 430 us, or 293 + 430 us in turn. Where the ranks of a node share one port, what the whole node sends counts, and
+a rank that sends for all of them is no faster than it is alone.
 
-The model ranks layouts and schedules. It is no forecast of a step, for it counts what is hidden behind other work in
-full.
-"""
+The model ranks layouts and schedules. It is no forecast of a step: what is hidden behind other work counts in full."""
 
 from __future__ import annotations
 

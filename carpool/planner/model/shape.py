@@ -1,12 +1,11 @@
-"""The sizes of a model with experts, from the keys of its config.json alone: parameters, operations, what is kept.
+"""The sizes of a model with experts, from the keys of its config.json alone: parameters, operations, what is saved.
 
     shape = ModelShape.read(json.loads(Path("config.json").read_text()))
     shape.total, shape.active            30,532,122,624 and 3,353,032,704 for Qwen3-30B-A3B
-    shape.layers[0].kept_bytes(4096)     79,740 bytes a token that autograd keeps of attention, norms and the router
+    shape.layers[0].kept_bytes(4096)     79,740 bytes a token that autograd saves of attention, norms and the router
 
-Transformers is not asked, so a plan does not need it. The counts are held against transformers' own models
-for every published configuration that ships with Carpool (`tests/planner/test_model_shape.py`). Families differ in few
-places, and each is a key of the configuration or a field of `carpool.families`.
+The counts are held against transformers' own models for every published configuration that ships with Carpool
+(`tests/planner/test_model_shape.py`). Families differ in few places, and each place is a key or a set of names below.
 """
 
 from __future__ import annotations
@@ -196,14 +195,12 @@ class ModelShape:
 
 
 def kept_if_compiled(keys: Mapping[str, Any], length: int) -> float:
-    """Of what eager autograd keeps of a model's layers, the share that compiled layers keep.
+    """Of what eager autograd saves of a model's layers, the share that compiled layers save; 1.0 if its sizes cannot be
+    read.
 
     Args:
         keys: of its config.json.
-        length: of a sequence.
-
-    Returns:
-        1.0 for models whose sizes cannot be read."""
+        length: of a sequence."""
     try:
         shape = ModelShape.read(keys)
     except ValueError:

@@ -5,13 +5,12 @@
     ep4, 2 x 2     no move makes it shorter          on from the fastest place that is left: several hops in a row
                    none of `HOPS` does               the end
 
-A place is degrees and a micro-batch. What else may vary there (transport, schedule, kept policies) is few, and is tried
-as `plan.py` does. Each move halves or doubles one degree. Those that relieve the kind of event to which
-most of the step goes come first, and the first that makes the step shorter is taken. Where none does, the way may lead
-through longer steps: experts that share a rank need no rides, but halving `ep` once only brings more experts to a rank
-(Aceso's hops, section 3.3). Where nothing fits, moves are those that take memory from a rank. The end is a local
-optimum, found by some hundred predictions whatever the number of GPUs; enumeration finds the best.
-"""
+A place is degrees and a micro-batch; what else may vary there is few, and is tried as `plan.py` does. Each move halves
+or doubles one degree. Those that relieve the kind of event to which most of the step goes come first, and the first
+that makes the step shorter is taken. Where none does, the way may lead through longer steps (Aceso's hops, section
+3.3): experts that share a rank need no rides, but halving `ep` once only brings more experts to a rank. Where nothing
+fits, moves are those that take memory from a rank. The end is a local optimum, found by some hundred predictions
+whatever the number of GPUs; enumeration finds the best."""
 
 from __future__ import annotations
 
@@ -61,14 +60,12 @@ class Variants(Protocol):
 
 
 def relieve(places: Mapping[Place, Candidate], search: Variants, start: Place) -> Candidate | None:
-    """The candidate at which no move makes the step shorter.
+    """The candidate at which no move makes the step shorter; None: moves that take memory from a rank lead to no place
+    where anything fits.
 
     Args:
         places: all that are allowed, and a candidate of each.
-        start: where to begin.
-
-    Returns:
-        None: moves that take memory from a rank lead to no place where anything fits."""
+        start: where to begin."""
     seen: set[Place] = set()
     at, best = start, search.best_of(places[start])
     while best is None:

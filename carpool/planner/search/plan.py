@@ -6,15 +6,11 @@
     enumerated    degrees x micro-batch x transport x ... (`enumeration.py`), of a space (`space.py`)
     dominated     saves memory that a faster one of the same degrees does not need either
     memory        does not fit (`carpool.planner.step.peak`)
-    bound         its chain of events alone takes longer than the best steps found so far take in full
-                  (`bounds.py`)
-    predicted     its event graph is built and run (`carpool.planner.step`), of many micro-batches the first ones
+    bound         what each stream has to do takes longer than the best steps found so far in full (`Bounds`)
+    predicted     its event graph is run (`carpool.planner.step`), of many micro-batches the first ones
 
-Nothing that is dropped can be the best, so the result is that of predicting all (`tests/planner/test_search.py`
-does). What is left to the run itself, because it measures better: expert stages, kept policies in finer grain, chunks.
-
-Published planners take other ways through the same space: `systems.py` has what each would choose.
-"""
+Nothing that is dropped can be the best, so the result is that of predicting all (`tests/planner/test_search.py` does).
+What is left to the run itself, because it measures better: saved activations in finer grain, chunks."""
 
 from __future__ import annotations
 

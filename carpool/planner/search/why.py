@@ -1,10 +1,4 @@
-"""A plan in words, and why it is the best: what bounds it, what the next best costs, what would change the answer.
-
-bound by     the largest shares of the step on the busiest stage, and what is exposed
-next best    how much longer the first plan takes that differs in its degrees, its transport or its schedule
-memory       what would be faster if none of the memory were held back
-changes      which of the plans is best if a link, or the experts' products, were half or twice as fast
-"""
+"""A plan in words, and why it is the best: what bounds it, what the next best costs, what would change the answer."""
 
 from __future__ import annotations
 
@@ -27,10 +21,7 @@ NAMES = {
 
 
 def in_words(plan: Plan, per_node: int) -> list[str]:
-    """Sentences for who does not know the settings.
-
-    Args:
-        per_node: GPUs of a node."""
+    """Sentences for who does not know the settings. `per_node`: GPUs of a node."""
     one, degrees = plan.candidate, plan.candidate.degrees
     times = "one micro-batch" if one.accumulation == 1 else f"{one.accumulation} micro-batches"
     said = [
@@ -97,10 +88,8 @@ def next_best(plans: Sequence[Plan]) -> str:
 
 
 def with_all_memory(found: Found, capacity: float) -> str | None:
-    """A sentence about the plan that the memory which is held back would allow; None: no faster one.
-
-    Args:
-        capacity: bytes of the device."""
+    """A sentence about the plan that the memory which is held back would allow; None: no faster one. `capacity`: bytes
+    of the device."""
     if (tight := found.tight) is None:
         return None
     less = 1 - tight.prediction.seconds.middle / found.plans[0].prediction.seconds.middle

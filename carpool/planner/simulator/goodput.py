@@ -2,21 +2,15 @@
 
 N GPUs, each of which fails once in M hours, fail together once in M / N. A failure costs the work since the last
 checkpoint, and the time to start again; a checkpoint costs the time for which training waits. So there is a best
-interval between checkpoints. With a mean time between failures of the whole run M, a checkpoint of C and a restart
-of R:
+interval between checkpoints:
 
     16,384 GPUs that fail once in 50,676 hours each        M = 3.1 hours, 7.8 failures a day
-    C = 60 s, R = 600 s                                    Young: sqrt(2 C M) = 19 minutes
+    a checkpoint C = 60 s, a restart R = 600 s             Young: sqrt(2 C M) = 19 minutes
     goodput there                                          0.85
 
-Failures are independent of each other and of the age of the hardware (a Poisson process). They also strike while a
-checkpoint is written, or the run restarts. Then the goodput of an interval T is
-
-    T / (M e^(R/M) (e^((T+C)/M) - 1))
-
-exactly (Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006). Young's and Daly's
-intervals are approximations of where it is largest.
-"""
+Failures are independent (a Poisson process), and also strike while a checkpoint is written, or the run restarts. Then
+the goodput of an interval T is exactly T / (M e^(R/M) (e^((T+C)/M) - 1)) (Daly, A higher order estimate of the optimum
+checkpoint interval for restart dumps, 2006). Young's and Daly's intervals approximate where it is largest."""
 
 from __future__ import annotations
 
@@ -91,8 +85,8 @@ class Failures:
         return self.young * (1 + math.sqrt(share) / 3 + share / 9) - self.checkpoint
 
     def goodput(self, interval: float) -> float:
-        """The share of the time in which work is done that is not lost, if a checkpoint follows each `interval` seconds
-        of work."""
+        """The share of the time in which work is done that is not lost, if a checkpoint follows each `interval` s of
+        work."""
         exponent = (interval + self.checkpoint) / self.mtbf
         restarts = self.restart / self.mtbf
         if exponent + restarts > 700:
@@ -117,7 +111,6 @@ class Failures:
         return float(found), float(found * took.std() / took.mean() / math.sqrt(checkpoints))
 
     def record(self) -> dict[str, Any]:
-        """For people and files: the intervals and their goodput."""
         best = self.daly
         sampled, error = self.sampled_goodput(best)
         return {

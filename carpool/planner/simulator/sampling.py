@@ -1,18 +1,17 @@
 """What each rank of a large run has to carry and to compute: drawn from a trace's sequences, or from uniform routing.
 
 A trace is of a few thousand tokens, a step of a large run has millions. Tokens of one text choose alike, so what is
-drawn is not a token but a *sequence* of the trace, with all its tokens and in all layers at once: each rank draws, for
-each micro-batch, as many sequences as fill it. Of a sequence two numbers for each rank of an expert-parallel group are
+drawn is a *sequence* of the trace, with all its tokens and in all layers at once: each rank draws, for each
+micro-batch, as many sequences as fill it. Of a sequence two numbers for each rank of an expert-parallel group are
 enough, and they add up: how many choices fall on that rank, and how many of its tokens travel there.
 
     a trace of 256 sequences, ranks of 8,192 tokens:    each rank draws 128 of the 256, with replacement
     experts of rank 3 compute                           the choices that fall on rank 3, of the sequences of its group
     rank 3 sends                                        the rows of its own sequences to ranks of other nodes
 
-The model may have more layers than the trace: it then takes the nearest by depth, turned by a rank for each layer, so
-that not the same ranks are busy in all of them. Experts lie on ranks in order. Everything is relative to what balanced
-ranks have under uniform routing (1.0), because that is what the lengths of an event graph stand for.
-"""
+A model with more layers than the trace takes the nearest by depth, turned by a rank for each layer, so that not the
+same ranks are busy in all of them. Experts lie on ranks in order. Everything is relative to balanced ranks under
+uniform routing (1.0), because that is what the lengths of an event graph stand for."""
 
 from __future__ import annotations
 

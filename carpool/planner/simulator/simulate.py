@@ -65,8 +65,7 @@ class Step:
         spread: over what the tokens of a stage spread.
         tokens: of a step, all ranks together.
         label: the degrees of parallelism, for people.
-        memory: bytes of the fullest rank; None: not known.
-    """
+        memory: bytes of the fullest rank; None: not known."""
 
     gpus: int
     graph: Graph
@@ -77,7 +76,6 @@ class Step:
 
     @property
     def ranks(self) -> int:
-        """Of a stage."""
         return self.spread.ranks
 
     def moe_layers(self) -> list[int]:
@@ -204,7 +202,6 @@ class Simulation:
     routing: str = "uniform"
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
         last = self.sizes[-1]
         failures = None if self.failures is None else self.failures.record()
         goodput = {} if failures is None else {"tokens_per_second_with_failures": failures["goodput"] * self.throughput}
@@ -307,7 +304,6 @@ def _smaller(build: Callable[[int], Step], gpus: int, sizes: Sequence[int] | Non
 
 
 def sampled(step: Step, trace: Trace | None, seed: int = 0, stretch: float = 1.0) -> SampledRouting:
-    """The routing of a step."""
     return SampledRouting(step.spread, trace, layers=max(1, len(step.moe_layers())), seed=seed, stretch=stretch)
 
 

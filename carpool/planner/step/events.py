@@ -27,7 +27,7 @@ bounds, sampled loads of experts, a rank that is slow. Nothing else changes.
 
 A search asks for thousands of steps of balanced ranks. `Clock` takes the calls of a `Graph` and runs them at once; what
 a step does again for each micro-batch is recorded once, and then run many times. Without this a search for DeepSeek-V3
-on 2,048 GPUs takes more than ten times as long as its 44 s.
+on 2,048 GPUs takes several times as long.
 
     tape = Tape(inputs=1)                                     numbers 0, 1, ... are events from outside
     a = tape.add("a", "attention", 2.0, (0,))
@@ -380,10 +380,8 @@ class Program(NamedTuple):
 
 
 class Tape:
-    """Records events of one stage; takes the calls of a `Graph`.
-
-    Args:
-        inputs: events from outside, which are numbers 0, 1, ... here."""
+    """Records events of one stage; takes the calls of a `Graph`. `inputs`: events from outside, numbers 0, 1, ...
+    here."""
 
     def __init__(self, inputs: int) -> None:
         self._inputs = inputs
@@ -397,17 +395,13 @@ class Tape:
         return self.record(stream or STREAM_OF[kind], seconds, tuple(after))
 
     def record(self, stream: str, seconds: float, after: tuple[int, ...], stage: int = 0) -> int:
-        """The same, sooner."""
         assert seconds >= 0, f"an event on {stream} takes {seconds} s"
         self._order.append((stream, after))
         self._seconds.append(seconds)
         return self._inputs + len(self._order) - 1
 
     def program(self, ends: Sequence[int]) -> Program:
-        """What was recorded.
-
-        Args:
-            ends: events whose ends are wanted."""
+        """What was recorded. `ends`: events whose ends are wanted."""
         found = _layout(self._inputs, tuple(self._order), tuple(ends))
         stretches = [Stretch(stream, waits, []) for stream, waits in found.stretches]
         for at, seconds in zip(found.place, self._seconds, strict=True):
@@ -476,7 +470,6 @@ class Clock:
         return self.record(stream or STREAM_OF[kind], seconds, after, stage)
 
     def record(self, stream: str, seconds: float, after: Iterable[int], stage: int = 0) -> int:
-        """The same, sooner."""
         last = self._last[stage]
         last[stream] = end = self._ready(last[stream], after) + seconds
         self._end.append(end)

@@ -340,29 +340,27 @@ BOTH_WAYS = 0.9
 
 
 def stream_seconds(state_bytes: float, hardware: Hardware) -> float:
-    """How long the copies of one step take, in and out at the same time.
-
-    Args:
-        state_bytes: of one rank's state in host memory.
-        hardware: whose `host_link` they take.
-    """
+    """How long the copies of one step take, in and out at the same time, of so many bytes of a rank."""
     return state_bytes / (BOTH_WAYS * hardware.host_link.bytes_per_second)
 
 
 def break_even_tokens(state_bytes: float, flops_per_token: float, hardware: Hardware, beside: str) -> float:
-    """The tokens of a rank and step from which streaming the optimizer's state costs nothing.
+    """The tokens of a rank and step from which streaming the optimizer's state costs nothing: its copies take the same
+    time whatever the batch is, and the time to compute grows with the tokens. Infinite where nothing is computed beside
+    them.
+
+        30.5 B parameters on one H200, 8-bit moments and low bits: 4.03 bytes each
+        copies     123 GB in, 123 GB out meanwhile, each way at 41 GB/s           3.0 s
+        backward   2/3 of 6 * 3.3 B operations a token at 500 TFLOP/s             27 us a token
+        together   3.0 s / 27 us                                                  114,000 tokens of a rank and step
 
     Args:
         state_bytes: of one rank's state in host memory.
         flops_per_token: of one token, forward and backward.
         beside: a key of `BESIDE`.
 
-    Returns:
-        Tokens; infinite where nothing is computed beside the copies.
-
     Raises:
-        ValueError: `beside` is no key of `BESIDE`.
-    """
+        ValueError: `beside` is no key of `BESIDE`."""
     if beside not in BESIDE:
         raise ValueError(f"beside = {beside!r} is not known; it is one of {', '.join(map(repr, BESIDE))}")
     if not BESIDE[beside]:

@@ -9,11 +9,13 @@
 What it assumes, which is where a prediction goes wrong:
 
     balance       each rank gets the mean number of rows, each expert the mean number of tokens. Not temporaries of
-                  transport nvlink, which are for the worst case, nor its arena, which has a quarter more than was kept
+                  transports with buffers, which are for the worst case, nor their arena, which has a quarter more than
+                  was saved
     one layer     of rides, backward: products, their gradients, rows, and the gradients of one layer's experts.
                   Under FSDP: a layer in full and the next one, which is gathered ahead; a layer's gradients as they are
                   computed and as they are reduced. With gradient checkpointing: the layer that is computed again
-    transport     nvlink: one lease (schedules that overlap rides take more). Others: rows packed, arrived, summed, sent
+    transport     one lease of its buffers (schedules that overlap rides take more); without buffers: rows packed,
+                  arrived, summed, sent
     context       on GPUs: 0.5 GiB of CUDA context and kernels; NCCL: 0.3 GiB, and 0.2 for each further kind of group
     fragments     on GPUs: 3 % of what PyTorch's tensors take, which its allocator cannot use
     graphs        CUDA graphs of a step keep all that it takes, also between steps. Their gradients take places that
@@ -57,9 +59,7 @@ class LayerSizes:
         layers, moe_layers: decoder layers, and those of them with experts.
         hidden, expert_hidden, top_k: H, F, K. Experts are gated.
         heads, key_heads, head_size: of attention.
-        element_size: bytes of an element of an activation.
-        copies: rows that arrive at a rank's experts for each of its tokens.
-    """
+        copies: tokens that arrive at a rank's experts for each of its own."""
 
     layers: int
     moe_layers: int
@@ -74,11 +74,18 @@ class LayerSizes:
 
 
 def kept_bytes(sizes: LayerSizes, tokens: int, policies: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Bytes that one rank keeps for the backward of a micro-batch.
+    """Bytes that one rank saves for the backward of a micro-batch.
+
+        policies = {"expert_inputs": "resend", "expert_activations": "offload"}
+        kept_bytes(LayerSizes(48, 48, 2048, 768, 8, 32, 4, 128, 2, 3.6), 8192, policies)
+
+    What is offloaded is on the device for two layers at a time. A layer that is computed again saves its input, and one
+    layer at a time saves all. If its MoE outputs are computed again, too, its ride is repeated, and one layer at a time
+    saves the experts' inputs and pre-activations.
 
     Args:
         tokens: of a rank in a micro-batch.
-        policies: by item; an item that is not in it is kept.
+        policies: by item; an item that is not in it is saved.
 
     Returns:
         one for each item of `POLICIES`: bytes on the device. host: bytes in pinned host memory."""
@@ -161,7 +168,7 @@ def memory_of(shape: ModelShape, candidate: Candidate, routes: Routes | None = N
 
 
 def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer: bool = False) -> Peak:
-    """Of one rank of the pipeline. Of the candidate's model nothing is asked; `every_layer` as of `memory_of`."""
+    """Of one rank of the pipeline. `every_layer` as of `memory_of`."""
     degrees, moe_layers, number = candidate.degrees, sizes.moe_layers, len(sizes.layers)
     computed, stored = candidate.computed, candidate.stored
     replicated = candidate.data_parallel == "zero1" and degrees.dp_cp > 1

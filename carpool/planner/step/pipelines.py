@@ -41,10 +41,7 @@ class Action(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Of one turn, what the next chunk needs from another stage.
-
-    Attributes:
-        place: of the action among those of its turn."""
+    """Of one turn, what the next chunk needs from another stage; `place`: of the action among those of its turn."""
 
     place: int
     name: str
@@ -258,10 +255,7 @@ def pipeline(schedule: str, stages: int, micro_batches: int, chunks: int = 1, pa
 
 
 def turns(schedule: str, stages: int, found: Sequence[Order]) -> tuple[Turn, ...]:
-    """The orders of all stages as one, in which each action comes after those that it needs.
-
-    Args:
-        found: what `orders` gives for this schedule and number of stages."""
+    """The orders of all stages (`orders`) as one, in which each action comes after those that it needs."""
     last_chunk = max(action.chunk for order in found for actions in order for action in actions)
     ready: dict[tuple[str, int, int], int] = {}  # results that are on the stage of a chunk that needs them
     results = count()

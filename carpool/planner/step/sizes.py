@@ -32,12 +32,8 @@ INDEX_BYTES = 5 * 4
 
 
 def beside_tensors(tensors: float, ranks: int, groups: int) -> dict[str, int]:
-    """Bytes of a GPU that are in use beside PyTorch's tensors.
-
-    Args:
-        tensors: bytes of these.
-        ranks: of the run.
-        groups: kinds of process groups with more than one rank."""
+    """Bytes of a GPU that are in use beside PyTorch's `tensors` bytes, by component. `groups`: kinds of process
+    groups."""
     return {
         "context": CONTEXT_BYTES,
         "nccl": NCCL_BYTES + NCCL_GROUP_BYTES * max(0, groups - 1) if ranks > 1 else 0,
@@ -52,30 +48,22 @@ def products_bytes(pairs: float, width: float, hidden: int, element: int) -> flo
 
 
 def scores_bytes(tokens: float, heads: int, length: int, element: int) -> float:
-    """Temporary tensors of attention that is not fused: two score matrices beside the one that is kept.
-
-    Forward, `softmax` has its input and the scores without sinks or mask beside its result; backward, the gradients of
-    its result and of its input are there at once.
-
-    Args:
-        tokens: of a rank; heads: of a rank; length: of a sequence."""
+    """Temporary tensors of attention that is not fused, of so many tokens and heads of a rank: two score matrices
+    beside the one that is saved. Forward, `softmax` has its input and the scores without sinks or mask beside its
+    result; backward, the gradients of its result and of its input are there at once."""
     return 2 * tokens * heads * length * element
 
 
 def alone_bytes(layer: float, stored: int, reduced: int) -> tuple[float, float, float]:
-    """What FSDP copies of one layer's experts where it has them (`carpool.hf.sharding`) and no other rank has the
-    same ones to share them with: the parameters, to compute with them; gradients that wait for the next layer's;
-    gradients at once, as they would be sent, divided, and as they would arrive (`foreach_reduce` of PyTorch 2.11 to
-    2.13, in groups of one rank).
-
-    Args:
-        layer: parameters of a rank; stored, reduced: as of `gradient_buffers`."""
+    """What FSDP copies of one layer's experts, `layer` parameters, where it has them (`carpool.hf.sharding`) and no
+    other rank has the same: the parameters, to compute with them; gradients that wait for the next layer's; gradients
+    at once, as they would be sent, divided, and as they would arrive (`foreach_reduce` of PyTorch 2.11 to 2.13)."""
     return layer * stored, layer * reduced, 3 * layer * reduced
 
 
 def gradient_buffers(whole: float, own: float, stored: int, reduced: int) -> float:
-    """Bytes of gradients of parameters that are whole on each rank, which are there all the time: those of this rank,
-    the sums of its shards, and these in the dtype of the shards (`carpool.parallel.replicated`).
+    """Bytes of gradients of parameters that are whole on each rank, which are there all the time: all of them, the sums
+    of this rank's shards, and these in the dtype of the shards (`carpool.parallel.replicated`).
 
     Args:
         whole: parameters; own: those of them whose shards are this rank's.
