@@ -14,7 +14,8 @@ import carpool
 from carpool.activations import KEEP, Arena, KeptPolicies, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.metrics.counters import LayerStats
-from carpool.planner.step.peak import LayerSizes, kept_bytes
+from carpool.planner.candidate import POLICIES
+from carpool.planner.step.peak import saved_by_rides
 from carpool.ride.function import ride
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
@@ -217,55 +218,42 @@ def test_policies_that_are_none() -> None:
 
 
 def test_predicted_bytes_are_those_that_are_saved() -> None:
-    sizes = LayerSizes(1, 1, H, F, K, 0, 0, 0, 4, copies=1.0)
+    of_one = 11 * H * 4, 11 * K * 2 * F * 4, 11 * H * 4
+    whole = dict.fromkeys(POLICIES, "save")
     for policies in EVERY:
         now, kept = (
-            kept_bytes(sizes, 11, {"expert_inputs": p.rows, "expert_activations": p.hidden}) for p in (policies, KEEP)
+            saved_by_rides({**whole, "expert_inputs": p.rows, "expert_activations": p.hidden}, 1, *of_one)
+            for p in (policies, KEEP)
         )
         if not policies.offloads:
             saved = saved_bytes(KEEP) - saved_bytes(policies)
             assert sum(kept.values()) - sum(now.values()) == saved, policies
 
 
-def test_predicted_bytes_of_a_model() -> None:
-    sizes = LayerSizes(48, 47, 2048, 768, 8, 32, 4, 128, 2, copies=3.6)
-    kept = kept_bytes(sizes, 1000)
-    assert (
-        kept["expert_inputs"] == int(47 * 3.6 * 1000 * 2048 * 2)
-        and kept["expert_activations"] == 47 * 8000 * 2 * 768 * 2
-    )
-    assert (
-        kept["layer_activations"] == 48 * 1000 * 2 * (8 * 2048 + 4 * 36 * 128)
-        and kept["moe_outputs"] == kept["host"] == 0
-    )
-    away = kept_bytes(
-        sizes, 1000, {"expert_inputs": "offload", "expert_activations": "recompute", "layer_activations": "offload"}
-    )
-    assert (
-        away["expert_activations"] == 0
-        and away["expert_inputs"] == 2 * kept["expert_inputs"] // 47
-        and away["layer_activations"] == 2 * kept["layer_activations"] // 48
-    )
-    assert away["host"] == kept["expert_inputs"] + kept["layer_activations"]
-    again = kept_bytes(
-        sizes, 1000, {"layer_activations": "recompute", "expert_inputs": "resend", "expert_activations": "recompute"}
-    )
-    row = 1000 * 2048 * 2
-    assert again == {
-        "layer_activations": 48 * row + kept["layer_activations"] // 48,
-        "expert_inputs": 47 * row,
-        "expert_activations": 0,
-        "moe_outputs": 47 * row,
-        "host": 0,
-    }
-    repeated = kept_bytes(
-        sizes, 1000, {"layer_activations": "recompute", "moe_outputs": "recompute", "expert_inputs": "resend"}
-    )
-    assert (
-        repeated["expert_inputs"] == row
-        and repeated["moe_outputs"] == 0
-        and repeated["expert_activations"] == kept["expert_activations"] // 47
-    )
+@pytest.mark.parametrize(
+    ("policies", "inputs", "activations", "outputs", "host"),
+    [
+        ({}, 47 * 36, 47 * 8, 0, 0),
+        ({"expert_inputs": "offload", "expert_activations": "recompute"}, 2 * 36, 0, 0, 47 * 36),
+        ({"layer_activations": "offload"}, 47 * 36, 47 * 8, 0, 0),
+        (
+            {"layer_activations": "recompute", "expert_inputs": "resend", "expert_activations": "recompute"},
+            47 * 10, 0, 47 * 10, 0,
+        ),
+        (
+            {"layer_activations": "recompute", "moe_outputs": "recompute", "expert_inputs": "resend"},
+            10, 8, 0, 0,
+        ),
+    ],
+)  # fmt: skip
+def test_predicted_bytes_of_a_model(
+    policies: dict[str, str], inputs: int, activations: int, outputs: int, host: int
+) -> None:
+    """47 layers, of each 36 bytes of the experts' inputs, 8 of their pre-activations, 10 of its own tokens."""
+    found = saved_by_rides({**dict.fromkeys(POLICIES, "save"), **policies}, 47, 36.0, 8.0, 10.0)
+    assert found == {
+        "expert_inputs": inputs, "expert_activations": activations, "moe_outputs": outputs, "host": host,
+    }  # fmt: skip
 
 
 # -- the settings -----------------------------------------------------------------------------------------------------

@@ -13,22 +13,27 @@ from carpool.planner.candidate import POLICIES, Candidate
 from carpool.planner.decisions.rules import Policies, choose_policies, combinations, modelled_milliseconds
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.step.peak import LayerSizes, kept_bytes
+from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import predict
 from carpool.train.config.published import read_keys
 
 H100 = HARDWARE["H100"]
 # Qwen3-30B-A3B on four ranks.
 SHAPE, CANDIDATE = ModelShape.read(read_keys("qwen3-30b-a3b")), Candidate(Degrees(fsdp=4, ep=4), 4096, 2, 3)
-SIZES = LayerSizes(48, 48, 2048, 768, 8, 32, 4, 128, 2, copies=3.6)
 TOKENS = CANDIDATE.micro_tokens
 OPEN = dict.fromkeys(POLICIES)
 KEEP = dict.fromkeys(POLICIES, "save")
 COSTS = modelled_milliseconds(SHAPE, H100, CANDIDATE, 4)
 
 
+@cache
+def _total(*policies: str) -> int:
+    one = replace(CANDIDATE, policies=dict(zip(POLICIES, policies, strict=True)))
+    return int(memory_of(SHAPE, one).parts["activations"])
+
+
 def total(policies: Policies) -> int:
-    return sum(size for item, size in kept_bytes(SIZES, TOKENS, policies).items() if item != "host")
+    return _total(*(policies[item] for item in POLICIES))
 
 
 @cache

@@ -26,8 +26,7 @@ The lengths of a graph are those of balanced ranks. Whoever knows better passes 
 bounds, sampled loads of experts, a rank that is slow. Nothing else changes.
 
 A search asks for thousands of steps of balanced ranks. `Clock` takes the calls of a `Graph` and runs them at once; what
-a step does again for each micro-batch is recorded once, and then run many times. Without this a search for DeepSeek-V3
-on 2,048 GPUs takes several times as long.
+a step does again for each micro-batch is recorded once, and then run many times.
 
     tape = Tape(inputs=1)                                     numbers 0, 1, ... are events from outside
     a = tape.add("a", "attention", 2.0, (0,))

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from carpool.parallel.schedules import in_flight
-from carpool.planner.candidate import POLICIES, Candidate
+from carpool.planner.candidate import Candidate
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.sizes import (
@@ -49,79 +49,6 @@ from carpool.planner.step.sizes import (
     products_bytes,
     sizes_of,
 )
-
-
-@dataclass(frozen=True)
-class LayerSizes:
-    """What the bytes depend on, besides the number of tokens.
-
-    Attributes:
-        layers, moe_layers: decoder layers, and those of them with experts.
-        hidden, expert_hidden, top_k: H, F, K. Experts are gated.
-        heads, key_heads, head_size: of attention.
-        copies: tokens that arrive at a rank's experts for each of its own."""
-
-    layers: int
-    moe_layers: int
-    hidden: int
-    expert_hidden: int
-    top_k: int
-    heads: int
-    key_heads: int
-    head_size: int
-    element_size: int
-    copies: float
-
-
-def kept_bytes(sizes: LayerSizes, tokens: int, policies: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Bytes that one rank saves for the backward of a micro-batch.
-
-        policies = {"expert_inputs": "resend", "expert_activations": "offload"}
-        kept_bytes(LayerSizes(48, 48, 2048, 768, 8, 32, 4, 128, 2, 3.6), 8192, policies)
-
-    What is offloaded is on the device for two layers at a time. A layer that is computed again saves its input, and one
-    layer at a time saves all. If its MoE outputs are computed again, too, its ride is repeated, and one layer at a time
-    saves the experts' inputs and pre-activations.
-
-    Args:
-        tokens: of a rank in a micro-batch.
-        policies: by item; an item that is not in it is saved.
-
-    Returns:
-        one for each item of `POLICIES`: bytes on the device. host: bytes in pinned host memory."""
-    policy = {item: (policies or {}).get(item, "save") for item in POLICIES}
-    again = policy["layer_activations"] == "recompute"
-    row = tokens * sizes.hidden * sizes.element_size
-    # 8 tensors of T x H (norms, residuals), 4 of queries and outputs, 4 of keys and values.
-    attention = 4 * (sizes.heads + sizes.key_heads) * sizes.head_size
-    layer = {
-        "layer_activations": tokens * (8 * sizes.hidden + attention) * sizes.element_size,
-        "expert_inputs": sizes.copies * row,
-        "expert_activations": tokens * sizes.top_k * 2 * sizes.expert_hidden * sizes.element_size,
-    }
-    count = {
-        "layer_activations": sizes.layers,
-        "expert_inputs": sizes.moe_layers,
-        "expert_activations": sizes.moe_layers,
-    }
-    if again and policy["moe_outputs"] == "recompute":
-        count |= {"expert_inputs": 1, "expert_activations": 1}
-    found = {"layer_activations": 0.0, "expert_inputs": 0.0, "expert_activations": 0.0, "moe_outputs": 0.0, "host": 0.0}
-    for item, size in layer.items():
-        if policy[item] == "save":
-            found[item] = count[item] * size
-        elif policy[item] == "offload":
-            found[item] = min(2, count[item]) * size
-            found["host"] += count[item] * size
-    if again:
-        found["layer_activations"] = sizes.layers * row + layer["layer_activations"]
-        if policy["expert_inputs"] == "resend":
-            # What is sent again is not computed again.
-            found["expert_inputs"] = count["expert_inputs"] * row
-        if policy["moe_outputs"] == "save":
-            found["moe_outputs"] = sizes.moe_layers * row
-    return {item: int(size) for item, size in found.items()}
-
 
 # As in `carpool.parallel.replicated`, `carpool.optim.offloaded_state` and `carpool.optim.in_backward`: of gradients
 # that wait for their updates, in elements of the largest parameter.
@@ -265,6 +192,35 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     return Peak(parts, at, stage, tuple((name, constant + sum(of)) for name, *of in moments), host)
 
 
+def saved_by_rides(
+    policies: Mapping[str, str], layers: int, inputs: float, activations: float, row: float
+) -> dict[str, int]:
+    """Bytes that rides save for the backward of a micro-batch: on the device by item of `POLICIES`, and in host memory.
+
+    What is offloaded is on the device for two layers at a time. If layers and their MoE outputs are computed again,
+    rides are repeated, and one layer at a time saves its experts' inputs and pre-activations.
+
+    Args:
+        layers: that have experts.
+        inputs, activations: of one layer: hidden states that arrived at its experts, and the experts' pre-activations.
+        row: of one layer: hidden states of the tokens of its rank."""
+    again = policies["layer_activations"] == "recompute"
+    number = 1 if again and policies["moe_outputs"] == "recompute" else layers
+    found = {"expert_inputs": 0.0, "expert_activations": 0.0, "moe_outputs": 0.0, "host": 0.0}
+    for item, size in (("expert_inputs", inputs), ("expert_activations", activations)):
+        if policies[item] == "save":
+            found[item] = number * size
+        elif policies[item] == "offload":
+            found[item] = min(2, number) * size
+            found["host"] += number * size
+    if again and policies["expert_inputs"] == "resend":
+        # What is sent again is not computed again.
+        found["expert_inputs"] = number * row
+    if again and policies["moe_outputs"] == "save":
+        found["moe_outputs"] = layers * row
+    return {item: int(size) for item, size in found.items()}
+
+
 class _Kept:
     """What layers keep for their backward, and what rides work with and exchange.
 
@@ -298,12 +254,10 @@ class _Kept:
         in_buffers = sizes.buffers > 0 and ranks > 1
         # Rows at home are the layer's input, which is kept anyway.
         away = 0.0 if ranks == 1 else sizes.copies * ((ranks - 1) / ranks if in_buffers else 1)
-        self.of_one = LayerSizes(1, 1, sizes.row, width, top_k, 0, 0, 0, computed, copies=away)
-        # What goes to host memory of dense layers is counted here, by what each of them keeps.
-        dense = self.policies["layer_activations"]
-        self.of_rides = {**self.policies, "layer_activations": "save" if dense == "offload" else dense}
+        row = self.tokens * sizes.row * computed
+        self.of_one = away * row, self.tokens * top_k * 2 * width * computed, row
         of_all, self.of_one_layer = self._rides(sizes.moe_layers), self._rides(min(1, sizes.moe_layers))
-        self.host = of_all["host"] + (self.kept_by[-1] if dense == "offload" else 0.0)
+        self.host = of_all["host"] + (self.kept_by[-1] if self.policies["layer_activations"] == "offload" else 0.0)
         # The arena is there all the time.
         self.arena = ARENA_ROOM * (of_all["expert_inputs"] + of_all["expert_activations"]) if in_buffers else None
 
@@ -324,8 +278,7 @@ class _Kept:
             self.exchanged = (2 if ranks > 1 else 1) * self.tokens * sizes.copies * sizes.row * computed
 
     def _rides(self, layers: int) -> Mapping[str, int]:
-        sizes = LayerSizes(**{**vars(self.of_one), "layers": layers, "moe_layers": layers})
-        return kept_bytes(sizes, self.tokens, self.of_rides)
+        return saved_by_rides(self.policies, layers, *self.of_one)
 
     def room(self, layer: float, loss: float) -> float:
         """Of gradients of experts that a graph leaves: bytes that lie where other tensors were. PyTorch's allocator
