@@ -39,11 +39,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from carpool.hf.expert_adapters import full, is_expert_adapter, take_over
 from carpool.hf.seam.refusals import known_to_fsdp
+from carpool.hf.sharding import non_expert_mesh
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated, sharded_parameters
 
@@ -72,21 +73,15 @@ def _look_after(owner: Any, name: str, model: nn.Module | None) -> None:
 
 
 def _has_layers(model: Any) -> bool:
-    """Whether this is a model with layers of Carpool."""
     return isinstance(model, nn.Module) and any(hasattr(module, "_carpool_rides") for module in model.modules())
 
 
 def _is_sharded(model: Any) -> bool:
     """Whether this is a model of transformers that is sharded and has layers of Carpool."""
-    return (
-        getattr(model, "_mesh_manager", None) is not None
-        and _has_layers(model)
-        and (
-            replicated(model) is not None
-            or bool(fsdp.states(model))
-            or any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        )
-    )
+    if getattr(model, "_mesh_manager", None) is None or not _has_layers(model):
+        return False
+    whole = replicated(model) is None and not fsdp.states(model)
+    return not whole or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -187,12 +182,8 @@ def _refuse_merge(*_: Any, **__: Any) -> None:
 
 
 def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """transformers' `save_pretrained`; of a model with an adapter of its own, written by rank 0. All ranks call it.
-
-    Raises:
-        RuntimeError: on all other ranks, if rank 0 could not write. There the error itself is raised.
-        ValueError: for `distributed_checkpoint=True`.
-    """
+    """transformers' `save_pretrained`; of a model with an adapter of its own, written by rank 0. All ranks call it, and
+    all raise if rank 0 could not write."""
     if not model._hf_peft_config_loaded:  # the adapter belongs to a model of peft around this one
         return type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if kwargs.get("distributed_checkpoint"):
@@ -235,9 +226,7 @@ def names_of_former_experts(model: Any) -> set[str]:
 def share_adapters(model: Any) -> None:
     """Shard the adapters of a model that was built as "zero1" as its non-expert parameters are, so that
     `replicate_dense` makes them whole with the others. All ranks together."""
-    copied = model.config.distributed_config.dp_replicate_size > 1
-    mesh = model._mesh_manager.get_mesh(("dp_replicate", "fsdp") if copied else "fsdp")
-    placements = [Replicate(), Shard(0)] if copied else [Shard(0)]
+    mesh, placements = non_expert_mesh(model.config.distributed_config, model._mesh_manager)
     for _, module, name, parameter in _added(model):
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             dist.broadcast(parameter.data, 0)
@@ -273,14 +262,11 @@ def synchronize_adapters(model: Any) -> list[str]:
     way, call it on all ranks, after they were added and before the first forward. Calling it again does nothing.
     Gradients are averaged after each backward, also with gradient accumulation and activation checkpointing.
 
-    Args:
-        model: a sharded transformers model, or a peft model around one.
-
     Returns:
         The names of the parameters that it took care of, without those of an earlier call.
 
     Raises:
-        ValueError: if the model was not sharded by transformers, or with tensor parallelism.
+        ValueError: the model (or that of peft around it) was not sharded by transformers, or by tensor parallelism.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_mesh_manager", None) is None:

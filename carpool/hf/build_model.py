@@ -116,10 +116,7 @@ def build_model(
         plan = blueprint.tp_plan
         own = (sequence_plan(blueprint) if sequence_parallel else own_styles(plan, blueprint.ep_plan or {})) | own
         distributed_config = dataclasses.replace(distributed_config, tp_plan=own or None)
-    if (
-        any(number % size_of(distributed_config, "ep") for number in experts_modules(blueprint).values())
-        and slices == 1
-    ):
+    if slices == 1 and any(n % size_of(distributed_config, "ep") for n in experts_modules(blueprint).values()):
         assert distributed_config is not None
         own = uneven_plan(blueprint.ep_plan) | (distributed_config.ep_plan or {})
         distributed_config = dataclasses.replace(distributed_config, ep_plan=own)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.seam.expert_rides import rides
@@ -47,14 +47,7 @@ class CarpoolCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(1, callback)
         return callback
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         if model is None or not rides(model):
             raise ValueError(
                 'this model has no Carpool layers: load it with DistributedConfig(..., ep_implementation="carpool") '
@@ -63,35 +56,26 @@ class CarpoolCallback(TrainerCallback):
         self._metrics = RideMetrics(model)
         self._metrics.reset()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         layers = self._metrics.layers if self._metrics is not None else []
         for transport in {id(getattr(own.transport, "buffers", None)): own.transport for own in layers}.values():
             check_overflow(transport)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._steps += 1
         self._collect(control)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._collect(control)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._forget_evaluation()
 
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **_: Any
-    ) -> None:
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         self._forget_evaluation()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
         if logs is not None and self._pending and "loss" in logs:
             logs.update(self._pending)

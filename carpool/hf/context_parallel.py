@@ -34,6 +34,7 @@ from carpool.hf.seam.find_modules import decoder_layers
 from carpool.parallel.context import Cut, Group, Shapes, Way, kv_repeats, ring_attention, to_heads, to_tokens
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _OWN, _POSITIONS = "_carpool_context", "carpool_positions"
 # Kinds of rotary embedding whose frequencies follow the largest position that they are given.
@@ -44,11 +45,8 @@ _BEYOND_RING = ("s_aux", "softcap", "position_bias")
 
 @dataclass
 class _Whole:
-    """Of the sequences whose parts are in a model: their tokens, and positions in documents, if they are packed.
-
-    Attributes:
-        layers, calls: decoder layers that have begun so far, and calls of attention.
-    """
+    """Of the sequences whose parts are in a model: their tokens, and positions in documents, if they are packed. Of
+    this forward so far: decoder layers that have begun, and calls of attention."""
 
     length: int
     position_BL: torch.Tensor | None
@@ -64,15 +62,12 @@ _get_interface = AttentionInterface.get_interface
 
 
 class ContextParallel:
-    """Makes a model compute parts of sequences. All ranks of the group construct it alike.
+    """Makes a model that `choose_way` has nothing against compute parts of sequences. All ranks of the group construct
+    it alike.
 
     Args:
-        model: of transformers; `choose_way` has nothing against it.
         cut: what part of a sequence this rank has.
         group: the ranks that share sequences, in the order of their parts.
-
-    Attributes:
-        cut: as given.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, group: Group) -> None:
@@ -90,11 +85,8 @@ class ContextParallel:
         masking_utils.packed_sequence_compatibility_function = _packed_whole
 
     def settings(self, like_BL: torch.Tensor, position_BL: torch.Tensor | None = None) -> dict[str, Any]:
-        """What the model's forward needs beside tokens.
-
-        Args:
-            like_BL: whole sequences.
-            position_BL: the position of each token in its document; None: rows are single documents."""
+        """What the model's forward needs beside tokens. Of whole sequences, and the position of each token in its
+        document; None: rows are single documents."""
         batch, length = like_BL.shape
         if position_BL is None:
             positions_BL = torch.arange(length, device=like_BL.device).expand(batch, -1)
@@ -142,19 +134,15 @@ class ContextParallel:
         """In the place of an attention function of transformers."""
         if (whole := _WHOLE.get()) is not None:
             whole.calls += 1
-        way = self._ring if self.cut.way == "ring" else self._ulysses
-        return way(own, module, query_BHlD, key_BHlD, value_BHlD, attention_mask, settings), None
+        qkv_BHlD = query_BHlD, key_BHlD, value_BHlD
+        if self.cut.way == "ring":
+            return self._ring(module, qkv_BHlD, attention_mask, settings), None
+        return self._ulysses(own, module, qkv_BHlD, attention_mask, settings), None
 
     def _ulysses(
-        self,
-        own: Attention,
-        module: nn.Module,
-        query_BHlD: torch.Tensor,
-        key_BHlD: torch.Tensor,
-        value_BHlD: torch.Tensor,
-        mask: Any,
-        settings: dict[str, Any],
+        self, own: Attention, module: nn.Module, qkv_BHlD: Tensors, mask: Any, settings: dict[str, Any]
     ) -> torch.Tensor:
+        query_BHlD, key_BHlD, value_BHlD = qkv_BHlD
         ranks, heads = self.cut.ranks, query_BHlD.shape[1]
         if heads % ranks:
             raise ValueError(f"{heads} heads of attention cannot be divided among parallelism.cp_size = {ranks} ranks")
@@ -176,16 +164,8 @@ class ContextParallel:
         out_BLHD, _ = own(local, query_BHLD, key_BHLD, value_BHLD, mask, **settings)
         return to_tokens(self.group, out_BLHD)
 
-    def _ring(
-        self,
-        own: Attention,
-        module: nn.Module,
-        query_BHlD: torch.Tensor,
-        key_BHlD: torch.Tensor,
-        value_BHlD: torch.Tensor,
-        mask: Any,
-        settings: dict[str, Any],
-    ) -> torch.Tensor:
+    def _ring(self, module: nn.Module, qkv_BHlD: Tensors, mask: Any, settings: dict[str, Any]) -> torch.Tensor:
+        query_BHlD, key_BHlD, value_BHlD = qkv_BHlD
         more = [name for name in _BEYOND_RING if settings.get(name) is not None]
         more += ["attention_mask"] if mask is not None else []
         more += ["dropout"] if settings.get("dropout") else []
@@ -268,11 +248,8 @@ def choose_way(
 
 def attention_heads(text: Any) -> int:
     """Heads of a language model's configuration; where layers have different numbers, their greatest divisor."""
-    found = []
-    for name, value in text.to_dict().items():
-        if "attention_heads" in name and value:
-            found += value if isinstance(value, list) else [value]
-    return math.gcd(*found)
+    found = [value for name, value in text.to_dict().items() if "attention_heads" in name and value]
+    return math.gcd(*(one for value in found for one in (value if isinstance(value, list) else [value])))
 
 
 def _rotary_limit(text: Any) -> int | None:

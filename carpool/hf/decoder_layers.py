@@ -62,7 +62,9 @@ def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
     """A layer's forward, compiled; its router logits go where they are collected."""
     own: Any = layer.forward
     # The class's function, which layers share. One that somebody put in its place is compiled for itself.
-    function = own.__func__ if getattr(own, "__self__", None) is layer else _without_layer(own)
+    function = (
+        own.__func__ if getattr(own, "__self__", None) is layer else lambda _, *args, **kwargs: own(*args, **kwargs)
+    )
     inside, own_rides = _inside_checkpoint(function), list(rides(layer).values())
     checkpoints, function, sharded = inside is not function, inside, shards_inside(layer)
     run, traced = torch.compile(with_logits, backend=backend), traced_logits(layer)
@@ -97,10 +99,6 @@ def _inside_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
     while getattr(getattr(function, "__code__", None), "co_name", "") == "forward_with_checkpointing":
         function = cast(Any, function).__wrapped__
     return function
-
-
-def _without_layer(own: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda _, *args, **kwargs: own(*args, **kwargs)
 
 
 def check_backend(name: str) -> None:

@@ -52,18 +52,14 @@ _look = masking_utils.find_packed_sequence_indices
 WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
 
 
-@contextmanager
-def unpacked() -> Iterator[None]:
+def unpacked() -> AbstractContextManager[None]:
     """Inside, models take each row for one document."""
-    with _known("unpacked"):
-        yield
+    return _known("unpacked")
 
 
-@contextmanager
-def packed() -> Iterator[None]:
+def packed() -> AbstractContextManager[None]:
     """Inside, models take each row for as many documents as its position ids say."""
-    with _known("packed"):
-        yield
+    return _known("packed")
 
 
 @contextmanager
@@ -237,21 +233,17 @@ def attend(
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__} computes attention with {name}, which {DOCUMENTS} has not")
-    bounds_N = attention_mask.flatten()
-    if query.is_cuda:
-        return _flash(query, key, value, bounds_N, dropout, scaling, sliding_window), None
-    return _each_alone(query, key, value, bounds_N, dropout, scaling, sliding_window), None
+    kernel = _flash if query.is_cuda else _each_alone
+    return kernel((query, key, value), attention_mask.flatten(), dropout, scaling, sliding_window), None
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds_N: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
+    qkv: Tensors, bounds_N: torch.Tensor, dropout: float, scaling: float | None, window: int | None
 ) -> torch.Tensor:
+    query, key, value = qkv
     rows, heads, length, width = query.shape
     if query.dtype == torch.float32 or value.dtype == torch.float32:
         half = torch.get_autocast_dtype("cuda")  # which PyTorch's attention is cast to by itself
@@ -269,14 +261,9 @@ def _flash(
 
 
 def _each_alone(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds_N: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
+    qkv: Tensors, bounds_N: torch.Tensor, dropout: float, scaling: float | None, window: int | None
 ) -> torch.Tensor:
+    query, key, value = qkv
     length, groups = query.shape[2], query.shape[1] != key.shape[1]
     found, ends = [], [int(end) for end in bounds_N]
     for first, end in pairwise(ends):

@@ -31,30 +31,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.hf.seam.experts_module import base_of, weight_names
-from carpool.hf.seam.moved_experts import states_lie
+from carpool.hf.seam.moved_experts import places, states_lie
 
 # Of `ExpertWeights`: a and b of up, a and b of down.
 Factors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class ExpertAdapters:
-    """The adapters of one layer's experts.
-
-    Args:
-        own: the layer.
-
-    Attributes:
-        wrappers: peft's, by the name of the parameter that they adapt.
-    """
+    """The adapters of one layer's experts. `wrappers`: peft's, by the name of the parameter that they adapt."""
 
     def __init__(self, own: ExpertRides) -> None:
         self.own, self.wrappers = own, dict[str, Any]()
 
     def add(self, wrapper: Any, adapter: str, model: Any) -> None:
-        """Take over what peft has injected. All ranks together.
-
-        Raises:
-            ValueError: an adapter that cannot be computed here."""
+        """Take over what peft has injected. All ranks together. ValueError: it cannot be computed here."""
         own, name = self.own, wrapper.parameter_name
         if own.compute is None or own.function is None:
             raise ValueError(
@@ -86,13 +76,8 @@ class ExpertAdapters:
 
 
 class Stack:
-    """How one parameter lies here, and in peft's files.
-
-    Args:
-        own: the layer.
-        is_b: whether it is b, or a.
-        mesh: over which experts are sharded, the last axis by experts; None: this rank has all.
-    """
+    """The layout of one parameter, a or b, here and in peft's files. `mesh`: over which experts are sharded, the last
+    axis by experts; None: this rank has all."""
 
     def __init__(self, own: ExpertRides, is_b: bool, mesh: Any) -> None:
         self.own, self.is_b, self.mesh = own, is_b, mesh
@@ -100,7 +85,7 @@ class Stack:
     def to_peft(self, stack: torch.Tensor) -> torch.Tensor:
         """The whole parameter in peft's layout. Collective."""
         whole = full(stack)
-        homes = [expert for rank in self.own.layout.homes for expert in rank]
+        homes = places(self.own.layout)
         if homes != sorted(homes):
             logical = torch.empty_like(whole)
             logical[homes] = whole
@@ -118,9 +103,8 @@ class Stack:
         if self.mesh is None:
             return rows
         placements = [*(Replicate() for _ in self.mesh.mesh_dim_names[:-1]), Shard(0)]
-        return DTensor.from_local(
-            rows, self.mesh, placements, run_check=False, shape=stack.shape, stride=_contiguous(stack.shape)
-        )
+        stride = (stack.shape[1] * stack.shape[2], stack.shape[2], 1)
+        return DTensor.from_local(rows, self.mesh, placements, run_check=False, shape=stack.shape, stride=stride)
 
     @torch.no_grad()
     def take(self, whole: torch.Tensor) -> torch.Tensor:
@@ -135,9 +119,7 @@ class Stack:
 
 def take_over(model: nn.Module, adapter: str) -> None:
     """Take over what peft has injected into the experts of a model with Carpool's layers. All ranks together.
-
-    Raises:
-        ValueError: an adapter that cannot be computed here."""
+    ValueError: an adapter cannot be computed here."""
     for module in list(model.modules()):
         wrapper: Any = module
         if not hasattr(wrapper, "parameter_name") or adapter not in getattr(wrapper, "lora_A", ()):
@@ -225,10 +207,6 @@ def _mesh(model: Any, own: ExpertRides) -> Any:
         return None
     copied = model.config.distributed_config.dp_replicate_size > 1
     return model._mesh_manager.get_mesh(("dp_replicate", "efsdp", "ep") if copied else ("efsdp", "ep"))
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return shape[1] * shape[2], shape[2], 1
 
 
 def _to_peft(linear: Any, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -42,7 +43,7 @@ from carpool.kernels.capture import capturing
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """How tokens are chosen. ValueError for a value that cannot be.
 
     Attributes:
         max_new_tokens: of each sequence; the same on all ranks.
@@ -50,9 +51,6 @@ class Sampling:
         top_k: only the k likeliest; None: all.
         top_p: only the likeliest whose probabilities sum up to this; None: all.
         seed: of the draws.
-
-    Raises:
-        ValueError: a value that cannot be.
     """
 
     max_new_tokens: int = 200
@@ -164,7 +162,7 @@ def generate(
     finished = time.perf_counter()
     model.train(training)
     rows = out_BL[: len(prompts), length:].tolist()
-    tokens = [_until_end(row, end) for row in rows]
+    tokens = [next((row[:place] for place, token in enumerate(row) if token in end), row) for row in rows]
     return Generated(
         tokens,
         sum(map(len, prompts)),
@@ -173,10 +171,6 @@ def generate(
         clock.first - started,
         finished - clock.first,
     )
-
-
-def _until_end(row: list[int], end: Sequence[int]) -> list[int]:
-    return next((row[:place] for place, token in enumerate(row) if token in end), row)
 
 
 def _processors(
@@ -358,7 +352,7 @@ class _Step:
             self._warm = True
             return self.model(**given)
         if self._replay is None:
-            fixed = _clones(given)
+            fixed = tree_map_only(torch.Tensor, torch.Tensor.clone, given)
             self._inputs = _tensors(fixed)
             captured = self.graphs.capture(lambda: self.model(**fixed))
             if captured is None:
@@ -370,23 +364,9 @@ class _Step:
         return self._output
 
 
-def _clones(given: dict[str, Any]) -> dict[str, Any]:
-    """The same with tensors of their own. Masks are a dictionary where layers differ in what they see."""
-    return {
-        name: _clones(value) if type(value) is dict else value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
-    }
-
-
 def _tensors(given: dict[str, Any]) -> list[torch.Tensor]:
-    """All tensors of it, in order."""
-    found: list[torch.Tensor] = []
-    for value in given.values():
-        if type(value) is dict:
-            found += _tensors(value)
-        elif isinstance(value, torch.Tensor):
-            found.append(value)
-    return found
+    """All tensors of it, in order. Masks are a dictionary where layers differ in what they see."""
+    return [value for value in tree_leaves(given) if isinstance(value, torch.Tensor)]
 
 
 def _capture(forward: Callable[[], Any]) -> tuple[Callable[[], None], Any]:

@@ -58,10 +58,7 @@ def quantise_experts(model: nn.Module, kind: Kind) -> int:
     """Quantise the experts of a model that is loaded, layer by layer. Before adapters are added.
 
     Returns:
-        The bytes of codes and scales on this rank.
-
-    Raises:
-        ValueError: experts that cannot be quantised, or that FSDP shards.
+        The bytes of codes and scales on this rank. ValueError: experts that cannot be quantised, or that FSDP shards.
     """
     layers = {name: module for name, module in model.named_modules() if "_carpool_rides" in vars(module)}
     if not layers:

@@ -32,7 +32,6 @@ class HeadLoss:
     """The cross-entropy of a causal language model, summed over the tokens that it predicts.
 
     Args:
-        model: of transformers.
         tokens_at_once: tokens whose logits are in memory at once. None: as many as `carpool.kernels.cross_entropy`
             finds right; 0: all, as the model makes them.
 
@@ -60,9 +59,8 @@ class HeadLoss:
         """Run the model.
 
         Args:
-            input_ids: (B, L). None: `settings` have `inputs_embeds`.
+            input_ids: (B, L). None: `settings`, for the model's forward, have `inputs_embeds`.
             target_BL: the token that each position predicts, -100: none (`next_tokens`).
-            settings: for the model's forward.
 
         Returns:
             The sum, a scalar of float32 or float64, and what the model returned, whose `logits` mean nothing.

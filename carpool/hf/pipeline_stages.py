@@ -131,11 +131,8 @@ def check_tied(model: PreTrainedModel, parts: Sequence[Part]) -> None:
 
 
 def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
-    """Take away what none of these stages has. The model is on the device "meta", and not sharded yet.
-
-    Raises:
-        ValueError: as `check_tied`.
-    """
+    """Take away what none of these stages has. The model is on the device "meta", and not sharded yet. ValueError: as
+    `check_tied`."""
     check_tied(model, parts)
     first, last = any(part.first for part in parts), any(part.last for part in parts)
     if not first:
@@ -193,12 +190,8 @@ def _head_name(model: PreTrainedModel) -> str | None:
 
 
 class Stages:
-    """The stages of a model that `keep_parts` has cut, to be run one at a time.
-
-    Args:
-        model: sharded or not.
-        parts: those of this rank, by the number of the stage.
-    """
+    """The stages of a model that `keep_parts` has cut, sharded or not, to be run one at a time. `parts`: those of this
+    rank, by the number of the stage."""
 
     def __init__(self, model: PreTrainedModel, parts: dict[int, Part]) -> None:
         self.model, self.parts = model, parts
@@ -228,11 +221,8 @@ class Stages:
                 owner._modules[name] = whole
 
     def hidden(self, number: int, **inputs: Any) -> torch.Tensor:
-        """What a stage that is not the last one hands on: (B, L, H).
-
-        Args:
-            inputs: of the model's forward: `input_ids` of the first stage, `inputs_embeds` of others.
-        """
+        """What a stage that is not the last one hands on: (B, L, H). `inputs`: of the model's forward, `input_ids` of
+        the first stage, `inputs_embeds` of others."""
         found: list[torch.Tensor] = []
         token = _CAPTURED.set(found)
         try:

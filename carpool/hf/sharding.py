@@ -91,6 +91,13 @@ def keep_experts(model: nn.Module) -> Replicated | None:
     return Replicated(model)
 
 
+def non_expert_mesh(config: Any, meshes: Any) -> tuple[Any, list[Any]]:
+    """Over which ranks FSDP2 shards non-expert parameters, and how."""
+    if config.dp_replicate_size > 1:
+        return meshes.get_mesh(("dp_replicate", "fsdp")), [Replicate(), Shard(0)]
+    return meshes.get_mesh("fsdp"), [Shard(0)]
+
+
 def _experts(model: Any, ep_plan: dict[str, str]) -> tuple[list[Any], bool]:
     """The modules of experts, and whether FSDP2 has something to do for them."""
     config = model.config.distributed_config
@@ -124,9 +131,7 @@ def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str
             "tensor parallelism divides non-expert parameters, so they cannot be whole on each rank: use "
             "parallelism.data_parallel='fsdp' or parallelism.tp_size=1"
         )
-    copied = config.dp_replicate_size > 1
-    mesh = meshes.get_mesh(("dp_replicate", "fsdp") if copied else "fsdp")
-    placements = [Replicate(), Shard(0)] if copied else [Shard(0)]
+    mesh, placements = non_expert_mesh(config, meshes)
     experts, shared = _experts(model, ep_plan)
     theirs = {id(parameter) for module in experts for parameter in module.parameters()}
     made: dict[int, nn.Parameter] = {}
@@ -142,7 +147,7 @@ def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str
         policy = MixedPrecisionPolicy()
         if config.fsdp_mixed_precision:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        expert_mesh = meshes.get_mesh(("dp_replicate", "efsdp") if copied else "efsdp")
+        expert_mesh = meshes.get_mesh(("dp_replicate", "efsdp") if config.dp_replicate_size > 1 else "efsdp")
         for module in experts:
             fully_shard(module, mesh=expert_mesh, mp_policy=policy)
         # Then they share streams, and the next layer's are gathered ahead.

@@ -121,10 +121,7 @@ ALL_PARALLEL_STYLES.register("carpool_partial", TensorParallelLayer())
 
 
 def why_not_sequence_parallel(model: PreTrainedModel, ep_size: int) -> str | None:
-    """Why the tokens of a model cannot be divided over its tensor-parallel ranks; None: they can.
-
-    Args:
-        model: a blueprint, whole."""
+    """Why the tokens of a model, a blueprint, cannot be divided over its tensor-parallel ranks; None: they can."""
     if ep_size == 1:
         return "with ep_size = 1 tensor parallelism shards the experts themselves, which need every token"
     try:
@@ -208,11 +205,8 @@ def _regions(layer: nn.Module, name: str, styles: dict[str, str], known: Family)
 
 
 class SequenceShard:
-    """Which rows of a micro-batch's tokens are this rank's.
-
-    Attributes:
-        group: the tensor-parallel group.
-        parameters: whose gradients are terms of a sum over the group."""
+    """Which of a micro-batch's tokens are this rank's, of a tensor-parallel group. `parameters`: whose gradients are
+    terms of a sum over the group."""
 
     def __init__(self, group: Group, parameters: list[nn.Parameter]) -> None:
         self.group, self.ranks, self.parameters = group, dist.get_world_size(group), parameters

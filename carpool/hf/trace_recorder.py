@@ -77,7 +77,8 @@ class TraceRecorder(Recorder):
         manager, self._shard = getattr(model, "_mesh_manager", None), sequence_shard(model)
         copy, copies = 0, 1
         if manager is not None and self._shard is None:
-            copy, copies = _place(manager.get_mesh("tp"))
+            mesh = manager.get_mesh("tp")
+            copy, copies = mesh.get_local_rank(), mesh.size()
         super().__init__(
             names,
             max(_num_experts(module, model) for module in experts),
@@ -149,10 +150,6 @@ class _Layer:
         names = ("hidden_states", "top_k_index", "top_k_weights")
         _, index_TK, weight_TK = (*args, *(kwargs[name] for name in names[len(args) :]))
         self.recorder._before_layer(self.number, index_TK, weight_TK)
-
-
-def _place(mesh: Any) -> tuple[int, int]:
-    return mesh.get_local_rank(), mesh.size()
 
 
 def _num_experts(module: Any, model: Any) -> int:

@@ -179,7 +179,7 @@ def _moved(path: str, sizes: dict[str, int]) -> tuple[float, float, bool]:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=False)
         losses, ranks = [], next(iter(rides(base).values())).num_ranks
         for step in range(3):
-            with slots_kept(base):
+            with slots_kept(list(rides(base).values())):
                 for _ in range(2):
                     loss = model(**_own(base)).loss
                     loss.backward()

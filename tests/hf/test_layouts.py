@@ -128,8 +128,9 @@ def _kept(path: str, sizes: dict[str, Any]) -> Kept:
     watch = mock.patch.object(
         carpool.hf.seam.moved_experts.log, "info", lambda *args: messages.append(args[0] % args[1:])
     )
-    fillers = [own.filler for own in carpool.hf.rides(model).values()]
-    for keep in (nullcontext(), slots_kept(model, prefetch=False), slots_kept(model)):
+    layers = list(carpool.hf.rides(model).values())
+    fillers = [own.filler for own in layers]
+    for keep in (nullcontext(), slots_kept(layers, prefetch=False), slots_kept(layers)):
         for filler in fillers:
             filler.reset()
         with watch, keep:
@@ -145,7 +146,7 @@ def _kept(path: str, sizes: dict[str, Any]) -> Kept:
         for parameter in model.parameters():
             parameter.add_(0.01)
     before = float(model(**_own(model)).loss)
-    with watch, slots_kept(model):  # a new step: what was kept before is gone
+    with watch, slots_kept(layers):  # a new step: what was kept before is gone
         equal &= float(model(**_own(model)).loss) == before
     return Kept(equal, *(list(what) for what in zip(*counted, strict=True)), messages)
 

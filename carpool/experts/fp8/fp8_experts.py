@@ -17,7 +17,7 @@ take as much memory as the weights themselves, for every layer, also of those th
 them takes a third as long as the forward's products, longer where an expert has few rows, and they stay the same until
 the optimizer's next step. So it is for the caller to say (`carpool train`: moe.fp8_cache_weights):
 
-    with carpool.hf.seam.moved_experts.slots_kept(model, quantised=True):
+    with carpool.hf.seam.moved_experts.slots_kept(layers, quantised=True):
         ...                                       an evaluation, or all micro-batches of one optimizer step
 
 Inside, columns of h are always [gate | up], and each of the two, as all of F and H, is filled up with zeros to a

@@ -185,12 +185,8 @@ class Rollout:
 
 @contextmanager
 def record_rollout(model: nn.Module) -> Iterator[Rollout]:
-    """Record the choices of one `model.generate` inside. All ranks together; each has those of its own sequences.
-
-    Not with decode steps in CUDA graphs, which nothing can look into.
-
-    Raises:
-        ValueError: a model without layers of Carpool."""
+    """Record the choices of one `model.generate` inside. All ranks together; each has those of its own sequences. Not
+    with decode steps in CUDA graphs, which nothing can look into. ValueError: a model without layers of Carpool."""
     rollout = Rollout(model)
     handle = model.register_forward_hook(rollout._after_forward, with_kwargs=True)
     try:

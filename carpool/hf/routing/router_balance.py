@@ -148,10 +148,9 @@ def check_biases(model: nn.Module, found: Collection[str]) -> None:
 
 
 class BiasBalance:
-    """Moves the biases of a model's routers. All ranks construct and call it together.
+    """Moves the biases of the routers of a model with Carpool's layers. All ranks construct and call it together.
 
     Args:
-        model: with Carpool's layers.
         rate: the step, 0.001 in DeepSeek-V3.
         group: the ranks that have the same layers, of a stage of a pipeline; None: all.
 
@@ -174,10 +173,7 @@ class BiasBalance:
 
     def step(self) -> None:
         """Move all biases against the load since the last step, and forget it. Collective."""
-        loads = []
-        for own in self.layers.values():
-            assert own.load_E is not None
-            loads.append(own.load_E)
+        loads = self._loads()
         moves = [torch.zeros(load.shape, device=load.device) for load in loads]
         update_biases(moves, loads, self.rate, (self.group,) if dist.is_initialized() else ())
         parameters = any(attribute in holder._parameters for holder, attribute in self.holders.values())
@@ -188,9 +184,11 @@ class BiasBalance:
 
     def forget(self) -> None:
         """Forget the load since the last step: its forwards are void."""
-        for own in self.layers.values():
-            assert own.load_E is not None
-            own.load_E.zero_()
+        for load_E in self._loads():
+            load_E.zero_()
+
+    def _loads(self) -> list[torch.Tensor]:
+        return [own.load_E for own in self.layers.values() if own.load_E is not None]
 
     def spread(self) -> float:
         """Largest bias minus smallest, in the layer where that is most: how far they have moved. Waits for the device;
@@ -232,13 +230,8 @@ _COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("router_logits", 
 
 
 class RouterLogits:
-    """Collects the router logits of a transformers model.
-
-    Args:
-        none: it may have no routers: a stage of a pipeline.
-
-    Raises:
-        ValueError: transformers does not say where this model's router logits are."""
+    """Collects the router logits of a transformers model. ValueError: transformers does not say where these are.
+    `none`: there may be none, in a stage of a pipeline."""
 
     def __init__(self, model: nn.Module, none: bool = False) -> None:
         found = find_routers(model)

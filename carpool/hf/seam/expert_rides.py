@@ -51,14 +51,10 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BeforeRide(Protocol):
-    """What may change a routing between its router and its ride: a replay (`carpool.hf.replay`)."""
+    """Changes a routing between its router and its ride: a replay, or a limit (`carpool.hf.routing`)."""
 
     def before_ride(self, routing: Routing) -> Routing:
         """The routing that rides."""
-
-
-class RouterLimit(BeforeRide, Protocol):
-    """What limits the routing of a router of transformers: `carpool.hf.routing.router_limits.LayerLimit`."""
 
     def remove(self) -> None:
         """Leave the router and the layer as they were."""
@@ -78,7 +74,7 @@ class EarlyWork(Protocol):
     """Work that needs not wait for a ride: `carpool.hf.seam.shared.SharedExperts`."""
 
     def compute(self, x_TH: torch.Tensor) -> Any:
-        """Do it now, while rows travel. x_TH: what rides."""
+        """Do it now, while x_TH travels."""
 
     def offer(self, computed: Any) -> None:
         """The ride has ended: keep what `compute` returned until the model asks for it."""
@@ -99,17 +95,14 @@ class ExpertRides(LayerCore):
     Attributes, beside those of the core:
         experts: the module.
         adapters: those of the experts; None: there are none.
-        projections: what makes rows narrow before they ride, and sums wide (`carpool.hf.narrow`); None:
-            nothing.
-        shared: the block's shared experts, if they compute beside the ride (`carpool.hf.seam.shared`).
-        replay: what replays recorded choices (`carpool.hf.replay`); None: nothing.
-        router_limit: what applies `limit` to the model's own router (`carpool.hf.routing.router_limits.limit_routing`).
+        projections: what makes hidden states narrow before they ride, and sums wide (`carpool.hf.narrow`), or None.
+        shared: the block's shared experts, if they compute beside the ride.
+        replay, router_limit: what changes the router's choices; None: nothing.
         token_slice: (i, n): of the layer's tokens, this rank's are part i of n equal ones.
-        states_logical: whether the module's states are in logical order by hooks
-            (`carpool.hf.seam.moved_experts.set_layout`).
-        padded: whether a forward may have padding (`carpool.hf.seam.expert_rides`).
+        states_logical: whether the module's states are in logical order by hooks (`set_layout`).
+        padded: whether a forward may have padding (`WithoutExperts`).
         row_group: the ranks among which its parameters are sharded, and maybe more; None: all ranks.
-        told: whether the log says that slots cannot be filled ahead (`carpool.hf.seam.moved_experts.slots_kept`).
+        told: whether the log says that slots cannot be filled ahead (`slots_kept`).
     """
 
     def __init__(self, experts: Any, experts_forward: Forward, group: dist.ProcessGroup | None, transport: str) -> None:
@@ -130,7 +123,7 @@ class ExpertRides(LayerCore):
         self.projections = projections_of(experts)
         self.shared: EarlyWork | None = None
         self.replay: BeforeRide | None = None
-        self.router_limit: RouterLimit | None = None
+        self.router_limit: BeforeRide | None = None
         self.token_slice = (0, 1)
         self.row_group: dist.ProcessGroup | None = None
         self.told = self.states_logical = self.padded = False
@@ -281,7 +274,8 @@ _PADDING: ContextVar[torch.Tensor | None] = ContextVar("padding", default=None)
 
 
 class WithoutExperts(AbstractContextManager[None]):
-    """Inside, these tokens of this thread's forward choose no expert, as inside of `inner`. None: all choose."""
+    """Inside, these tokens of this thread's forward choose no expert, as inside of `inner`. None: all choose. May be
+    entered several times, which a context manager of a generator may not."""
 
     def __init__(self, padding_T: torch.Tensor | None, inner: AbstractContextManager[None] | None = None) -> None:
         self._padding_T, self._inner, self._before = padding_T, inner or nullcontext(), padding_T

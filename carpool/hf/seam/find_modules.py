@@ -81,10 +81,7 @@ def freeze_dense(model: nn.Module) -> int:
     """Freeze all parameters but those of experts and their routers. Before the optimizer is made.
 
     Returns:
-        How many parameters (elements, over all ranks) still train.
-
-    Raises:
-        ValueError: a model without Carpool's layers, of which nothing would be left to train.
+        How many parameters (elements, over all ranks) still train. ValueError: a model without Carpool's layers.
     """
     return freeze_all_but_experts(model, list(required_rides(model)))
 

@@ -63,10 +63,9 @@ def install(model: PreTrainedModel) -> None:
 
 
 def _local_forward(own: ExpertRides) -> Forward:
-    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return own.forward(hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
-
-    return forward
+    return lambda hidden_states, top_k_index, top_k_weights: own.forward(hidden_states, top_k_index, top_k_weights).to(
+        hidden_states.dtype
+    )
 
 
 def register() -> None:
@@ -84,10 +83,10 @@ def register() -> None:
 def set_transport(
     model: nn.Module, name: str, *, max_tokens: int | None = None, options: TransportOptions | None = None
 ) -> None:
-    """Change how rows travel in all MoE layers of a model. Call on all ranks, between steps.
+    """Change how tokens travel in all MoE layers of a model. Call on all ranks, between steps.
 
     Args:
-        name: "auto", "gather", "alltoall", "dedup", "nvlink", "hierarchical", "local".
+        name: "auto", or a name in `carpool.transport.TRANSPORTS`.
         max_tokens: the most tokens that any rank will ever have in a forward. Given this, "auto" picks "nvlink" where
             it can be used. Its buffers have a fixed size; without it, that of the first forward, rounded up to a power
             of two. Tokens beyond make the sums NaN, and `CarpoolCallback` then raises before the optimizer's step.
@@ -101,11 +100,8 @@ def set_transport(
 
 
 def set_kept(model: nn.Module, policies: KeptPolicies) -> None:
-    """Change what is done about the rows and the pre-activations that the backwards of all MoE layers of a model need
-    (carpool/activations/__init__.py). Call on all ranks, between steps.
-
-    Raises:
-        ValueError: the experts cannot."""
+    """Change what the backwards of all MoE layers of a model save, and where (carpool/activations/__init__.py). Call on
+    all ranks, between steps. ValueError: the experts cannot."""
     offloader = Offloader() if policies.offloads else None
     for own in required_rides(model).values():
         own.set_kept(policies, offloader)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -41,12 +41,10 @@ LayoutsLike = Layouts | ExpertLayout
 
 
 def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Optimizer | None = None) -> Moved:
-    """Move the experts of all MoE layers to their layouts, with all that `optimizer` keeps of them.
-
-    All ranks together, between an optimizer's step and the next forward, gradients set to None.
+    """Move the experts of all MoE layers to their layouts, one for each layer by name or one for all, with all that
+    `optimizer` keeps of them. All ranks together, between an optimizer's step and the next forward, gradients None.
 
     Args:
-        layouts: one for each layer by name (`carpool.layout.layouts.Layouts`), or one for all.
         optimizer: None if it has no state yet. With state that stays behind, moments would be other experts'.
 
     Raises:
@@ -103,13 +101,8 @@ def current_layouts(model: nn.Module) -> Layouts:
     return Layouts({name: own.layout for name, own in rides(model).items()})
 
 
-def slots_kept(model: nn.Module, quantised: bool = False, prefetch: bool = True) -> AbstractContextManager[None]:
-    """As `slots_of_rides_kept`, of a model's rides."""
-    return slots_of_rides_kept(list(rides(model).values()), quantised, prefetch)
-
-
 @contextmanager
-def slots_of_rides_kept(layers: Sequence[ExpertRides], quantised: bool, prefetch: bool) -> Iterator[None]:
+def slots_kept(layers: Sequence[ExpertRides], quantised: bool = False, prefetch: bool = True) -> Iterator[None]:
     """Inside, no weight changes: replicas are filled once and serve all forwards (micro-batches, what checkpointing
     computes again, batches of an evaluation). All ranks together.
 
@@ -151,16 +144,12 @@ def homes(own: ExpertRides) -> Homes | None:
         if name is None:
             continue
         parameter = own.experts._parameters.get(name)
-        if parameter is None or not _has_all_rows(parameter, own, group):
+        here = group is None or (isinstance(parameter, DTensor) and parameter.device.type == group.device.type)
+        if parameter is None or not here or local(parameter).shape[0] != own.num_local_experts:
             return None
         dtype = parameter.dtype if group is None else fsdp.dtype_of(group, parameter.dtype)
         found[field] = Home(parameter, dtype, 1.0 if group is None else fsdp.divisor_of(group, dtype))
     return found
-
-
-def _has_all_rows(parameter: torch.Tensor, own: ExpertRides, group: Any) -> bool:
-    sharded = group is None or (isinstance(parameter, DTensor) and parameter.device.type == group.device.type)
-    return sharded and local(parameter).shape[0] == own.num_local_experts
 
 
 def is_logical(model: nn.Module) -> bool:
@@ -314,11 +303,8 @@ def permute_rows(tensor: torch.Tensor, index: Sequence[int], group: dist.Process
     """
     if not isinstance(tensor, DTensor):
         return tensor[list(index)]
-    local = row_move(tensor, range(len(index)), index, group).apply(tensor.to_local().clone(), group)
-    mesh = tensor.device_mesh
-    return DTensor.from_local(
-        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    rows = row_move(tensor, range(len(index)), index, group).apply(tensor.to_local().clone(), group)
+    return fsdp.dtensor_like(rows, tensor)
 
 
 def row_move(

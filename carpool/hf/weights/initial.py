@@ -30,6 +30,8 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
+from carpool.parallel import fsdp
+
 
 @torch.no_grad()
 def fill(
@@ -90,10 +92,9 @@ def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
     setattr(parent, leaf, value)
 
 
-def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(module: nn.Module, prefix: str = "") -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers, persistent or not, of a module and its children."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        yield prefix + name, tensor
+    return [(prefix + name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
 
 
 @dataclass
@@ -122,7 +123,7 @@ def _units(blueprint: PreTrainedModel) -> list[_Unit]:
     units: list[_Unit] = []
     written: set[str] = set()
     for place, (name, module, owner) in enumerate(_in_init_order(blueprint, "", blueprint, set())):
-        below = list(_tensors(module, f"{name}." if name else ""))
+        below = _tensors(module, f"{name}." if name else "")
         versions = [tensor._version for _, tensor in below]
         owner._init_weights(module)
         writes = {key for (key, tensor), version in zip(below, versions, strict=True) if tensor._version != version}
@@ -153,11 +154,4 @@ def _shard_like(placeholder: torch.Tensor, full: torch.Tensor, device: torch.dev
     assert placeholder.shape == full.shape, f"sharding changed a shape: {placeholder.shape} from {full.shape}"
     local = DtensorShardOperation(placeholder).shard_tensor(full.detach(), device=device, dtype=full.dtype)
     assert local is not None
-    return DTensor.from_local(
-        local.clone(memory_format=torch.contiguous_format),
-        placeholder.device_mesh,
-        placeholder.placements,
-        run_check=False,
-        shape=placeholder.shape,
-        stride=placeholder.stride(),
-    )
+    return fsdp.dtensor_like(local.clone(memory_format=torch.contiguous_format), placeholder)

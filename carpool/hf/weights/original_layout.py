@@ -116,13 +116,11 @@ class OriginalLayout:
         files: list[str] | None = None,
         written: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Writes the files, or some of them.
+        """Writes the files, or some of them, into a folder.
 
         Args:
-            folder: where to.
             read: the values of a tensor, whole, by its name in the model.
-            files: names of those to write; None: all.
-            written: told the bytes of each tensor once it is written.
+            written: is called with the bytes of each tensor once it is written.
         """
         for file in self.files if files is None else files:
             entries = self.files[file]
@@ -142,14 +140,8 @@ class OriginalLayout:
 
 
 class OriginalWeights:
-    """The tensors of a model, read from files that have their original layout. Those of the latest group are held.
-
-    Args:
-        model: on the meta device.
-        folder: with the files.
-        stored: what is in them.
-        layout: of the same model and files.
-    """
+    """The tensors of a model, which is on the meta device, read from files that have their original layout. `stored`:
+    what is in them. Those of the latest group are held."""
 
     def __init__(
         self, model: PreTrainedModel, folder: Path, stored: Mapping[str, Stored], layout: OriginalLayout

@@ -56,14 +56,9 @@ def read_without_experts(
 
 
 class _Parameter:
-    """One stacked parameter of a layer's experts.
-
-    Args:
-        name: in the model.
-        converter: that makes it; None: it lies in its file as it is.
-        sources: of each pattern of the converter, the tensors that match, in their order.
-        first: the rank's first expert.
-    """
+    """One stacked parameter of a layer's experts, by its name in the model. `converter`: makes it; None: its file has
+    it. `sources`: of each pattern of the converter, the tensors that match, in order. `first`: the rank's first
+    expert."""
 
     def __init__(
         self,

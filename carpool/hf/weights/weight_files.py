@@ -31,11 +31,7 @@ _NEVER = "which can run code when they are loaded, and Carpool never unpickles"
 
 
 def check_weight_files(folder: Path, config: dict[str, Any]) -> None:
-    """Refuses a checkpoint folder unless its weights are whole safetensors files of its own.
-
-    Args:
-        folder: as `save_pretrained` writes it.
-        config: its config.json.
+    """Refuses a checkpoint folder unless its weights are whole safetensors files of its own. `config`: its config.json.
 
     Raises:
         ValueError: naming the file, what is wrong with it, and what to do.
@@ -153,10 +149,9 @@ def write_tensor_file(
     """Writes a safetensors file. Of the tensors it holds one at a time.
 
     Args:
-        path: of the new file.
-        entries: what the file will hold, by name, in the order in which it will lie there.
+        entries: what the file will hold, by name, in its order.
         tensors: name and values of each, in that order; values are converted to the entry's dtype.
-        written: told the bytes of each tensor once it is written.
+        written: is called with the bytes of each tensor once it is written.
 
     Raises:
         ValueError: a tensor that is not the next of `entries`, or has another shape.

@@ -29,7 +29,7 @@ import torch
 from carpool.hf.decoder_layers import eagerly
 from carpool.hf.ride_metrics import LaterRecord
 from carpool.hf.seam.expert_rides import buffers_of_rides, rooms_of_rides
-from carpool.hf.seam.moved_experts import current_layouts, slots_of_rides_kept
+from carpool.hf.seam.moved_experts import current_layouts, slots_kept
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import peak_memory
 from carpool.metrics.metric import METRICS, LaterMetrics, Metric, start_metrics
@@ -127,7 +127,7 @@ class Run:
     def slots_kept(self) -> AbstractContextManager[None]:
         """Inside, slots are filled once, not in every forward."""
         hold, prefetch = self.config.moe.fp8_cache_weights, self.config.placement.prefetch
-        return slots_of_rides_kept(self.built.rides, hold, prefetch)
+        return slots_kept(self.built.rides, hold, prefetch)
 
     def with_capacity(self, compute: Callable[[], T]) -> T:
         """What `compute` returns once all tokens had a place in the transport's buffers. Until then the buffers grow,
