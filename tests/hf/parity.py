@@ -95,7 +95,7 @@ HANDLING: dict[str, Handling] = {
     "mistral_large4": Handling(cannot_load=_VISION.format("permutes")),
     "qwen3_vl_moe": Handling(
         cannot_load="loading a checkpoint that transformers saved, under FSDP or EP: it decides by the shard's shape "
-        "whether the experts are stored transposed, and reports a size mismatch (the original checkpoints load)",
+        "whether the experts are stored transposed, and reports a size mismatch (the original checkpoints load)"
     ),
     "step3p7": Handling(cannot_load=_VISION.format("splits")),
     "unlimited_ocr": Handling(cannot_load=_VISION.format("splits")),
@@ -119,7 +119,7 @@ EXCEPTIONS: dict[str, str] = {
 # Experts classes that no model above holds, although their folder is tested.
 UNTESTED_CLASSES: dict[str, str] = {
     "Qwen3OmniMoeTalkerTextExperts": "the speech decoder takes the hidden states of the thinker and has no loss of its "
-    "own in transformers; the code is the thinker's",
+    "own in transformers; the code is the thinker's"
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import unittest.mock
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,17 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
 from carpool.hf.build_model import build_model, check_shardable, check_tied
+from carpool.hf.pipeline_stages import cut_model, keep_parts
 from carpool.hf.seam.find_modules import experts_modules
-from carpool.hf.weights.model_config import make_config
+from carpool.hf.weights.model_config import check_sizes, make_config
 from carpool.hf.weights.original_layout import check_weights
 from carpool.train.blueprint import meta_model
+from carpool.train.config import load_config
+from carpool.train.plan.dry_run import dry_run
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
@@ -31,17 +35,9 @@ EP_IMPLEMENTATION = "all_to_all"
 Layout = dict[str, int]
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "olmoe": COMMON | {"num_experts": 8, "num_experts_per_tok": 2},
     # Keeps its router in float32 beside bfloat16 weights, and a correction bias.
@@ -262,40 +258,57 @@ def _copy(folder: Path, to: Path, **config: Any) -> Path:
     return to
 
 
-def test_folders_that_are_refused(folder: Path, tmp_path: Path) -> None:
+def _change(folder: Path, what: str) -> None:
+    """Do to a checkpoint folder what its name says."""
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if what == "empty":
+        config.unlink()
+    elif what == "an adapter alone":
+        config.unlink()
+        (folder / "adapter_config.json").write_text("{}")
+    elif what == "an adapter beside":  # with peft installed, Transformers would load adapter_model.bin
+        (folder / "adapter_config.json").write_text("{}")
+    elif what.startswith("config"):
+        config.write_text(what.split()[1])
+    elif what.startswith("index"):
+        (folder / "model.safetensors.index.json").write_text(what.split(maxsplit=1)[1])
+    elif what == "pickled":
+        weights.rename(folder / "pytorch_model.bin")
+    elif what == "bare":
+        weights.unlink()
+    elif what == "another code":
+        config.write_text(json.dumps({"model_type": "olmoee", "auto_map": {"AutoConfig": "evil.Config"}}))
+    else:
+        key, value = {
+            "quantised": ("quantization_config", {"quant_method": "mxfp4"}),
+            "named": ("transformers_weights", "other.safetensors"),
+        }[what]
+        config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("empty", "has no config.json"),
+        ("an adapter alone", "it holds an adapter"),
+        ("an adapter beside", "holds an adapter beside the model; merge it"),
+        ("named", "names its weights itself"),
+        ("config {", "is not a JSON object"),
+        ("config []", "is not a JSON object"),
+        ("another code", "did you mean 'olmoe' ... It brings its own code (auto_map), which Carpool never runs"),
+        ("pickled", "are pickles (pytorch_model.bin), which can run code when they are loaded, and Carpool never"),
+        ("bare", "holds no weights"),
+        ('index {"weight_map": {"lm_head.weight": "model-2.safetensors"}}', "its index names model-2.safetensors"),
+        ("quantised", "quantised (mxfp4)"),
+        *((f"index {content}", "model.safetensors.index.json is no index of weights")
+          for content in ("[]", "{", '{"weight_map": []}', "{}")),
+    ],
+)  # fmt: skip
+def test_folders_that_are_refused(folder: Path, tmp_path: Path, what: str, message: str) -> None:
+    _change(_copy(folder, tmp_path / "other"), what)
+    refusal = _refusal(tmp_path / "other")
+    assert all(part in refusal for part in message.split(" ... ")), refusal
     assert f"there is no checkpoint folder {tmp_path / 'nowhere'}" in _refusal(tmp_path / "nowhere")
-
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "has no config.json" in _refusal(empty)
-    (empty / "adapter_config.json").write_text("{}")
-    assert "it holds an adapter" in _refusal(empty)
-
-    broken = _copy(folder, tmp_path / "broken")
-    for text in ("{", "[]"):
-        (broken / "config.json").write_text(text)
-        assert "is not a JSON object" in _refusal(broken)
-
-    unknown = _copy(folder, tmp_path / "unknown", model_type="olmoee", auto_map={"AutoConfig": "evil.Config"})
-    message = _refusal(unknown)
-    assert "did you mean 'olmoe'" in message and "its own code (auto_map), which Carpool never runs" in message
-
-    pickled = _copy(folder, tmp_path / "pickled")
-    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    message = _refusal(pickled)
-    assert "pickles (pytorch_model.bin)" in message and "Carpool never unpickles" in message
-
-    bare = _copy(folder, tmp_path / "bare")
-    (bare / "model.safetensors").unlink()
-    assert "holds no weights" in _refusal(bare)
-
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
-    partial = _copy(folder, tmp_path / "partial")
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "its index names model-00002-of-00002.safetensors" in _refusal(partial)
-
-    quantised = _copy(folder, tmp_path / "quantised", quantization_config={"quant_method": "mxfp4"})
-    assert "quantised (mxfp4)" in _refusal(quantised)
 
 
 @pytest.mark.parametrize("name", ["w.dat", "pytorch_model.bin", "../outside.dat", "../outside.safetensors", 7])
@@ -320,22 +333,6 @@ def test_a_link_into_a_cache_is_followed(folder: Path, tmp_path: Path) -> None:
     assert _load(str(cached), None)
 
 
-@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": []}', "{}"])
-def test_an_index_that_is_none(folder: Path, tmp_path: Path, index: str) -> None:
-    broken = _copy(folder, tmp_path / "broken")
-    (broken / "model.safetensors.index.json").write_text(index)
-    assert "model.safetensors.index.json is no index of weights" in _refusal(broken)
-
-
-def test_adapters_and_named_weights_are_no_way_around(folder: Path, tmp_path: Path) -> None:
-    """With peft installed, Transformers would load adapter_model.bin."""
-    adapted = _copy(folder, tmp_path / "adapted")
-    (adapted / "adapter_config.json").write_text("{}")
-    assert "holds an adapter beside the model; merge it" in _refusal(adapted)
-    named = _copy(folder, tmp_path / "named", transformers_weights="other.safetensors")
-    assert "names its weights itself" in _refusal(named)
-
-
 def test_files_that_were_cut_off(folder: Path, tmp_path: Path) -> None:
     damaged = _copy(folder, tmp_path / "damaged")
     content = (damaged / "model.safetensors").read_bytes()
@@ -358,17 +355,11 @@ def _foreseen(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("change", "shapes"),
     [
-        (
-            {"num_experts": 16},
-            "mlp.gate.weight in model.safetensors has shape (8, 32), and the configuration asks for (16, 32)",
-        ),
+        ({"num_experts": 16}, "gate.weight in model.safetensors has shape (8, 32), and the configuration asks for (16"),
         ({"hidden_size": 64}, "(64"),
-        (
-            {"vocab_size": 32},
-            "lm_head.weight in model.safetensors has shape (64, 32), and the configuration asks for (32, 32)",
-        ),
+        ({"vocab_size": 32}, "head.weight in model.safetensors has shape (64, 32), and the configuration asks for (32"),
     ],
-)
+)  # fmt: skip
 def test_weights_of_other_shapes_are_refused(
     ranks: Ranks, folder: Path, tmp_path: Path, change: dict[str, int], shapes: str
 ) -> None:
@@ -442,12 +433,7 @@ def test_a_model_without_experts_is_refused() -> None:
 
 def _wrong_parallelism() -> list[str]:
     config = make_config("olmoe", TINY["olmoe"] | {"num_experts": 6})
-    layouts: list[Layout] = [
-        {"fsdp_size": 4, "ep_size": 4},
-        {"fsdp_size": 8, "ep_size": 8},
-        {"fsdp_size": 2},
-        {"fsdp_size": 1},
-    ]
+    layouts = [LAYOUTS[0], {"fsdp_size": 8, "ep_size": 8}, {"fsdp_size": 2}, {"fsdp_size": 1}]
     return [_refusal(config, layout) for layout in layouts]
 
 
@@ -511,3 +497,69 @@ def test_make_config() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make_config(model_type, overrides)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The stages of a pipeline that a rank keeps of a model.
+
+
+def test_what_other_stages_have_of_a_checkpoint_is_ignored() -> None:
+    whole = tiny_model(discover()["qwen3_moe"])
+    names, kept = set(whole.state_dict()), set()
+    for part in cut_model(whole, 2):
+        model = copy.deepcopy(whole).to("meta")
+        keep_parts(model, [part])
+        own = set(model.state_dict())
+        # Transformers adds others to this set.
+        ignored = model._keys_to_ignore_on_load_unexpected
+        assert isinstance(ignored, set)
+        assert {name for name in names if any(re.search(one, name) for one in ignored)} == names - own
+        assert not kept & own
+        kept |= own
+    assert kept == names
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sizes that cannot be meant are refused by name; those of published models are not.
+
+
+PUBLISHED = (
+    "olmoe", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe",
+    "jamba", "phimoe", "nemotron_h", "hunyuan_v1_moe", "minimax", "ernie4_5_moe", "aria_text", "doge", "lfm2_moe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_sizes_are_taken(model_type: str) -> None:
+    check_sizes(CONFIG_MAPPING[model_type]())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "says"),
+    [
+        ("olmoe", {"num_experts_per_tok": 0}, "num_experts_per_tok = 0 in the olmoe configuration must be at least 1"),
+        ("olmoe", {"num_experts_per_tok": 17, "num_experts": 16}, "= 17 .* is more than its num_experts = 16"),
+        ("olmoe", {"num_experts": 2, "num_experts_per_tok": 4}, "= 4 .* is more than its num_experts = 2"),
+        ("olmoe", {"num_experts": -4}, "num_experts = -4 .* must be at least 1"),
+        ("olmoe", {"hidden_size": 33, "num_attention_heads": 4}, "hidden_size = 33 .* no multiple of its num_attent"),
+        ("olmoe", {"num_attention_heads": 4, "num_key_value_heads": 3}, "= 4 .* multiple of its num_key_value_heads"),
+        ("mixtral", {"num_local_experts": 1}, "num_experts_per_tok = 2 .* more than its num_(local_)?experts = 1"),
+        ("deepseek_v3", {"n_routed_experts": 4}, "num_experts_per_tok = 8 .* more than its n\\w+ = 4"),
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_be_meant(model_type: str, sizes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_config(model_type, sizes)
+
+
+def test_a_head_may_have_a_size_of_its_own() -> None:
+    """As Glm-4.5 has them; the key is in its config.json, not in the class."""
+    check_sizes(CONFIG_MAPPING["glm4_moe"](head_dim=128))
+    with pytest.raises(ValueError, match="hidden_size = 4096"):
+        check_sizes(CONFIG_MAPPING["glm4_moe"]())
+
+
+def test_the_command_line_says_it_before_anything_starts() -> None:
+    config = load_config(None, ["model.config.num_experts_per_tok=17", "parallelism.device=cpu"])
+    with pytest.raises(ValueError, match=r"num_experts_per_tok = 17 .* is more than its num_experts = 16"):
+        dry_run(config)

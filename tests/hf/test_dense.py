@@ -185,11 +185,7 @@ def _refused(rows: int, **settings: Any) -> str:
     distributed = DistributedConfig(**{"fsdp_size": 4, "ep_size": 4, "ep_implementation": "carpool"} | settings)
     try:
         build_model(
-            config,
-            distributed_config=distributed,
-            dtype=torch.float32,
-            seed=0,
-            dense="fsdp" if rows % 2 else "zero1",
+            config, distributed_config=distributed, dtype=torch.float32, seed=0, dense="fsdp" if rows % 2 else "zero1"
         )
     except ValueError as error:
         return str(error)

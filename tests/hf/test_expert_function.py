@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import GptOssConfig, MixtralConfig, OlmoeConfig
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
@@ -13,8 +14,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
-from carpool.experts import Activation
+from carpool import KeptPolicies
+from carpool.experts import Activation, Choices
+from carpool.hf import install, rides, set_experts, set_kept
 from carpool.hf.seam.experts_module import expert_function
+from tests.hf.parity import quiet
+from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 
 SMALL: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 6}
 KNOWN = {
@@ -77,3 +82,71 @@ def test_what_is_not_known_is_called_as_it_is() -> None:
         function = expert_function(experts)
         assert function is not None and not isinstance(function.activation, Activation)
         assert torch.equal(function.activation(h), h[:, :6])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# `carpool.hf.set_experts`: what experts keep and how their stages are computed, in a model of transformers.
+
+
+def gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(**batch).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def saved_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes that autograd keeps for the backward, each storage once."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**batch)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("folder", ["olmoe", "gpt_oss"])
+def test_recompute_gives_the_same_bits_from_less_memory(folder: str) -> None:
+    quiet()
+    model: Any = tiny_model(discover()[folder]).train()
+    install(model)
+    batch = tiny_batch(model)
+    kept, size = gradients(model, batch), saved_bytes(model, batch)
+    set_kept(model, KeptPolicies(hidden="recompute"))
+    assert all(own.compute.recompute for own in rides(model).values())  # type: ignore[union-attr]
+    again = gradients(model, batch)
+    assert list(again) == list(kept) and any("experts" in name for name in kept)
+    for name, gradient in kept.items():
+        assert torch.equal(again[name], gradient), name
+    # Per layer the pre-activation of each pair of a token and an expert, in float32.
+    own = next(iter(rides(model).values()))
+    assert own.routing is not None
+    pairs, width = own.routing.expert_TK.numel(), own.experts.gate_up_proj.shape[1 if folder == "olmoe" else 2]
+    assert size - saved_bytes(model, batch) == 4 * pairs * width * len(rides(model))
+
+
+def test_choices_reach_every_layer() -> None:
+    model: Any = tiny_model(discover()["olmoe"]).train()
+    install(model)
+    choices = Choices(up="flat", ddown="square")
+    set_experts(model, "grouped", choices=choices)
+    assert [own.compute.choices for own in rides(model).values()] == [choices] * len(rides(model))  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="experts='fp8' has no option 'choices'"):
+        set_experts(model, "fp8", choices=choices)
+    set_experts(model, "reference")
+    with pytest.raises(ValueError, match="experts='reference' has no option 'recompute'"):
+        set_kept(model, KeptPolicies(hidden="recompute"))
+    assert all(own.policies == KeptPolicies() for own in rides(model).values())
+
+
+def test_own_forwards_have_no_stages_and_cannot_recompute() -> None:
+    model: Any = tiny_model(discover()["olmoe"]).train()
+    install(model)
+    own = next(iter(rides(model).values()))
+    own.function = own.compute = None  # as of experts that only their own forward knows
+    own.set_experts("auto", Choices.all("flat"))
+    assert own.compute is None
+    with pytest.raises(ValueError, match="runs its own forward, which keeps what it needs: keep rows and hidden"):
+        own.set_kept(KeptPolicies(hidden="recompute"))

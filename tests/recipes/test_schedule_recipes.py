@@ -189,7 +189,7 @@ ELSEWHERE = {
     "priority:rides": "tests/schedule/test_priority.py::test_the_order_of_things",
     "dispatch:fp8": "tests/recipes/test_transport_recipes.py::"
     "test_deepep_sends_rows_in_half_the_bytes_and_sums_as_they_are",
-    "router:float32": "tests/hf/test_drops.py::test_logits_in_float32",
+    "router:float32": "tests/hf/test_limit.py::test_logits_in_float32",
     "transport:nvlink": "tests/interpreted/test_nvlink.py::test_rows_arrive_once_per_rank_with_their_slots_and_weights",
     "kernels:triton": "tests/interpreted/test_nvlink.py::test_rows_arrive_once_per_rank_with_their_slots_and_weights",
 }
