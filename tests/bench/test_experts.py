@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from contextlib import ExitStack
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
-from typer.testing import CliRunner
 
-from carpool import cli
 from carpool.bench.bench_settings import ExpertsSettings as Settings
 from carpool.bench.bench_settings import LayerSettings
 from carpool.bench.moe.experts_contest import ExpertsBenchmark, carpool_experts, their_experts
@@ -24,23 +20,17 @@ from carpool.bench.moe.module_answers import Case, check, make_module, measure, 
 from carpool.bench.moe.moe_contest import forward_backward
 from carpool.bench.moe.moe_results import CaseResult, ContenderResult, Times, show
 from carpool.bench.plots import write_experts
-from carpool.bench.result_files import Result
 from carpool.bench.shapes import LAYER_SHAPES_CPU as CPU_SHAPES
 from carpool.bench.shapes import LAYER_SHAPES_GPU as GPU_SHAPES
 from carpool.bench.shapes import MODELS, list_shapes
 from carpool.bench.shapes import LayerShape as Shape
 from carpool.bench.timing import percentile
 from carpool.experts import EXPERTS, ReferenceExperts
+from tests.bench.commands import bench, lines_of, printed, result_of
 
 CPU = torch.device("cpu")
 SMALL = Shape(37, 40, 24, 8, 3)
 SECTIONS = ["forward", "backward", "forward_backward"]
-
-
-def command(*args: str) -> Any:
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(
-        cli.app, ["bench", "experts", "--device", "cpu", *args]
-    )
 
 
 def make_case(shape: Shape, dtype: torch.dtype = torch.bfloat16, routing: str = "uniform") -> Case:
@@ -62,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
     """The command on two shapes: what it wrote, what it printed, and the folder."""
     folder = tmp_path_factory.mktemp("bench") / "new" / "folder"
     shapes = ["--shape", "37,40,24,8,3", "--activation", "gpt-oss", "--routing", "uniform,hot", "--repetitions", "3"]
-    done = command(*shapes, "--experts", "grouped,reference", "--out", str(folder))
+    done = bench("experts", "--device", "cpu", *shapes, "--experts", "grouped,reference", "--out", str(folder))
     assert done.exit_code == 0, done.output
     return json.loads((folder / "experts.json").read_text()), done.stdout, folder
 
@@ -103,47 +93,15 @@ def test_where_and_how_it_ran_is_shown(run: tuple[dict[str, Any], str, Path]):
 
 def test_json_alone(tmp_path: Path):
     args = ("--shape", "9,16,8,4,2", "--activation", "relu2", "--dtype", "float32", "--repetitions", "1", "--json-only")
-    done = command(*args, "--experts", "grouped", "--against", "eager", "--out", str(tmp_path))
+    done = bench(
+        "experts", "--device", "cpu", *args, "--experts", "grouped", "--against", "eager", "--out", str(tmp_path)
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout == f"wrote {tmp_path}/experts.json\n"
     assert [file.name for file in tmp_path.iterdir()] == ["experts.json"]
     (case,) = json.loads((tmp_path / "experts.json").read_text())["cases"]
     assert case["flops"] == 4 * 9 * 2 * 16 * 8, "relu2 has no gate"
     assert [row["ratio"] for row in case["rows"]] == [None, None], "there is no baseline"
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--shape", "1,2,3,4"), "--shape 1,2,3,4 is not understood; .* such as --shape 8192,2048,1024,64,8"),
-        (("--shape", "a,2,3,4,1"), "is not understood"),
-        (("--shape", "4,2,0,8,2"), "expert hidden must be at least 1"),
-        (("--shape", "4,2,8,8,9"), "a token cannot choose 9 of 8 experts"),
-        (("--shape", "4,2,8,8,2", "--activation", "swigl"), "--activation: 'swigl' is not known; .*mean swiglu"),
-        (("--activation", "relu2"), "--activation is what the experts of --shape compute"),
-        (("--model", "mixtral"), "--model: 'mixtral' is not known; .*did you mean mixtral-8x7b"),
-        (("--model", "olmoe", "--tokens", "0"), "--tokens 0 must be at least 1"),
-        (("--experts", "groupd"), "--experts: 'groupd' is not known; use .*did you mean grouped"),
-        (("--against", "eagr"), "--against: 'eagr' is not known; use grouped_mm or eager; did you mean eager"),
-        (("--routing", "skewed"), "--routing: 'skewed' is not known; use uniform, zipf, hot or all"),
-        (("--dtype", "int8"), "'int8' is not known"),
-        (("--repetitions", "0"), "--repetitions 0 must be at least 1"),
-        (("--zipf-exponent", "-1"), "must be 0 .uniform. or a positive number"),
-        (("--out", "/dev/null/here"), "/dev/null/here"),
-    ],
-)
-def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str):
-    done = command(*args)
-    assert done.exit_code == 1, done.output
-    assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
-
-
-def test_a_gpu_and_one_device(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "error: --device cuda, but PyTorch finds no GPU here" in command("--device", "cuda").stderr
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "experts are measured on one device, but torchrun started 2 ranks" in command().stderr
 
 
 # -- who cannot run, and who is wrong ------------------------------------------------------------------------------
@@ -193,11 +151,8 @@ def test_who_cannot_run_gets_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch
     assert why["carpool picky"] == "there is no such GPU here"
     assert why["carpool grouped"] is None and why["transformers eager"] is None
     assert [list(row.sections) for row in case.rows if row.unavailable] == [[], []]
-    out = io.StringIO()
-    settings = {"dtype": "bfloat16", "repetitions": 1}
-    where = {"device_count": 1, "device": "a CPU", "torch": "2", "commit": None}
-    show(Result("0", "now", "carpool", settings, where, [case]), Console(file=out, width=140))
-    assert "carpool greedy is not available: out of memory" in out.getvalue()
+    shown = printed(show, result_of([case], dtype="bfloat16", repetitions=1))
+    assert "carpool greedy is not available: out of memory" in shown
     assert measure_small(experts=("greedy",), against=("eager",)).rows[0].unavailable == "out of memory"
     with pytest.raises(ValueError, match="carpool picky cannot run here: there is no such GPU here; change --experts"):
         measure_small(experts=("picky",))
@@ -375,11 +330,8 @@ def test_how_a_gpu_is_shown(tmp_path: Path):
     rows = [row("carpool fp8", 1.5, 250), row("transformers grouped_mm", 4.5, 1058), missing]
     case = CaseResult(shape, "zipf", 1, shape.flops, 989e12, "transformers grouped_mm", rows)
     case.compare()
-    where = {"device_count": 1, "device": "a GPU", "torch": "2", "commit": None}
-    result = Result("0", "now", "carpool", {"dtype": "bfloat16", "repetitions": 3}, where, [case])
-    out = io.StringIO()
-    show(result, Console(file=out, width=140))
-    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    result = result_of([case], dtype="bfloat16", repetitions=3)
+    lines = lines_of(printed(show, result))
     assert "carpool fp8 1.5 3 4.5 550 / 550 / 550 56% 3.00x 250 750 0.25" in lines
     assert "1.38-1.62 2.76-3.24 4.14-4.86" in lines, "10th to 90th percentile"
     assert "transformers grouped_mm 4.5 9 13.5 183 / 183 / 183 19% 1.00x 1058 3174 0.25" in lines

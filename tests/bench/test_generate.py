@@ -11,9 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from transformers import AutoConfig
-from typer.testing import CliRunner
 
-from carpool import cli
 from carpool.bench import bench_generate as generate
 from carpool.bench.bench_settings import GENERATE_CONTENDERS, GenerateSettings
 from carpool.bench.contest import measure_on_rank
@@ -69,18 +67,3 @@ def test_models_that_do_not_fit_together() -> None:
     assert generate.groups_that_fit(needs, 105) == [["carpool"], ["transformers"]]
     with pytest.raises(ValueError, match=r"carpool does not fit: .* lower --layers"):
         generate.groups_that_fit(needs, 59)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--contenders", "carpol"], "did you mean carpool?"),
-        (["--new-tokens", "1"], "must be at least 2"),
-        (["--routing", "random"], "use balanced or learned"),
-        (["--dtype", "int8"], "use bfloat16, float16 or float32"),
-    ],
-)
-def test_bad_input(arguments: list[str], says: str) -> None:
-    command = ["bench", "generate", "--model", "olmoe-1b-7b", *arguments]
-    result = CliRunner(env={"COLUMNS": "1000"}).invoke(cli.app, command)
-    assert result.exit_code == 1 and says in result.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from typer.testing import CliRunner
 
-from carpool import cli
 from carpool.bench import contest as agreement
 from carpool.bench.bench_settings import LayerSettings
 from carpool.bench.contest import OUT_OF_MEMORY, attempt_together, measure_on_rank
@@ -91,20 +88,6 @@ def test_bytes_are_those_of_the_routing(run: tuple[dict[str, Any], Path]):
         plan = 16 * 12  # two counts from each rank to each other
         assert sent["alltoall + grouped"] == (choices * (4 * row + 8 + 4) + plan) // 4
         assert sent["dedup + grouped"] == (visits * (4 * row + 3 * (8 + 4)) + plan) // 4
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--shape", "8,16,8,6,2"), "6 experts .* do not divide evenly among 4 ranks"),
-        (("--transports", "dedupe"), "--transports: 'dedupe' is not known; .*did you mean dedup"),
-        (("--iterations", "0"), "--iterations 0 must be at least 1"),
-    ],
-)
-def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str):
-    done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["bench", "layer", "--device", "cpu", *args])
-    assert done.exit_code == 1, done.output
-    assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
 
 
 # -- on ranks ------------------------------------------------------------------------------------------------------

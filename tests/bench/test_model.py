@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 import time
@@ -13,16 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
-from typer.testing import CliRunner
 
-from carpool import cli
 from carpool.bench.bench_settings import ModelSettings as Settings
 from carpool.bench.model.model_contenders import check_routing, recorded_choices, route
 from carpool.bench.model.model_contest import ModelBenchmark, check_room, groups_that_fit
 from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, Times, Work, roofline_ms, show, work_of
-from carpool.bench.result_files import Result
 from carpool.bench.timing import host_waits
 from carpool.hf.context_parallel import _interface
 from carpool.hf.routing.router_answers import balanced_choices, force_choices
@@ -32,6 +27,7 @@ from carpool.placement.trace import Trace
 from carpool.planner.machine.hardware import CPU, HARDWARE
 from carpool.profile.kinds import IDLE, KINDS
 from carpool.train.blueprint import ModelSize, model_config
+from tests.bench.commands import printed, result_of
 from tests.ranks import Ranks
 
 TINY = {
@@ -223,11 +219,7 @@ def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
     case.different = ["transformers: loss of the first step is 6, and 5.7 of carpool"]
     case.compare()
     assert case.rows[1].ratio == pytest.approx(104 / 204)
-    where = {"device_count": 4, "device": "H100", "torch": "2", "commit": "abc"}
-    result = Result("0", "now", "carpool bench model", {"rounds": 2, "steps": 5}, where, [case])
-    out = io.StringIO()
-    show(result, Console(file=out, width=200))
-    text = out.getvalue()
+    text = printed(show, result_of([case], rounds=2, steps=5), 200)
     assert re.search(r"carpool +1,234 +104\.0 +3\.0 +75\.0 +25\.0% +99", text)
     assert re.search(r"experts +2\.0 +10\.0 +10% +5\.0x +20\.0 +10% +10\.0x", text)
     for said in (
@@ -298,32 +290,3 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
     assert ours["load"] == 1.0 and (compiled or theirs["load"] is None)
     assert "transport dedup" in ours["what"] and ours["what"].endswith("no CUDA graphs (there is no GPU)")
     assert ("layers compiled" if compiled else "all_to_all") in theirs["what"]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--model", "qwen3-30b"), "'qwen3-30b' is neither a config.json.*did you mean qwen3-30b-a3b"),
-        (("--model", "olmoe-1b-7b", "--routing", "balance"), "--routing balance is no file of a trace.*mean balanced"),
-        (("--model", "olmoe-1b-7b", "--contenders", "carpol"), "--contenders: 'carpol' is not known.*mean carpool"),
-        (("--model", "olmoe-1b-7b", "--layers", "0"), "--layers 0 must be at least 1"),
-        (("--model", "olmoe-1b-7b", "--set", "moe.transprt=dedup"), "unknown key moe.transprt.*mean moe.transport"),
-        (("--model", "olmoe-1b-7b", "--layers", "17"), "--layers 17: olmoe-1b-7b has 16"),
-        (("--model", "olmoe-1b-7b", "--set", "training.output_dir=x"), "say so with --out"),
-        (("--model", "olmoe-1b-7b", "--set", "data.tokenizer=x.json"), "tokens are drawn at random"),
-        (("--model", "olmoe-1b-7b", "--contenders", "carpool+moe.shedule=none"), "unknown key moe.shedule"),
-        (("--model", "olmoe-1b-7b", "--contenders", "carpool+data.sequence_length=8"), "the same for all contenders"),
-        (("--model", "olmoe-1b-7b", "--contenders", "transformers+moe.schedule=none"), "is a setting of carpool alone"),
-        (
-            ("--model", "olmoe-1b-7b", "--contenders", "carpool+moe.chunks=3"),
-            "moe.chunks changes nothing without moe.sch",
-        ),
-        (("--model", "olmoe-1b-7b", "--set", "moe.limit_by=groups"), "--set moe.limit_by changes nothing without"),
-    ],
-)
-def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str, tmp_path: Path):
-    done = CliRunner(env={"COLUMNS": "400"}).invoke(
-        cli.app, ["bench", "model", "--device", "cpu", "--out", str(tmp_path), *args]
-    )
-    assert done.exit_code == 1, done.output
-    assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.console import Console
 from typer.testing import CliRunner
 
 from carpool import cli
@@ -28,7 +27,6 @@ from carpool.bench import contest as bench_ranks
 from carpool.bench.bench_settings import TransportSettings as Settings
 from carpool.bench.options import split
 from carpool.bench.plots import write_rides
-from carpool.bench.result_files import Result
 from carpool.bench.routings import make_routings
 from carpool.bench.shapes import RIDE_SHAPES_CPU as CPU_SHAPES
 from carpool.bench.shapes import RIDE_SHAPES_GPU as GPU_SHAPES
@@ -47,6 +45,7 @@ from carpool.train.config import Config
 from carpool.train.launch.start import local_ranks
 from carpool.train.launch.worker import find_entry
 from carpool.transport import Arrivals, Dedup, Pending, Rows, make_transport
+from tests.bench.commands import lines_of, printed, result_of
 from tests.ranks import WORLD_SIZE, Ranks, free_port, mesh
 
 ROOT = Path(__file__).parents[2]
@@ -200,55 +199,6 @@ def test_under_torchrun_and_without_a_figure(tmp_path: Path):
     assert case["num_ranks"] == 2
     assert [row["label"] for row in case["rows"]] == ["dedup"]
     assert tuple(case["rows"][0]["sections"]) == ("plan_dispatch", "dispatch", "combine")
-
-
-# -- what is refused -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--shape", "1,2,3"), "--shape 1,2,3 is not understood; .* such as --shape 4096,7168,256,8"),
-        (("--shape", "many,2,3,4"), "is not understood"),
-        (("--shape", "0,2,8,2"), "tokens must be at least 1"),
-        (("--shape", "4,2,8,0"), "top-k must be at least 1"),
-        (("--shape", "4,2,8,9"), "a token cannot choose 9 of 8 experts"),
-        (("--shape", "4,2,3,2"), "3 experts .* cannot be spread over 4 ranks"),
-        (
-            ("--transports", "dedup,fast"),
-            "'fast' is not known; use nvlink, alltoall, dedup, gather, hierarchical, 1d, 2d or 2dh",
-        ),
-        (("--transports", ""), "'' is not known"),
-        (("--routing", "even"), "'even' is not known; use uniform, zipf, skewed or all"),
-        (("--routing", "skewed", "--ranks", "3"), "needs more than 3 ranks"),
-        (("--ctas", "0"), r"--ctas 0 must be 1\.\.64"),
-        (("--ctas", "8", "--transports", "dedup"), "--ctas is for transport nvlink"),
-        (("--routing", "zipf", "--zipf-exponent", "nan"), "--zipf-exponent nan must be 0"),
-        (("--zipf-exponent", "2"), "--zipf-exponent 2 changes nothing without --routing zipf"),
-        (("--out", __file__), f"--out {__file__} is a file; name a folder"),
-        (("--ranks", "0"), "--ranks 0 must be at least 1"),
-    ],
-)
-def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str):
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["bench", "transport", "--device", "cpu", *args])
-    assert result.exit_code == 1, result.output
-    assert re.fullmatch(f"error: .*{message}.*\n", result.stderr), result.stderr
-
-
-def test_ranks_are_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch):
-    def stderr_of(*args: str) -> str:
-        result = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["bench", "transport", *args])
-        assert result.exit_code == 1
-        return result.stderr
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert "error: --ranks 3, but this machine has 2 GPUs; lower it, or use --device cpu" in stderr_of("--ranks", "3")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "error: --device cuda, but PyTorch finds no GPU here" in stderr_of("--device", "cuda")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--ranks 4, but torchrun started 2; leave --ranks out" in stderr_of("--device", "cpu", "--ranks", "4")
 
 
 def test_settings_survive_the_way_to_the_ranks():
@@ -444,12 +394,8 @@ def test_how_a_ceiling_is_shown(tmp_path: Path):
     case = CaseResult(Shape(8192, 2048, 64, 8), "zipf", "train", 4, rows, times(200.0), 72_000_000)
     decoded = ContenderResult(label="nvlink", transport="nvlink", ctas=8, sections={"decode": times(60.0)}, graph=True)
     decode = CaseResult(Shape(128, 2048, 64, 8), "zipf", "decode", 4, [decoded])
-    settings = {"dtype": "bfloat16", "repetitions": 15, "backward": False}
-    where = {"device_count": 4, "device": "a GPU", "torch": "2", "commit": None}
-    result = Result("0", "now", "carpool bench transport", settings, where, [case, decode])
-    out = io.StringIO()
-    show(result, Console(file=out, width=120))
-    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    result = result_of([case, decode], dtype="bfloat16", repetitions=15, backward=False)
+    lines = lines_of(printed(show, result, 120))
     assert "ceiling: copy engines, 360 GB/s (72.0 MB per rank in 200 us)" in lines
     assert "nvlink fp8 8 400 / 401 250 / 251 800 / 801 72.0 / 72.0 180 / 90 50% / 25%" in lines
     assert "dedup - 400 / 401 250 / 251 800 / 801 72.0 / 72.0 180 / 90 50% / 25%" in lines

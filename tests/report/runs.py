@@ -58,10 +58,9 @@ def _route(shape: Shape, step: int, rng: np.random.Generator) -> dict[str, Any]:
     row = shape.hidden * shape.itemsize
     return {
         "layers": {
-            "load": load_LE,
-            "copies": copies_L,
-            "traffic_rows": rows_WW.tolist(),
-            "rank_load": _by_rank(load_LE, shape),
+            "load": load_LE, "copies": copies_L, "traffic_rows": rows_WW.tolist(),
+            # Choices that each rank computes, over layers, experts in order.
+            "rank_load": np.array(load_LE).sum(0).reshape(shape.ranks, -1).sum(1).tolist(),
             "rank_ms": {part: (10 + rng.normal(0, 0.5, shape.ranks)).tolist() for part in ("experts", "rides")},
         },
         "copies_per_token": float(np.mean(copies_L)),
@@ -70,12 +69,7 @@ def _route(shape: Shape, step: int, rng: np.random.Generator) -> dict[str, Any]:
         "bytes_remote_alltoall": 4 * remote_alltoall * row,
         "load_max_over_mean": float(max(max(load) / np.mean(load) for load in load_LE)),
         "dead_experts": sum(load.count(0) for load in load_LE),
-    }
-
-
-def _by_rank(load_LE: list[list[int]], shape: Shape) -> list[int]:
-    """Choices that each rank computes, over layers, experts in order."""
-    return np.array(load_LE).sum(0).reshape(shape.ranks, -1).sum(1).tolist()
+    }  # fmt: skip
 
 
 def _timing(median: float, calls: int, rng: np.random.Generator) -> dict[str, float]:
@@ -101,29 +95,18 @@ def train_lines(shape: Shape, first: int = 1, last: int | None = None) -> list[d
             "combine": _timing(fast * (6.8 + rng.normal(0, 0.4)), 2 * shape.layers, rng),
         }
         step_ms = sum(m["total"] for m in ms.values()) * (1.55 + 0.1 * rng.random())
-        lines.append(
-            {
-                "kind": "train",
-                "step": step,
-                "time": START + step * step_ms / 1000,
-                "loss": 1.6 + 4.0 * float(np.exp(-3 * step / shape.steps)) + float(rng.normal(0, 0.05)),
-                "aux_loss": 1.0 + 0.3 * float(np.exp(-step / 20)),
-                "learning_rate": 1e-3 * min(1.0, step / 10),
-                "grad_norm": 0.6 + 3 * float(np.exp(-step / 8)) + float(abs(rng.normal(0, 0.08))),
-                "tokens": shape.tokens,
-                "tokens_seen": shape.tokens * step,
-                **seen,
-                "step_ms": step_ms,
-                "tokens_per_second": 1000 * shape.tokens / step_ms,
-                "mfu": 0.21 + float(rng.normal(0, 0.004)) if shape.gpu else None,
-                "hfu": 0.26 + float(rng.normal(0, 0.004)) if shape.gpu else None,
-                "router_entropy": 2.3 + 0.3 * step / shape.steps,
-                "dropped_tokens": 0,
-                "ms": ms,
-                "memory_peak_bytes": int(412e6 + 1e5 * min(step, 10)),
-                **routed,
-            }
-        )
+        lines.append({
+            "kind": "train", "step": step, "time": START + step * step_ms / 1000,
+            "loss": 1.6 + 4.0 * float(np.exp(-3 * step / shape.steps)) + float(rng.normal(0, 0.05)),
+            "aux_loss": 1.0 + 0.3 * float(np.exp(-step / 20)), "learning_rate": 1e-3 * min(1.0, step / 10),
+            "grad_norm": 0.6 + 3 * float(np.exp(-step / 8)) + float(abs(rng.normal(0, 0.08))),
+            "tokens": shape.tokens, "tokens_seen": shape.tokens * step, **seen, "step_ms": step_ms,
+            "tokens_per_second": 1000 * shape.tokens / step_ms,
+            "mfu": 0.21 + float(rng.normal(0, 0.004)) if shape.gpu else None,
+            "hfu": 0.26 + float(rng.normal(0, 0.004)) if shape.gpu else None,
+            "router_entropy": 2.3 + 0.3 * step / shape.steps, "dropped_tokens": 0, "ms": ms,
+            "memory_peak_bytes": int(412e6 + 1e5 * min(step, 10)), **routed,
+        })  # fmt: skip
         lines.append({"kind": "layers", "step": step, **layers})
     return lines
 
@@ -141,111 +124,66 @@ def side_lines(shape: Shape, every: int = 20) -> list[dict[str, Any]]:
         lines.append({"kind": "sample", "step": step, "prompt": "def ", "text": f"{text}\n    # step {step}\n"})
         path = f"checkpoints/step-{step:08d}"
         lines.append({"kind": "checkpoint", "step": step, "path": path, "bytes": 38_400_000, "seconds": 0.42})
-    middle = shape.steps // 2
-    lines.append(
-        {
-            "kind": "probe",
-            "step": middle,
-            "transport": "dedup",
-            "step_ms": [361.0, 355.0, 358.0],
-            "bytes_remote": 90_000_000,
-        }
-    )
-    lines.append(
-        {
-            "kind": "probe",
-            "step": middle,
-            "transport": "alltoall",
-            "step_ms": [452.0, 449.0, 447.0],
-            "bytes_remote": 120_000_000,
-        }
-    )
+    probes = (("dedup", [361.0, 355.0, 358.0], 90_000_000), ("alltoall", [452.0, 449.0, 447.0], 120_000_000))
+    lines += [
+        {"kind": "probe", "step": shape.steps // 2, "transport": name, "step_ms": ms, "bytes_remote": moved}
+        for name, ms, moved in probes
+    ]
     return lines
 
 
 def run_info(shape: Shape, **changes: Any) -> dict[str, Any]:
     """The content of run.json."""
     memory = {"parameters": 38e6, "gradients": 38e6, "optimizer": 76e6, "activations": 190e6, "transport": 25e6}
+    per_rank = shape.experts // shape.ranks
+    missed = float(np.prod([1 - per_rank / (shape.experts - i) for i in range(shape.chosen)]))
     info = {
         "carpool_version": "0.1.0",
         "started": "2026-11-21T09:14:03+00:00",
         "command": f"carpool train --compare alltoall training.max_steps={shape.steps}",
         "history": [{"started": "2026-11-21T09:14:03+00:00", "from_step": 0, "resumed_from": None}],
         "environment": {
-            "hostname": "laptop",
-            "platform": "Linux-6.1-x86_64",
-            "python": "3.11.7",
-            "torch": "2.13.0",
-            "transformers": "5.23.0",
-            "triton": None,
-            "cuda": "13.0" if shape.gpu else None,
-            "nccl": "2.28.9" if shape.gpu else None,
-            "device": "NVIDIA H200" if shape.gpu else "cpu",
-            "device_count": shape.ranks,
-            "commit": "0123456789abcdef0123456789abcdef01234567",
+            "hostname": "laptop", "platform": "Linux-6.1-x86_64", "python": "3.11.7", "torch": "2.13.0",
+            "transformers": "5.23.0", "triton": None, "cuda": "13.0" if shape.gpu else None,
+            "nccl": "2.28.9" if shape.gpu else None, "device": "NVIDIA H200" if shape.gpu else "cpu",
+            "device_count": shape.ranks, "commit": "0123456789abcdef0123456789abcdef01234567",
         },
         "model": {
-            "architecture": "OlmoeForCausalLM",
-            "parameters": 9_568_000,
-            "active_parameters": 3_150_000,
-            "num_experts": shape.experts,
-            "num_experts_per_tok": shape.chosen,
+            "architecture": "OlmoeForCausalLM", "parameters": 9_568_000, "active_parameters": 3_150_000,
+            "num_experts": shape.experts, "num_experts_per_tok": shape.chosen,
             "moe_layers": [f"model.layers.{i}.mlp.experts" for i in range(shape.layers)],
-            "hidden_size": shape.hidden,
-            "moe_intermediate_size": 2 * shape.hidden,
+            "hidden_size": shape.hidden, "moe_intermediate_size": 2 * shape.hidden,
         },
         "parallelism": {
-            "world_size": shape.ranks,
-            "fsdp_size": shape.ranks,
-            "tp_size": 1,
-            "ep_size": shape.ranks,
-            "efsdp_size": 1,
+            "world_size": shape.ranks, "fsdp_size": shape.ranks, "tp_size": 1, "ep_size": shape.ranks, "efsdp_size": 1,
             "backend": "nccl" if shape.gpu else "gloo",
         },
         "transport": {"name": "dedup", "requested": "auto"},
         "decisions": {
             "transport": {
-                "name": "dedup",
-                "how": "default",
-                "why": "4 of 16 experts over 4 ranks: rides can be shared",
+                "name": "dedup", "how": "default", "why": "4 of 16 experts over 4 ranks: rides can be shared",
                 "shape": {"ranks": 4},
             },
             "schedule": {
-                "name": "chunks",
-                "chunks": 2,
-                "backward_chunks": None,
-                "how": "measured",
-                "why": "measured, in milliseconds",
-                "shape": {},
-                "milliseconds": {"none": 1.5, "chunks=2": 1.2},
+                "name": "chunks", "chunks": 2, "backward_chunks": None, "how": "measured",
+                "why": "measured, in milliseconds", "shape": {}, "milliseconds": {"none": 1.5, "chunks=2": 1.2},
             },
         },
-        "layout": {
-            "kind": "contiguous",
-            "experts_per_rank": [shape.experts // shape.ranks] * shape.ranks,
-            "replicas": 0,
-        },
+        "layout": {"kind": "contiguous", "experts_per_rank": [per_rank] * shape.ranks, "replicas": 0},
         "exact": True,
         "lossy_reasons": [],
         "predicted": {
             "memory_per_rank_bytes": {**memory, "total": sum(memory.values())},
-            "copies_per_token_uniform": shape.ranks
-            * (
-                1
-                - float(np.prod([1 - (shape.experts / shape.ranks) / (shape.experts - i) for i in range(shape.chosen)]))
-            ),
-            "flops_per_token": 21_000_000,
+            "copies_per_token_uniform": shape.ranks * (1 - missed), "flops_per_token": 21_000_000,
         },
         "peak_flops": 989e12 if shape.gpu else None,
         "peak_flops_source": "dense bf16, data sheet" if shape.gpu else None,
         "seed": shape.seed,
         "data": {
-            "source": "Python standard library",
-            "train_tokens": 9_200_000,
-            "eval_tokens": 480_000,
+            "source": "Python standard library", "train_tokens": 9_200_000, "eval_tokens": 480_000,
             "tokenizer": "bytes",
         },
-    }
+    }  # fmt: skip
     return {**info, **changes}
 
 
