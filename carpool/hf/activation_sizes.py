@@ -1,16 +1,13 @@
-"""What the layers of a model keep for their backward: its own forward is run, without memory and without values.
+"""What the layers of a model save for their backward: its own forward is run, without memory and without values.
 
-A formula for each family of models would be wrong for the next one: latent attention, sliding windows, norms that keep
-float32 beside bfloat16, shared experts. So the model's forward runs on PyTorch's fake tensors, which have shapes and
-storages but no bytes, and what autograd saves is added up, each storage once:
+A formula for each family would be wrong for the next one. So the model's forward runs on PyTorch's fake tensors, which
+have shapes and storages but no bytes, and what autograd saves is added up, each storage once:
 
-    Qwen3-30B-A3B, 2 x 4096 tokens, bfloat16        625 MiB a layer and the ride's rows, in 0.5 s on a laptop
+    Qwen3-30B-A3B, 2 x 4096 tokens, bfloat16        625 MiB a layer and the ride's tokens, in 0.5 s on a laptop
 
-Two things stand in for what runs on a GPU. Attention keeps queries, keys, values, output and one number a row and head,
-as every fused kernel does (on a CPU some shapes would fall back to whole score matrices). With a mask, as packed
-documents have, each layer makes numbers of its own of the mask and keeps them: (batch, 1, length, length). Routed
-experts keep their input; what their ride keeps depends on the transport, and whoever asks adds it
-(`carpool.planner.step.peak`).
+Attention saves queries, keys, values, output and one number a token and head, as every fused kernel does; with a mask,
+each layer saves numbers of its own of it: (batch, 1, length, length). Routed experts save their input; what their ride
+saves depends on the transport, and the caller adds it (`carpool.planner.memory.peak`).
 """
 
 from __future__ import annotations
@@ -61,16 +58,14 @@ def measure_activations(
     documents: bool = False,
     cut: Cut | None = None,
 ) -> Activations:
-    """Run a forward on fake tensors.
+    """Run a forward of a model, which is on the meta device and is not changed, on fake tensors.
 
     Args:
-        model: on the meta device; is not changed. Parameters that need no gradient count as such. Adapters of peft are
-            in float32.
         batch, length: sequences of a micro-batch and their tokens.
-        dtype: of the parameters that compute.
+        dtype: of the parameters that compute; adapters of peft are in float32.
         autocast: the dtype of `torch.autocast`, if it is used.
         expert_adapters: experts have adapters, which this model lacks: what they return needs a gradient.
-        documents: rows are packed documents, which a mask keeps apart.
+        documents: sequences are packed documents, which a mask keeps apart.
         cut: the part of each sequence that a rank has, if ranks share them.
     """
     model = copy.deepcopy(model)

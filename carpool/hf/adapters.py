@@ -1,28 +1,23 @@
 """Parameters that were added after the model was sharded: LoRA adapters and the like.
 
-FSDP averages the gradients of the parameters that it sharded. It does not know those that are added later: peft puts
-two small matrices beside each target module. By themselves, every rank would start from its own random values and train
-them on its own tokens only. So Carpool makes them equal on all ranks and averages their gradients. Adapters are small,
-so they are replicated rather than sharded; the cost is one all-reduce for each. Adapters of experts are as large as
-there are experts: each rank has those of its own (`carpool.hf.expert_adapters`).
+FSDP averages the gradients of the parameters that it sharded, and knows nothing of those that peft adds later: every
+rank would start from its own random values and train them on its own tokens. So Carpool makes them equal on all ranks
+and averages their gradients, with one all-reduce each. Adapters of experts are as large as there are experts: each rank
+has those of its own (`carpool.hf.expert_adapters`).
 
-    model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear"))          needs nothing more
 
-needs nothing more. `watch_adapters` asks PyTorch to say when a module gets a submodule, and so learns when a tuner of
-peft takes a model with Carpool's layers. It then changes three methods of that one tuner:
+PyTorch tells `watch_adapters` when a module gets a submodule, so it sees a tuner of peft that takes a model with
+Carpool's layers, and changes three methods of that tuner:
 
   - `inject_adapter` takes over the adapters of experts. On a sharded model it refuses what peft would compute from
-    sharded weights (PiSSA, copies of modules), since that ends in an unrelated error of PyTorch, or one rank waits. It
-    adds a hook to the model that synchronises, before each forward, the adapters' parameters that are new. Loading an
-    adapter puts other parameters in the place of those that were injected, and `set_adapter` makes frozen ones
-    trainable: both are found there.
+    sharded weights (PiSSA, copies of modules), and adds a hook that synchronises new adapter parameters before each
+    forward, also those that loading or `set_adapter` puts in place later.
   - `merge_and_unload` and `merge_adapter` are refused on a sharded model: they add a whole matrix to a sharded one.
 
-Prompt tuning and its kin (prefix tuning, p-tuning) are refused: their parameters are outside the model, and they read
-its embedding outside its forward, where each rank has a part of it.
-
-`model.add_adapter` of transformers uses a tuner as well. The model's `save_pretrained` is then replaced: that of
-transformers gathers the adapter on one rank and the whole model on the others, and never comes back.
+Prompt tuning and its kin are refused: their parameters are outside the model, and they read its embedding outside its
+forward. A model with an adapter of `model.add_adapter` gets a `save_pretrained` of its own: that of transformers
+gathers the adapter on one rank and the whole model on the others, and never returns.
 
 Parameters that come another way are for `synchronize_adapters`. Where that was forgotten, `check_adapters` raises in
 the first forward of a training run.

@@ -62,38 +62,32 @@ def build_model(
     parts: Sequence[Part] = (),
     slices: int = 1,
 ) -> PreTrainedModel:
-    """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
+    """A mixture-of-experts language model in training mode, sharded as `distributed_config` says. All ranks together.
 
-    Every rank calls it. Parameters come out as Transformers shards them: DTensors over (dp_replicate, fsdp, tp), those
-    of experts over (dp_replicate, efsdp, ep). Without a distributed configuration, or with all sizes 1, the model is an
-    ordinary one on this process's accelerator (the CPU if there is none).
+    Parameters come out as Transformers shards them: DTensors over (dp_replicate, fsdp, tp), those of experts over
+    (dp_replicate, efsdp, ep). Without a distributed configuration, or with all sizes 1, the model is an ordinary one on
+    this process's accelerator (the CPU if there is none).
 
     Args:
-        config_or_path: a folder as `save_pretrained` writes it (config.json and safetensors), or a configuration,
-            whose model gets random weights.
-        distributed_config: sizes of the mesh and the `ep_implementation`.
-        dtype: of the parameters, but for those that the model itself insists on keeping in float32.
+        config_or_path: a folder as `save_pretrained` writes it, or a configuration, whose model gets random weights.
+        dtype: of the parameters, but for those that the model keeps in float32.
         seed: of the random weights; they are the same for any number of ranks.
         attn_implementation, experts_implementation: as in Transformers; None takes its default.
-        dense: "fsdp", after which `carpool.hf.sharding.keep_experts` comes before the first backward; or "zero1",
-            which leaves FSDP's hooks away, and `carpool.hf.sharding.replicate_dense` comes before the first forward.
-            None: FSDP shards all, as Transformers has it.
+        dense: of non-expert parameters: "fsdp", after which `keep_experts` comes before the first backward; or "zero1",
+            after which `replicate_dense` comes before the first forward. None: FSDP shards everything.
         device: of a model on one process; None: its accelerator.
-        read_experts: of a folder. False, on one process: parameters of experts have no memory (device "meta").
-        base_dtype: experts of a folder are kept in "nf4" or "int8", to be frozen
-            (`carpool.hf.held_experts`). With several ranks, each expert is on one of them, and `dense` is
-            "zero1". None: as they are.
-        meshes: of the run. The model is then sharded over the ranks of one stage of its pipeline, of which
-            `distributed_config` has the sizes. None: over all ranks, on meshes that Transformers makes.
-        sequence_parallel: divide tokens over tensor-parallel ranks (`carpool.hf.tensor_parallel`), whose shard
-            then sums gradients once a step.
-        parts: of this rank, of a model that is cut into stages (`carpool.hf.pipeline_stages`); what other ranks have is
-            never filled. None: the whole model.
-        slices: of each expert, on as many neighbouring ranks of the `ep_size` (carpool/hf/sharding.py). Of a folder,
-            each rank then reads everything, one tensor at a time.
+        read_experts: of a folder. False, on one process: parameters of experts stay on the device "meta".
+        base_dtype: experts of a folder are kept in "nf4" or "int8", to be frozen (`carpool.hf.held_experts`). With
+            several ranks, each expert is on one of them, and `dense` is "zero1". None: as they are.
+        meshes: of the run; the model is sharded over the ranks of one pipeline stage, of which `distributed_config` has
+            the sizes. None: over all ranks, on meshes that Transformers makes.
+        sequence_parallel: divide tokens over tensor-parallel ranks; the shard then sums gradients once a step.
+        parts: this rank's pipeline stages; what other ranks have is never filled. Empty: the whole model.
+        slices: of each expert, on as many neighbouring ranks (`carpool.hf.sharding`). Of a folder, each rank then reads
+            everything, one tensor at a time.
 
     Raises:
-        ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
+        ValueError: the folder or the configuration is not usable, is no mixture of experts, or does not fit the
             requested parallelism. The message says what to change.
     """
     wanted = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}

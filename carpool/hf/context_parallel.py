@@ -199,8 +199,7 @@ def choose_way(
     """How ranks that share sequences compute attention.
 
     Args:
-        model: of transformers; may be on the meta device.
-        ranks: that share sequences.
+        model: may be on the meta device.
         length: tokens of a whole sequence.
         asked: auto: ulysses, if the ranks divide the heads.
         heads_divided: tensor-parallel ranks, which divide the heads already.
@@ -208,7 +207,8 @@ def choose_way(
         implementation: of attention; None: as the model's configuration says.
 
     Raises:
-        ValueError: says what the model, or these sequences, have that cannot be computed so, and what can."""
+        ValueError: says what the model, or these sequences, have that cannot be computed so, and what can.
+    """
     config: Any = model.config
     text = config.get_text_config()
     size = f"parallelism.cp_size = {ranks}"

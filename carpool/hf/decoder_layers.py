@@ -3,16 +3,10 @@
     compile_layers(model)              each layer's forward; rides stay what they are (carpool/ride/operator.py)
     with eagerly(): ...                inside, layers run as if nobody had compiled them
 
-Layers of one kind share their graphs: one for training, one for evaluation, one more when sizes change. But what hangs
-hooks on the inside of a layer may cut its graph there: transformers, once it was asked for router logits (the trainer
-does not ask: carpool/hf/routing/router_balance.py), and FSDP on experts that it shards by themselves
-(carpool/hf/sharding.py). What is then left of a ride's own preparation (a few operations on choices) is compiled for
-each layer anew, from the ninth on not at all, and PyTorch's log says so: `recompile_limit`. Rides themselves are the
-same everywhere.
-
-A layer that is computed again (`carpool.hf.decoder_layers`) is compiled inside of PyTorch's checkpoint, and
-runs twice. Layers of Transformers call their checkpoint themselves, and a compiler that meets one compiles nothing.
-
+Layers of one kind share their graphs: one for training, one for evaluation, one more when sizes change. Hooks inside a
+layer cut its graph: those of transformers, once it was asked for router logits (the trainer does not ask), and FSDP's
+on experts that it shards by themselves. A layer that is computed again is compiled inside of PyTorch's checkpoint, and
+runs twice: layers of Transformers call their checkpoint themselves, and a compiler that meets one compiles nothing.
 What grows with each call, like the prefix of a text that is sampled, or looks into layers by hooks, runs eagerly.
 """
 
@@ -39,14 +33,8 @@ _NO_CACHE = {"use_cache": False, "past_key_values": None, "layer_past": None}
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
-    """Compile the forward of each decoder layer, those without experts too.
-
-    Args:
-        model: its transport, experts and schedule have been chosen; they may change later, which compiles anew.
-        backend: of `torch.compile`.
-
-    Returns:
-        How many layers there are.
+    """Compile the forward of each decoder layer, those without experts too; returns how many there are. Transport,
+    experts and schedule have been chosen; changing them compiles anew.
 
     Raises:
         ValueError: a backend that this PyTorch does not have, or layers that cannot be found.
@@ -115,12 +103,11 @@ def eagerly() -> AbstractContextManager[object]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the decoder layers of a model save for the backward: computed again there (gradient checkpointing), or in host
-# memory meanwhile.
+# What decoder layers save for the backward: recomputed there (gradient checkpointing), or in host memory meanwhile.
 #
-# PyTorch's checkpoints note the state of random numbers before each region, so that drop-out drops the same the second
-# time. That state lies on the host, and a CUDA graph cannot ask for it. Most MoE models draw nothing at random, so
-# layers note it only where something does (`draws_random_numbers`); all others can be captured.
+# PyTorch's checkpoints note the state of random numbers before each region. That state is on the host, and a CUDA graph
+# cannot ask for it. So layers note it only where something is random (`draws_random_numbers`); all others can be
+# captured.
 
 # In names of numbers that modules have: probabilities, or widths of noise.
 RANDOM = ("dropout", "jitter")
@@ -159,13 +146,9 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 def offload_layers(model: nn.Module) -> ActivationOffload:
     """From now on, what autograd saves inside each decoder layer goes to host memory beside the computation, and comes
-    back ahead of the layer's backward (carpool/activations/whole_layers.py). The same bits. What rides keep has
-    policies of its own (`set_kept`).
-
-    Layers that are to be compiled are compiled before. Without gradient checkpointing, which keeps nothing of a layer.
-
-    Raises:
-        ValueError: layers that cannot be found."""
+    back ahead of the layer's backward (carpool/activations/layer_offload.py). The same bits. Rides have policies of
+    their own (`set_kept`). Layers are compiled before, and without gradient checkpointing. ValueError: layers cannot be
+    found."""
     offload = ActivationOffload()
     for layer in decoder_layers(model):
         # Of a stage of a pipeline, layers of other stages have nothing.

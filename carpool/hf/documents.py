@@ -1,26 +1,17 @@
-"""Several documents in one row, each as if it were alone; and rows of which it is known that there is only one in each.
+"""Several documents in one sequence, each as if it were alone, and the attention that computes them.
 
 Without an attention mask, a model's forward looks at its position ids for the seams of packed documents
 (`transformers.masking_utils`), and a token then attends to its own document only:
 
-    tokens           a b c | d e | f g h        three documents in a row of 8
+    tokens           a b c | d e | f g h        three documents in a sequence of 8
     position_ids     0 1 2 | 0 1 | 0 1 2        a position that does not follow the one before begins a document
 
-What it finds decides what is computed, so the host waits for the device at the beginning of each forward. Whoever knows
-what is in the rows says so, and nobody looks:
-
-    with unpacked():
-        model(input_ids=...)                        rows are single documents
-    with packed():
-        model(input_ids=..., position_ids=...)      rows may hold several
-
-The mask that keeps them apart has an entry for each two tokens. Attention that knows where documents end needs none
-(`carpool.hf.documents`).
+Looking makes the host wait for the device at the beginning of each forward. `with unpacked():` and `with packed():` say
+what the sequences hold, and nobody looks.
 
 Only attention looks at documents. A layer that carries a state from token to token carries it over seams:
-`why_not_packed` says which models have such layers. Some
-models do not show the position ids to their masks (`masks_without_positions`), and so attend over seams without a
-word; `packed_settings` makes their masks for them.
+`why_not_packed` says which models have such layers. Some models do not show the position ids to their masks
+(`masks_without_positions`), and so attend over seams without a word; `packed_settings` makes their masks for them.
 """
 
 from __future__ import annotations
@@ -107,7 +98,7 @@ def packed_settings(
 
     Args:
         position_ids_BL: the position of each token in its document. For flash attention of transformers, B must be 1.
-        ends_BD: as `carpool.hf.documents.bounds`.
+        ends_BD: as of `bounds`.
     """
     settings: dict[str, Any] = {"position_ids": position_ids_BL}
     config: Any = model.config
@@ -133,23 +124,19 @@ def one_row_only(model: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention of packed documents without a mask: it is told where documents end, and goes no further.
+# Attention of packed documents without a mask: it gets the bounds of documents, and goes no further.
 #
-#     a row of 8, documents of 3, 2 and 3 tokens      ends 3 5 8, of all rows one after the other: bounds 0 3 5 8 ...
-#     a mask                                           8 x 8 entries, of which 15 say yes
+#     a sequence of 8, documents of 3, 2 and 3 tokens     bounds 0 3 5 8, of all sequences one after the other
+#     a mask                                              8 x 8 entries, of which 15 say yes
 #
-# A mask has an entry for each two tokens of a sequence, and attention that is given one computes all of them. PyTorch
-# also rounds it to the dtype of the queries anew for each layer, which keeps it for the backward: 8 GB for 48 layers
-# and 4 sequences of 4,096 tokens. Bounds are some numbers that all layers share, and what is computed is the triangle
-# of each document.
+# A mask has an entry for each two tokens, attention computes all of them, and each layer rounds and keeps the mask
+# anew: 8 GB for 48 layers and 4 sequences of 4,096 tokens. With bounds, which layers share, the triangle of each
+# document is computed. On GPUs PyTorch's flash attention takes them (`cu_seqlens`); their number is fixed and those
+# left over are empty, so a CUDA graph holds it. Elsewhere each document is computed by itself, which defines the
+# result.
 #
-# On GPUs PyTorch's flash attention takes bounds (`cu_seqlens`). How many documents there are is read from the bounds on
-# the device; their number is fixed, and those that are left over are empty, so a CUDA graph holds it. Elsewhere each
-# document is computed by itself, by PyTorch's own attention, which defines the result.
-#
-# Bounds go to the layers in the place of a mask: transformers hands on what has four dimensions as it is. Under
-# `DOCUMENTS` its registry has an attention that tells bounds, which are whole numbers, from masks, and is `sdpa` for
-# all else.
+# Bounds go to the layers in the place of a mask: transformers hands on what has four dimensions. `DOCUMENTS` in its
+# registry tells bounds, which are whole numbers, from masks, and is `sdpa` for all else.
 
 DOCUMENTS = "carpool_documents"
 # Of PyTorch's flash attention.
@@ -157,11 +144,8 @@ WIDEST_HEAD = 256
 
 
 def why_no_bounds(model: Any, cuda: bool, half: bool) -> str | None:
-    """Why a model cannot take bounds in place of masks; None: it can.
-
-    Args:
-        model: of Transformers; may be on the meta device.
-        half: whether attention is computed in 16 bits."""
+    """Why a model of Transformers cannot take bounds in place of masks; None: it can. `half`: attention is computed in
+    16 bits."""
     if not (model._supports_sdpa and model._supports_attention_backend):
         return f"{type(model).__name__} does not let others compute its attention"
     text = model.config.get_text_config()
@@ -292,12 +276,9 @@ AttentionMaskInterface.register(DOCUMENTS, sdpa_mask)
 # Which kernels compute attention.
 #
 # Models with sinks (gpt-oss) cannot take PyTorch's fused attention, and Transformers then writes the whole matrix of
-# scores to memory. Its `flex_attention` does not, and leaves out what a sliding window hides: a step of gpt-oss-20b's
-# layers takes it (`fused_attention`).
-#
-# For all others: on Hopper and Blackwell GPUs cuDNN's kernels are faster than those that PyTorch takes by itself,
-# forward and backward. They are no approximation. Their backward is not bitwise repeatable, so a run that is to be
-# takes PyTorch's own choice. So does attention that cuDNN does not take (other dtypes, other masks).
+# scores. Its `flex_attention` does not, and skips what a sliding window hides. For all others on Hopper and Blackwell,
+# cuDNN's kernels are faster than PyTorch's choice and exact, but their backward is not bitwise repeatable: a
+# deterministic run, other dtypes and other masks take PyTorch's choice.
 
 _IN_ORDER = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
@@ -306,11 +287,8 @@ FLEX = "flex_attention"
 
 
 def fused_attention(model: Any) -> str | None:
-    """The attention of Transformers that is fused on GPUs, for a model that it would give one that is not; None: its
-    default is.
-
-    Args:
-        model: of Transformers, or its class."""
+    """The fused attention on GPUs for a model of Transformers, or its class, whose default is not fused; None: it
+    is."""
     return FLEX if model._supports_flex_attn and not model._supports_sdpa else None
 
 

@@ -1,20 +1,15 @@
-"""Adapters of experts: one for each expert, held where the expert lives, computed in the ride's grouped products.
+"""Adapters of experts: one for each expert, held where the expert is, computed in the ride's grouped products.
 
 peft adapts the stacked weights of E experts with two matrices and, in every forward, adds their product to all of the
-weights (`peft.tuners.lora.ParamWrapper`, made by `target_parameters`). With rank Q its layout is
+weights (`peft.tuners.lora.ParamWrapper`). Its wrappers and names stay; the two parameters become stacks as weights are:
 
-    lora_A.weight   (E * Q, in)     row e * Q + q      is row q of expert e's a
-    lora_B.weight   (out, Q * E)    column q * E + e   is column q of expert e's b; not column e * Q + q
+    peft    lora_A.weight   (E * Q, in)     row e * Q + q      is row q of expert e's a
+            lora_B.weight   (out, Q * E)    column q * E + e   is column q of expert e's b; not column e * Q + q
+    here    lora_A.weight   (E, Q, in)      sharded as experts are: a rank has those of its own experts, in their order
+            lora_B.weight   (E, out, Q)
+            forward         x a_s, then b_s, beside the products with the weights (`carpool.experts.ExpertWeights`)
 
-Here the wrappers stay where peft put them, and so does all that peft does by them (`set_adapter`, `disable_adapter`,
-names). What changes is the shape of the two parameters, which become stacks as the weights are, and the forward:
-
-    lora_A.weight   (E, Q, in)      sharded as experts are: a rank has those of its own experts, in their order
-    lora_B.weight   (E, out, Q)
-    forward         x a_s, then b_s, beside the products with the weights (`carpool.experts.ExpertWeights`)
-
-`state_dict()` and `load_state_dict()` speak peft's layout, with experts in logical order, whatever the layout of the
-run, so `save_pretrained` and `from_pretrained` are peft's own. Both are collective then.
+`state_dict()` and `load_state_dict()` speak peft's layout, with experts in logical order; both are collective.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Text from a model of Transformers whose experts are spread over ranks: `model.generate`, on all ranks together.
 
-Attention is data-parallel: each rank continues prompts of its own and keeps their keys and values. Experts are on all
+Attention is data-parallel: each rank continues prompts of its own and has their keys and values. Experts are on all
 ranks, so every forward is a collective, and every rank takes part until the last sequence anywhere has ended:
 
     rank 0   prompts of 5 and 9 tokens      one prefill, then a token of each sequence per forward
     rank 1   a prompt of 3 tokens           the same forwards; with fewer sequences left, they are still called
     rank 2   nothing                        continues one padding token, which nobody reads
 
-Transformers' own loop does that (`synced_gpus`), with its caches, its logits processors and its ends. Two things are
-ours. What a step calls on a GPU may be a CUDA graph (`carpool.hf.generation`). And a token is drawn by a
-number that depends on the seed, the prompt's number and the step alone, so a text is the same on any number of ranks.
+Transformers' own loop does that (`synced_gpus`). Two things are ours: a step on a GPU may be a CUDA graph, and a token
+is drawn by a number that depends on the seed, the prompt's number and the step alone, so a text is the same on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -72,14 +72,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generated:
-    """What `generate` made on this rank.
-
-    Attributes:
-        tokens: the new tokens of each of its prompts, up to the first that ends a text, without that one.
-        prompt_tokens, new_tokens: how many tokens were read and made, padding left out.
-        prefill_seconds: until the first new token of each sequence was there.
-        decode_seconds: for the others.
-    """
+    """What `generate` made on this rank: the new tokens of each of its prompts, up to the first that ends a text; how
+    many tokens were read and made, without padding; seconds until the first new token of each sequence, and for the
+    others."""
 
     tokens: list[list[int]]
     prompt_tokens: int
@@ -105,20 +100,15 @@ def generate(
     """Continue this rank's prompts. All ranks together, each with prompts of its own, or with none.
 
     Args:
-        model: a causal language model of Transformers.
-        prompts: tokens; none of them empty.
+        prompts: tokens; none of them empty, or ValueError.
         sampling: the same on all ranks.
         end: tokens that end a text.
         pad: any token of the vocabulary.
         numbers: of the prompts among those of all ranks, for the draws. None: their places here.
-        vocabulary: tokens from here on are never chosen: a vocabulary padded to a round size has places that mean
-            nothing. None: all may be.
+        vocabulary: tokens from here on are never chosen, as of a padded vocabulary. None: all may be.
         streamer: of Transformers, for one prompt.
         graphs: decode steps are CUDA graphs; None: they are not.
-        stop: asked after each token; True ends all texts of this rank.
-
-    Raises:
-        ValueError: an empty prompt.
+        stop: called after each token; True ends all texts of this rank.
     """
     if not all(prompts):
         raise ValueError("a prompt has no tokens: give some text, or the token that begins one")
@@ -243,20 +233,11 @@ class _Clock(StoppingCriteria):
 #     with graphs.steps(model, ids_BL, max_new_tokens) as cache:      # {} or {"past_key_values": a static cache}
 #         model.generate(ids_BL, ..., **cache)
 #
-# Transformers asks the model for what it shall call in each decode step with a static cache (`get_compiled_call`), and
-# gives it tensors whose sizes never change. Here that is a graph. For each pair of a batch size and a cache length:
-#
-#     prefill       eager
-#     token 2       eager, which warms up
-#     token 3       captured, which runs nothing, then replayed
-#     token 4 ...   tensors are copied to where the graph reads them, and it is replayed
-#
-# So each step runs one forward on each rank, whoever captures, and ranks may have other sizes. A cache length is
-# rounded up, and cache and graph are used again by later prompts of the same sizes; they go when other sizes come.
-#
-# A model that cannot be captured decodes eagerly with the usual cache, and `why_not` says why: a transport that asks
-# the host, experts that run the model's own forward, layers whose cache is more than keys and values of all tokens, or
-# whatever PyTorch says during the capture.
+# Transformers asks the model what it shall call in each decode step with a static cache (`get_compiled_call`), with
+# tensors of fixed sizes. For each pair of a batch size and a cache length (rounded up), the first decode step is eager,
+# the second is captured, and all are replayed from then on. So each step runs one forward on each rank, whoever
+# captures. Cache and graph serve later prompts of the same sizes. A model that cannot be captured decodes eagerly, and
+# `why_not` says why.
 
 log = logging.getLogger("carpool")
 

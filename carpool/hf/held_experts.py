@@ -1,16 +1,13 @@
 """The frozen experts of a transformers model in 4 or 8 bits, under adapters (QLoRA, arXiv 2305.14314).
 
-Experts are almost all of a model (Qwen3-30B-A3B: 29 of 30.5 billion parameters), so they alone are quantised
-(`carpool.experts.quantised`); attention, routers, embeddings and norms stay as they are.
+Experts are almost all of a model (Qwen3-30B-A3B: 29 of 30.5 billion parameters), so they alone are quantised.
 
     experts.gate_up_proj, .down_proj    stand for their shape, dtype and device, and have no memory
     codes and scales                    beside them, of this rank's experts; rides read these
 
-A model is quantised while it is loaded. Transformers reads tensor by tensor, puts a layer's experts together, keeps
-this rank's, and gives the module its parameter: there it is quantised, so that no more than one layer's experts are
-there as the files have them. Codes depend on nothing but the files' values, so a run that is resumed finds the same.
-
-Such a model cannot be saved, and adapters cannot be merged into it: that is for the files that it was loaded from.
+A model is quantised while it is loaded, where Transformers gives an experts module its parameter: no more than one
+layer's experts are there as the files have them. Codes depend on the files' values alone, so a resumed run finds the
+same. Such a model cannot be saved, and adapters cannot be merged into it: that is for the files it was loaded from.
 """
 
 from __future__ import annotations
@@ -149,16 +146,13 @@ def keep_experts_in_host_memory(
     few: int = 0,
     **options: Any,
 ) -> HostExperts:
-    """Move the experts of a model to host memory; its layers bring them in when it is their turn. Called once whatever
-    holds these parameters exists: optimizers, `Replicated`.
-
-    Args:
-        device: which computes; None: where the experts are.
-        predictor, few, options: of `HostExperts`.
+    """Move the experts of a model to host memory; its layers bring them in when it is their turn. Called once
+    optimizers and `Replicated`, which hold these parameters, exist. `device`: which computes; None: where the experts
+    are.
 
     Raises:
         ValueError: FSDP shards or casts them, which moves them by itself; or with `few` experts that are not grouped,
-            or rows that come in parts.
+            or tokens that arrive in parts.
     """
     layers, kept, by_fsdp = required_rides(model), replicated(model), fsdp.modules_of(model)
     for name, own in layers.items():

@@ -7,15 +7,11 @@
     hidden_BLH = stages.hidden(0, input_ids=ids)
     with stages.only(3): model(inputs_embeds=hidden_BLH)        the last stage, head included
 
-A rank has one model, of which it keeps the layers of all of its stages, with the names and numbers that they have in
-the whole one: so checkpoints, exports and random weights do not know of stages. In the place of a layer that another
-rank has stands one that hands on what it gets. A stage runs the whole model's forward, which makes masks and rotary
-embeddings as ever, with the layers of other stages taken out; a later stage's embeddings are the hidden states of the
-one before.
-
-That is right for models that do nothing between the embedding and the layers, nor between two layers; `why_not_cut`
-knows which of transformers' these are.
-"""
+A rank has one model with the layers of its stages, under the names and numbers of the whole one, so checkpoints,
+exports and random weights are as without stages. A module that hands on its input stands for a layer of another rank. A
+stage runs the whole model's forward without the layers of other stages; a later stage's embeddings are the hidden
+states of the one before. That is right for models that do nothing between the embedding and the layers, nor between two
+layers (`Family.pipeline`)."""
 
 from __future__ import annotations
 

@@ -36,17 +36,10 @@ Counts = tuple[torch.Tensor, list[dict[str, list[float]]]]
 
 @dataclass(frozen=True)
 class RideRecord:
-    """The rides of one or more steps, over all layers and ranks.
-
-    Attributes:
-        record: fields of a "train" line that come from the rides.
-        load_LE: choices of each expert, per layer.
-        copies_L: rows dispatched per token, per layer.
-        traffic_WW: rows dispatched from rank i to rank j of an expert-parallel group, over layers.
-        rank_load_W: choices that each rank of an expert-parallel group computes, over layers.
-        rank_ms: for "experts" and "rides" (dispatch and combine), milliseconds per step on each rank of the job.
-        most: of the numbers that `RideMetrics.start` was given beside, the largest over ranks.
-    """
+    """The rides of one or more steps, over all layers and ranks: fields of a "train" line, choices of each expert and
+    ranks per token of each layer; over layers, tokens dispatched from rank i to rank j and choices computed on each
+    rank of an expert-parallel group; milliseconds of "experts" and "rides" per step on each rank of the job; and of the
+    numbers that `RideMetrics.start` was given beside, the largest over ranks."""
 
     record: dict[str, Any]
     load_LE: list[list[int]]

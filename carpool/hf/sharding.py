@@ -1,23 +1,19 @@
-"""How a model's non-expert parameters are laid out: by FSDP2, or whole on each rank (`carpool.parallel.replicated`).
+"""How FSDP2, ZeRO-1 and expert parallelism shard a model of transformers.
 
     with sharded_as("zero1"):               transformers shards, and hangs no hooks on modules
         model = ...                             built or loaded, as under FSDP
     freeze_dense(model)                         or not
-    replicate_dense(model, bfloat16=True)       parameters are whole from here on
+    replicate_dense(model, bfloat16=True)       non-expert parameters are whole from here on (`parallel.replicated`)
 
     with sharded_as("fsdp"):                    FSDP2 shards non-expert parameters
         model = ...
-    freeze_dense(model)
     keep_experts(model)                         experts are plain parameters from here on
 
-Transformers applies FSDP2 in one function, after expert parallelism and before weights are loaded. Inside
-`sharded_as("zero1")` another stands for it: it gives each dense parameter the placement that FSDP2 would, so
-whatever fills sharded parameters with values does it as ever.
-
-Either way FSDP2 has those experts that it has something to do for: those that several ranks hold, and those that are
-stored in one dtype and computed with in another. Transformers gives it all. Where one rank holds an expert alone, FSDP2
-then copies its parameters in each forward and each backward, and its gradients three times in float32, and it hangs
-hooks on the inside of each layer. So Carpool leaves such experts out (`keep_experts`).
+Transformers applies FSDP2 in one function, after expert parallelism and before weights are loaded. Another stands for
+it inside `sharded_as`; with "zero1" it gives each non-expert parameter the placement that FSDP2 would, so that sharded
+parameters are filled as ever. FSDP2 has those experts that several ranks hold, and those that are stored in one dtype
+and computed with in another. Where one rank holds an expert alone, FSDP2 would copy its parameters in each forward and
+backward, and its gradients three times in float32, so these are left out (`keep_experts`).
 """
 
 from __future__ import annotations
@@ -160,11 +156,9 @@ def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Transformers shards over the meshes of the run, not over meshes of its own.
-#
-# Its own are of all ranks, one for each model, and know neither context- nor expert-tensor-parallel ranks; and it
-# refuses FSDP and expert parallelism beside a pipeline. Given the mesh of one stage, it shards that stage, and knows of
-# no other.
+# Transformers shards over the meshes of the run. Its own meshes are of all ranks, one for each model, without context-
+# and expert-tensor-parallel ranks; and it refuses FSDP and expert parallelism beside a pipeline. Given the mesh of one
+# stage, it shards that stage.
 
 MAKE = "initialize_distributed_mesh"
 
@@ -189,12 +183,11 @@ def sharded_over(meshes: Meshes | None) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Expert tensor parallelism of a transformers model: its experts are cut into slices before it is sharded.
+# Expert tensor parallelism: experts are cut into slices before the model is sharded (`carpool.experts.slices`).
 #
-# transformers shards the stacked weights of experts by rows, one row an expert. With a row for each slice instead
-# (`carpool.experts.slices`), the same sharding gives each rank slices: its parameters, their gradients and what an
-# optimizer keeps of them live where they are computed. Rows lie in the order of `ExpertLayout.sliced`, so the ranks
-# that share an expert are next to each other.
+# transformers shards the stacked weights of experts by rows, one row an expert. With a row for each slice, the same
+# sharding gives each rank slices. Rows are in the order of `ExpertLayout.sliced`: the ranks of an expert are
+# neighbours.
 #
 #     gate_up_proj of 2 experts, F = 4, in 2 slices over 4 ranks:  (2, 8, H)  ->  (4, 4, H)
 #     rows [expert 0 slice 0, expert 0 slice 1, expert 1 slice 0, expert 1 slice 1], one on each rank
@@ -247,15 +240,9 @@ class SlicedExperts:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Experts that the expert-parallel ranks do not divide: the last rank has fewer.
-#
-# transformers refuses them (`grouped_gemm`). DTensor shards any number of rows, in parts of ceil(E / W); with this
-# style in the place of transformers' the parameters are sharded so, and the layout of a layer follows
-# (`ExpertLayout.chunked`):
-#
-#     10 experts on 4 ranks: 3, 3, 3, 1
-#
-# So checkpoints, exports, norms and moves, which ask the DTensor for its rows, need to know nothing.
+# Experts that the expert-parallel ranks do not divide: the last rank has fewer, as 10 on 4 ranks are 3, 3, 3 and 1.
+# transformers refuses them (`grouped_gemm`); this style shards in parts of ceil(E / W), as DTensor does, and the layout
+# of a layer follows (`ExpertLayout.chunked`).
 
 
 class _UnevenExperts(MoEParamShard):

@@ -1,21 +1,20 @@
-"""Sequence parallelism (`carpool.parallel.sequence`) over a transformers model's own tensor-parallel plan.
+"""Tensor and sequence parallelism (`carpool.parallel.sequence`) by a transformers model's own tensor-parallel plan.
 
 transformers' styles keep every token on every tensor-parallel rank: each column-parallel layer reduces its own input
-gradient, each row-parallel layer ends with an all-reduce, and `enable_sequence_parallel` is reserved, not wired up.
-Here the same plan shards the same weights, and tokens are divided from the first decoder layer to the loss:
+gradient, each row-parallel layer ends with an all-reduce. With sequence parallelism the same plan shards the same
+weights, and tokens are divided from the first decoder layer to the loss:
 
     embeddings        all tokens
-    first layer       takes this rank's rows
-      norms, residuals, router, rides, experts      this rank's rows: no token is gathered for a ride, none sliced
+    first layer       takes this rank's tokens
+      norms, residuals, router, rides, experts      this rank's tokens: none is gathered for a ride, none sliced
       attention, dense and shared experts' MLPs     all-gather before, reduce-scatter after: a *region*
-    final norm        this rank's rows
-    output layer      the loss of this rank's rows, with the whole matrix (gathered); or logits of all tokens
+    output layer      the loss of this rank's tokens, with the whole matrix (gathered); or logits of all tokens
 
     plan = sequence_plan(blueprint, tp_plan)        styles without collectives, for DistributedConfig(tp_plan=...)
     shard = shard_sequences(model)                  on the sharded model
     ...; loss.backward(); shard.sum_gradients()     once a step
 
-A weight that the plan does not shard has on each rank the gradient of this rank's rows (norms, routers) or heads
+A weight that the plan does not shard has on each rank the gradient of this rank's tokens (norms, routers) or heads
 (norms of queries and keys): a term of a sum, which `sum_gradients` makes. Between a layer whose output is gathered and
 one that splits its input (OLMoE, whose norms see all heads) every rank computes the same: nothing is to be summed.
 """

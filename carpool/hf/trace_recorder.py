@@ -1,27 +1,17 @@
-"""Recording which experts the tokens of a transformers model choose, while it trains or answers.
+"""Records which experts the tokens of a transformers model choose, while it trains or answers.
 
     recorder = TraceRecorder(model, 8192)          # on all ranks
     ...                                            # training steps
-    trace = recorder.trace(steps=1000)             # on all ranks: a `carpool.placement.trace.Trace` of what is kept
+    trace = recorder.trace(steps=1000)             # on all ranks: a `carpool.placement.trace.Trace`
 
-What is sampled: of each forward of the model, one stretch of neighbouring tokens of one sequence, on every rank; the
-next forward takes the next sequence of its batch, and, once all had their turn, the next stretch of each.
+Of each forward it samples one stretch of neighbouring tokens of one sequence, on every rank, the same in all layers;
+the next forward takes the next sequence, and once all had their turn, the next stretch of each. Samples are in the ring
+of `carpool.layer.recorder`, which bounds memory and never waits for the device.
 
-    batch of 2 sequences of 1024 tokens, stretch 512      forward 0   sequence 0, tokens 0 .. 511
-                                                          forward 1   sequence 1, tokens 0 .. 511
-                                                          forward 2   sequence 0, tokens 512 .. 1023
-                                                          forward 3   sequence 1, tokens 512 .. 1023
-
-All layers record the same tokens. Samples lie in the ring of `carpool.layer.recorder`, which bounds memory and never
-waits for the device.
-
-Choices are taken where they enter the experts module, so models without Carpool's layers are recorded just as well, and
-a limit on the routing is in what is recorded. What activation checkpointing computes again is not recorded again, and
-an evaluation only if that was asked for.
-
-Of ranks that hold the same tokens (tensor parallelism) the first one's sample counts; ranks that divide them (sequence
-parallelism) each sample their own. `carpool.record` is the simpler way where the layers are Carpool's: it records all
-tokens of a forward, and no token ids.
+Choices are taken where they enter the experts module: models without Carpool's layers are recorded too, and limits on
+the routing are included. What activation checkpointing computes again is not recorded again. Of tensor-parallel ranks
+with the same tokens the first one's sample counts; with sequence parallelism each samples its own. `carpool.record`
+records all tokens of a forward, and no token ids.
 """
 
 from __future__ import annotations
@@ -41,10 +31,9 @@ __all__ = ["Mark", "TraceRecorder"]
 
 
 class TraceRecorder(Recorder):
-    """Samples the routing of a model's MoE layers; see the module's docstring. All ranks construct and call it alike.
+    """Samples the routing of a model's MoE layers. All ranks construct and call it alike.
 
     Args:
-        model: a mixture of experts of transformers, sharded or not.
         capacity_tokens: how many tokens, over all ranks, are kept: the newest. Rounded up to whole stretches.
         every: record each `every`-th forward.
         stretch: at most so many neighbouring tokens of one sequence.
@@ -126,8 +115,8 @@ class TraceRecorder(Recorder):
                 here_C.masked_fill_(padding[start : start + length], -1)
 
     def _arranged(self, sequences: int, tokens: int) -> tuple[int, int]:
-        """Sequences, and tokens of each, that this rank's layers see of a batch: all of it, or, where tensor-parallel
-        ranks divide tokens, its rows. Rows that are no whole sequences count as one."""
+        """Sequences, and tokens of each, that this rank's layers see of a batch: all, or its share where
+        tensor-parallel ranks divide tokens. A share that is no whole sequences counts as one."""
         if self._shard is None:
             return sequences, tokens
         own = self._shard.own(torch.empty(sequences * tokens, device="meta")).shape[0]

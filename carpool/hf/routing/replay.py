@@ -5,10 +5,8 @@
         model(**batch).loss.backward()
 
 Each router's top-k is answered with the recorded experts (carpool/hf/routing/router_answers.py), so their weights are
-what the router makes of them now, with gradients. The same choices in the same model give the same bits. With
-`weights=True` recorded weights are used as they are, and the router is not asked.
-
-A limit on the routing and drops leave recordings alone: what was recorded had been limited and dropped.
+what the router makes of them now, with gradients. With `weights=True` recorded weights are used, and the router is not
+asked. Limits and drops leave recordings alone: what was recorded had been limited and dropped.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool
     """Inside, the MoE layers of a model choose as recorded. All ranks together, each with what its tokens chose.
 
     Args:
-        recordings: by the names of `carpool.hf.rides`; layers that are not in it choose for themselves. Every forward
-            inside must be of the recorded tokens.
+        recordings: by the names of `carpool.hf.rides`; other layers choose for themselves. Every forward inside must be
+            of the recorded tokens.
         weights: use the recorded weights as well; without, the routers weigh the choices.
 
     Raises:
-        ValueError: on all ranks alike and before anything is sent, if a recording of any rank does not fit: at once
-            what can be known at once, and in the forward another number of tokens, or a router without a top-k over
-            experts (hash routing, samplers), whose recordings need weights."""
+        ValueError: on all ranks alike, before anything is sent, if a recording of any rank does not fit; in the forward
+            another number of tokens, or a router without a top-k over experts, whose recordings need weights.
+    """
     layers = required_rides(model)
     found = {name: find_router(model, name) for name in layers}
     _agree_on_all(layers, recordings, weights)
@@ -130,19 +128,17 @@ def _error(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], we
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The choices of a rollout: which experts served each token while `model.generate` made a text.
+# The choices of a rollout: which experts served each token in `model.generate`.
 #
 #     with carpool.hf.record_rollout(model) as rollout:               # on all ranks
 #         ids_BL = model.generate(**prompts)
 #     with carpool.hf.replay(model, rollout.routings(ids_BL.shape[1])):
 #         model(input_ids=ids_BL, ...).loss.backward()
 #
-# Reinforcement learning weighs what the model now says of a text against what it said when it wrote it. A router that
-# has moved, or that rounds otherwise in a batch than token by token, sends tokens to other experts, and the comparison
-# is of two models. Replayed choices make it of one (routing replay, arXiv 2507.18071; of rollouts, arXiv 2510.11370).
-#
-# The forwards of a generation are one over the prompts and then one token of each sequence at a time. What they chose
-# is put in the order of one forward over whole sequences.
+# A router that has moved, or that rounds otherwise in a batch than token by token, chooses other experts, and the
+# likelihood ratio of reinforcement learning compares two models; replayed choices make it one (routing replay, arXiv
+# 2507.18071; of rollouts, arXiv 2510.11370). The choices of the prompts' forward and of the decode steps are put in the
+# order of one forward over whole sequences.
 
 
 class Rollout:

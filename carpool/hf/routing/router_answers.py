@@ -74,17 +74,13 @@ class _TopK(TorchFunctionMode):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Choices that are forced upon the routers of a transformers model, for benchmarks: the same whoever lets them ride.
+# Choices that are forced upon routers, for benchmarks: the same whoever computes the layer.
 #
 #     force_choices(model, {"model.layers.0.mlp.experts": expert_TK, ...})
 #
-# Each router's top-k is answered with the given experts. Their weights are what the router makes of them, with
-# gradients: the router's product is computed and differentiated as ever, and only which experts serve a token is given.
-# So it is in Megatron-LM (`--moe-router-force-load-balancing`), whose random logits also make weights; NeMo AutoModel's
-# balanced gate leaves the router's product out, and weighs all choices alike.
-#
-# It works on models with Carpool's rides and without, and compiles without a graph break (`carpool.hf.replay`, which
-# agrees on recordings among ranks in each forward, does not).
+# The router's product is computed and differentiated as ever; only which experts serve a token is given, as in
+# Megatron-LM (`--moe-router-force-load-balancing`). It works with and without Carpool's rides, and compiles without a
+# graph break.
 
 
 def force_choices(model: nn.Module, choices: Mapping[str, torch.Tensor], num_experts: int) -> None:
@@ -93,7 +89,6 @@ def force_choices(model: nn.Module, choices: Mapping[str, torch.Tensor], num_exp
     Args:
         choices: by the name of the experts module, expert_TK (T, K), int64, on the model's device. A forward of fewer
             tokens takes the first of them.
-        num_experts: E.
 
     Raises:
         ValueError: a layer whose router is not known, or whose top-k something else answers.
@@ -147,14 +142,10 @@ class _Answer(TorchFunctionMode):
 def balanced_choices(tokens: int, num_experts: int, top_k: int, seed: int) -> torch.Tensor:
     """Choices that give every expert equally many tokens, and differ from token to token.
 
-    Each E tokens take one random set of K experts, shifted around the circle of experts by 0, 1, ..., E-1, in random
-    order; so each expert is chosen exactly K times, and every set is as likely to lie on few ranks as a random one.
-    Tokens that are left over take consecutive experts of a random order.
+    Each E tokens take one random set of K experts, shifted around the circle of experts by 0, ..., E-1 in random order:
+    each expert is chosen K times. Tokens that are left over take consecutive experts of a random order.
 
         E = 4, K = 2, set {0, 1}:      tokens 0 1 2 3 choose {2, 3} {0, 1} {3, 0} {1, 2}
-
-    Args:
-        seed: of one layer on one rank.
 
     Returns:
         expert_TK (T, K) int64, on the CPU, distinct in each row; counts of experts differ by one at most.

@@ -42,8 +42,7 @@ def balance_loss(
     """The load-balancing loss over all layers and all ranks of `group`.
 
     Args:
-        router_logits: one (T, E) tensor for each MoE layer, as models return with `output_router_logits=True`, or
-            `carpool.hf.routing.router_balance` collects them.
+        router_logits: one (T, E) tensor for each MoE layer, as models return with `output_router_logits=True`.
         top_k: K of the router.
         group: all ranks that hold tokens of the batch; None: the whole world, if there is one.
         per_layer: the mean of the layers' losses; else the loss of all layers' tokens together, as in transformers.
@@ -103,19 +102,16 @@ def loss_of_statistics(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Balancing without a loss, for the routers of transformers that have a bias per expert (carpool/routing/bias.py).
+# Balancing without a loss, for routers that have a bias per expert (carpool/routing/bias.py).
 #
 #     balance = BiasBalance(model, 0.001)         # on all ranks, before the first step
 #     ...                                         # forward, backward, optimizer.step()
 #     balance.step()                              # on all ranks, once per optimizer step
 #
-# DeepSeek-V3 and its relatives add such a bias to the scores before they choose experts. Their checkpoints hold it, but
-# transformers never moves it: a model that is trained from scratch keeps it at zero. Here each layer counts the load of
-# the tokens that it trains on, and `step` moves the bias against the load of the whole batch: of all ranks and all
-# micro-batches, each token once, also where activation checkpointing computes a layer twice.
-#
-# The bias is a buffer of the model (of some models a frozen parameter), so checkpoints and `save_pretrained` have it.
-# It is equal on all ranks, because all add the same to it.
+# DeepSeek-V3 and its relatives add such a bias to the scores before they choose experts, but transformers never moves
+# it. Here each layer counts the load of its training tokens, and `step` moves the bias against the load of the whole
+# batch: of all ranks and micro-batches, each token once. The bias is a buffer of the model (of some a frozen
+# parameter), so checkpoints have it; it is equal on all ranks.
 
 
 def find_biases(model: nn.Module, experts: Mapping[str, int] | None = None) -> dict[str, tuple[nn.Module, str]]:
@@ -219,11 +215,10 @@ def _add(bias: torch.Tensor, move: torch.Tensor) -> None:
 #         model(input_ids=...)
 #     balance_loss(logits, top_k)
 #
-# Asked with `output_router_logits=True`, models return the same tensors, but they also compute a balance loss of this
-# rank's tokens that nobody wants, and their hooks look at a context variable, which cuts the graphs of compiled layers.
-# Here a hook on each router appends its logits to the list, and a layer that is compiled returns them beside its output
-# (`with_logits`), so that its graph stays whole. What activation checkpointing computes again is outside of `collect`,
-# and appends nothing.
+# With `output_router_logits=True`, models also compute a balance loss of this rank's tokens that nobody wants, and
+# their hooks cut the graphs of compiled layers. Here a hook on each router appends its logits, and a compiled layer
+# returns them beside its output (`with_logits`), so that its graph stays whole. What checkpointing computes again
+# appends nothing.
 
 # Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.ride.two_batch`).
 _COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("router_logits", default=None)

@@ -1,22 +1,14 @@
-"""Routing limited to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), for the routers of transformers.
+"""Limits on the ranks of a token, dropped choices, and routers in float32, for the routers of transformers.
 
-    limit_routing(model, LimitOptions(limit_ranks=2))       # on all ranks; None: no limit any more
+    limit_routing(model, LimitOptions(limit_ranks=2))       # on all ranks; None: no limit any more (LOSSY)
 
-A router of transformers is a module that makes logits, scores of them, a top-k, and weights of the chosen scores, each
-model in its own way: softmax or sigmoid, a bias for the selection, groups, normalised or not, scaled or not. So the
-limit sits at the top-k itself (carpool/hf/routing/router_answers.py): `topk(score_TE, K)` is answered with the best K
-*within the limits*, and the router goes on with those as with any others. Weights and their gradients are then the
-model's own, whatever its rule is.
+A router of transformers makes logits, scores, a top-k, and weights of the chosen scores, each model in its own way. So
+the limit (carpool/routing/limit.py) is at the top-k itself (carpool/hf/routing/router_answers.py): `topk(score_TE, K)`
+is answered with the best K *within the limits*, and the router goes on with those; weights and their gradients are the
+model's own. A router without such a top-k (hash routing, Phi-MoE's sampler) is not asked anew: choices outside the
+limit are dropped, and the weights of the others scaled up to the same sum.
 
-    forward of OLMoE's router     F.linear -> logits    softmax -> prob_TE    topk(prob_TE, K) -> (values, experts)
-                                                        seen as the share     answered by `RoutingLimit.choose`
-
-A router without such a top-k (hash
-routing, Phi-MoE's sampler) is not asked anew: choices outside the kept ranks are dropped, and the weights of the others
-scaled up to the same sum.
-
-A model's balance loss sees the router's logits, so it goes on balancing what the router wants, not what the limit
-leaves of it.
+A balance loss sees the router's logits: it balances what the router wants, not what the limit leaves of it.
 """
 
 from __future__ import annotations
@@ -39,16 +31,11 @@ from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside
 
 
 def limit_routing(model: nn.Module, options: LimitOptions | None) -> list[str]:
-    """Limit the routing of all MoE layers of a model, or no longer. On all ranks alike, between steps.
-
-    Args:
-        options: what to limit it to; None: nothing.
+    """Limit the routing of all MoE layers of a model; `options` None: no longer. On all ranks alike, between steps.
 
     Returns:
-        What that changes of the model's function, for logs.
-
-    Raises:
-        ValueError: limits that do not fit the model."""
+        What that changes of the model's function, for logs. ValueError: limits that do not fit the model.
+    """
     layers = required_rides(model)
     ranks = next(iter(layers.values())).num_ranks
     if options is not None:
@@ -113,19 +100,16 @@ class LayerLimit:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Choices that are dropped (LOSSY), and routers that compute in float32, for the routers of transformers.
+# Choices that are dropped (LOSSY), and routers that compute in float32.
 #
 #     drop_choices(model, DropOptions(capacity_factor=1.25))      # on all ranks, between steps; DropOptions(): nothing
 #     route_in_float32(model)                                     # once
 #
-# Dropped is between the router and the ride, so it works with any router: a choice that is dropped becomes "no expert"
-# and does not travel, and a token that loses all of its choices goes on with its residual alone. A balance loss sees
-# the router's logits: what it wanted, not what was left of it. Capacity is of one rank's tokens of a micro-batch.
+# Choices are dropped between the router and the ride: one that is dropped does not travel, and a token that loses all
+# goes on with its residual alone. Capacity is of one rank's tokens of a micro-batch.
 #
 # In float32 (Switch Transformer, arXiv 2101.03961, section 2.4, "selective precision"): while a router's forward runs,
-# a `TorchFunctionMode` answers the product that makes its logits, a `linear` with a row per expert, in float32,
-# whatever dtype tokens and weights have (`carpool.routing.router_logits`). What the router makes of the logits is its
-# own affair.
+# a `TorchFunctionMode` answers the product that makes its logits, a `linear` with a row per expert, in float32.
 
 
 def drop_choices(model: nn.Module, options: DropOptions, top_k: int) -> list[str]:
@@ -135,10 +119,8 @@ def drop_choices(model: nn.Module, options: DropOptions, top_k: int) -> list[str
         top_k: K of the model's routers.
 
     Returns:
-        What that changes of the model's function, for logs.
-
-    Raises:
-        ValueError: options that do not fit K."""
+        What that changes of the model's function, for logs. ValueError: options that do not fit K.
+    """
     options.check(top_k)
     for own in required_rides(model).values():
         own.set_drops(options)

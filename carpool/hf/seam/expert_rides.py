@@ -1,17 +1,14 @@
 """One MoE layer of a transformers model: how its experts module gets its tokens.
 
 In place of the module's forward `ExpertRides.forward` is called (`carpool.hf.seam.implementation`), with this rank's
-tokens and the router's choices. FSDP2 has by then gathered the rank's experts, and shards and divides their gradients
-afterwards.
+tokens and the router's choices. FSDP2 has gathered the rank's experts, and shards and divides their gradients later.
 
     hidden_states (T, H), top_k_index (T, K), top_k_weights (T, K)   ->   (T, H)
 
-Two ways through the layer:
-  - Expert classes that carry transformers' experts decorator have two stacked weights, an activation or a gate
-    function, maybe biases. Carpool computes those itself (`carpool.ride.function.ride`), whatever their memory layout.
-  - Any other class, or one whose weights are no plain parameters any more (parametrisations, quantised weights), is
-    called as it is on the rows that arrived (`carpool.ride.module.ride_module`). Its own
-    `forward(rows, local ids, weights)` already means "the weighted sum over this row's local experts".
+Expert classes that carry transformers' experts decorator have two stacked weights, an activation or a gate function,
+maybe biases; Carpool computes those itself (`carpool.ride.function.ride`). Any other class, or one whose weights are no
+plain parameters any more, is called as it is on the tokens that arrived (`carpool.ride.module.ride_module`): its own
+`forward(tokens, local ids, weights)` already means "the weighted sum over this token's local experts".
 """
 
 from __future__ import annotations
@@ -263,11 +260,8 @@ def why_experts_wait(own: ExpertRides) -> str | None:
 #     the router's choices    30  12  01  23              model(input_ids=...)
 #     what rides              30  12  01  --
 #
-# What has no choice does not travel, is computed by no expert, and counts in no load. Other layers compute padding
-# still; it ends rows, where causal attention keeps it from the tokens before it.
-#
-# Models hand no mask to their experts, so each layer looks here. What activation checkpointing computes again, maybe in
-# another thread and after the forward of another micro-batch, must find what it found before: see `found_again`.
+# What has no choice does not travel, is computed by no expert, and counts in no load. Models hand no mask to their
+# experts, so each layer looks here; so does what checkpointing computes again, maybe in another thread (`found_again`).
 
 # Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.ride.two_batch`).
 _PADDING: ContextVar[torch.Tensor | None] = ContextVar("padding", default=None)

@@ -1,16 +1,14 @@
 """What a layer refuses in its first forward: what would train wrongly around it, without an error.
 
 Parameters that were added after the model was sharded, and that nobody averages over the ranks. And tensor-parallel
-plans (tp_size > 1) that do not go together with the model, for which runs and dry runs look before there is one
-(`carpool.hf.build_model.check_parallelism`). Each rank of a group has some of the attention heads; refused is
+plans that do not go together with the model, which runs and dry runs check before there is one. Each rank of a group
+has some of the attention heads; refused is
 
   - if the ranks do not divide a layer's heads (of queries, keys and values): shapes would not fit;
-  - if the plan shards an output projection alone (of linear attention whose names are those of attention), or an
-    embedding that has a norm in it, which needs whole sums;
-  - a norm of queries or keys over one head (`q_norm`, `k_norm`) has one weight for all heads, and the plan does not add
-    up the gradients that each rank has of its own heads. That of GLM-4.5 (`use_qk_norm`) forgets it: the loss is right,
-    the gradient of the norm is that of a part of the heads;
-  - `clip_qkv` of OLMoE clamps the gathered queries in place. PyTorch refuses the backward of that.
+  - if the plan shards an output projection alone, or an embedding that has a norm in it, which needs whole sums;
+  - a norm of queries or keys over one head (`q_norm`, `k_norm`), if the plan does not add up the gradients that each
+    rank has of its own heads, as that of GLM-4.5 (`use_qk_norm`);
+  - `clip_qkv` of OLMoE, which clamps the gathered queries in place: PyTorch refuses the backward of that.
 """
 
 from __future__ import annotations

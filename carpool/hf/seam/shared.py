@@ -1,17 +1,14 @@
-"""Experts that serve every token, computed while the routed rows travel.
+"""Experts that serve every token, computed while the routed tokens travel.
 
-Many blocks of transformers call their routed experts, then the shared ones on the same rows:
+Many blocks of transformers call their routed experts, then the shared ones on the same hidden states:
 
     routed = self.experts(x, ids, weights)          the ride
     return routed + self.shared_experts(x)
 
-Called in that order, the shared experts would wait for the ride's end. So when the ride's first rows are under way it
-calls them itself (`SharedExperts.compute`), and the block is given, when it asks, what they made. In the backward
-autograd comes to them while the ride's last combine is under way. Sums of gradients may have another order: equal to
-rounding.
-
-Blocks that call the shared experts first (Qwen2-MoE, AFMoE, ...) are left alone: `carpool.families` names those that
-do not (`shared_after_routed`).
+In that order, the shared experts would wait for the ride's end. So the ride calls them itself once its first tokens are
+under way (`SharedExperts.compute`), and the block gets the result when it asks. Autograd comes to them while the ride's
+last combine is under way. Sums of gradients may have another order: equal to rounding. Blocks that call the shared
+experts first (Qwen2-MoE, AFMoE, ...) are left alone (`Family.shared_after_routed`).
 """
 
 from __future__ import annotations

@@ -55,12 +55,8 @@ _OFF_KEYS = frozenset({"qkv_bias", "shared_expert_intermediate_size"})
 def check_keys(
     config_class: type[PreTrainedConfig], keys: dict[str, Any], where: str
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Somebody's keys for a configuration class, looked at one by one.
-
-    Args:
-        config_class: of transformers.
-        keys: values by key; those of a sub-configuration as a dictionary.
-        where: the model type, for messages.
+    """Somebody's keys for a configuration class of transformers, checked one by one. `where`: the model type, for
+    messages.
 
     Returns:
         (the keys that the configuration takes, the names of those that nothing reads, what is wrong with others as

@@ -1,19 +1,16 @@
 """Random weights for a sharded model that do not depend on how it is sharded.
 
-If each rank drew its own shards, the values would depend on the number of ranks, and every experiment that changes it
-would start from another model. Here they do not: a run on 1 process and one on 4 ranks with `ep_size=4` start bitwise
-equal (on the same kind of device; CUDA draws other numbers than the CPU). How:
+A run on 1 process and one on 4 ranks with `ep_size=4` start bitwise equal (on the same kind of device), so that
+changing the number of ranks changes nothing else. How:
 
-1. There are two copies of the model on the meta device, where they cost nothing. One is whole: the *blueprint*. The
-   other is sharded, as in `from_pretrained`: its parameters are DTensors.
-2. `_init_weights`, the model's own recipe, runs once over the blueprint while everything is still on the meta device,
-   only to see which module writes which tensors. Nearly always these are the module's own, but some reach into
-   children (a sparse block that fills its router). Modules that write the same tensor form one *unit*.
+1. Two copies of the model are on the meta device. One is whole: the *blueprint*. The other is sharded.
+2. `_init_weights`, the model's own recipe, runs once over the blueprint on the meta device, only to see which module
+   writes which tensors: nearly always its own, but some reach into children. Modules that write the same tensor form
+   one *unit*.
 3. Unit by unit: the blueprint's tensors are allocated in full, each module's `_init_weights` runs under a generator
    seeded by (seed, name of the module), the rank copies its shards into the sharded model, and the full tensors go.
 
-So the peak is one unit in full size (for a mixture of experts: the experts of one layer), and a weight depends on
-nothing but the seed, the name of its module and the configuration. The price is that every rank draws everything.
+The peak is one unit in full size (the experts of one layer). The price is that every rank draws everything.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """A model's weights as its published checkpoint has them: names, shapes, dtypes, files; one group of tensors at a time.
 
-Transformers changes weights while it loads them, for most mixtures of experts: 128 matrices `experts.5.up_proj` of
-Qwen3 become one tensor of a layer. `save_pretrained` changes them back, all at once, hence with the whole model in
-memory. But each change is of few tensors, and they can be found beforehand, without any values:
+Transformers changes weights while it loads them: 128 matrices `experts.5.up_proj` of Qwen3 become one tensor of a
+layer. `save_pretrained` changes them back with the whole model in memory. But each change is of few tensors, which are
+found beforehand, without any values:
 
     in the model                               in the files
     model.norm.weight                          model.norm.weight
     model.layers.0.mlp.experts.gate_up_proj    model.layers.0.mlp.experts.0.gate_proj.weight, ... (256 of them)
 
-So an export needs memory for the largest group. A group whose tensors lie in two files is read twice. `OriginalWeights`
-goes the other way: tensors as the model has them, of the files, one group at a time.
+So an export needs memory for the largest group; one whose tensors are in two files is read twice. `OriginalWeights`
+goes the other way.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ class OriginalLayout:
 
     Args:
         model: on the meta device.
-        tensors: names in the model, dtypes and shapes of what is to be written. A tied weight comes once. None: all of
-            the model's.
-        source: the weights of the checkpoint that the model was loaded from, by their names there: names, files and
-            dtypes will be the same. Empty: names as Transformers publishes them, dtypes as in `tensors`.
+        tensors: names in the model, dtypes and shapes of what is to be written. None: all; a tied weight comes once.
+        source: the weights of the checkpoint that the model was loaded from: names, files and dtypes will be the same.
+            Empty: names as Transformers publishes them, dtypes as in `tensors`.
         shard_bytes: the most that a file holds, if not all names are in `source`.
 
     Attributes:

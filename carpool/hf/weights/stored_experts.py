@@ -92,13 +92,13 @@ class StoredExperts:
     """The experts of a model in the files of its checkpoint: a `carpool.experts.host_experts.ExpertFiles`.
 
     Args:
-        folder: of the checkpoint, which was checked (`carpool.hf.weights.model_config.read_config`).
+        folder: of the checkpoint, which was checked (`read_config`).
         model: without adapters, and whole; its experts need no values.
         modules: the names of its experts modules, in the order of the forward.
         first: the rank's first expert.
 
     Raises:
-        ValueError: a file was cut off, or parameters lie there in a way in which one expert cannot be told apart.
+        ValueError: a file was cut off, or one expert's parameters cannot be told apart there.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel, modules: Sequence[str], first: int = 0) -> None:
