@@ -28,8 +28,8 @@ from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import Prediction, predict
+from carpool.train.config.load import translated
 from carpool.train.config.published import read_keys
-from carpool.train.config.renamed import translated
 
 ROOT = Path(__file__).resolve().parents[1]  # which paths of traces in points are relative to
 DIFFERENT = 0.05

@@ -3,63 +3,57 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from carpool.train.config.declarations import Excludes, Was
 from carpool.train.config.schema_base import Section
 from carpool.train.extensions import Extension
 
 if TYPE_CHECKING:
     from carpool.train.build.assemble import Built
-    from carpool.train.config.schema import Config
     from carpool.train.plan.resolve import Plan
 
 log = logging.getLogger("carpool")
+_PLAIN, _EQUAL = {"moe.schedule": "none"}, {"parallelism.rank_speeds": None}
 
 
 class SequenceMovesSection(Section):
-    every: int | None = Field(
-        default=None,
-        ge=1,
-        description="Before every so many layers with experts, sequences may move to another rank of their "
-        "expert-parallel group, with their targets: to where its rides and the move take least, by a guess of "
-        "its router before attention and the rates of parallelism.hardware. Every rank keeps as many as it has, and "
-        "losses stay as they are. The host waits for the device at each such layer. none: sequences stay.",
-    )
+    """Sequences move between layers."""
+
+    every: Annotated[
+        int | None,
+        Was("moe.move_sequences", default="none"),
+        Excludes("parallelism.pp_size", "sequences that move would be in stages whose micro-batch they are not of"),
+        Excludes("parallelism.cp_size", "each rank has a part of every sequence, so whole ones cannot move"),
+        Excludes(
+            "parallelism.tp_size", "tensor-parallel ranks have the same sequences, and would all have to move them"
+        ),
+        Excludes("parallelism.etp_size", "experts in slices are on several ranks, and none is nearest"),
+        Excludes("moe.schedule=two-batch", "two halves of a micro-batch are in different layers", instead=_PLAIN),
+        Excludes(
+            "memory.layer_activations=recompute or memory.budget",
+            "layers that are computed again would move their sequences again",
+            instead={"memory.layer_activations": "save", "memory.budget": None},
+        ),
+        Excludes("parallelism.rank_speeds", "ranks would have different numbers of sequences", instead=_EQUAL),
+    ] = Field(default=None, ge=1)
+    """Before every so many layers with experts, sequences may move to another rank of their expert-parallel group,
+    with their targets: to where its exchanges and the move take least, by a guess of its router before attention and
+    the rates of parallelism.hardware. Every rank has as many as before, and losses stay as they are. The host waits for
+    the device at each such layer. none: sequences stay."""
 
 
 class MoveSequences(Extension):
     name, section = "sequence_moves", SequenceMovesSection
     help = "Sequences move between layers to the ranks where their experts are (NetMoE, LUFFY). Off by default."
 
-    def check(self, config: Config) -> None:
-        memory, every = config.memory, self.settings.every
-        why = {
-            "moe.schedule": config.moe.schedule == "two-batch"
-            and "two halves of a micro-batch are in different layers",
-            "memory.layer_activations": (memory.layer_activations == "recompute" or memory.budget is not None)
-            and "layers that are computed again would move their sequences again",
-            "parallelism.rank_speeds": config.parallelism.rank_speeds is not None
-            and "ranks would have different numbers of sequences",
-        }
-        if found := [f"with {key}: {reason}" for key, reason in why.items() if reason]:
-            raise ValueError(f"sequence_moves.every = {every} does not work {found[0]}; leave one of them out")
-
     def check_plan(self, plan: Plan) -> None:
-        degrees = plan.degrees
-        for key, size, reason in (
-            ("pp_size", degrees.pp, "sequences that move would be in stages whose micro-batch they are not of"),
-            ("cp_size", degrees.cp, "each rank has a part of every sequence, so whole ones cannot move"),
-            ("tp_size", degrees.tp, "tensor-parallel ranks have the same sequences, and would have to move them alike"),
-            ("etp_size", degrees.etp, "experts in slices are on several ranks, and none is nearest"),
-        ):
-            if size > 1:
-                raise ValueError(f"sequence_moves.every does not work with parallelism.{key} = {size}: {reason}")
         from carpool.train.data.rows import are_packed
         from carpool_systems.sequence_moves import check_moves
 
-        check_moves(self.settings.every, len(plan.blueprint.expert_counts), degrees.ep)
+        check_moves(self.settings.every, len(plan.blueprint.expert_counts), plan.degrees.ep)
         self.check_data(plan, are_packed(plan.config.data))
 
     def check_data(self, plan: Plan, packed: bool) -> None:

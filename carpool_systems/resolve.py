@@ -1,9 +1,10 @@
 """What a run under a recipe is: its whole configuration, and the settings in it that do something.
 
-Many settings mean nothing unless another one is made (`carpool.train.config.effects`): `placement.solver` is read by
-the policy "migrate" alone, and no key of [placement] is read where experts never move. `in_effect` leaves those out and
-writes the others in one way. Two recipes for which it gives the same are the same run, and a mechanism whose setting
-it leaves out is not used. It knows settings alone: whether what it leaves changes anything is for the tests to show.
+Many settings mean nothing unless another one is made (`carpool.train.config.declarations`): `placement.solver` is read
+by the policy "migrate" alone, and no key of [placement] is read where experts never move. `in_effect` leaves those out
+and writes the others in one way. Two recipes for which it gives the same are the same run, and a mechanism whose
+setting it leaves out is not used. It knows settings alone: whether what it leaves changes anything is for the tests to
+show.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 from carpool.recipes import Recipe
 from carpool.train.config import Config, load_config
-from carpool.train.config.effects import has_effect
 from carpool.train.config.schema import keys
 from carpool.transport import TRANSPORTS, NVLinkOptions, TransportOptions
 
@@ -43,9 +43,10 @@ def in_effect(config: Config, shared_experts: bool = True) -> dict[str, Any]:
             config = config.model_copy(update={"moe": config.moe.model_copy(update={"schedule": "none"})})
             schedule = config.moe.asked_schedule()
     found: dict[str, Any] = {}
+    settings = config.flat()
     for section, _, key in keys():
         name, value = f"{section}.{key}", getattr(getattr(config, section), key)
-        if not has_effect(config, name):
+        if not config.declared.has_effect(settings, name):
             continue
         if name == "model.config":
             found |= {f"{name}.{one}": each for one, each in value.items()}

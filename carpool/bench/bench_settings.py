@@ -33,7 +33,6 @@ from carpool.bench.shapes import (
 )
 from carpool.plugins.nearest import nearest
 from carpool.train.config import Config, load_config
-from carpool.train.config.effects import why_idle
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema import DEMO_MODEL
 from carpool.train.config.schema_base import toml_value
@@ -378,7 +377,7 @@ class ModelSettings(RankOptions):
                     raise ValueError(f"--contenders {name}: {key} is the same for all contenders; use --set")
             config = self.config_of(name)
             for key in (override.partition("=")[0].strip() for override in self._more(name)):
-                if (why := why_idle(config, key)) is not None:
+                if (why := config.declared.why_idle(config.flat(), key)) is not None:
                     raise ValueError(f"--contenders {name}: {key} {why}")
         if not self.own:
             self.check_set()
@@ -390,7 +389,7 @@ class ModelSettings(RankOptions):
             ValueError: that."""
         configs = [self.config_of(name) for name in self.contenders if not self.is_theirs(name)]
         for key in (override.partition("=")[0].strip() for override in self.overrides):
-            idle = [why_idle(config, key) for config in configs if key.startswith(_OF_CARPOOL)]
+            idle = [config.declared.why_idle(config.flat(), key) for config in configs if key.startswith(_OF_CARPOOL)]
             if idle and all(idle):
                 raise ValueError(f"--set {key} {idle[0]}")
 

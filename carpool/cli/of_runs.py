@@ -74,7 +74,7 @@ def profile(
         settings = resolved.config
         require(TRAIN_PACKAGES)
         check_paths(resolved)
-        check_output("training.output_dir", Path(settings.training.output_dir))
+        check_output("training.output_dir", settings.training.folder)
         check_ahead(resolved, "carpool.train.run.profile_run:check_profile", debug)
         before = str(compare) if compare is not None else None
         run(

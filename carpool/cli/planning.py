@@ -69,9 +69,11 @@ def plan(
         from carpool.planner.search.plan import plan as search
         from carpool.planner.search.space import MOVES, PLANNERS, Space, read_constraints
         from carpool.plugins.nearest import nearest
+        from carpool.train.config.declarations import declared
         from carpool.train.config.published import read_keys
+        from carpool.train.config.schema import config_type
+        from carpool.train.config.schema_base import size_of
         from carpool.train.config.schema_parallelism import MAX_RANKS
-        from carpool.train.config.sizes import size_of
 
         if gpus > MAX_RANKS:
             raise ValueError(f"--gpus {gpus:,} are more than any machine has (at most {MAX_RANKS:,})")
@@ -105,6 +107,7 @@ def plan(
                 moments=moments,
                 max_grad_norm=max_grad_norm,
                 optimizer_in_backward=Space.optimizer_in_backward if max_grad_norm else (False, True),
+                excluded=declared(config_type()).why_refused,
             ),
             only or (),
         )

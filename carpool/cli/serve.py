@@ -119,7 +119,7 @@ def generate(
             from carpool.serve.expert_tier import PREDICTORS, ExpertTier, Where
             from carpool.serve.prompts import read_prompts
             from carpool.serve.serve_ranks import default_ranks, start
-            from carpool.train.config.sizes import size_of
+            from carpool.train.config.schema_base import size_of
 
         one_of("--experts", experts, get_args(Where))
         one_of("--predictor", predictor, tuple(PREDICTORS))

@@ -75,8 +75,7 @@ def simulate(
         from carpool.planner.step.prediction import inputs
         from carpool.report.simulation import print_simulation, write_simulation
         from carpool.train.config import resolve_config
-        from carpool.train.config.effects import check_effects
-        from carpool.train.config.published import read_keys
+        from carpool.train.config.declarations import check_effects
         from carpool.train.config.schema_parallelism import MAX_RANKS
 
         resolved = resolve_config(plan, overrides or [])
@@ -85,7 +84,7 @@ def simulate(
             raise ValueError(f"{idle[0]} (on the command line) changes nothing that is simulated; leave it out")
         config = resolved.config
         settings, parallelism = config.model_dump(), config.parallelism
-        shape = model_of(settings, read_keys(config.model.path) if config.model.path else config.model.config)
+        shape = model_of(settings, config.model.keys)
         asked = parallelism.asked_ranks
         gpus = gpus or asked
         if gpus is None:
@@ -122,7 +121,9 @@ def simulate(
         }
         advice = ""
         if found.sizes[-1].efficiency < 0.8 or found.communication > 0.5:
-            named = config.model.path or tomllib.loads(plan.read_text(encoding="utf-8")).get("model", {}).get("config")
+            named = config.model.weights or tomllib.loads(plan.read_text(encoding="utf-8")).get("model", {}).get(
+                "config"
+            )
             advice = (
                 f"The file is for {asked or gpus:,} GPUs. For a plan for {gpus:,}, with as many tokens each: carpool "
                 f"plan --model {named if isinstance(named, str) else 'config.json'} --hardware {rates_name} --gpus "

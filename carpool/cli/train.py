@@ -182,7 +182,7 @@ def _check_output(config: Config) -> None:
     from carpool.train.launch.start import find_world
     from carpool.train.records.run_folder import check_no_run, why_not_writable
 
-    folder = Path(config.training.output_dir)
+    folder = config.training.folder
     if config.training.resume_from_checkpoint is None:
         check_no_run(folder)
     # Ranks that are there already try together.
@@ -210,16 +210,16 @@ def read_data(config: Config) -> None:
     checkpoint's that the run goes on from."""
     from carpool.train.checkpoints.manager import CheckpointManager
     from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
-    from carpool.train.data.corpus import prepare
+    from carpool.train.data.corpus import corpus_of
     from carpool.train.data.loader import check_same_data
     from carpool.train.data.sequences import eval_sequences, train_sequences
-    from carpool.train.data.tokenizer import load_tokenizer
+    from carpool.train.data.tokenizer import tokenizer_of
 
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
-    corpus = prepare(config.data, tokenizer, config.model.path)
+    tokenizer = tokenizer_of(config)
+    corpus = corpus_of(config, tokenizer)
     train = train_sequences(corpus, config.data)
     eval_sequences(corpus, config.data)
-    folder = Path(config.training.output_dir)
+    folder = config.training.folder
     resume = checkpoint_to_resume(config.training.resume_from_checkpoint, folder, CheckpointManager(folder))
     if resume is not None:
         check_same_data(read_run_state(resume)["loader"], train.fingerprint)
@@ -227,36 +227,29 @@ def read_data(config: Config) -> None:
 
 def check_paths(resolved: Resolved, compare: str | None = None) -> None:
     """Refuses paths where nothing is, and settings that change nothing, before any rank is started."""
-    from carpool.train.config.effects import check_effects
-    from carpool.train.config.published import download_hint, read_keys
+    from carpool.train.config.declarations import check_effects
 
     config = resolved.config
     check_effects(resolved, compare=compare)
 
-    if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
-        raise ValueError(
-            f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)"
-            + download_hint(config.model.path)
-        )
-    if config.model.path is not None:
-        read_keys(config.model.path)  # is it whole?
+    config.model.check_path()
     if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():
         raise ValueError(f'moe.layout: the file {config.moe.layout} does not exist; give "contiguous" or a JSON file')
     resume = config.training.resume_from_checkpoint
     if resume not in (None, "last", "auto") and not Path(str(resume)).is_dir():
         raise ValueError(
             f'training.resume_from_checkpoint: {resume} is no folder; give "last", "auto", or a folder such as '
-            f"{Path(config.training.output_dir) / 'checkpoints' / 'step-00000100'}"
+            f"{config.training.folder / 'checkpoints' / 'step-00000100'}"
         )
     from carpool.planner.machine.hardware import find_hardware
     from carpool.train.data.chat import read_template
     from carpool.train.data.corpus import check_sources
     from carpool.train.data.rows import find_format
-    from carpool.train.data.tokenizer import load_tokenizer
+    from carpool.train.data.tokenizer import tokenizer_of
 
     if config.parallelism.hardware is not None:
         find_hardware(config.parallelism.hardware)
     read_template(config.data)
     # Now with the format of the data, which is in the first row.
     check_effects(resolved, find_format(config.data, check_sources(config.data)), compare)
-    load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    tokenizer_of(config)

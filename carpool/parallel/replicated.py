@@ -262,7 +262,7 @@ class Replicated:
                 whole = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
                 self._experts.append(Place(owners, whole, parameter))
         if not kinds and not fsdp.states(model):
-            raise ValueError("no dense parameter of this model is sharded, so there is nothing to keep whole")
+            raise ValueError("no non-expert parameter of this model is sharded, so there is nothing to keep whole")
         self.buffers = [
             FlatBuffers(parameters, computed or dtype, torch.float32 if computed else dtype, bucket_bytes)
             for (dtype, _), parameters in kinds.items()

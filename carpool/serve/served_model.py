@@ -38,7 +38,7 @@ from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.run_source import SOURCE
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
-from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.lora import attach_adapter
 from carpool.train.records.run_folder import ADAPTER
 from carpool.transport import HierarchicalOptions
@@ -74,7 +74,7 @@ class Source:
     def dtype(self) -> torch.dtype:
         """In which the weights are stored."""
         if self.run is not None:
-            return getattr(torch, self.run.model.dtype or "float32")  # type: ignore[no-any-return]
+            return getattr(torch, self.run.model.stored_dtype)  # type: ignore[no-any-return]
         return self.config.dtype or torch.float32
 
 
@@ -90,13 +90,13 @@ def find_source(path: Path) -> Source:
         return Source(path, path, None, None, Text(path))
     config = load_config(path / "config.toml")
     text = Text(path / SOURCE, config.data)
-    if config.adapter.kind is not None:
+    if config.adapter.is_used:
         adapter = path / ADAPTER
         if not (adapter / "adapter_config.json").is_file():
             raise ValueError(f"{path} has no adapter yet: let it train on, or lower training.save_steps")
         # Where it was then, from wherever this is run; or else where the run has moved with it.
         recorded = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        base = next((one for one in (Path(recorded), Path(str(config.model.path))) if one.is_dir()), Path(recorded))
+        base = next((one for one in (Path(recorded), Path(str(config.model.weights))) if one.is_dir()), Path(recorded))
         if not (base / "config.json").is_file():
             raise ValueError(
                 f"{path} has trained an adapter of the model in {base}, which is not there any more: put it back, or "
@@ -105,7 +105,7 @@ def find_source(path: Path) -> Source:
         return Source(path, base, None, config, text, adapter)
     # Not training.output_dir: the run may have been moved since.
     if (latest := CheckpointManager(path).latest()) is not None:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+        tokenizer = tokenizer_of(config)
         return Source(path, model_source(config, tokenizer), latest, config, text)
     if (path / "model" / "config.json").is_file():
         return Source(path, path / "model", None, config, text)

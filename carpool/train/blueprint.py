@@ -314,7 +314,7 @@ def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda:
     # Not shown to be right, or bitwise repeatable, with these.
     unsure = degrees.cp > 1 or training.full_determinism
     if packed and not unsure:
-        half = config.model.dtype == "bfloat16" or training.computes_in_bf16(cuda)
+        half = config.model.stored_dtype == "bfloat16" or training.computes_in_bf16(cuda)
         # Without a GPU the host reads where documents end, which no compiled layer can.
         compiled = training.torch_compile and not cuda
         return None if compiled or why_no_bounds(model, cuda, half) else DOCUMENTS

@@ -25,7 +25,7 @@ from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config
-from carpool.train.config.schema_adapter import GROUPS, AdapterSection
+from carpool.train.config.schema_adapter import GROUPS, AdapterSection, adapts_experts
 
 # Layers that are called after what mixes tokens in them.
 _WHOLE_LAYERS = ("DecoderLayer", "AttentionLayer")
@@ -137,7 +137,7 @@ def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
     if modules or saved:
         # peft wants a target: "$^" is none.
         model.add_adapter(LoraConfig(r=section.rank, target_modules=modules or "$^", modules_to_save=saved))
-    if not section.adapts_experts:
+    if not adapts_experts(section.targets):
         return 0
     experts = model.get_submodule(next(iter(experts_modules(model))))
     weights = [weight for weight in experts.parameters() if weight.dim() == 3]

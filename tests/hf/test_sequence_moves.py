@@ -70,10 +70,10 @@ def step(transport: str, every: int | None) -> Any:
 @pytest.mark.parametrize(
     ("sizes", "overrides", "said"),
     [
-        ({"pp": 2}, [], "in stages whose micro-batch"),
-        ({"cp": 2}, [], "a part of every sequence"),
-        ({"tp": 2}, [], "would have to move them alike"),
-        ({"etp": 2}, [], "none is nearest"),
+        (None, ["parallelism.pp_size=2"], "in stages whose micro-batch"),
+        (None, ["parallelism.cp_size=2"], "a part of every sequence"),
+        (None, ["parallelism.tp_size=2"], "would all have to move them"),
+        (None, ["parallelism.etp_size=2"], "none is nearest"),
         ({"ep": 1}, [], "raise parallelism.ep_size"),
         ({"layers": 1}, [], "no layer before which"),
         ({}, ["data.packing=off"], "not of examples"),
@@ -88,7 +88,7 @@ def test_what_moves_do_not_go_with(sizes: dict[str, int] | None, overrides: list
     with pytest.raises(ValueError, match=said):
         config: Any = load_config(None, ["sequence_moves.every=1", *overrides])
         assert sizes is not None
-        sizes = {"pp": 1, "cp": 1, "tp": 1, "etp": 1, "ep": 2, "layers": 3, **sizes}
+        sizes = {"ep": 2, "layers": 3, **sizes}
         blueprint = SimpleNamespace(expert_counts=dict.fromkeys(range(sizes["layers"]), 8))
         plan: Any = SimpleNamespace(degrees=SimpleNamespace(**sizes), config=config, blueprint=blueprint)
         MoveSequences(config.sequence_moves).check_plan(plan)

@@ -1,7 +1,7 @@
 """The cases of the parity matrix over meshes: drawn so that every two values of every two factors meet.
 
 The first factor is the mesh: all degrees that tile 4 or 8 ranks. An axis joins the matrix by its line in `AXES`, a
-setting by its line in `FACTORS`. What `carpool.parallel.combinations` refuses is left out by asking it, and `CANNOT`
+setting by its line in `FACTORS`. What settings declare that they exclude is left out by asking it, and `CANNOT`
 says what else does not exist, such as a second node of two ranks.
 """
 
@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES, check_micro_batches
+from carpool.train.config.declarations import declared
+from carpool.train.config.schema import Config
 
 # Largest degree of each axis. Models have 8 heads of keys and 8 experts.
 AXES = {"pp": 2, "dp_replicate": 4, "fsdp": 8, "cp": 4, "tp": 4, "ep": 8, "etp": 2}
@@ -114,8 +115,7 @@ class Case:
     def refused(self) -> bool:
         """Whether there is no such combination."""
         settings = {f"{name}.{key}": value for name, keys in self.settings.items() for key, value in keys.items()}
-        sizes = {axis: self.mesh.size(axis) for axis in AXES}
-        return refusal(sizes, settings) is not None or any(cannot(self) for cannot in CANNOT)
+        return declared(Config).refusal(settings) is not None or any(cannot(self) for cannot in CANNOT)
 
 
 def _not_piped(case: Case) -> bool:
@@ -166,10 +166,14 @@ def meshes(ranks: int) -> tuple[Degrees, ...]:
         of = dict(zip(dense, sizes, strict=True))
         copy = of["fsdp"] * of["cp"] * of["tp"]
         for ep, etp in itertools.product(_powers(AXES["ep"]), _powers(AXES["etp"])):
-            if copy % (ep * etp) or (ep * etp > 1 and ep * etp % of["tp"]) or refusal({**of, "ep": ep, "etp": etp}, {}):
+            if copy % (ep * etp) or (ep * etp > 1 and ep * etp % of["tp"]) or _refused({**of, "ep": ep, "etp": etp}):
                 continue
             found.append(Degrees(**of, ep=ep, etp=etp))
     return tuple(found)
+
+
+def _refused(sizes: dict[str, int]) -> bool:
+    return declared(Config).refusal({f"parallelism.{axis}_size": size for axis, size in sizes.items()}) is not None
 
 
 def _powers(most: int) -> list[int]:

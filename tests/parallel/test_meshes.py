@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
+from typing import Annotated, Any
 from unittest import mock
 
 import pytest
@@ -12,9 +13,11 @@ import torch.distributed as dist
 
 from carpool.layout.topology import Topology
 from carpool.parallel import meshes
-from carpool.parallel.combinations import check_supported
 from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
 from carpool.parallel.meshes import Meshes
+from carpool.train.config.declarations import Declared, Excludes, declared
+from carpool.train.config.schema import Config
+from carpool.train.config.schema_base import Section
 from carpool.transport import set_topology
 from carpool.transport.nodes import hops_of, timeout_of
 from tests.ranks import Ranks
@@ -77,6 +80,10 @@ def test_a_collective_of_any_group_may_take_as_long_as_one_of_all_ranks(ranks: R
     assert ranks(_limits) == [{timedelta(seconds=17)}] * 4
 
 
+def check_supported(sizes: dict[str, int], settings: dict[str, Any], all_: Declared | None = None) -> None:
+    (all_ or declared(Config)).check({**settings, **{f"parallelism.{axis}_size": size for axis, size in sizes.items()}})
+
+
 def test_a_refusal_names_the_axes_and_what_works() -> None:
     check_supported({"fsdp": 4, "tp": 2, "ep": 4}, {"parallelism.data_parallel": "fsdp"})
     with pytest.raises(ValueError) as error:
@@ -86,7 +93,9 @@ def test_a_refusal_names_the_axes_and_what_works() -> None:
         "rank, and "
         "tensor parallelism divides them. The nearest combination that works: parallelism.data_parallel = 'fsdp'"
     )
-    with pytest.raises(ValueError, match=r"tp_size = 2 with parallelism.ep_size = 1: .*ep_size = 2$"):
+    with pytest.raises(
+        ValueError, match=r"tp_size = 2 with parallelism.ep_size = 1 with parallelism.etp_size = 1: .*ep_size = 2$"
+    ):
         check_supported({"fsdp": 4, "tp": 2, "ep": 1}, {})
 
 
@@ -122,19 +131,27 @@ def test_a_refusal_is_written_as_a_configuration_is() -> None:
         check_supported({"pp": 2}, {"training.torch_compile": True})
 
 
-def test_a_refusal_folds_ranks_of_refused_axes_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    from carpool.parallel import combinations
+def test_a_refusal_folds_ranks_of_refused_axes_until_it_works() -> None:
+    class Sizes(Section):
+        cp_size: Annotated[int, Excludes("parallelism.pp_size", "no")] = 1
+        pp_size: int = 1
+        tp_size: int = 1
+        fsdp_size: int | None = None
+        ep_size: int | None = None
+        etp_size: Annotated[int, Excludes(lambda settings: True, "not either")] = 1
 
-    rules = (combinations.Rule(("cp", "pp"), "no"), combinations.Rule(("etp",), "not either"))
-    monkeypatch.setattr(combinations, "RULES", rules)
+    class Toy(Section):
+        parallelism: Sizes = Sizes()
+
+    rules = Declared(Toy)
     with pytest.raises(
         ValueError,
-        match=r"cp_size = 2 with parallelism.pp_size = 4: no. .*: parallelism.cp_size = 1, "
-        r"parallelism.fsdp_size = 6, parallelism.etp_size = 1, parallelism.ep_size = 2$",
+        match=r"pp_size = 4 with parallelism.cp_size = 2: no. .*: parallelism.pp_size = 1, "
+        r"parallelism.fsdp_size = 12, parallelism.etp_size = 1, parallelism.ep_size = 2$",
     ):
-        check_supported({"fsdp": 3, "cp": 2, "pp": 4, "etp": 2, "ep": 1}, {})
-    with pytest.raises(ValueError, match=r"works: parallelism.cp_size = 1$"):
-        check_supported({"cp": 2, "pp": 4}, {})
+        check_supported({"fsdp": 3, "cp": 2, "pp": 4, "etp": 2, "ep": 1}, {}, rules)
+    with pytest.raises(ValueError, match=r"works: parallelism.pp_size = 1$"):
+        check_supported({"cp": 2, "pp": 4}, {}, rules)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
 from carpool.planner.decisions.configured import model_of
@@ -24,13 +23,15 @@ from carpool.planner.search.why import with_all_memory
 from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import predict, step_seconds
 from carpool.train.config import load_config
+from carpool.train.config.declarations import declared
 from carpool.train.config.published import read_keys
+from carpool.train.config.schema import Config
 
 SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 2}))
 H100 = find_hardware("H100")
 SMALL = Space(
     pp=(1, 2), tp=(1, 2), cp=(1,), etp=(1,), policies=POLICY_SETS[:4], micro_batches=(1, 2),
-    optimizer_in_backward=(False, True), max_grad_norm=0.0,
+    optimizer_in_backward=(False, True), max_grad_norm=0.0, excluded=declared(Config).why_refused,
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ class _Everything(Enumeration):
                     continue
                 if gradients and base.accumulation > 1:
                     continue
-                if refusal(one.degrees.sizes, one.flat_settings()) is not None:
+                if self.space.excluded(one.flat_settings()) is not None:
                     continue
                 total = memory_of(self.problem.model, one, self.problem.routes).total
                 assert self.memories.total(one) == total, "sizes that candidates share"

@@ -14,7 +14,6 @@ import torch
 import carpool
 from carpool.ride.schedule import SCHEDULES, Schedule, register
 from carpool.train.config import load_config
-from carpool.train.config.effects import has_effect
 from tests.ranks import Ranks, mesh
 from tests.train.test_loop import TWO, losses, run, text
 
@@ -98,8 +97,9 @@ def test_settings_know_it(in_turn: Any) -> None:
         Schedule("in-turn", options={"first": True})
     with pytest.raises(ValueError, match="backward_chunks"):
         Schedule("in-turn", 2, 4)
-    assert has_effect(load_config(None, ["moe.schedule=in-turn", "moe.chunks=2"]), "moe.chunks")
-    assert not has_effect(load_config(None, ["moe.schedule=in-turn"]), "moe.backward_chunks")
+    config = load_config(None, ["moe.schedule=in-turn", "moe.chunks=2"])
+    assert config.declared.has_effect(config.flat(), "moe.chunks")
+    assert not config.declared.has_effect(config.flat(), "moe.backward_chunks")
 
 
 def test_what_a_schedule_must_have() -> None:

@@ -341,7 +341,7 @@ def test_a_limit_is_kept_and_called_lossy(trace: Trace) -> None:
 def test_a_run_can_be_trained_with_it(name: str, tmp_path: Path) -> None:
     recipe = load(name)
     if placed := recipe.get("placement", "policy") == "place":
-        with pytest.raises(ValueError, match=r"needs a layout: moe.layout=FILE.*--solvers occult"):
+        with pytest.raises(ValueError, match=r"the file moe.layout puts them.*--solvers occult.*moe.layout = .FILE"):
             load_config(recipe.path, [])
     config = load_config(recipe.path, [f"moe.layout={tmp_path}/layouts.json"] if placed else [])
     for section, settings in recipe.settings.items():

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from carpool.train.config import Config, ParallelismSection, TrainingSection, describe, load_config, resolve_config
-from carpool.train.config.effects import EFFECTS, check_effects
+from carpool.train.config.declarations import check_effects, declared
 from carpool.train.config.schema import config_type, keys
 
 
@@ -133,7 +133,7 @@ def test_unknown_keys_name_the_nearest(tmp_path):
         ("parallelism.ep_size=-4", "expected a number above 0"),
         ("parallelism.num_ranks=1000000000", "1,000,000,000 ranks are more than any machine has"),
         ("parallelism.rank_speeds=fast", "'fast' (on the command line): expected 'measured' or a list of numbers"),
-        ("memory.budget=76", "memory.budget = '76': expected a size with its unit"),
+        ("memory.budget=76", "memory.budget = 76 (on the command line): expected a size with its unit"),
     ],
 )
 def test_bad_values_say_key_value_place_and_expectation(override, message):
@@ -237,7 +237,7 @@ def test_settings_that_do_something_are_not(tmp_path):
     recorded.write_text(Config().to_toml().replace('moe_outputs = "none"', 'moe_outputs = "save"'))
     assert resolve_config(recorded).config.memory.moe_outputs == "save"
     check_effects(resolve_config(recorded))
-    assert set(EFFECTS) <= {one for section, _, key in keys() for one in (section, f"{section}.{key}")}
+    assert set(declared(config_type()).needs) == {f"{section}.{key}" for section, _, key in keys()}
 
 
 def test_files_that_are_none(tmp_path):

@@ -15,7 +15,7 @@ from carpool.planner.machine.hardware import CPU
 from carpool.train.blueprint import expert_counts, meta_model, model_source
 from carpool.train.build.policy_times import small_config, small_model
 from carpool.train.config import load_config
-from carpool.train.config.sizes import size_of
+from carpool.train.config.schema_base import size_of
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.estimate import MemoryEstimate
@@ -32,7 +32,7 @@ __all__ = ["text"]
     ("size", "number"), [("70GiB", 70 * 2**30), ("1.5 GB", 1_500_000_000), ("300mib", 300 * 2**20), ("7B", 7)]
 )
 def test_sizes(size: str, number: int) -> None:
-    assert size_of(size) == number
+    assert size_of(size, "") == number
 
 
 @pytest.mark.parametrize("size", ["70", "0GiB", "GiB", "70 gigabytes", "-1GiB", "7e9B"])

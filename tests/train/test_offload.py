@@ -89,8 +89,14 @@ def test_streaming_and_consuming_change_nothing(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["gradient_accumulation_steps=2", "max_grad_norm=0"], "gradient_accumulation_steps = 2 adds gradients"),
-        (["max_grad_norm=1.0"], "training.max_grad_norm = 1 waits for the norm"),
+        (
+            ["gradient_accumulation_steps=2", "max_grad_norm=0"],
+            "gradient_accumulation_steps = 2: each gradient is used for an update",
+        ),
+        (
+            ["max_grad_norm=1.0"],
+            "training.max_grad_norm = 1.0 with training.grad_clipping = 'exact': each gradient is used",
+        ),
         (["max_grad_norm=0", "optimizer=torch"], "training.optimizer_in_backward = true needs the one-pass optimizer"),
     ],
 )
@@ -179,7 +185,7 @@ def test_stages_take_frozen_experts_from_host_memory(
     [
         (
             ["experts=host", "expert_loading=popular", "cpu_expert_tokens=-1"],
-            "expected 0 (the CPU computes none), or more",
+            "memory.cpu_expert_tokens = -1 (on the command line): expected a number at least 0 or 'auto'",
         ),
         (["experts=disk", "expert_host_memory=lots"], "expected a size with its unit"),
     ],

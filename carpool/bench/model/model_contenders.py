@@ -20,7 +20,6 @@ import inspect
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,7 +42,7 @@ from carpool.train.blueprint import Blueprint
 from carpool.train.build.run_data import MakeCorpus, read_data
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus
-from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.launch.machine import find_machine, rank_device
 from carpool.train.launch.ranks import from_rank_0
 from carpool.train.plan.division import distributed_config
@@ -96,8 +95,8 @@ class Contender(Protocol):
 
 def random_corpus(plan: Plan, tokenizer: Tokenizer) -> Corpus:
     """Tokens drawn at random, from the whole vocabulary of the model."""
-    training, length = plan.config.training, plan.config.data.sequence_length
-    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * plan.degrees.dp
+    training, length = plan.config.training, plan.sequence_length
+    sequences = training.rank_sequences * plan.degrees.dp
     count = DIFFERENT_STEPS * sequences * (length - 1) + 1
     vocabulary = plan.blueprint.vocab_size
     tokens = np.random.default_rng(training.seed).integers(vocabulary, size=count, dtype=np.uint32)
@@ -107,7 +106,7 @@ def random_corpus(plan: Plan, tokenizer: Tokenizer) -> Corpus:
 def force_routing(model: nn.Module, plan: Plan, routing: str) -> None:
     """Force the choices of experts on this rank (`carpool.bench.model.model_contenders`)."""
     config, degrees, blueprint = plan.config, plan.degrees, plan.blueprint
-    tokens = config.training.per_device_train_batch_size * config.data.sequence_length // degrees.cp
+    tokens = math.prod(config.micro_batch_shape) // degrees.cp
     rank = degrees.dp_cp_rank(plan.machine.rank)
     route(model, blueprint.expert_counts, blueprint.top_k, tokens, routing, rank, degrees.dp_cp)
 
@@ -172,7 +171,7 @@ class CarpoolContender:
         plan, name, schedule = self.run.plan, self.run.built.transport.answer, self.run.built.schedule.answer
         parts = [f"{plan.degrees}", f"dense {plan.data_parallel.answer}", f"transport {name}", f"schedule {schedule}"]
         graphs = "CUDA graphs" if self.captured else f"no CUDA graphs ({self.run.built.no_graphs})"
-        return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager", graphs])
+        return ", ".join([*parts, "layers compiled" if plan.candidate.compiled else "eager", graphs])
 
     def close(self) -> None:
         self.run.close()
@@ -191,7 +190,7 @@ class TransformersContender:
 
     def __init__(self, config: Config, routing: str) -> None:
         self.device = rank_device()
-        tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+        tokenizer = tokenizer_of(config)
         machine, blueprint = find_machine(config.parallelism, self.device), Blueprint.of_config(config, tokenizer)
         plan = resolve(config, machine, blueprint, Decisions(from_rank_0=from_rank_0))
         if plan.cut is not None:
@@ -203,7 +202,7 @@ class TransformersContender:
         self.balance = self._balance()
         # Its own loss, in a range by which a profile knows it.
         self.model.loss_function = _InRange(self.model.loss_function)
-        if config.training.torch_compile:
+        if plan.candidate.compiled:
             for layer in decoder_layers(self.model):
                 layer.forward = torch.compile(layer.forward, backend=config.training.torch_compile_backend)
         self.optimizer = _their_optimizer(self.model, config)
@@ -216,7 +215,7 @@ class TransformersContender:
             distributed_config=dataclasses.replace(
                 distributed_config(self.degrees, bf16), ep_implementation="all_to_all"
             ),
-            dtype=getattr(torch, config.model.dtype or "float32"),
+            dtype=getattr(torch, config.model.stored_dtype),
             seed=training.seed,
             attn_implementation=self.plan.attention,
             experts_implementation=config.model.experts_implementation,
@@ -261,7 +260,7 @@ class TransformersContender:
         names = {type(self.model.get_submodule(name)).__name__ for name in experts_modules(self.model)}
         experts = getattr(self.model.config, "_experts_implementation", None) or "eager"
         parts = [f"{self.degrees}", "all_to_all", f"{experts} experts ({', '.join(sorted(names))})"]
-        return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"])
+        return ", ".join([*parts, "layers compiled" if self.plan.candidate.compiled else "eager"])
 
     def close(self) -> None:
         self.loader.close()
@@ -273,7 +272,7 @@ def make_contender(theirs: bool, config: Config, routing: str, command: str) -> 
         if dist.get_rank() == 0:
             for file in (METRICS, INFO, CONFIG, LAYOUT):
                 # Of an earlier benchmark, which would be taken for a run to be kept.
-                (Path(config.training.output_dir) / file).unlink(missing_ok=True)
+                (config.training.folder / file).unlink(missing_ok=True)
         dist.barrier()
         return CarpoolContender(config, routing, command)
     return TransformersContender(config, routing)

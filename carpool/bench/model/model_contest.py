@@ -38,7 +38,7 @@ from carpool.planner.search.plan import USABLE
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.rank_trace import STEP, load
 from carpool.train.blueprint import Blueprint, flops_per_token, peak_flops
-from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.launch.machine import find_machine
 from carpool.train.launch.ranks import gather
 from carpool.train.plan.estimate import Memory, MemoryEstimate
@@ -77,19 +77,19 @@ class ModelBenchmark:
         self.world, self.main = dist.get_world_size(), dist.get_rank() == 0
         self.configs = {name: settings.config_of(name) for name in settings.contenders}
         self.cannot: dict[str, str] = {}
-        first = settings.config_of(None)
-        tokenizer = load_tokenizer(first.data.tokenizer, first.model.path, first.data.eos_token)
-        self.blueprint = Blueprint.of_config(first, tokenizer)
+        config = settings.config_of(None)
+        tokenizer = tokenizer_of(config)
+        self.blueprint = Blueprint.of_config(config, tokenizer)
         self.counts, self.size = self.blueprint.expert_counts, self.blueprint.size
         check_routing(self.counts, self.blueprint.top_k, settings.routing, self.world)
-        self.degrees = first.parallelism.resolve(self.world, min(self.counts.values()))
-        self.machine = find_machine(first.parallelism, device)
-        self.peak, self.peak_source = peak_flops(device, first.training.peak_flops)
-        self.bf16 = first.training.computes_in_bf16(device.type == "cuda")
-        training, self.length = first.training, first.data.sequence_length
-        sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        self.degrees = config.parallelism.resolve(self.world, min(self.counts.values()))
+        self.machine = find_machine(config.parallelism, device)
+        self.peak, self.peak_source = peak_flops(device, config.training.peak_flops)
+        self.bf16 = config.training.computes_in_bf16(device.type == "cuda")
+        training, self.length = config.training, config.data.sequence_length
+        sequences = training.rank_sequences
         self.tokens = sequences * self.length * self.degrees.dp // self.world
-        self.training, self.dtype = training, first.model.dtype or "float32"
+        self.training, self.dtype = training, config.model.stored_dtype
 
     def measure(self) -> Case:
         """Everything."""
@@ -254,7 +254,7 @@ class ModelBenchmark:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         options: dict[str, Any] = {}
-        if contender.config.moe.schedule == "two-batch":
+        if contender.config.moe.two_batch:
             options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"

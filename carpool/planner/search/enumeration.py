@@ -18,7 +18,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from carpool.parallel.combinations import refusal, rules_of
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, rank_of
 from carpool.planner.candidate import KEEP, Candidate, stage_layers
@@ -297,8 +296,6 @@ class Enumeration:
     def _that_fit(self, base: Candidate) -> Iterator[Candidate]:
         """The policies that need memory least, of those that fit."""
         fitting: list[Mapping[str, str]] = []
-        sizes = base.degrees.sizes
-        rules = rules_of(sizes)
         # The slowest last: of state in host memory, what travels beside the backward comes first.
         kept = [(state, False) for state in self.space.optimizer_offload if False in self.space.optimizer_in_backward]
         used = [(state, True) for state in self.space.optimizer_offload if True in self.space.optimizer_in_backward]
@@ -318,8 +315,8 @@ class Enumeration:
                 one = replace(
                     base, policies={**KEEP, **policies}, optimizer_offload=state, optimizer_in_backward=in_backward
                 )
-                if (rule := refusal(sizes, one.flat_settings(), rules)) is not None:
-                    self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1
+                if (why := self.space.excluded(one.flat_settings())) is not None:
+                    self.refused[why] += 1
                     continue
                 total = self.memories.total(one, max(self.least, self.problem.memory, self.problem.capacity))
                 self.least = min(self.least, total)

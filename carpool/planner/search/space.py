@@ -85,6 +85,7 @@ class Space:
         policies: of what is kept, from those that cost no time on; what one leaves out is kept.
         pipelines, pairs: the orders of stages, and whether pairs of a forward and a backward may run at once.
         max_grad_norm, compiled, eager, moments, optimizer, stored, computed, experts: the same for all.
+        excluded: why settings do not go together, by SECTION.KEY; None: they do.
         allowed, runs: why some degrees, or a whole configuration that would be among the best, cannot be; None: it can.
     """
 
@@ -112,6 +113,7 @@ class Space:
     experts: str = "grouped"
     pipelines: Sequence[str] = ("1F1B", "Interleaved1F1B", "DualPipeV")
     pairs: bool = True
+    excluded: Callable[[Mapping[str, Any]], str | None] = field(default=lambda settings: None)
     allowed: Callable[[Degrees], str | None] = field(default=lambda degrees: None)
     runs: Callable[[Candidate], str | None] = field(default=lambda candidate: None)
 
@@ -190,7 +192,7 @@ def read_constraints(space: Space, given: Iterable[str]) -> Space:
                 raise ValueError(_none_of(one, unknown, POLICIES[item]))
             space = replace(space, policies=tuple(p for p in space.policies if p.get(item, "save") in words))
             if not space.policies:
-                raise ValueError(f"--only {one}: no policies of what is kept are left")
+                raise ValueError(f"--only {one}: no policies of activations are left")
             continue
         values: list[Any] = words
         if field in NUMBERS:

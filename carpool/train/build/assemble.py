@@ -143,6 +143,8 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
     lossy = limit_routing(model, config.moe.limits(ep_topology))
     lossy += drop_choices(model, config.moe.drops, top_k_of(model))
+    if (base := config.adapter.base_dtype) is not None:
+        lossy.append(f"the frozen experts are stored in {base}")
     bias = _bias_balance(plan, model, meshes)
 
     experts_lossy = set_experts(model, config.moe.experts, **config.moe.expert_options)
@@ -154,7 +156,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     objective = _objective(plan, model, meshes, two_batch)
     with sharded_parameters(model):
         parameters = list(model.parameters())
-        on_disk = config.training.optimizer_offload == "disk"
+        on_disk = plan.candidate.optimizer_offload == "disk"
         optimizer = make_optimizer(model, config.training, disk_folder(config) if on_disk else None)
     consumed, offloaded = make_offload(plan, model, own, optimizer, two_batch)
     metrics = RideMetrics(model, None if plan.pipeline is None else plan.pipeline.moe_layers)
@@ -198,7 +200,7 @@ def _load(plan: Plan, meshes: Meshes) -> PreTrainedModel:
     with loading_shown(plan.machine.rank == 0):
         model = build_model(
             plan.blueprint.source, distributed_config=distributed_config(plan.degrees, plan.bf16),
-            dtype=getattr(torch, config.model.dtype or "float32"), seed=training.seed,
+            dtype=getattr(torch, config.model.stored_dtype), seed=training.seed,
             attn_implementation=plan.attention, experts_implementation=config.model.experts_implementation,
             dense=plan.data_parallel.answer, base_dtype=config.adapter.base_dtype, meshes=meshes,
             sequence_parallel=plan.sequence_parallel.answer, slices=plan.degrees.etp,
@@ -217,8 +219,8 @@ def _set_trained(plan: Plan, model: PreTrainedModel, saved: dict[str, Any]) -> i
     elif training.freeze == "experts":
         freeze_experts(model, rides(model))
     whole = plan.data_parallel.answer == "zero1"
-    if config.adapter.kind is not None:
-        start, own = config.adapter.path, Path(training.output_dir, ADAPTER)
+    if config.adapter.is_used:
+        start, own = config.adapter.path, training.folder / ADAPTER
         # What a run began with may be gone when it goes on, with the checkpoint's values.
         folder = own if start and saved and own.is_dir() else start and adapter_folder(start)
         adapted = add_adapter(model, config.adapter, training.seed, whole, folder or None)
@@ -294,7 +296,7 @@ def _set_rides(
     schedule = choose_schedule(plan, layers)
     compute_shared_beside(model, schedule.answer.name != "none")
     _make_buffers(plan, layers)
-    if config.training.torch_compile:
+    if plan.candidate.compiled:
         compile_layers(model, config.training.torch_compile_backend)
     if config.memory.layer_activations == "offload":
         offload_layers(model)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -48,7 +47,7 @@ def make_offload(
             wanted, device = memory.cpu_expert_tokens, plan.machine.device
             few = choose_few_tokens(wanted, layers[0], plan.dtype, device, plan.decisions).answer
         away = keep_experts_in_host_memory(model, **on_disk, **loading_of(memory, few))
-    if not training.optimizer_in_backward:
+    if not plan.candidate.optimizer_in_backward:
         return None, away
     assert optimizer.in_backward
     return ConsumedGradients(model, optimizer, away, training.max_grad_norm or math.inf), away
@@ -58,9 +57,8 @@ def _on_disk(config: Config, layers: Sequence[ExpertRides]) -> dict[str, Any]:
     """Where the experts of a run are on disk: in the files of its checkpoint, or, if they are trained or from scratch,
     in files of their own."""
     frozen = not any(parameter.requires_grad for own in layers for parameter in own.experts.parameters())
-    if not frozen or config.model.from_scratch:
+    if not frozen or (path := config.model.weights) is None:
         return {"folder": disk_folder(config)}
-    path = Path(str(config.model.path))
     blueprint = meta_model(path)
     modules = set(experts_modules(blueprint))
     ordered = [name for name, _ in blueprint.named_modules() if name in modules]

@@ -111,11 +111,9 @@ def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], 
         given: policies that are no question, by item.
         layers, moe_layers: of the whole model."""
     device, model = built.device, built.model
-    training, length = plan.config.training, plan.config.data.sequence_length
+    shape_BL = plan.config.micro_batch_shape
     generator = torch.Generator().manual_seed(plan.machine.rank)
-    ids_BL = torch.randint(
-        0, plan.blueprint.vocab_size, (training.per_device_train_batch_size, length), generator=generator
-    )
+    ids_BL = torch.randint(0, plan.blueprint.vocab_size, shape_BL, generator=generator)
     batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
     tokens = batch["labels"][:, 1:].numel() * plan.degrees.dp_cp
     whole = replicated(model)

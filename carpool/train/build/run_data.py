@@ -11,7 +11,7 @@ import torch
 
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus
-from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader
+from carpool.train.data.loader import EvalLoader, Prefetch, train_loader
 from carpool.train.data.sequences import Sequences, eval_sequences, train_sequences
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.ranks import patiently, together
@@ -40,7 +40,7 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
 
     Raises:
         ValueError: text that cannot be used, or not by this model."""
-    config, training = plan.config, plan.config.training
+    config = plan.config
     corpus = (make_corpus or read_corpus)(plan, tokenizer)
     check_vocabulary(corpus, plan.blueprint.vocab_size)
     # Ranks that share a sequence cut it into 2 * cp equal parts at most.
@@ -50,18 +50,10 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
     check_sequences(plan, sequences.packed)
     dp_rank = plan.degrees.dp_rank(plan.machine.rank)
     share = {"dp_size": plan.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
-    train = TrainLoader(
-        sequences,
-        batch_size=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
-        seed=training.seed,
-        shares=plan.batch_sizes,
-        alike=plan.degrees.pp > 1,
-        **share,
-    )
+    train = train_loader(config, sequences, shares=plan.batch_sizes, alike=plan.degrees.pp > 1, **share)
     evaluation = EvalLoader(
         held_out,
-        batch_size=training.eval_batch_size,
+        batch_size=config.training.eval_batch_size,
         max_sequences=config.data.eval_max_sequences,
         **share,
     )
@@ -71,14 +63,14 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
 
 def read_corpus(plan: Plan, tokenizer: Tokenizer) -> Corpus:
     """The text that `[data]` names, as tokens. All ranks together."""
-    config, corpus = plan.config, None
+    corpus = None
     # Only these, of all ranks, may have to tokenize, which can take hours.
     with together(ValueError, ""), patiently():
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            corpus = corpora.prepare(config.data, tokenizer, config.model.path)
+            corpus = corpora.corpus_of(plan.config, tokenizer)
     with together(ValueError, ""):
         if corpus is None:
-            corpus = corpora.prepare(config.data, tokenizer, config.model.path, build=False)
+            corpus = corpora.corpus_of(plan.config, tokenizer, build=False)
     assert corpus is not None
     return corpus
 

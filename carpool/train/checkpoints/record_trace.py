@@ -28,7 +28,7 @@ from carpool.train.checkpoints.reading import load
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import prepare
-from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+from carpool.train.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 
 def record(
@@ -113,17 +113,17 @@ def load_run(run: Path) -> tuple[PreTrainedModel, Tokenizer, Config]:
     if not (run / "config.toml").exists():
         raise ValueError(f"{run} is not a run directory: it has no config.toml; name the training.output_dir of a run")
     config = load_config(run / "config.toml")
-    if config.adapter.kind is not None:
+    if config.adapter.is_used:
         raise ValueError(f"{run} has trained an adapter, not a model: name what `carpool merge {run} --out DIR` writes")
     # Not training.output_dir: the run may have been moved since.
     latest = CheckpointManager(run).latest()
     if latest is None:
         raise ValueError(f"{run} has no checkpoint yet: let it train on, or lower training.save_steps")
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    tokenizer = tokenizer_of(config)
     model = build_model(
         model_source(config, tokenizer),
         distributed_config=None,
-        dtype=getattr(torch, config.model.dtype or "float32"),
+        dtype=getattr(torch, config.model.stored_dtype),
         seed=config.training.seed,
         attn_implementation=config.model.attn_implementation,
         experts_implementation=config.model.experts_implementation,

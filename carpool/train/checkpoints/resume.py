@@ -14,7 +14,7 @@ from carpool.train.checkpoints.checkpoint_files import STATE_FILE, CheckpointErr
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
 from carpool.train.config.schema import Config, TrainingSection
-from carpool.train.data.loader import check_same_order
+from carpool.train.data.loader import check_order
 from carpool.train.records.run_folder import SUMMARY, check_no_run
 
 
@@ -103,20 +103,20 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
 
     Raises:
         ValueError: no step is left, the data would be in another order, or the optimizer is of another kind."""
-    training, dtype = config.training, config.model.dtype or "float32"
+    training, dtype = config.training, config.model.stored_dtype
     if training.max_steps is not None:
         check_steps_left(checkpoint, read_state(checkpoint)["step"], training)
-    check_same_order(state["loader"], config.data.sequence_length, training.seed)
+    check_order(config, state["loader"])
     # Which parameters adapters have is not known here.
-    if config.adapter.kind is None:
-        kept = training.optimizer_class(dtype).state_bytes(dtype, training.optimizer_state_dtype)
+    if not config.adapter.is_used:
+        kept = training.state_bytes(dtype)
         check_optimizer(checkpoint, "low_bits" in kept, training.optimizer_state_dtype == "int8")
 
 
 def check_steps_left(checkpoint: Path, step: int, training: TrainingSection) -> None:
     """Raise ValueError if a run has no step left after that of its checkpoint, and came to its end."""
     last = min(training.steps, training.stop_at_step or training.steps)
-    if step > last or (step == last and not _was_cut_short(checkpoint, Path(training.output_dir), step)):
+    if step > last or (step == last and not _was_cut_short(checkpoint, training.folder, step)):
         raise ValueError(
             f"{checkpoint} is at step {step} already, and this run ends at step {last}: nothing to do; raise "
             "training.max_steps (or training.stop_at_step) to go on"

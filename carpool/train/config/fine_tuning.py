@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from carpool.train.config.declarations import DERIVED, Demo
 from carpool.train.config.published import is_configuration_alone
+from carpool.train.config.schema import keys
 from carpool.train.records.run_folder import ADAPTER
 
 Key = tuple[str, str]  # (section, key)
@@ -28,28 +31,6 @@ SEQUENCE_LENGTH = 4096
 # Of one micro-batch, where sequences are shorter than that.
 MICRO_BATCH_TOKENS = 4096
 RATE, ADAPTER_RATE = 1e-5, 1e-4
-
-_FINE_TUNING: Mapping[Key, Any] = {
-    ("data", "eval_fraction"): 0.05,
-    ("data", "eval_max_sequences"): 170,
-    ("training", "num_train_epochs"): 1.0,
-    ("training", "gradient_accumulation_steps"): 4,
-    ("training", "lr_scheduler_type"): "cosine",
-    ("training", "min_lr_ratio"): 0.1,
-    ("training", "warmup_steps"): 0.03,
-    ("training", "weight_decay"): 0.0,
-    ("training", "adam_beta2"): 0.999,
-    ("training", "max_grad_norm"): 1.0,
-    ("training", "eval_steps"): 100,
-    ("training", "save_steps"): 200,
-    ("training", "sample_prompt"): None,
-}
-# What the demo says for itself: these values suit no other model.
-_DEMO = {
-    *_FINE_TUNING, ("data", "train"), ("data", "sequence_length"), ("training", "output_dir"),
-    ("training", "max_steps"), ("training", "learning_rate"), ("training", "per_device_train_batch_size"),
-    ("training", "per_device_eval_batch_size"),
-} - {("training", "num_train_epochs")}  # fmt: skip
 
 
 def defaults(settings: Mapping[str, Any], recorded: bool = False) -> dict[Key, tuple[Any, str]]:
@@ -76,9 +57,9 @@ def defaults(settings: Mapping[str, Any], recorded: bool = False) -> dict[Key, t
         )
     training = _table(settings, "training")
     checkpoint = _read(Path(path))
-    found = {key: (value, FOR_FINE_TUNING) for key, value in _FINE_TUNING.items()}
-    if training.get("max_steps") is not None:
-        del found["training", "num_train_epochs"]
+    found = {key: (demo.fine_tuning, FOR_FINE_TUNING) for key, demo in _demos().items() if demo.fine_tuning != DERIVED}
+    if training.get("max_steps") is None:
+        found["training", "num_train_epochs"] = 1.0, FOR_FINE_TUNING
     length, why = SEQUENCE_LENGTH, FOR_FINE_TUNING
     longest = checkpoint.get("max_position_embeddings")
     if isinstance(longest, int) and 2 <= longest < length:
@@ -101,7 +82,18 @@ def defaults(settings: Mapping[str, Any], recorded: bool = False) -> dict[Key, t
 
 def source_of_default(key: Key) -> str:
     """Where the schema's value of a key is from."""
-    return FROM_DEMO if key in _DEMO else "default"
+    return FROM_DEMO if key in _demos() else "default"
+
+
+@lru_cache
+def _demos() -> dict[Key, Demo]:
+    """The settings whose defaults are the demo's."""
+    return {
+        (section, key): one
+        for section, cls, key in keys()
+        for one in cls.model_fields[key].metadata
+        if type(one) is Demo
+    }
 
 
 def of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:

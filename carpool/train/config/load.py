@@ -25,40 +25,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from carpool.plugins.nearest import nearest
+from carpool.train.config.declarations import Was, declared
 from carpool.train.config.fine_tuning import FROM_DEMO, defaults, source_of_default
 from carpool.train.config.published import FROM
-from carpool.train.config.renamed import renamed, translated
-from carpool.train.config.schema import (
-    DEMO_MODEL,
-    Config,
-    DataSection,
-    ModelSection,
-    ParallelismSection,
-    TrainingSection,
-    config_type,
-    keys,
-)
-from carpool.train.config.schema_adapter import AdapterSection
+from carpool.train.config.schema import DEMO_MODEL, Config, config_type, keys
 from carpool.train.config.schema_base import NONE_WORDS, toml_value
-from carpool.train.config.schema_moe import CodecSection, MoeSection, NvlinkSection
-from carpool.train.config.schema_placement import PlacementSection
-
-__all__ = [
-    "AdapterSection",
-    "CodecSection",
-    "Config",
-    "DataSection",
-    "ModelSection",
-    "MoeSection",
-    "NvlinkSection",
-    "ParallelismSection",
-    "PlacementSection",
-    "Resolved",
-    "TrainingSection",
-    "describe",
-    "load_config",
-    "resolve_config",
-]
 
 # Keys of the [model] section that name a model; any of them displaces the demo's.
 _MODEL_SOURCES = ("path", "architecture", "model_type")
@@ -173,12 +144,15 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
-    """Each key as `(dotted name, type, default as TOML, description)`, in the order of the sections."""
+    """Each key as `(dotted name, type, default as TOML, description)`, in the order of the sections. The description
+    says what the setting needs and excludes, too."""
     default = config_type()()
+    all_ = declared(config_type())
     for section, cls, key in keys():
         field = cls.model_fields[key]
         text = toml_value(getattr(getattr(default, section), key))
-        yield f"{section}.{key}", _type_name(field), text, field.description or ""
+        about = [field.description or "", *all_.described(f"{section}.{key}")]
+        yield f"{section}.{key}", _type_name(field), text, " ".join(about)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -296,6 +270,39 @@ def _takes_texts(path: tuple[str, ...]) -> bool:
     return path == ("training", "report_to")
 
 
+def _renamed(section: str, key: str, value: Any) -> str | None:
+    """What to write instead of `section.key = value`, such as "memory.expert_inputs = 'save'"; None: it is no old name
+    or value."""
+    old = f"{section}.{key}"
+    name, was = declared(config_type()).renamed.get(old, (old, Was(old)))
+    values = was.values
+    known = isinstance(value, str | bool) and value in values
+    return None if name == old and not known else f"{name} = {toml_value(values[value] if known else value)}"
+
+
+def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections that a run of version 0.1 has recorded, with the names and values of now.
+
+    Example: {"memory": {"rows": "keep"}} -> {"memory": {"expert_inputs": "save"}}"""
+    renamed = declared(config_type()).renamed
+    found: dict[str, Any] = {}
+    for section, table in settings.items():
+        if not isinstance(table, Mapping):
+            found[section] = table
+            continue
+        found.setdefault(section, {})
+        for key, value in table.items():
+            name, was = renamed.get(f"{section}.{key}", (f"{section}.{key}", Was(key)))
+            if value == was.default:
+                continue
+            first, *tables, last = name.split(".")
+            into = found.setdefault(first, {})
+            for one in tables:
+                into = into.setdefault(one, {})
+            into[last] = was.values.get(value, value) if isinstance(value, str) else value
+    return found
+
+
 def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str]) -> None:
     sections: dict[str, list[str]] = {}
     for section, _, key in keys():
@@ -321,7 +328,7 @@ def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str])
                 f"{section}.{key}{planned}"
             )
         for key, value in table.items():
-            if (now := renamed(section, key, value)) is not None:
+            if (now := _renamed(section, key, value)) is not None:
                 where = places[(section, key)]
                 raise ValueError(f"{section}.{key} {where} is a setting of version 0.1: write {now}")
             if key in sections[section]:

@@ -1,14 +1,14 @@
 """What a run of `carpool train` is made of: ten frozen sections, every key with its type, limits and meaning.
 
     [model]        which transformers MoE model: a checkpoint folder, or an architecture trained from scratch
-    [data]         which text, how it is tokenized, how long a sequence is
+    [data]         which data, how it is tokenized, how long a sequence is
     [adapter]      adapters of low rank, trained in the place of the model
     [training]     optimizer, schedule, steps, and where the run is written
     [parallelism]  how many ranks, and how FSDP, tensor and expert parallelism divide them
-    [moe]          how tokens ride to their experts
-    [codec]        how rows become bytes on their way
+    [moe]          how tokens are routed and sent, and how experts compute
+    [codec]        in which format hidden states are sent
     [nvlink]       how the transport of that name works
-    [memory]       what is kept for the backward, and where
+    [memory]       which activations are saved for the backward, and where
     [placement]    where experts live while a run goes on
 
 Each section has a file, `schema_SECTION.py`; [codec] and [nvlink] are beside [moe]. Plug-in packages add sections
@@ -32,8 +32,9 @@ from typing import Any, Self
 
 from pydantic import Field, create_model, model_validator
 
-from carpool.parallel.combinations import check_supported
+from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import check_micro_batches
+from carpool.train.config.declarations import Declared, declared
 from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.config.schema_base import Section, toml_value
 from carpool.train.config.schema_data import DataSection
@@ -49,49 +50,63 @@ from carpool.train.extensions import EXTENSIONS, Extension, extensions_in_use
 class Config(Section):
     """The whole configuration; `Config()` is the demo."""
 
-    model: ModelSection = Field(
-        default_factory=lambda: ModelSection(**DEMO_MODEL), description="Which transformers MoE model."
-    )
-    data: DataSection = Field(default_factory=DataSection, description="Which text, and how it becomes sequences.")
-    adapter: AdapterSection = Field(
-        default_factory=AdapterSection, description="Adapters of low rank beside the frozen model. Off by default."
-    )
-    training: TrainingSection = Field(default_factory=TrainingSection, description="Optimizer, schedule, steps.")
-    parallelism: ParallelismSection = Field(default_factory=ParallelismSection, description="How ranks are divided.")
-    moe: MoeSection = Field(default_factory=MoeSection, description="How tokens ride to their experts.")
-    codec: CodecSection = Field(
-        default_factory=CodecSection, description="How rows become bytes on their way. Exact by default."
-    )
-    nvlink: NvlinkSection = Field(default_factory=NvlinkSection, description="How the transport nvlink works.")
-    memory: MemorySection = Field(
-        default_factory=MemorySection, description="What is kept for the backward, and where."
-    )
-    placement: PlacementSection = Field(
-        default_factory=PlacementSection, description="Where experts live while the run goes on. Off by default."
-    )
+    model: ModelSection = Field(default_factory=lambda: ModelSection(**DEMO_MODEL))
+    """Which transformers MoE model."""
+    data: DataSection = Field(default_factory=DataSection)
+    """Which data, and how it becomes sequences."""
+    adapter: AdapterSection = Field(default_factory=AdapterSection)
+    """Adapters of low rank beside the frozen model. Off by default."""
+    training: TrainingSection = Field(default_factory=TrainingSection)
+    """Optimizer, schedule, steps."""
+    parallelism: ParallelismSection = Field(default_factory=ParallelismSection)
+    """How ranks are divided."""
+    moe: MoeSection = Field(default_factory=MoeSection)
+    """How tokens are routed and sent, and how experts compute."""
+    codec: CodecSection = Field(default_factory=CodecSection)
+    """In which format hidden states are sent. Exact by default."""
+    nvlink: NvlinkSection = Field(default_factory=NvlinkSection)
+    """How the transport nvlink works."""
+    memory: MemorySection = Field(default_factory=MemorySection)
+    """Which activations are saved for the backward, and where experts are."""
+    placement: PlacementSection = Field(default_factory=PlacementSection)
+    """Where experts live while the run goes on. Off by default."""
+
+    @property
+    def declared(self) -> Declared:
+        """What its settings declare."""
+        return declared(type(self))
+
+    def flat(self) -> dict[str, Any]:
+        """Values by SECTION.KEY."""
+        sections = {name: getattr(self, name) for name in type(self).model_fields}
+        return {f"{name}.{key}": value for name, section in sections.items() for key, value in section}
+
+    @property
+    def micro_batch_shape(self) -> tuple[int, int]:
+        """Sequences of a data-parallel rank, on the mean, and tokens of each."""
+        return self.training.per_device_train_batch_size, self.data.sequence_length
+
+    @property
+    def runs_halves(self) -> bool:
+        """Whether two halves of a micro-batch run at the same time: there is no other micro-batch."""
+        return self.moe.two_batch and self.training.gradient_accumulation_steps == 1
+
+    def batch_sizes(self, degrees: Degrees) -> tuple[int, ...]:
+        """Sequences in a micro-batch of each data-parallel rank."""
+        return self.parallelism.batch_sizes(self.training.per_device_train_batch_size, degrees)
 
     def check_supported(self, sizes: Mapping[str, int]) -> None:
-        """Raise ValueError if axes of these sizes and these settings do not go together."""
-        sections = {name: getattr(self, name) for name in type(self).model_fields}
-        settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section}
-        check_supported(sizes, settings)
+        """Raise ValueError if settings do not go together, with axes of parallelism of these sizes."""
+        self.declared.check({**self.flat(), **{f"parallelism.{axis}_size": size for axis, size in sizes.items()}})
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        self.check_supported(self.parallelism.sizes)
+        self.declared.check(self.flat())
         if self.parallelism.pp_size > 1 and self.parallelism.plan is None:  # which chooses how many
             micro_batches = self.training.gradient_accumulation_steps
             check_micro_batches(self.parallelism.pp_schedule, self.parallelism.pp_size, micro_batches)
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_what_experts_can(self) -> Self:
-        if self.memory.expert_activations == "recompute" and self.moe.experts not in ("auto", "grouped"):
-            raise ValueError(
-                "memory.expert_activations = 'recompute' is of grouped experts, and moe.experts = "
-                f"{self.moe.experts!r}: leave one "
-                "of them out"
-            )
+        if self.adapter.kind is not None and self.model.from_scratch:
+            raise ValueError("adapter.kind needs a model to adapt: name a checkpoint's folder in model.path")
         return self
 
     @model_validator(mode="after")
@@ -109,71 +124,6 @@ class Config(Section):
         else:
             check_codecs(name, codecs)
         return self
-
-    @model_validator(mode="after")
-    def _is_placed(self) -> Self:
-        if self.placement.policy == "place" and self.moe.layout == "contiguous":
-            raise ValueError(
-                f"placement.policy = 'place' needs a layout: moe.layout=FILE, which `carpool place TRACE --ranks N "
-                f"--solvers {self.placement.solver}` writes"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_stay(self) -> Self:
-        moves, training = self.placement.every is not None, self.training
-        if moves and training.optimizer_offload != "none":
-            raise ValueError(
-                f'training.optimizer_offload = "{training.optimizer_offload}" keeps state where it is, but '
-                "placement.every "
-                "moves experts with theirs between GPUs: leave one of them out"
-            )
-        if moves and self.placement.replicas and training.optimizer_in_backward:
-            raise ValueError(
-                "training.optimizer_in_backward = true uses each gradient once it is there, but replicas of experts "
-                "(placement.replicas) add several to one: leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _can_adapt(self) -> Self:
-        if self.adapter.kind is None:
-            return self
-        if self.model.from_scratch:
-            raise ValueError("adapter.kind needs a model to adapt: name a checkpoint's folder in model.path")
-        if self.training.freeze is not None:
-            raise ValueError("training.freeze and adapter.kind contradict each other: adapters freeze all of the model")
-        if self.training.optimizer_in_backward:
-            raise ValueError(
-                "training.optimizer_in_backward = true uses each gradient once it is there, but those of adapters are "
-                "added up over ranks after that: use training.optimizer_in_backward = false"
-            )
-        if self.adapter.base_dtype is not None:
-            self._check_base()
-        if self.adapter.adapts_experts:
-            if self.moe.experts == "fp8":
-                raise ValueError("moe.experts = 'fp8' has no adapters: use 'grouped', or other adapter.targets")
-            if not self.moe.rides_whole:
-                raise ValueError(
-                    f"moe.schedule = {self.moe.schedule!r} has no adapters: use 'chunks', or other adapter.targets"
-                )
-        return self
-
-    def _check_base(self) -> None:
-        """Raise ValueError for what experts cannot do that are quantised."""
-        moe, memory, placement = self.moe, self.memory, self.placement
-        refused = {
-            f"moe.experts = {moe.experts!r}": moe.experts not in ("auto", "grouped", "reference"),
-            f"moe.schedule = {moe.schedule!r}": not moe.rides_whole,
-            f"moe.layout = {moe.layout!r}": moe.layout != "contiguous",
-            "placement.every": placement.every is not None,
-            f"memory.experts = {memory.experts!r}": memory.experts != "device",
-        }
-        if found := [name for name, wrong in refused.items() if wrong]:
-            raise ValueError(
-                f"{found[0]} cannot be used with adapter.base_dtype = {self.adapter.base_dtype!r}: experts that are "
-                "quantised stay on their GPU, in order, and grouped products dequantise them; leave one of them out"
-            )
 
     @model_validator(mode="after")
     def _checked_by_extensions(self) -> Self:

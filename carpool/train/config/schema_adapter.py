@@ -2,60 +2,107 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from carpool.train.config.declarations import Excludes, Needs, Settings
 from carpool.train.config.schema_base import Section, Texts
+from carpool.train.config.schema_moe import rides_whole
 
 # Names of several modules at once; every other target is the name of modules, or the end of one.
 GROUPS = ("attention", "shared", "experts", "router", "all-linear")
 
 
+def adapts_experts(targets: Sequence[str]) -> bool:
+    """Whether routed experts are adapted, also where an adapter names their weights: mlp.experts.gate_up_proj."""
+    return any(one in ("experts", "all-linear") or "experts" in one.split(".")[:-1] for one in targets)
+
+
+def _adapts_experts(settings: Settings) -> bool:
+    return settings.get("adapter.kind") is not None and adapts_experts(settings.get("adapter.targets", ("experts",)))
+
+
+# Schedules whose experts begin before all tokens have come.
+_PARTS = ("moe.schedule", lambda name: not rides_whole(name))
+
+
 class AdapterSection(Section):
     """Which adapters are trained beside the frozen model. Written in peft's format, to the run's folder `adapter`."""
 
-    kind: Literal["lora", "rslora", "dora"] | None = Field(
-        default=None,
-        description="lora (arXiv 2106.09685), rslora (2312.03732: alpha / the root of the rank) or dora (2402.09353; "
-        "not of experts and routers, for which peft has none). none: the model itself is trained.",
-    )
-    path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Start from this adapter: a folder as peft writes it, or that of a run that has trained one. Kind, "
-        "rank, alpha, targets and modules_to_save are then its own. none: start anew.",
-    )
-    rank: int = Field(default=16, gt=0, description="Rank of each adapter, and of each expert's.")
-    alpha: int = Field(default=32, gt=0, description="What an adapter adds is multiplied by alpha / rank.")
-    dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Drop-out of what goes into adapters; peft has none for those of experts and routers.",
-    )
-    targets: Texts = Field(
-        default=("attention", "experts"),
-        description="What is adapted: attention, shared (dense and shared feed-forward layers, where peft can tell "
-        "them from experts), experts, router, all-linear (all of these), or names as in peft's target_modules and "
-        "target_parameters.",
-    )
-    base_dtype: Literal["nf4", "int8"] | None = Field(
-        default=None,
-        description="How the frozen experts are kept, as bitsandbytes defines it: nf4 (blocks of 64 values, 4.5 bits "
-        "each; arXiv 2305.14314), int8 (rows, 8 bits). LOSSY. All other weights stay as model.dtype says. On several "
-        "ranks each expert is on one of them, and parallelism.data_parallel is replicate. none: as model.dtype says.",
-    )
-    modules_to_save: Texts = Field(
-        default=(),
-        description="Modules that are trained themselves, and saved with the adapter, such as lm_head: ends of names, "
-        "but none with routed experts. On several ranks this needs parallelism.data_parallel = zero1.",
-    )
+    needs: ClassVar = Needs("adapter.kind", "adapter.kind, for example lora: the model itself is trained")
+
+    kind: Annotated[
+        Literal["lora", "rslora", "dora"] | None,
+        Needs(lambda settings: True),
+        Excludes("parallelism.tp_size", "adapters would be divided as the tensor-parallel layers beside them are"),
+        Excludes("parallelism.etp_size", "experts that are cut into slices have no adapters"),
+        Excludes("parallelism.pp_size", "adapters are not cut into stages"),
+        Excludes("training.freeze", "adapters freeze all of the model", instead={"training.freeze": None}),
+        Excludes(
+            "training.optimizer_in_backward",
+            "updates are made inside the backward, and gradients of adapters are added up over ranks after it",
+            instead={"training.optimizer_in_backward": False},
+        ),
+        Excludes(
+            "moe.experts=fp8",
+            "experts in FP8 have no adapters: name other adapter.targets, or other experts",
+            own=_adapts_experts,
+            instead={"moe.experts": "grouped"},
+        ),
+        Excludes(
+            _PARTS,
+            "experts that begin before all tokens are there have no adapters: name others in adapter.targets",
+            own=_adapts_experts,
+            instead={"moe.schedule": "chunks"},
+        ),
+    ] = None
+    """lora (arXiv 2106.09685), rslora (2312.03732: alpha / the root of the rank) or dora (2402.09353; not of experts
+    and routers, for which peft has none). none: the model itself is trained."""
+    path: str | None = Field(default=None, min_length=1)
+    """Start from this adapter: a folder as peft writes it, or that of a run that has trained one. Kind, rank, alpha,
+    targets and modules_to_save are then its own. none: start anew."""
+    rank: int = Field(default=16, gt=0)
+    """Rank of each adapter, and of each expert's."""
+    alpha: int = Field(default=32, gt=0)
+    """What an adapter adds is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Drop-out of what goes into adapters; peft has none for those of experts and routers."""
+    targets: Texts = ("attention", "experts")
+    """What is adapted: attention, shared (dense and shared feed-forward layers, where peft can tell them from
+    experts), experts, router, all-linear (all of these), or names as in peft's target_modules and target_parameters."""
+    base_dtype: Annotated[
+        Literal["nf4", "int8"] | None,
+        Excludes(
+            "moe.experts!=auto or grouped or reference or moe.layout or placement.every or memory.experts",
+            "experts that are quantised stay on their GPU, in order, and grouped products dequantise them",
+            own="adapter.kind and adapter.base_dtype",
+            instead={
+                "moe.experts": "auto",
+                "moe.layout": "contiguous",
+                "placement.every": None,
+                "memory.experts": "device",
+            },
+        ),
+        Excludes(
+            _PARTS,
+            "grouped products dequantise the experts, when all tokens have come",
+            own="adapter.kind and adapter.base_dtype",
+            instead={"moe.schedule": "none"},
+        ),
+    ] = None
+    """How the frozen experts are stored, as bitsandbytes defines it: nf4 (blocks of 64 values, 4.5 bits each; arXiv
+    2305.14314), int8 (rows of a matrix, 8 bits). LOSSY. All other weights stay as model.dtype says. On several ranks
+    each expert is on one of them, and parallelism.data_parallel is zero1. none: as model.dtype says."""
+    modules_to_save: Texts = ()
+    """Modules that are trained themselves, and saved with the adapter, such as lm_head: ends of names, but none with
+    routed experts. On several ranks this needs parallelism.data_parallel = zero1."""
 
     @property
-    def adapts_experts(self) -> bool:
-        """Whether routed experts are adapted, also where an adapter names their weights: mlp.experts.gate_up_proj."""
-        return any(one in ("experts", "all-linear") or "experts" in one.split(".")[:-1] for one in self.targets)
+    def is_used(self) -> bool:
+        """Whether adapters are trained, and not the model."""
+        return self.kind is not None
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:

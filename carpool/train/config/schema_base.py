@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any, ClassVar
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from carpool.plugins.nearest import nearest
 
@@ -32,10 +35,61 @@ def _numbers(value: Any) -> Any:
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_numbers)]
 
 
-class Section(BaseModel):
-    """Frozen, typed without coercion (an int may stand for a float), and closed: unknown keys are refused."""
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = f"a size with its unit ({', '.join(UNITS)}), such as 70GiB"
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+def size_of(text: str, what: str) -> int:
+    """Bytes of a size with its unit, such as "70GiB". `what`: whose size it is, for the error.
+
+    Raises:
+        ValueError: it is none."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
+    units = {unit.lower(): factor for unit, factor in UNITS.items()}
+    if found is None or found[2].lower() not in units or float(found[1]) == 0:
+        raise ValueError(f"{what} = {text!r}: expected {_SIZE}")
+    return int(float(found[1]) * units[found[2].lower()])
+
+
+def _size(text: str) -> str:
+    try:
+        size_of(text, "")
+    except ValueError:
+        raise PydanticCustomError("size", _SIZE) from None  # type: ignore[arg-type]
+    return text
+
+
+# A number without a unit is text, too, so that the error says what it lacks.
+Size = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value),
+    AfterValidator(_size),
+]
+
+
+class Section(BaseModel):
+    """Frozen, typed without coercion (an int may stand for a float), and closed: unknown keys are refused. The text
+    below a setting is its help.
+
+    Attributes:
+        needs: without which no setting of the section does something (`carpool.train.config.declarations.Needs`)."""
+
+    needs: ClassVar[Any] = None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """The text below a setting is its help, on one line."""
+        for about in cls.model_fields.values():
+            about.description = " ".join((about.description or "").split())
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
 
 def toml_value(value: Any, as_key: bool = False) -> str:
@@ -50,14 +104,24 @@ def toml_value(value: Any, as_key: bool = False) -> str:
     return key if as_key else text
 
 
-def known_name(key: str, name: str, names: Sequence[str]) -> str:
-    """The name, if it is one of these; ValueError with the nearest one else."""
-    if name in names:
-        return name
-    close = nearest(name, names)
-    raise ValueError(
-        f"{key} = {name!r}: expected one of {', '.join(names)}" + (f"; did you mean {close}?" if close else "")
-    )
+def registered(key: str, registry: str, *words: str) -> AfterValidator:
+    """For a setting that takes one of these words, or a name of the registry (or function) MODULE.NAME, plug-ins'
+    included. It may need PyTorch, and is imported for a name alone. Others are refused with the nearest one."""
+
+    def known(name: str) -> str:
+        if name in words:
+            return name
+        module, _, attribute = registry.rpartition(".")
+        found = getattr(import_module(module), attribute)
+        names = tuple(dict.fromkeys((*words, *(found() if callable(found) else found))))
+        if name in names:
+            return name
+        close = nearest(name, names)
+        raise ValueError(
+            f"{key} = {name!r}: expected one of {', '.join(names)}" + (f"; did you mean {close}?" if close else "")
+        )
+
+    return AfterValidator(known)
 
 
 def listed_options(options: Mapping[str, Any]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.train.config.published import is_configuration_alone, read_keys
+from carpool.train.config.declarations import Excludes
+from carpool.train.config.published import download_hint, is_configuration_alone, read_keys
 from carpool.train.config.schema_base import Section
 
 DEMO_MODEL: dict[str, Any] = {
@@ -37,51 +38,40 @@ class ModelSection(Section):
     Once read, `config` holds all keys, and `model_type` is set: a run's settings need no other file.
     """
 
-    path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder of a checkpoint in transformers' format, which from_pretrained loads. A folder with a "
-        "config.json and no weights, or none: a model from scratch.",
-    )
-    architecture: str | None = Field(
-        default=None, description="For a model from scratch: the class of transformers, such as OlmoeForCausalLM."
-    )
-    model_type: str | None = Field(
-        default=None, description="Instead of architecture: transformers' model_type, such as olmoe."
-    )
-    config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="For a model from scratch: a published config.json (its path, or a short name such as "
-        'qwen3-30b-a3b), or keys of one as a table, which names what it changes under "from". vocab_size is the '
-        "tokenizer's unless given.",
-    )
-    num_experts_per_tok: int | None = Field(
-        default=None,
-        gt=0,
-        description="For a model from scratch: experts that each token visits (top-k). none: as the configuration "
-        "says.",
-    )
-    travel_size: int | None = Field(
-        default=None,
-        gt=0,
-        description="ANOTHER MODEL, for one from scratch: rows are projected to so many elements before they travel, "
-        "experts compute with rows of that size, and sums are projected back (BigMac). It has other parameters, and is "
-        "not exported to Transformers, which does not know it. none: rows travel as they are.",
-    )
-    attn_implementation: str | None = Field(
-        default=None,
-        description="Attention of transformers: sdpa, eager, flash_attention_2 and others. none: transformers chooses, "
-        "but flex_attention on GPUs for models that cannot take sdpa, such as gpt-oss, and for packed examples "
-        "attention that is told where they end and needs no mask (carpool_documents).",
-    )
-    experts_implementation: str | None = Field(
-        default=None, description="Experts of transformers: eager, batched_mm, grouped_mm. none: transformers chooses."
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None,
-        description="dtype in which parameters are stored and updated; training.bf16 says in which they compute. "
-        "none: float32.",
-    )
+    path: str | None = Field(default=None, min_length=1)
+    """Folder of a checkpoint in transformers' format, which from_pretrained loads. A folder with a config.json and
+    no weights, or none: a model from scratch."""
+    architecture: str | None = None
+    """For a model from scratch: the class of transformers, such as OlmoeForCausalLM."""
+    model_type: str | None = None
+    """Instead of architecture: transformers' model_type, such as olmoe."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """For a model from scratch: a published config.json (its path, or a short name such as qwen3-30b-a3b), or keys
+    of one as a table, which names what it changes under "from". vocab_size is the tokenizer's unless given."""
+    num_experts_per_tok: int | None = Field(default=None, gt=0)
+    """For a model from scratch: experts that each token visits (top-k). none: as the configuration says."""
+    travel_size: Annotated[
+        int | None,
+        Excludes("parallelism.tp_size", "gradients of projections would be of a part of the tokens"),
+        Excludes("parallelism.pp_size", "projections are not cut into stages"),
+        Excludes("parallelism.etp_size", "experts in slices are made of whole ones of the model's own size"),
+        Excludes(
+            "adapter.kind",
+            "adapters go with a checkpoint, and hidden states are projected in models from scratch",
+            instead={"adapter.kind": None},
+        ),
+    ] = Field(default=None, gt=0)
+    """ANOTHER MODEL, for one from scratch: hidden states are projected to so many elements before they are sent,
+    experts compute at that size, and their outputs are projected back (BigMac). It has other parameters, and is not
+    exported to Transformers, which does not know it. none: hidden states are sent as they are."""
+    attn_implementation: str | None = None
+    """Attention of transformers: sdpa, eager, flash_attention_2 and others. none: transformers chooses, but
+    flex_attention on GPUs for models that cannot take sdpa, such as gpt-oss, and for packed examples attention that
+    takes the ends of documents in place of a mask (carpool_documents)."""
+    experts_implementation: str | None = None
+    """Experts of transformers: eager, batched_mm, grouped_mm. none: transformers chooses."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype in which parameters are stored and updated; training.bf16 says in which they compute. none: float32."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,6 +107,35 @@ class ModelSection(Section):
         return self
 
     @property
+    def weights(self) -> Path | None:
+        """The checkpoint that the model starts from; None: random weights."""
+        return None if self.path is None or is_configuration_alone(Path(self.path)) else Path(self.path)
+
+    @property
+    def bare_folder(self) -> str | None:
+        """A folder with a configuration and without weights, if that is named."""
+        return self.path if self.from_scratch else None
+
+    @property
     def from_scratch(self) -> bool:
-        """Does the model start from random weights?"""
-        return self.path is None or is_configuration_alone(Path(self.path))
+        """Whether the model starts from random weights."""
+        return self.weights is None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Of its configuration: those of the folder, or of `config`."""
+        return self.config if self.path is None else read_keys(self.path)
+
+    @property
+    def stored_dtype(self) -> str:
+        """In which parameters are stored."""
+        return self.dtype or "float32"
+
+    def check_path(self) -> None:
+        """Raise ValueError if there is no model in the folder that is named."""
+        if self.path is None:
+            return
+        if not (Path(self.path) / "config.json").is_file():
+            hint = download_hint(self.path)
+            raise ValueError(f"model.path: {self.path} is no checkpoint folder (it has no config.json){hint}")
+        read_keys(self.path)  # is it whole?

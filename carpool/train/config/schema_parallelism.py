@@ -5,125 +5,114 @@ from __future__ import annotations
 import math
 import os
 from itertools import product
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from carpool.parallel.degrees import DENSE_AXES, Degrees, chunks
 from carpool.parallel.speeds import data_speeds, shares
 from carpool.parallel.world import find_world
+from carpool.train.config.declarations import Excludes, Needs, Was
 from carpool.train.config.schema_base import Numbers, Section
 
 # All ranks are gone through one by one, in predictions too.
 MAX_RANKS = 2**17
 
 
+def _planned_or(key: str) -> Needs:
+    """A planner may choose the size that the setting is about."""
+    return Needs(f"{key} or parallelism.plan or memory.plan", key)
+
+
 class ParallelismSection(Section):
     """How ranks are divided: pp_size x dp_replicate_size x fsdp_size x cp_size x tp_size = ranks; in each stage and
     copy, experts spread over ep_size x etp_size of them."""
 
-    plan: Literal["auto"] | None = Field(
-        default=None,
-        description="auto, in short parallelism=auto: the planner chooses what is not said of these sizes, of dense, "
-        "of moe.transport and of how a step's tokens are cut into micro-batches: the fastest that is predicted to fit. "
-        "It is shown, recorded in run.json and taken again on resume; after the first steps the run says what it "
-        "measured beside it. none: the other keys say it.",
-    )
-    num_ranks: int | None = Field(
-        default=None,
-        gt=0,
-        description="Processes to start on this machine; under torchrun or Slurm these decide. none: one per GPU, "
-        "or 4 on a CPU.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to train. auto: cuda if there is a GPU, otherwise cpu."
-    )
-    fsdp_size: int | None = Field(
-        default=None,
-        gt=0,
-        description="Ranks that shard one copy of the parameters and each see other data. none: all ranks that "
-        "the other sizes leave.",
-    )
-    tp_size: int = Field(
-        default=1,
-        gt=0,
-        description="Tensor-parallel ranks, which share the work on the same data. Only for models with a "
-        "tensor-parallel plan in transformers.",
-    )
-    sequence_parallel: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="With tp_size > 1: what is between two tensor-parallel blocks (norms, routers, rides, the loss) is "
-        "of a rank's own tokens, and all-reduces become gathers and sums of halves. off: of all tokens, on each rank. "
-        "auto: on, if nothing speaks against it.",
-    )
-    cp_size: int = Field(
-        default=1,
-        gt=0,
-        description="Context-parallel ranks, which share sequences: each has a part of every one. They shard dense "
-        "parameters, too.",
-    )
-    cp_attention: Literal["auto", "ulysses", "ring"] = Field(
-        default="auto",
-        description="How context-parallel ranks compute attention. ulysses: each computes some of the heads, on whole "
-        "sequences, with any mask. ring: keys and values of other ranks come by; causal attention only, and any number "
-        "of heads. auto: ulysses, if cp_size divides the heads.",
-    )
-    pp_size: int = Field(
-        default=1, gt=0, description="Stages of a pipeline: each has a part of the layers, on ranks of its own."
-    )
-    pp_schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = (
-        Field(
-            default="1F1B",
-            description="In which order micro-batches (training.gradient_accumulation_steps) go through the stages. "
-            "GPipe, 1F1B: each rank has one stage. Interleaved1F1B, InterleavedZeroBubble: two, one in each half of "
-            "the model. ZBVZeroBubble, DualPipeV: two, as a V, so that the first rank has the embedding and the head.",
-        )
-    )
-    dp_replicate_size: int = Field(
-        default=1,
-        gt=0,
-        description="Copies of the sharded model (HSDP). More than 1 keeps FSDP's gathers inside each copy, for "
-        "example inside a node.",
-    )
-    ep_size: int | None = Field(
-        default=None,
-        gt=0,
-        description="Ranks over which a layer's experts are spread. none: the largest number that divides both "
-        "the ranks of one copy and the number of experts.",
-    )
-    etp_size: int = Field(
-        default=1,
-        gt=0,
-        description="Expert-tensor-parallel ranks: each computes a part of the hidden dimension of the same experts, "
-        "and a token's row goes to all of them. ep_size * etp_size may be more than there are experts.",
-    )
-    data_parallel: Literal["auto", "fsdp", "zero1"] = Field(
-        default="auto",
-        description="How parameters that are not experts' lie on the ranks. fsdp: sharded, and gathered for each "
-        "layer. replicate: whole on each rank, only the optimizer's state is sharded; gradients are reduced beside the "
-        "backward, and parameters gathered once after each step. auto: replicate, if the memory of a rank holds it.",
-    )
-    ranks_per_node: int | None = Field(
-        default=None,
-        gt=0,
-        description="Consecutive ranks that share a node, for limits by node and for the placement of experts. "
-        "Set it where the launcher does not tell, or to try on one machine what several would do. "
-        "none: as the launcher says.",
-    )
-    hardware: str | None = Field(
-        default=None,
-        description="Rates of links and computation, for what is predicted (placement, memory policies): the name of a "
-        "GPU (H100, H200, A100, B200, ...) or a file of `carpool doctor --measure`. none: by the device's name.",
-    )
-    rank_speeds: Literal["measured"] | Numbers | None = Field(
-        default=None,
-        description="Speeds of the ranks, one number for each, in any unit: a rank gets sequences of a micro-batch in "
-        "proportion (training.per_device_train_batch_size is their mean), and experts that move are placed by the time "
-        "that they take there. measured: products are timed on each rank when a run starts. none: all are equal.",
-    )
-    timeout_seconds: int = Field(
-        default=600, gt=0, description="A collective that takes longer than this ends the run with an error."
-    )
+    plan: Literal["auto"] | None = None
+    """auto, in short parallelism=auto: the planner chooses those of these sizes, data_parallel, moe.transport and
+    the division of a step into micro-batches that are not set: the fastest that is predicted to fit. It is shown,
+    recorded in run.json and taken again on resume; after the first steps the run says what it measured beside it.
+    none: the other keys say it."""
+    num_ranks: int | None = Field(default=None, gt=0)
+    """Processes to start on this machine; under torchrun or Slurm these decide. none: one per GPU, or 4 on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. auto: cuda if there is a GPU, otherwise cpu."""
+    fsdp_size: int | None = Field(default=None, gt=0)
+    """Ranks that shard one replica of the parameters and each see other data. none: all ranks that the other sizes
+    leave."""
+    tp_size: Annotated[
+        int,
+        Excludes(
+            "parallelism.ep_size=1 and parallelism.etp_size=1",
+            "experts that are on every rank would be divided as non-expert layers are, which no transport knows",
+            instead={"parallelism.ep_size": lambda settings: settings["parallelism.tp_size"]},
+        ),
+    ] = Field(default=1, gt=0)
+    """Tensor-parallel ranks, which share the work on the same data. Only for models with a tensor-parallel plan in
+    transformers."""
+    sequence_parallel: Annotated[Literal["auto", "on", "off"], _planned_or("parallelism.tp_size")] = "auto"
+    """With tp_size > 1: between two tensor-parallel blocks (norms, routers, MoE layers, the loss) a rank has its own
+    tokens alone, and all-reduces become all-gathers and reduce-scatters. off: each rank has all tokens there. auto:
+    on, if nothing speaks against it."""
+    cp_size: int = Field(default=1, gt=0)
+    """Context-parallel ranks, which share sequences: each has a part of every one. They shard non-expert parameters,
+    too."""
+    cp_attention: Annotated[
+        Literal["auto", "ulysses", "ring"],
+        _planned_or("parallelism.cp_size"),
+        Excludes(
+            "parallelism.cp_size and data.packing=examples",
+            "ring attention has no masks, and packed examples need them",
+            own="parallelism.cp_attention=ring",
+            instead={"parallelism.cp_attention": "ulysses"},
+        ),
+    ] = "auto"
+    """How context-parallel ranks compute attention. ulysses: each computes some of the heads, on whole sequences,
+    with any mask. ring: keys and values of other ranks come by; causal attention only, and any number of heads.
+    auto: ulysses, if cp_size divides the heads."""
+    pp_size: int = Field(default=1, gt=0)
+    """Pipeline stages: each has a part of the layers, on ranks of its own."""
+    pp_schedule: Annotated[
+        Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
+        _planned_or("parallelism.pp_size"),
+    ] = "1F1B"
+    """In which order micro-batches (training.gradient_accumulation_steps) go through the stages. GPipe, 1F1B: each
+    rank has one stage. Interleaved1F1B, InterleavedZeroBubble: two, one in each half of the model. ZBVZeroBubble,
+    DualPipeV: two, as a V, so that the first rank has the embedding and the head."""
+    dp_replicate_size: int = Field(default=1, gt=0)
+    """Data-parallel replicas of the sharded model (HSDP). More than 1 keeps FSDP's all-gathers inside each replica,
+    for example intra-node."""
+    ep_size: int | None = Field(default=None, gt=0)
+    """Ranks over which a layer's experts are spread. none: the largest number that divides both the ranks of a
+    replica and the number of experts."""
+    etp_size: int = Field(default=1, gt=0)
+    """Expert-tensor-parallel ranks: each computes a part of the hidden dimension of the same experts, and a token is
+    sent to all of them. ep_size * etp_size may be more than there are experts."""
+    data_parallel: Annotated[
+        Literal["auto", "fsdp", "zero1"],
+        Was("parallelism.dense", {"replicate": "zero1"}),
+        Excludes(
+            "parallelism.tp_size",
+            "whole non-expert parameters are on each rank, and tensor parallelism divides them",
+            own="parallelism.data_parallel=zero1",
+            instead={"parallelism.data_parallel": "fsdp"},
+        ),
+    ] = "auto"
+    """How non-expert parameters are placed. fsdp: sharded, and gathered for each layer. zero1: whole on each rank,
+    and only the optimizer's state is sharded; gradients are reduced while the backward computes, and parameters
+    gathered once after each step. auto: zero1, if the memory of a rank holds it."""
+    ranks_per_node: int | None = Field(default=None, gt=0)
+    """Consecutive ranks that share a node, for limits by node and for the placement of experts. Set it where the
+    launcher does not tell, or to try on one machine what several would do. none: as the launcher says."""
+    hardware: str | None = None
+    """Rates of links and computation, for what is predicted (placement, memory policies): the name of a GPU (H100,
+    H200, A100, B200, ...) or a file of `carpool doctor --measure`. none: by the device's name."""
+    rank_speeds: Literal["measured"] | Numbers | None = None
+    """Speeds of the ranks, one number for each, in any unit: a rank gets sequences of a micro-batch in proportion
+    (training.per_device_train_batch_size is their mean), and experts that move are placed by the time that they take
+    there. measured: products are timed on each rank when a run starts. none: all are equal."""
+    timeout_seconds: int = Field(default=600, gt=0)
+    """A collective that takes longer than this ends the run with an error."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -2,117 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from carpool.plugins.nearest import nearest
-from carpool.train.config.schema_base import Section, known_name
-
-
-def _check_solver(name: str) -> None:
-    from carpool.placement.solvers import solver_names
-
-    if name not in (known := solver_names()):
-        close = nearest(name, known)
-        raise ValueError(
-            f"placement.solver = {name!r}: expected one of {', '.join(known)}"
-            + (f" (did you mean {close}?)" if close else "")
-        )
-
+from carpool.train.config.declarations import Excludes, Needs, Settings
+from carpool.train.config.schema_base import Section, registered
 
 # Policies that ask a solver.
 SOLVING = ("migrate", "place")
+_EVERY = Needs("placement.every")
 
 
-def _known_policy(name: str) -> str:
-    """Names are the registry's, plug-ins' included."""
-    if name in SOLVING:  # without PyTorch, which the registry needs
-        return name
+def _uses_replicas(policy: str) -> bool:
+    """Whether a policy fills slots with replicas."""
+    if policy in SOLVING:
+        return True
     from carpool.placement.policies import POLICIES
 
-    return known_name("placement.policy", name, (*SOLVING, *sorted(POLICIES)))
+    return POLICIES[policy].replicas
 
 
-PolicyName = Annotated[str, AfterValidator(_known_policy)]
+def _has_replicas(settings: Settings) -> bool:
+    every, replicas = settings["placement.every"], settings["placement.replicas"]
+    return every is not None and replicas > 0 and _uses_replicas(settings["placement.policy"])
 
 
 class PlacementSection(Section):
     """Moving experts, while a run goes on, to where their tokens are. Exact: only the order of sums changes."""
 
-    every: int | None = Field(
-        default=None,
-        gt=0,
-        description="Steps between two looks at where experts should live. none: they stay where moe.layout puts them.",
-    )
-    policy: PolicyName = Field(
-        default="migrate",
-        description="What decides where experts go. migrate: homes and replicas go where the solver says, if the "
-        "cost model says that moving pays. place: experts stay where the file moe.layout puts them, which `carpool "
-        "place --solvers SOLVER` wrote. Others are plug-ins: they look at the predicted load alone, and are followed "
-        "at once. Those of published systems are shadow (FasterMoE), subset (Prophet), expand_shrink (FlexMoE), eplb "
-        "(DeepSeek-V3), lpt_cv (MindSpeed), pick (SmartMoE), fetch (Janus) and degree (Tutel).",
-    )
-    solver: str = Field(
-        default="search",
-        description="For policy = migrate: the solver, as `carpool place` names them (search, eplb, lpt, ...).",
-    )
-    replicas: int = Field(
-        default=0, ge=0, description="Room on each rank for copies of experts, beside the experts that live there."
-    )
-    prefetch: bool = Field(
-        default=True,
-        description="Copies are filled while earlier layers compute, and the backward does not wait for their "
-        "gradients. false: each layer waits for both. The bits are the same.",
-    )
-    predictor: Literal["last", "ema"] = Field(
-        default="ema",
-        description="How the load of the next steps is predicted. last: as in the last step. ema: a moving average.",
-    )
-    load_limit: float = Field(
-        default=1.1,
-        gt=1,
-        description="The most that any rank may have to compute, as a multiple of the mean over ranks.",
-    )
-    hysteresis: float = Field(
-        default=2.0,
-        ge=0,
-        description="By the cost model, a move must save this many times what it costs in the next 500 steps, and this "
-        "many times half a percent of a layer's time. Raise it if experts move to and fro. 0: any gain will do.",
-    )
-    tokens: int = Field(
-        default=16384,
-        gt=0,
-        description="How many of the newest tokens, over all ranks, the solver is given the choices of.",
-    )
-    lag: int = Field(
-        default=1,
-        gt=0,
-        description="Steps that the solver has before its answer is used. Training waits if the answer is late, "
-        "so that runs stay reproducible.",
-    )
-    background: bool = Field(
-        default=True,
-        description="The solver runs in a process beside training, on a CPU of rank 0's machine. false: training "
-        "waits for it. The result is the same.",
-    )
+    needs: ClassVar = Needs("placement.every and placement.policy=migrate")
 
-    @property
-    def uses_replicas(self) -> bool:
-        """Whether the policy fills slots with replicas."""
-        if self.policy in SOLVING:
-            return True
-        from carpool.placement.policies import POLICIES
-
-        return POLICIES[self.policy].replicas
+    every: Annotated[
+        int | None,
+        _EVERY,
+        Excludes("parallelism.pp_size", "layers of other stages cannot be moved"),
+        Excludes(
+            "parallelism.etp_size",
+            "solvers and policies move whole experts, not slices",
+            own="placement.every and placement.policy!=degree",
+            instead={"placement.policy": "degree"},
+        ),
+    ] = Field(default=None, gt=0)
+    """Steps between two looks at where experts should live. none: they stay where moe.layout puts them."""
+    policy: Annotated[
+        str,
+        registered("placement.policy", "carpool.placement.policies.POLICIES", *SOLVING),
+        Needs("placement.every or placement.policy=place", "placement.every"),
+        Excludes(
+            "placement.every",
+            "experts stay where the file puts them",
+            own="placement.policy=place",
+            instead={"placement.every": None},
+        ),
+        Excludes(
+            "moe.layout=contiguous",
+            "experts stay where the file moe.layout puts them, which `carpool place TRACE --ranks N --solvers "
+            "{placement.solver}` writes",
+            own="placement.policy=place",
+            instead={"moe.layout": "FILE"},
+        ),
+    ] = "migrate"
+    """What decides where experts go. migrate: homes and replicas go where the solver says, if the cost model says
+    that moving pays. place: experts stay where the file moe.layout puts them, which `carpool place --solvers SOLVER`
+    wrote. Others are plug-ins: they look at the predicted load alone, and are followed at once. Those of published
+    systems are shadow (FasterMoE), subset (Prophet), expand_shrink (FlexMoE), eplb (DeepSeek-V3), lpt_cv
+    (MindSpeed), pick (SmartMoE), fetch (Janus) and degree (Tutel)."""
+    solver: Annotated[
+        str,
+        registered("placement.solver", "carpool.placement.solvers.solver_names", "search"),
+        Needs(
+            "placement.every or placement.policy=place and placement.policy=migrate or place",
+            "placement.every and placement.policy=migrate",
+        ),
+    ] = "search"
+    """For policy = migrate: the solver, as `carpool place` names them (search, eplb, lpt, ...)."""
+    replicas: Annotated[
+        int, Needs(_has_replicas, "placement.every, and placement.replicas of a policy that has replicas")
+    ] = Field(default=0, ge=0)
+    """Slots on each rank for replicas of experts, beside the experts that live there."""
+    prefetch: Annotated[
+        bool,
+        Needs(
+            lambda settings: _has_replicas(settings) or settings["moe.layout"] != "contiguous",
+            "replicas of experts: placement.replicas",
+        ),
+    ] = True
+    """Replicas are filled while earlier layers compute, and the backward does not wait for their gradients. false:
+    each layer waits for both. The bits are the same."""
+    predictor: Annotated[Literal["last", "ema"], _EVERY] = "ema"
+    """How the load of the next steps is predicted. last: as in the last step. ema: a moving average."""
+    load_limit: float = Field(default=1.1, gt=1)
+    """The most that any rank may have to compute, as a multiple of the mean over ranks."""
+    hysteresis: float = Field(default=2.0, ge=0)
+    """By the cost model, a move must save this many times what it costs in the next 500 steps, and this many times
+    half a percent of a layer's time. Raise it if experts move to and fro. 0: any gain will do."""
+    tokens: int = Field(default=16384, gt=0)
+    """Of how many of the newest tokens, over all ranks, the solver gets the choices."""
+    lag: int = Field(default=1, gt=0)
+    """Steps that the solver has before its answer is used. Training waits if the answer is late, so that runs stay
+    reproducible."""
+    background: bool = True
+    """The solver runs in a process beside training, on a CPU of rank 0's machine. false: training waits for it. The
+    result is the same."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.solver != type(self).model_fields["solver"].default:
-            _check_solver(self.solver)
-        if self.policy == "place" and self.every is not None:
-            raise ValueError("placement.policy = 'place' leaves experts where they are: leave placement.every out")
-        if self.policy not in SOLVING and self.uses_replicas and not self.replicas:
+        if self.policy not in SOLVING and _uses_replicas(self.policy) and not self.replicas:
             raise ValueError(
                 f"placement.policy = {self.policy!r} needs placement.replicas: slots on each rank for replicas"
             )

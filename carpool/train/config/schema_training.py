@@ -3,194 +3,208 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from carpool.optim import OPTIMIZERS, OptimizerBase, find_optimizer
+from carpool.train.config.declarations import Demo, Excludes, Needs, Settings, Was
 from carpool.train.config.schema_base import (
     NONE_IS_A_WORD,
     Section,
     Texts,
     check_options,
-    known_name,
     listed_options,
+    registered,
 )
+from carpool.train.config.schema_data import EVALUATES
 
 
-def _known_optimizer(name: str) -> str:
-    """Names are the registry's, plug-ins' included."""
-    return known_name("training.optimizer", name, ("auto", *OPTIMIZERS))
-
-
-OptimizerName = Annotated[str, AfterValidator(_known_optimizer)]
+def _within(settings: Settings) -> bool:
+    """Whether a run gets to the step at which it is to stop."""
+    stop, steps = settings["training.stop_at_step"], settings["training.max_steps"]
+    return steps is None or stop is None or stop <= steps
 
 
 class TrainingSection(Section):
     """Optimizer, schedule, steps and the run's folder; transformers' names."""
 
-    output_dir: str = Field(
-        default="runs/demo", min_length=1, description="Folder of this run: metrics, checkpoints, settings, report."
+    output_dir: Annotated[str, Demo()] = Field(default="runs/demo", min_length=1)
+    """Folder of this run: metrics, checkpoints, settings, report."""
+    max_steps: Annotated[int | None, Demo()] = Field(default=180, gt=0)
+    """Optimizer steps of the whole run, resumed parts included. Either this or num_train_epochs; the other is none."""
+    num_train_epochs: float | None = Field(default=None, gt=0)
+    """How often the whole run goes through data.train; 0.5: through half of it. The run records the steps that this
+    takes as max_steps, rounded up."""
+    stop_at_step: Annotated[int | None, Needs(_within, "a training.max_steps of as many steps at least")] = Field(
+        default=None, gt=0
     )
-    max_steps: int | None = Field(
-        default=180,
-        gt=0,
-        description="Optimizer steps of the whole run, resumed parts included. Either this or num_train_epochs; the "
-        "other is none.",
+    """End after this step, with a checkpoint; the learning rate still follows max_steps. For a part of a longer run.
+    none: run to max_steps."""
+    per_device_train_batch_size: Annotated[int, Demo()] = Field(default=12, gt=0)
+    """Sequences in one micro-batch of each data-parallel rank."""
+    per_device_eval_batch_size: Annotated[int | None, Demo(), EVALUATES] = Field(default=None, gt=0)
+    """The same in evaluation. none: as many as in training."""
+    gradient_accumulation_steps: Annotated[int, Demo(4)] = Field(default=1, gt=0)
+    """Micro-batches in one optimizer step."""
+    learning_rate: Annotated[float, Demo()] = Field(default=5e-3, ge=0)
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Annotated[Literal["cosine", "linear", "constant"], Demo("cosine")] = "cosine"
+    """How the learning rate falls from the end of warm-up to max_steps."""
+    min_lr_ratio: Annotated[
+        float, Demo(0.1), Needs("training.lr_scheduler_type!=constant", "training.lr_scheduler_type=cosine or linear")
+    ] = Field(default=0.1, ge=0, le=1)
+    """Learning rate at max_steps, as a share of the peak."""
+    warmup_steps: Annotated[float, Demo(0.03)] = Field(default=0.2, ge=0)
+    """Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."""
+    weight_decay: Annotated[float, Demo(0.0)] = Field(default=0.1, ge=0)
+    """AdamW's decoupled weight decay (not on norms and biases)."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    adam_beta2: Annotated[float, Demo(0.999)] = Field(default=0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    optimizer: Annotated[str, registered("training.optimizer", "carpool.optim.OPTIMIZERS", "auto")] = "auto"
+    """one-pass: AdamW of carpool.optim, one kernel on GPUs, with float32 masters of bfloat16 parameters (16 more
+    bits each). torch: torch.optim.AdamW, which updates bfloat16 parameters and moments in bfloat16 (lossy). auto:
+    torch for parameters and moments in float32, and for float16; else one-pass."""
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that optimizer alone, such as one of a plug-in (carpool/optim/base.py):
+    training.optimizer_options.NAME=VALUE. Those of this package have none."""
+    optimizer_state_dtype: Annotated[
+        Literal["float32", "bfloat16", "int8"],
+        Was("training.optimizer_moments"),
+        Excludes(
+            "parallelism.etp_size",
+            "blocks of int8 moments are not those of whole experts, which checkpoints have",
+            own="training.optimizer_state_dtype=int8",
+            instead={"training.optimizer_state_dtype": "bfloat16"},
+        ),
+    ] = "float32"
+    """In which AdamW's moments are stored: 8, 4 or 2 bytes a parameter. bfloat16 and int8 (blocks of 256) are lossy,
+    and need the one-pass optimizer."""
+    optimizer_offload: Annotated[
+        Annotated[Literal["none", "host", "disk"], NONE_IS_A_WORD],
+        Was("training.optimizer_state", {"device": "none"}),
+        Excludes(
+            "parallelism.etp_size",
+            "the optimizer's state in checkpoints has whole experts, and would travel between GPUs",
+        ),
+        Excludes("parallelism.pp_size", "state outside of the device is not known by stages"),
+        Excludes(
+            "placement.every",
+            "the optimizer's state stays where it is, and placement.every moves experts with theirs between GPUs",
+        ),
+    ] = "none"
+    """host: moments, and the 16 bits that make a bfloat16 parameter a float32 master, are in host memory, and go
+    through the GPU in each step; the results are the same bit by bit. disk: they are in files (memory.disk_folder),
+    and are read and written in each step. Needs the one-pass optimizer."""
+    optimizer_in_backward: Annotated[
+        bool,
+        Was("training.gradients", {"kept": False, "consumed": True}),
+        Excludes("parallelism.pp_size", "gradients of several micro-batches are added, and one backward consumes them"),
+        Excludes(
+            "training.gradient_accumulation_steps>1",
+            "each gradient is used for an update as soon as it is there, before those of other micro-batches; a larger "
+            "training.per_device_train_batch_size takes as many sequences in one",
+        ),
+        Excludes(
+            "training.max_grad_norm>0 and training.grad_clipping=exact",
+            "each gradient is used for an update as soon as it is there, and clipping waits for the norm of all of "
+            "them, unless training.grad_clipping = delayed; or do not clip (training.max_grad_norm = 0)",
+        ),
+        Excludes(
+            "placement.every and placement.replicas",
+            "each gradient is used once it is there, and replicas of experts add several to one",
+        ),
+    ] = False
+    """Each gradient is used for its update inside the backward, and freed. Needs the one-pass optimizer, one
+    micro-batch in a step, and no clipping (training.max_grad_norm = 0) or training.grad_clipping = "delayed"."""
+    grad_clipping: Annotated[
+        Literal["exact", "delayed"],
+        Was("training.clip_by", {"norm": "exact", "previous": "delayed"}),
+        Needs(
+            "training.optimizer_in_backward and training.max_grad_norm>0",
+            "training.optimizer_in_backward=true, whose norm is not known when they are used, "
+            "and a training.max_grad_norm",
+        ),
+    ] = "exact"
+    """delayed: with training.optimizer_in_backward, gradients are clipped by the norm of the step before, which is
+    lossy. exact: by the norm of the step itself."""
+    max_grad_norm: Annotated[float, Demo(1.0)] = Field(default=1.0, ge=0)
+    """Gradients are clipped to this global norm over all ranks and experts. 0: no clipping."""
+    bf16: bool | None = None
+    """Compute in bfloat16 (parameters keep model.dtype). none: true on GPUs, false on CPUs."""
+    loss_chunk_size: Annotated[int | None, Was("training.loss_chunk")] = Field(default=None, ge=0)
+    """Tokens whose logits are in memory at once when the loss is computed. none: as many as make 1 GiB of them in
+    bfloat16. 0: all of a micro-batch, as the model itself makes them."""
+    freeze: Annotated[Literal["non_expert", "experts"] | None, Was("training.freeze", {"dense": "non_expert"})] = None
+    """non_expert: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. experts: all but
+    the experts is trained, which pipeline stages may then have in host memory (memory.experts). none: everything is."""
+    torch_compile: Annotated[bool, Excludes("parallelism.pp_size", "compiled layers are not tried with stages")] = False
+    """Compile each decoder layer with torch.compile. It takes about a minute at the start; then steps are shorter,
+    most where the GPU waits for the host."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Capture forward and backward as CUDA graphs, which the host launches at once; of a pipeline, those of each
+    stage. auto: where that is possible; the run says why where it is not. on: an error where it is not."""
+    torch_compile_backend: Annotated[str, Needs("training.torch_compile", "training.torch_compile=true")] = "inductor"
+    """Backend of torch.compile."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the initial weights and of the order of the data."""
+    check_memory: bool = True
+    """Refuse, before anything is loaded, a run that is predicted to need clearly more memory than a rank has. false:
+    try it."""
+    full_determinism: bool = False
+    """Two runs on GPUs are bitwise equal, by PyTorch's deterministic algorithms; the backward of fused attention is
+    then slower. Runs on CPUs are bitwise equal anyway."""
+    logging_steps: int = Field(default=1, gt=0)
+    """Steps between lines of metrics."""
+    eval_steps: Annotated[
+        int | None,
+        Demo(100),
+        Needs(
+            "data.eval or data.eval_fraction>0 or training.sample_prompt!=none",
+            "held-out data (data.eval, data.eval_fraction) or training.sample_prompt",
+        ),
+    ] = Field(default=90, gt=0)
+    """Steps between evaluations; there is one more at the end. none: only at the end."""
+    eval_on_start: bool = True
+    """Evaluate before the first step too."""
+    sample_prompt: Annotated[
+        str | None, Demo(None), Needs("parallelism.pp_size=1", "parallelism.pp_size=1 (stages write no samples)")
+    ] = "def "
+    """At each evaluation the model continues this text. none: no sample."""
+    sample_tokens: Annotated[int, Needs("training.sample_prompt!=none", "training.sample_prompt")] = Field(
+        default=32, gt=0
     )
-    num_train_epochs: float | None = Field(
-        default=None,
-        gt=0,
-        description="How often the whole run goes through data.train; 0.5: through half of it. The run records the "
-        "steps that this takes as max_steps, rounded up.",
-    )
-    stop_at_step: int | None = Field(
-        default=None,
-        gt=0,
-        description="End after this step, with a checkpoint; the learning rate still follows max_steps. For a "
-        "part of a longer run. none: run to max_steps.",
-    )
-    per_device_train_batch_size: int = Field(
-        default=12, gt=0, description="Sequences in one micro-batch of each data-parallel rank."
-    )
-    per_device_eval_batch_size: int | None = Field(
-        default=None, gt=0, description="The same in evaluation. none: as many as in training."
-    )
-    gradient_accumulation_steps: int = Field(default=1, gt=0, description="Micro-batches in one optimizer step.")
-    learning_rate: float = Field(default=5e-3, ge=0, description="Peak learning rate of AdamW.")
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="How the learning rate falls from the end of warm-up to max_steps."
-    )
-    min_lr_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="Learning rate at max_steps, as a share of the peak."
-    )
-    warmup_steps: float = Field(
-        default=0.2, ge=0, description="Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."
-    )
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="AdamW's decoupled weight decay (not on norms and biases)."
-    )
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
-    optimizer: OptimizerName = Field(
-        default="auto",
-        description="one-pass: AdamW of carpool.optim, one kernel on GPUs, with float32 masters of bfloat16 "
-        "parameters (16 more bits each). torch: torch.optim.AdamW, which updates bfloat16 parameters and moments in "
-        "bfloat16 (lossy). auto: torch for parameters and moments in float32, and for float16; else one-pass.",
-    )
-    optimizer_options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Options of that optimizer alone, such as one of a plug-in (carpool/optim/base.py): "
-        "training.optimizer_options.NAME=VALUE. Those of this package have none.",
-    )
-    optimizer_state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
-        default="float32",
-        description="How AdamW's moments are kept: 8, 4 or 2 bytes a parameter. bfloat16 and int8 (blocks of 256) are "
-        "lossy, and need the one-pass optimizer.",
-    )
-    optimizer_offload: Annotated[Literal["none", "host", "disk"], NONE_IS_A_WORD] = Field(
-        default="none",
-        description="host: moments, and the 16 bits that make a bfloat16 parameter a float32 master, are in host "
-        "memory, and go through the GPU in each step; the results are the same bit by bit. disk: they are in files "
-        "(memory.disk_folder), and are read and written in each step. Needs the one-pass optimizer.",
-    )
-    optimizer_in_backward: bool = Field(
-        default=False,
-        description="Each gradient is used for its update inside the backward, and freed. Needs the one-pass "
-        "optimizer, one micro-batch in a step, and no clipping (training.max_grad_norm = 0) or "
-        'training.grad_clipping = "delayed".',
-    )
-    grad_clipping: Literal["exact", "delayed"] = Field(
-        default="exact",
-        description="delayed: with training.optimizer_in_backward, gradients are clipped by the norm of the step "
-        "before, which is lossy. exact: by the norm of the step itself.",
-    )
-    max_grad_norm: float = Field(
-        default=1.0,
-        ge=0,
-        description="Gradients are clipped to this global norm over all ranks and experts. 0: no clipping.",
-    )
-    bf16: bool | None = Field(
-        default=None,
-        description="Compute in bfloat16 (parameters keep model.dtype). none: true on GPUs, false on CPUs.",
-    )
-    loss_chunk_size: int | None = Field(
-        default=None,
-        ge=0,
-        description="Tokens whose logits are in memory at once when the loss is computed. none: as many as make 1 GiB "
-        "of them in bfloat16. 0: all of a micro-batch, as the model itself makes them.",
-    )
-    freeze: Literal["non_expert", "experts"] | None = Field(
-        default=None,
-        description="non_expert: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. "
-        "experts: "
-        "all but the experts is trained, which stages of a pipeline may then have in host memory (memory.experts). "
-        "none: everything is.",
-    )
-    torch_compile: bool = Field(
-        default=False,
-        description="Compile each decoder layer with torch.compile. It takes about a minute at the start; then "
-        "steps are shorter, most where the GPU waits for the host.",
-    )
-    cuda_graphs: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Capture forward and backward as CUDA graphs, which the host launches at once; of a pipeline, "
-        "those of each stage. auto: where that is possible; the run says why where it is not. on: an error where it is "
-        "not.",
-    )
-    torch_compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the data."
-    )
-    check_memory: bool = Field(
-        default=True,
-        description="Refuse, before anything is loaded, a run that is predicted to need clearly more memory than a "
-        "rank has. false: try it.",
-    )
-    full_determinism: bool = Field(
-        default=False,
-        description="Two runs on GPUs are bitwise equal, by PyTorch's deterministic algorithms; the backward of "
-        "fused attention is then slower. Runs on CPUs are bitwise equal anyway.",
-    )
-    logging_steps: int = Field(default=1, gt=0, description="Steps between lines of metrics.")
-    eval_steps: int | None = Field(
-        default=90, gt=0, description="Steps between evaluations; there is one more at the end. none: only at the end."
-    )
-    eval_on_start: bool = Field(default=True, description="Evaluate before the first step too.")
-    sample_prompt: str | None = Field(
-        default="def ", description="At each evaluation the model continues this text. none: no sample."
-    )
-    sample_tokens: int = Field(default=32, gt=0, description="Length of that sample in tokens.")
-    save_steps: int | None = Field(
-        default=90, gt=0, description="Steps between checkpoints; there is one more at the end. none: only at the end."
-    )
-    save_total_limit: int | None = Field(
-        default=2, gt=0, description="How many of the newest checkpoints are kept. none: all."
-    )
-    save_pretrained: bool = Field(
-        default=True,
-        description="At the end, also write the model as a plain transformers checkpoint, into the folder model "
-        "of output_dir.",
-    )
-    resume_from_checkpoint: str | None = Field(
-        default=None,
-        min_length=1,
-        description='Go on from a checkpoint: "last" (the newest good one in output_dir), "auto" (that one, or the '
-        "beginning where no checkpoint was saved yet: for jobs that a scheduler starts again) or a checkpoint's "
-        "folder. none: start anew.",
-    )
-    report_to: Texts = Field(
-        default=(),
-        description="Where metrics go beside metrics.jsonl: tensorboard, wandb, or others that transformers "
-        "knows; one or a list. none: nowhere else.",
-    )
-    peak_flops: float | None = Field(
-        default=None,
-        gt=0,
-        description="Peak FLOP/s of one device, from which MFU is computed. none: the datasheet's figure where "
-        "this GPU is known.",
-    )
+    """Length of that sample in tokens."""
+    save_steps: Annotated[int | None, Demo(200)] = Field(default=90, gt=0)
+    """Steps between checkpoints; there is one more at the end. none: only at the end."""
+    save_total_limit: int | None = Field(default=2, gt=0)
+    """How many of the newest checkpoints are kept. none: all."""
+    save_pretrained: bool = True
+    """At the end, also write the model as a plain transformers checkpoint, into the folder model of output_dir."""
+    resume_from_checkpoint: str | None = Field(default=None, min_length=1)
+    """Go on from a checkpoint: "last" (the newest good one in output_dir), "auto" (that one, or the beginning where
+    no checkpoint was saved yet: for jobs that a scheduler starts again) or a checkpoint's folder. none: start anew."""
+    report_to: Texts = ()
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, or others that transformers knows; one or a list.
+    none: nowhere else."""
+    peak_flops: float | None = Field(default=None, gt=0)
+    """Peak FLOP/s of one device, from which MFU is computed. none: the datasheet's figure where this GPU is known."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self.output_dir)
+
+    @property
+    def rank_sequences(self) -> int:
+        """Sequences of a data-parallel rank in one step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def steps(self) -> int:
@@ -227,6 +241,10 @@ class TrainingSection(Section):
         """What updates parameters of this dtype."""
         in_backward = self.optimizer_in_backward
         return find_optimizer(self.optimizer, dtype, self.optimizer_state_dtype, self.optimizer_offload, in_backward)
+
+    def state_bytes(self, dtype: str) -> Mapping[str, float]:
+        """What the optimizer keeps of each element of a parameter of this dtype (`carpool.optim.base`)."""
+        return self.optimizer_class(dtype).state_bytes(dtype, self.optimizer_state_dtype)
 
     def ablest_optimizer(self) -> type[OptimizerBase]:
         """What would update them with other settings of moments, state and gradients: "auto" leaves that open."""
@@ -270,21 +288,6 @@ class TrainingSection(Section):
                 "of them, such as training.num_train_epochs=2"
             )
         self._check_optimizer()
-        if self.optimizer_in_backward and self.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "training.optimizer_in_backward = true uses each gradient for an update as soon as it is there, but "
-                f"training.gradient_accumulation_steps = {self.gradient_accumulation_steps} adds gradients of several "
-                "micro-batches before the update; set it to 1, with a larger training.per_device_train_batch_size, or "
-                "keep gradients (training.optimizer_in_backward = false)"
-            )
-        if self.optimizer_in_backward and self.max_grad_norm and self.grad_clipping == "exact":
-            raise ValueError(
-                "training.optimizer_in_backward = true uses each gradient for an update as soon as it is there, but "
-                "clipping "
-                f"to training.max_grad_norm = {self.max_grad_norm:g} waits for the norm of all of them; set "
-                'training.max_grad_norm=0 or training.grad_clipping="delayed", or keep gradients '
-                "(training.optimizer_in_backward = false)"
-            )
         if self.max_steps is not None and self.warmup() > self.max_steps:
             raise ValueError(
                 f"training.warmup_steps = {self.warmup_steps:g} is more than training.max_steps = {self.max_steps}: "

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool.train.config.schema import DataSection
+from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.examples import Encoder, make_encoder
 from carpool.train.data.rows import EVAL_SPLITS, TRAIN_SPLITS, Format, Row, fields_of, find_format, read_rows
 from carpool.train.data.sources import Source, describe_sources, find_sources
@@ -129,13 +129,13 @@ def prepare(
             _build(entry, data, form, encoder, "uint16" if encoder.vocab_size <= 1 << 16 else "uint32")
         except OSError as error:
             raise ValueError(
-                f"cannot keep tokens in {root}: {error}; make room, or set data.cache_dir to another folder"
+                f"cannot keep tokens in {root}: {error}; free some space, or set data.cache_dir to another folder"
             ) from error
     meta = _load_meta(entry)
     if meta is None:
         raise ValueError(
-            f"the tokens that another rank should have built are not in {entry}: the files of data.train differ "
-            "between nodes, or changed just now"
+            f"the tokens that another rank should have built are not in {entry}: the files of data.train are not "
+            "the same on all nodes, or changed just now"
         )
     return Corpus(
         train=_map(entry / "train.bin", meta.dtype, meta.train_tokens),
@@ -158,10 +158,16 @@ def check_sources(data: DataSection) -> list[Source]:
     return found
 
 
-def check_encoder(data: DataSection, tokenizer: Tokenizer, model_path: str | None = None) -> None:
+def corpus_of(config: Config, tokenizer: Tokenizer, *, build: bool = True) -> Corpus:
+    """The tokens of a run: see `prepare`."""
+    return prepare(config.data, tokenizer, config.model.path, build=build)
+
+
+def check_encoder(config: Config, tokenizer: Tokenizer) -> None:
     """Raises the ValueError that `prepare` would before it reads more than the first row: no tokenizer of transformers,
-    no chat template, settings that the format of the rows has no use for. Arguments: as of `prepare`."""
-    make_encoder(data, find_format(data, find_sources(data.train, "data.train")), tokenizer, model_path)
+    no chat template, settings that the format of the rows has no use for."""
+    data = config.data
+    make_encoder(data, find_format(data, find_sources(data.train, "data.train")), tokenizer, config.model.path)
 
 
 def default_cache_dir() -> Path:

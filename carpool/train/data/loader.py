@@ -41,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from carpool.train.config.schema import Config
 from carpool.train.data.sequences import IGNORED, Sequence, Sequences
 
 Batch = dict[str, Tensor]
@@ -159,6 +160,19 @@ class TrainLoader:
         return int(self._order[1][index])
 
 
+def train_loader(config: Config, sequences: Sequences, dp_size: int, **options: Any) -> TrainLoader:
+    """The `TrainLoader` that a run's settings ask for. `options`: further arguments of it."""
+    training = config.training
+    return TrainLoader(
+        sequences,
+        batch_size=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        seed=training.seed,
+        dp_size=dp_size,
+        **options,
+    )
+
+
 def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
     """Raise ValueError if a loader's state is of other data than sequences of this fingerprint."""
     if state.get("fingerprint") != fingerprint:
@@ -168,6 +182,11 @@ def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
             "new run from the checkpoint's weights (earlier versions put no BOS before plain text, and had "
             "data.group_by_length=false)"
         )
+
+
+def check_order(config: Config, state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a run with these settings does not continue the order of a loader's state."""
+    check_same_order(state, config.data.sequence_length, config.training.seed)
 
 
 def check_same_order(state: Mapping[str, Any], length: int, seed: int) -> None:

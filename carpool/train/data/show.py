@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from carpool.train.config.schema import Config
-from carpool.train.data.corpus import prepare
+from carpool.train.data.corpus import corpus_of
 from carpool.train.data.sequences import IGNORED, train_sequences
-from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.data.tokenizer import tokenizer_of
 
 _LEARNED = ("black on green", "black on bright_green")
 _GIVEN = ("default on grey23", "default on grey35")
@@ -28,8 +28,8 @@ def show(config: Config, count: int, console: Console) -> None:
         ValueError: as `carpool.train.data.corpus.prepare`.
     """
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer, config.model.path, data.eos_token)
-    corpus = prepare(data, tokenizer, config.model.path)
+    tokenizer = tokenizer_of(config)
+    corpus = corpus_of(config, tokenizer)
     # One example in a sequence, in the order of the files.
     apart = data if corpus.train_marks is None else data.model_copy(update={"packing": "off"})
     sequences = train_sequences(corpus, apart)

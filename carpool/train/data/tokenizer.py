@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from carpool.train.config.schema import DataSection
+from carpool.train.config.schema import Config, DataSection
 
 Tokens = NDArray[np.uint32]
 Frame = tuple[tuple[int, ...], tuple[int, ...]]
@@ -218,6 +218,14 @@ def load_tokenizer(tokenizer: str | None, model_path: str | None = None, eos_tok
             raise ValueError(f"eos_token = {eos_token!r} is given, but the bytes tokenizer has its own: leave it out")
         return BytesTokenizer()
     return FileTokenizer(tokenizer, eos_token)
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer of a run.
+
+    Raises:
+        ValueError: as `load_tokenizer`."""
+    return load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
 
 
 def _eos_beside(file: Path) -> str | None:

@@ -183,7 +183,7 @@ def resume_hint(config: Config) -> str:
         return f"continue from {saved[-1]} with the same command and training.resume_from_checkpoint=last"
     from carpool.train.records.run_folder import METRICS
 
-    folder = Path(config.training.output_dir)
+    folder = config.training.folder
     if (folder / METRICS).exists():
         return (
             f"no checkpoint was written to {folder} yet: begin again with the same command and "
@@ -193,7 +193,7 @@ def resume_hint(config: Config) -> str:
 
 
 def _checkpoints(config: Config) -> list[Path]:
-    folder = Path(config.training.output_dir) / "checkpoints"
+    folder = config.training.folder / "checkpoints"
     return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdigit())
 
 

@@ -269,7 +269,7 @@ class Placement:
         self.say(
             f"step {step}: {moved.experts} experts of {moved.layers} layers moved ({bytes_text(moved.bytes)}, "
             f"{moved.seconds:.2f} s): {answer['why']}; predicted: {rows}"
-            f"load of the fullest rank {before['load']:.2f} -> {then['load']:.2f} of the mean"
+            f"largest load of a rank {before['load']:.2f} -> {then['load']:.2f} of the mean"
         )
 
     # -- statistics -------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def make_plan(
     free = free_keys(config, fixed)
     training, length = config.training, config.data.sequence_length
     now = config.parallelism.resolve(world, shape.num_experts)
-    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * now.dp
+    sequences = training.rank_sequences * now.dp
 
     def size(axis: str) -> int | None:
         """As the user has said; None: it is free."""
@@ -174,12 +174,12 @@ def make_plan(
         return default if asked is None else (asked,)
 
     # State in host memory and consumed gradients take it, too.
-    optimizer = training.optimizer_class(config.model.dtype or "float32")
+    optimizer = training.optimizer_class(config.model.stored_dtype)
     if "training.optimizer_offload" in free:
         optimizer = training.ablest_optimizer()
     cut = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
     batches = None if cut <= free else (training.per_device_train_batch_size,)
-    stored = 4 if (config.model.dtype or "float32") == "float32" else 2
+    stored = 4 if config.model.stored_dtype == "float32" else 2
     found = plan(
         shape,
         hardware,
@@ -197,7 +197,7 @@ def make_plan(
             replicas=sizes("dp_replicate") or None,
             micro_batches=batches,
             transports=planned_transports() if is_open("moe.transport") else (config.moe.transport,),
-            schedules=("two-batch",) if config.moe.schedule == "two-batch" else ("none",),
+            schedules=("two-batch",) if config.moe.two_batch else ("none",),
             data_parallel=Space.data_parallel
             if is_open("parallelism.data_parallel")
             else (config.parallelism.data_parallel,),
@@ -213,7 +213,8 @@ def make_plan(
             computed=2 if training.computes_in_bf16(hardware.name != "cpu") else stored,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
             pipelines=Space.pipelines if "parallelism.pp_schedule" in free else (config.parallelism.pp_schedule,),
-            pairs="moe.schedule" in free or config.moe.schedule == "two-batch",
+            pairs="moe.schedule" in free or config.moe.two_batch,
+            excluded=config.declared.why_refused,
             allowed=allowed,
             runs=lambda one: _refused(config, _settings(one, free), one.degrees, model, whole=True),
         ),
@@ -242,7 +243,7 @@ def choose_plan(
         "device": machine.hardware.name,
         "ranks": machine.ranks,
         "model": blueprint.architecture,
-        "sequences": training.per_device_train_batch_size * training.gradient_accumulation_steps,
+        "sequences": training.rank_sequences,
         "sequence_length": config.data.sequence_length,
         "memory_gib": round(machine.memory / 2**30),
         "budget": config.memory.budget,
@@ -334,7 +335,7 @@ def _moves_state(config: Config, free: Collection[str]) -> bool:
 def _may_consume(config: Config, free: Collection[str]) -> bool:
     """Whether updates are the same if each gradient is used in the backward."""
     training = config.training
-    moves = config.placement.every is not None or config.moe.layout != "contiguous"
+    moves = config.placement.every is not None or not config.moe.in_order
     able = training.ablest_optimizer().in_backward
     return "training.optimizer_in_backward" in free and able and not (training.max_grad_norm or moves)
 

@@ -33,7 +33,6 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import stages_of
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.decisions.rules import data_parallel_by_rule, why_not_zero1
-from carpool.train.config.renamed import value_now
 from carpool.train.config.schema import Config
 from carpool.train.data.rows import are_packed
 
@@ -137,7 +136,8 @@ def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel)
 
 
 def _read_data_parallel(record: Record) -> str:
-    name = value_now("parallelism.data_parallel", record["name"])
+    # A run of version 0.1 has recorded "replicate".
+    name = {"replicate": "zero1"}.get(record["name"], record["name"])
     if name not in ("fsdp", "zero1"):
         raise ValueError(f"data_parallel = {name!r} is not known")
     return str(name)

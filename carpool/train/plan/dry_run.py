@@ -87,15 +87,15 @@ def _searched(plan: Plan) -> Sources:
 def _decided(plan: Plan) -> list[str]:
     """Lines about what the run will be."""
     config, degrees = plan.config, plan.degrees
-    training, length = config.training, config.data.sequence_length
-    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    training, length = config.training, plan.sequence_length
+    sequences = training.rank_sequences
     policies = ", ".join(f"{item} {policy}" for item, policy in plan.policies.answer.items())
     return [
         *plan.describe(),
         f"{sequences * degrees.dp * length:,} tokens per step, {flops_per_token(plan.blueprint.size, length):,} "
         "operations per token",
         f"{sequences * degrees.dp:,} sequences per step: {degrees.dp} data-parallel ranks x "
-        f"{training.gradient_accumulation_steps} micro-batches x {training.per_device_train_batch_size}",
+        f"{plan.candidate.accumulation} micro-batches x {training.per_device_train_batch_size}",
         f"transport {plan.transport.answer}: {plan.transport.why}",
         f"memory: {policies}: {plan.policies.why}",
         *([describe_graphs(plan.candidate.why_eager)] if plan.machine.cuda else []),
@@ -106,7 +106,7 @@ def _time(plan: Plan) -> list[str]:
     """A line about how long a step takes, by the planner's model of costs. None on CPUs, and where not the whole model
     is trained, of which that knows nothing."""
     config, machine = plan.config, plan.machine
-    if not machine.cuda or config.adapter.kind is not None or config.training.freeze is not None:
+    if not machine.cuda or config.adapter.is_used or config.training.freeze is not None:
         return []
     settings = config.model_dump()
     settings["moe"]["transport"], settings["parallelism"]["data_parallel"] = (
@@ -142,7 +142,7 @@ def _needed(plan: Plan) -> tuple[list[str], list[str]]:
     if host := plan.estimate.host_bytes(plan.transport.answer):
         lines.append(f"host memory of one rank: {_mib(host)}")
     if cuda and (state := plan.estimate.trained * state_bytes(plan.config)):
-        flops = flops_per_token(plan.blueprint.size, plan.config.data.sequence_length)
+        flops = flops_per_token(plan.blueprint.size, plan.sequence_length)
         tokens = break_even_tokens(state, flops, plan.machine.hardware, "in the backward")
         lines.append(
             f"optimizer state of {state / 1e9:,.1f} GB in host memory would cost no time from {tokens:,.0f} tokens of "

@@ -94,8 +94,7 @@ STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def state_bytes(config: Config) -> float:
     """What the optimizer keeps of each element of a parameter (`carpool.optim.base`)."""
-    dtype, training = config.model.dtype or "float32", config.training
-    return sum(training.optimizer_class(dtype).state_bytes(dtype, training.optimizer_state_dtype).values())
+    return sum(config.training.state_bytes(config.model.stored_dtype).values())
 
 
 Memory = dict[str, int]
@@ -128,13 +127,13 @@ class MemoryEstimate:
         counts = experts_modules(model)
         self.num_experts, self.moe_layers = max(counts.values()), len(counts)
         self.expert_adapters = 0
-        if training.freeze is not None or config.adapter.kind is not None:
+        if training.freeze is not None or config.adapter.is_used:
             model = copy.deepcopy(model)
         if training.freeze == "non_expert":
             freeze_all_but_experts(model, list(counts))
         elif training.freeze == "experts":
             freeze_experts(model, counts)
-        if config.adapter.kind is not None:
+        if config.adapter.is_used:
             one = outline_adapter(model, config.adapter)
             self.expert_adapters = one * math.ceil(self.num_experts / degrees.ep) * self.moe_layers
         attention = attention_of(config, degrees, model, cuda)
@@ -142,13 +141,13 @@ class MemoryEstimate:
             # On the meta device another fused attention stands for it, which keeps as much.
             model = copy.deepcopy(model)
             model.config.get_text_config()._attn_implementation = "sdpa"
-        self.stored = STORED[config.model.dtype or "float32"]
+        self.stored = STORED[config.model.stored_dtype]
         self.computed = 2 if bf16 else self.stored
-        dtype = torch.bfloat16 if bf16 and degrees.dp_cp > 1 else getattr(torch, config.model.dtype or "float32")
+        dtype = torch.bfloat16 if bf16 and degrees.dp_cp > 1 else getattr(torch, config.model.stored_dtype)
         autocast = torch.bfloat16 if bf16 and degrees.dp_cp == 1 and dtype != torch.bfloat16 else None
         # Of the rank with most, where their speeds differ.
-        batch = max(config.parallelism.batch_sizes(training.per_device_train_batch_size, degrees))
-        length = config.data.sequence_length
+        batch = max(config.batch_sizes(degrees))
+        self.length = length = config.data.sequence_length
         self.tokens = batch * length
         cut = context_cut(config, degrees, model)
         # These take the ends of documents in place of a mask.
@@ -242,8 +241,8 @@ class MemoryEstimate:
         """What the planner calls such a configuration."""
         config, training = self.config, self.config.training
         return Candidate(
-            degrees=self.degrees, sequence_length=config.data.sequence_length,
-            micro_batch=self.tokens // config.data.sequence_length, accumulation=training.gradient_accumulation_steps,
+            degrees=self.degrees, sequence_length=self.length,
+            micro_batch=self.tokens // self.length, accumulation=training.gradient_accumulation_steps,
             transport=transport, schedule=config.moe.schedule, data_parallel=data_parallel,
             policies=config.memory.policies, optimizer_offload=training.optimizer_offload,
             optimizer_in_backward=training.optimizer_in_backward, compiled=training.torch_compile,
@@ -261,7 +260,7 @@ class MemoryEstimate:
             return COPIES
         if "flash" in (self.measured[-1] or ""):
             return LENGTHS
-        again, halves = config.memory.layer_activations == "recompute", config.moe.schedule == "two-batch"
+        again, halves = config.memory.layer_activations == "recompute", config.moe.two_batch
         if (again or halves) and (config.moe.drops.random_second or draws_random_numbers(self.model)):
             return RANDOM if again else RANDOM_HALVES
         return None
@@ -293,7 +292,7 @@ class MemoryEstimate:
         # A matrix of a quantised base is made again for each product.
         dequantised = 0 if config.adapter.base_dtype is None else self.largest_expert * self.computed
         own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk_size
-        eval_tokens = training.eval_batch_size * config.data.sequence_length // degrees.cp
+        eval_tokens = training.eval_batch_size * self.length // degrees.cp
         loss_tokens = -(-own_tokens // degrees.tp) if self.divided else own_tokens
         return RankSizes(
             dense=Parameters(*(one * share for one in self.dense)),

@@ -97,7 +97,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
     optimizer = training.ablest_optimizer()
     if training.loss_chunk_size is not None:
         yield _one("training", "loss_chunk_size", None, "nothing")
-    if (config.model.dtype or "float32") == "float32":
+    if config.model.stored_dtype == "float32":
         masters = "gradients, parameters and moments are rounded, without masters"
         if "low_bits" in optimizer.state_bytes("bfloat16", optimizer.moments[0]):
             masters = "gradients are rounded; masters stay float32"
@@ -109,13 +109,13 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
     adapter, moe, stays = config.adapter, config.moe, config.placement.every is None
     # Where micro-batches can be smaller, gradients of several are added.
     numbers = training.per_device_train_batch_size, training.gradient_accumulation_steps, config.parallelism.pp_size
-    homes = stays and moe.layout == "contiguous" and adapter.kind is None
+    homes = stays and moe.in_order and not adapter.is_used
     if not training.optimizer_in_backward and optimizer.in_backward and numbers == (1, 1, 1) and homes:
         consumed = {"optimizer_in_backward": True} | ({"grad_clipping": "delayed"} if training.max_grad_norm else {})
         price = "clipped by the norm of the step before" if training.max_grad_norm else "nothing"
         written = " ".join(f"training.{key}={str(value).lower()}" for key, value in consumed.items())
         yield written, _setter("training", **consumed), price
-    if adapter.kind is not None and moe.layout == "contiguous" and moe.experts != "fp8" and memory.experts == "device":
+    if adapter.is_used and moe.in_order and moe.experts != "fp8" and memory.experts == "device":
         for base in ("int8", "nf4"):
             if adapter.base_dtype is None or (adapter.base_dtype, base) == ("int8", "nf4"):
                 yield _one("adapter", "base_dtype", base, "lossy; experts are dequantised for each product")
@@ -143,7 +143,7 @@ def _total(plan: Plan, estimate: MemoryEstimate) -> int:
 
 
 def _shorter(plan: Plan, estimate: MemoryEstimate) -> Iterator[Change]:
-    length = estimate.config.data.sequence_length
+    length = estimate.length
     while length > 1024:
         length //= 2
         smaller = estimate.changed(_setter("data", sequence_length=length)(estimate.config))

@@ -11,6 +11,7 @@ ranks can use, kernels of experts, the schedule) and notes it in the same `Plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,10 +105,14 @@ class Plan:
         return computed_dtype(self.config, self.machine.cuda)
 
     @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.config.data.sequence_length
+
+    @property
     def tokens(self) -> int:
         """Of a rank, in the forward of a micro-batch."""
-        batch = self.config.training.per_device_train_batch_size
-        return self.degrees.tokens_per_rank(batch * self.config.data.sequence_length)
+        return self.degrees.tokens_per_rank(math.prod(self.config.micro_batch_shape))
 
     @property
     def candidate(self) -> Candidate:
@@ -183,10 +188,10 @@ def resolve(
     _check_whole_experts(config, blueprint, degrees)
     _check_model_has(config, blueprint, degrees)
     check_offloaded_experts(config, config.training.computes_in_bf16(machine.cuda))
-    check_offload_layouts(config, layouts, config.moe.schedule == "two-batch")
+    check_offload_layouts(config, layouts, config.moe.two_batch)
     if machine.device is not None:
         config = with_speeds(config, machine.device, gather(device_name(machine.device)), decisions)
-    batch_sizes = config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees)
+    batch_sizes = config.batch_sizes(degrees)
     _check_halves(config, batch_sizes)
     sequence_parallel = divides_tokens(config, degrees, model)
     if degrees.tp > 1:
@@ -226,7 +231,7 @@ def resolve(
 
 def _check_whole_experts(config: Config, blueprint: Blueprint, degrees: Degrees) -> None:
     uneven = any(number % degrees.ep for number in blueprint.expert_counts.values())
-    if uneven and (config.adapter.kind is not None or config.memory.experts != "device"):
+    if uneven and (config.adapter.is_used or config.memory.experts != "device"):
         raise ValueError(
             f"parallelism.ep_size = {degrees.ep} does not divide the experts, which neither adapters nor "
             "memory.experts = 'host' or 'disk' know: choose an ep_size that does"
@@ -234,8 +239,7 @@ def _check_whole_experts(config: Config, blueprint: Blueprint, degrees: Degrees)
 
 
 def _check_halves(config: Config, batch_sizes: tuple[int, ...]) -> None:
-    halves = config.moe.schedule == "two-batch" and config.training.gradient_accumulation_steps == 1
-    if halves and min(batch_sizes) == 1:
+    if config.runs_halves and min(batch_sizes) == 1:
         one = "by parallelism.rank_speeds a rank has one sequence" if max(batch_sizes) > 1 else "it has one sequence"
         raise ValueError(
             f"moe.schedule = 'two-batch' cuts each rank's only micro-batch in two, but {one}: set "
@@ -360,10 +364,10 @@ def check_offloaded_experts(config: Config, bf16: bool) -> None:
     Args:
         bf16: the run computes in bfloat16."""
     training, memory, why = config.training, config.memory, None
-    stored = config.model.dtype or "float32"
+    stored = config.model.stored_dtype
     if memory.experts == "device":
         return
-    trained = config.adapter.kind is None and training.freeze != "experts"
+    trained = not config.adapter.is_used and training.freeze != "experts"
     if trained and not training.optimizer_in_backward:
         why = (
             "they are trained, and their gradients would be on the device all together; set "
@@ -374,7 +378,7 @@ def check_offloaded_experts(config: Config, bf16: bool) -> None:
             "they are trained, so that they change in each step, and none can stay on the device "
             "(memory.expert_device_memory)"
         )
-    elif config.moe.schedule == "two-batch":
+    elif config.moe.two_batch:
         why = "two batches are at two layers at the same time; choose another moe.schedule"
     elif training.torch_compile:
         why = "compiled layers hold their parameters; set training.torch_compile=false"
@@ -401,5 +405,5 @@ def disk_folder(config: Config) -> Path:
         if not folder.is_dir():
             raise ValueError(f"memory.disk_folder = {folder}: there is no such folder; make it, or name another one")
         return folder
-    folder = Path(config.training.output_dir).absolute()
+    folder = config.training.folder.absolute()
     return next(one for one in (folder, *folder.parents) if one.is_dir())

@@ -29,11 +29,11 @@ from carpool.train.config.fine_tuning import of_adapter
 from carpool.train.config.schema import Config
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus, check_encoder
-from carpool.train.data.loader import TrainLoader
+from carpool.train.data.loader import train_loader
 from carpool.train.data.rows import are_packed
 from carpool.train.data.sequences import train_sequences
 from carpool.train.data.sources import find_sources
-from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, imagine_machine
 from carpool.train.launch.ranks import from_rank_0, gather
@@ -75,14 +75,14 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
         ValueError: it cannot be."""
     if checkpoint is None and config.adapter.path is not None:
         of_adapter(config.adapter.path, config.adapter.model_dump())
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
-    check_encoder(config.data, tokenizer, config.model.path)
+    tokenizer = tokenizer_of(config)
+    check_encoder(config, tokenizer)
     blueprint = Blueprint.of_config(config, tokenizer)
     if isinstance(blueprint.source, Path):
         check_weights(blueprint.source, blueprint.model)
     plan = resolve(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
     # Adapters are not in the blueprint, and stages name what they have.
-    if checkpoint is not None and config.adapter.kind is None and plan.degrees.pp == 1:
+    if checkpoint is not None and not config.adapter.is_used and plan.degrees.pp == 1:
         check_model(checkpoint, blueprint.model)
     check_sequences(plan, are_packed(config.data))
     check_amount(plan, tokenizer)
@@ -106,19 +106,14 @@ def check_fits(plan: Plan) -> None:
 def check_amount(plan: Plan, tokenizer: Tokenizer) -> None:
     """Raise ValueError if one step takes more sequences than there are. Of little data alone: it is read for that, as
     the run will read it, and nothing is kept."""
-    config, training = plan.config, plan.config.training
+    config = plan.config
     sources = find_sources(config.data.train, "data.train")
     if sum(size for source in sources for _, size, _ in source.signature()) > LITTLE:
         return
     with tempfile.TemporaryDirectory() as folder:
         data = config.data.model_copy(update={"cache_dir": folder})
         sequences = train_sequences(corpora.prepare(data, tokenizer, config.model.path), data)
-        TrainLoader(
-            sequences,
-            batch_size=training.per_device_train_batch_size,
-            accumulation=training.gradient_accumulation_steps,
-            dp_size=plan.degrees.dp,
-        )
+        train_loader(config, sequences, plan.degrees.dp)
 
 
 def check_sequences(plan: Plan, packed: bool) -> None:
@@ -145,7 +140,7 @@ def find_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
         ValueError: none is there, it is damaged, these settings do not go on from it, a run is in the folder now, or a
             start where one was."""
     training = config.training
-    folder = Path(training.output_dir)
+    folder = training.folder
     check_idle(folder)
     checkpoints = CheckpointManager(folder, training.save_total_limit)
     found = checkpoint_to_resume(training.resume_from_checkpoint, folder, checkpoints)
@@ -158,7 +153,7 @@ def find_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
 
 def decisions_from(config: Config, checkpoint: Path | None) -> Decisions:
     """What was chosen in the run that this checkpoint is of, to be taken again."""
-    return decisions_of([] if checkpoint is None else [checkpoint.parent.parent, Path(config.training.output_dir)])
+    return decisions_of([] if checkpoint is None else [checkpoint.parent.parent, config.training.folder])
 
 
 LITTLE = 1 << 20  # bytes of files that are read before a run

@@ -135,7 +135,7 @@ def _by_rule(
 
 def computed_dtype(config: Config, cuda: bool) -> torch.dtype:
     """In which experts compute, and tokens travel before a codec."""
-    name = "bfloat16" if config.training.computes_in_bf16(cuda) else config.model.dtype or "float32"
+    name = "bfloat16" if config.training.computes_in_bf16(cuda) else config.model.stored_dtype
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -149,7 +149,7 @@ def most_tokens(config: Config, degrees: Degrees) -> int:
 
 def _step_tokens(config: Config, degrees: Degrees) -> int:
     """Of training alone."""
-    largest = max(config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees))
+    largest = max(config.batch_sizes(degrees))
     return degrees.tokens_per_rank(largest * config.data.sequence_length)
 
 

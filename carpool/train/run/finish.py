@@ -74,7 +74,7 @@ def _evaluate(run: Run) -> None:
         with eagerly(), run.built.objective.cast(run.built.device), nullcontext() if context is None else context.off():
             text = sample(
                 run.built.model, run.tokenizer, training.sample_prompt, max_new_tokens=training.sample_tokens,
-                seed=training.seed, context=run.config.data.sequence_length,
+                seed=training.seed, context=run.plan.sequence_length,
             )  # fmt: skip
         run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
 

@@ -110,7 +110,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.training.output_dir)
+        return self.config.training.folder
 
     @property
     def main(self) -> bool:

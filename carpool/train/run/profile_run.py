@@ -40,7 +40,7 @@ PROFILE = "profile"
 def check_profile(config: Config, fixed: Collection[str]) -> None:
     """Raise ValueError for what the ranks of this machine would refuse before their first step
     (`carpool.train.plan.start_checks`). The run in the folder stays as it is, whatever it is."""
-    folder = Path(config.training.output_dir)
+    folder = config.training.folder
     config = _as_profiled(config, folder, folder / PROFILE)
     resume = config.training.resume_from_checkpoint
     if resume is not None:
@@ -71,7 +71,7 @@ def profile(
         raise ValueError(f"--steps {steps} must be 2 or more: one to warm up, and one that is recorded")
     disable_progress_bar()
     _check_profiler()
-    folder = Path(config.training.output_dir)
+    folder = config.training.folder
     recorded = folder / PROFILE
     if dist.get_rank() == 0:
         recorded.mkdir(parents=True, exist_ok=True)

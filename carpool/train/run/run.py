@@ -34,7 +34,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import check_steps_left
 from carpool.train.config.schema import Config
-from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
 from carpool.train.launch.ranks import from_rank_0, gather
 from carpool.train.launch.stopping import Stopped
@@ -134,14 +134,14 @@ def plan_on_ranks(
     """(the plan, the tokenizer, the checkpoint to go on from, what that says beside weights). `resumes`: the run may
     go on from a checkpoint."""
     check_same_settings(config, compare_with)
-    folder = Path(config.training.output_dir)
+    folder = config.training.folder
     if why := gather(why_not_writable(folder) if dist.get_rank() == 0 else None)[0]:
         raise ValueError(f"training.output_dir = {folder}: {why}; choose another folder")
     # Together the ranks look again when the model is there.
     check_choices(config, compare_with)
     machine = find_machine(config.parallelism, rank_device())
     resume, saved = from_rank_0(lambda: find_checkpoint(config)) if resumes else (None, {})
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    tokenizer = tokenizer_of(config)
     blueprint = Blueprint.of_config(config, tokenizer)
     decisions = decisions_from(config, resume)
     plan = resolve(config, machine, blueprint, decisions, fixed, measure_on_small_model)
@@ -189,12 +189,12 @@ def _older(checkpoints: CheckpointManager, checkpoint: Path) -> str:
 
 def _facts(plan: Plan, built: Built) -> Facts:
     """What the cost of a layout depends on in this run."""
-    layer, training = built.rides[0], plan.config.training
+    layer = built.rides[0]
     speeds = plan.config.parallelism.rank_speeds
     elements = layer.layout.slices * sum(math.prod(one.shape[1:]) for one in layer.experts.parameters())
     return Facts(
         transport=built.transport.answer, topology=built.ep_topology, tokens=plan.tokens,
-        micro_batches=training.gradient_accumulation_steps, top_k=plan.blueprint.top_k,
+        micro_batches=plan.candidate.accumulation, top_k=plan.blueprint.top_k,
         hidden=plan.blueprint.row_size, element_size=plan.dtype.itemsize, codecs=built.options.codecs,
         expert_elements=elements, hardware=plan.machine.hardware,
         speeds=tuple(speeds[rank] for rank in ranks_of(layer.group)) if isinstance(speeds, tuple) else (),

@@ -153,7 +153,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
             "memory_per_rank_bytes": plan.estimate(layer.transport.name, plan.data_parallel.answer),
             "copies_per_token_uniform": degrees.etp
             * layer.transport.copies_per_token(layer.num_experts, blueprint.top_k, degrees.ep),
-            "flops_per_token": flops_per_token(blueprint.size, config.data.sequence_length),
+            "flops_per_token": flops_per_token(blueprint.size, plan.sequence_length),
         },
         "peak_flops": peak,
         "peak_flops_source": peak_source,
@@ -172,13 +172,11 @@ def lossy_reasons(run: Run) -> list[str]:
     """What in a run changes the model's function or its update."""
     built, training = run.built, run.config.training
     lossy = [*built.optimizer.describe()[1], *built.lossy, *built.options.lossy_reasons]
-    halves = built.schedule.answer.name == "two-batch" and training.gradient_accumulation_steps == 1
+    halves = built.schedule.answer.name == "two-batch" and run.plan.candidate.accumulation == 1
     if halves and built.objective.aux_coef:
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
     if training.grad_clipping == "delayed" and training.max_grad_norm:
         lossy.append("gradients are clipped by the norm of the step before")
-    if run.config.adapter.base_dtype is not None:
-        lossy.append(f"the frozen experts are stored in {run.config.adapter.base_dtype}")
     return lossy
 
 
@@ -192,10 +190,9 @@ def write_files(run: Run, info: dict[str, Any]) -> None:
     replace_text(run.folder / INFO, json.dumps(info, indent=1) + "\n")
     replace_text(run.folder / CONFIG, run.config.to_toml())
     replace_text(run.folder / LAYOUT, json.dumps(run.layouts().to_dict()) + "\n")
-    path = None if run.config.model.from_scratch else run.config.model.path
     data = run.config.data
     end = None if data.eos_token is None else run.tokenizer.eos_id
-    keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name, data.chat_template, end)
+    keep_source(run.folder, run.config.model.weights, run.tokenizer.name, data.chat_template, end)
 
 
 def record_graphs(run: Run, why_not: str | None) -> None:
@@ -259,8 +256,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
     transport, placement = info["transport"], config.placement
     lines = plan.describe()
     say = lines.append
-    if config.model.path is not None and config.model.from_scratch:
-        say(f"from scratch: {config.model.path} has a config.json and no weights")
+    if (folder := config.model.bare_folder) is not None:
+        say(f"from scratch: {folder} has a config.json and no weights")
     if (narrow := config.model.travel_size) is not None:
         say(f"ANOTHER MODEL: tokens are projected to {narrow} elements before they travel (model.travel_size)")
     if built.adapted:
@@ -283,7 +280,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(f"transport {transport['name']} sends it {copies:.2f} times, and not once to each of these")
     if size := transport["buffer_bytes"]:
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {_options(run).max_tokens:,} tokens")
-    compiles_again = config.training.torch_compile and config.memory.layer_activations == "recompute"
+    compiles_again = plan.candidate.compiled and config.memory.layer_activations == "recompute"
     if compiles_again and any(shards_inside(layer) for layer in decoder_layers(built.model)):
         say("layers are computed again eagerly, and not compiled: FSDP shards their experts by themselves")
     if config.memory.budget is not None:
