@@ -129,7 +129,7 @@ class MoE(LayerModule):
         if shared_intermediate_size < 0:
             raise ValueError(f"{shared_intermediate_size=} must be 0 (no shared expert) or more")
         if travel_size < 0:
-            raise ValueError(f"{travel_size=} must be 0 (rows travel as they are) or more")
+            raise ValueError(f"{travel_size=} must be 0 (hidden states are sent as they are) or more")
         layout = layout or ExpertLayout.contiguous(num_experts, num_ranks)
         if (layout.num_experts, layout.num_ranks) != (num_experts, num_ranks):
             raise ValueError(

@@ -195,7 +195,7 @@ def show(result: Result, console: Console | None = None) -> None:
     console.print(
         f"\nms: median of {settings['rounds']} rounds of {settings['steps']} steps, smallest and largest; speed: times "
         "that of the first row; rides, exposed: of one step under the profiler, and of these what nothing ran beside; "
-        "sent: by rides and copies of experts in a step of all ranks; same: loss and gradient norm of the first step "
+        "sent: by rides and expert replicas in a step of all ranks; same: loss and gradient norm of the first step "
         f"beside those of the first exact row.\n{libraries()}\n{result.where}",
         highlight=False, markup=False,
     )  # fmt: skip

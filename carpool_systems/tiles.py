@@ -225,8 +225,8 @@ class Tiles(ScheduleKind):
     def check_options(cls, options: TransportOptions) -> None:
         if not options.codecs.plain:
             raise ValueError(
-                "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave "
-                "out the codecs"
+                "hidden states that are sent as FP8 are not sent in tiles (schedule 'tiles'); use 'chunks', or "
+                "leave out the codecs"
             )
 
     @classmethod

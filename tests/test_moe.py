@@ -617,7 +617,7 @@ def test_meshes_that_do_not_fit_are_refused(ranks: Ranks) -> None:
         (torch.tensor(1.0), rf"hidden size is {H}, but x has shape \(\)"),
         (torch.randn(3, H).bfloat16(), "x is torch.bfloat16, the layer's parameters are torch.float32"),
         (torch.randn(3, H, device="meta"), "x is on meta, the layer's parameters are on cpu"),
-        (torch.randn(3, H).to_sparse(), "x is torch.sparse_coo; the layer takes dense tensors"),
+        (torch.randn(3, H).to_sparse(), "x is torch.sparse_coo; the layer takes strided tensors"),
         (torch.randn(3, H).numpy(), rf"x is a ndarray, not a tensor of shape \(..., {H}\)"),
     ],
 )

@@ -284,7 +284,7 @@ class LayerModule(nn.Module):
                 f"x is on {x.device}, the layer's parameters are on {self.up_proj.device}; move one of them"
             )
         if x.layout != torch.strided:
-            raise ValueError(f"x is {x.layout}; the layer takes dense tensors: pass x.to_dense()")
+            raise ValueError(f"x is {x.layout}; the layer takes strided tensors: pass x.to_dense()")
 
     def _prepare(self) -> Transport:
         core = self.core

@@ -219,7 +219,7 @@ def agree(reports: Sequence[Whereabouts]) -> Topology:
     if len(by_source) > 1:
         said = "; ".join(f"ranks {_few(ranks)} by {source}" for source, ranks in by_source.items())
         raise ValueError(
-            f"the ranks do not agree on how nodes are told apart: {said}. Start all ranks with the same launcher and "
+            f"the ranks do not agree on which of them share a node: {said}. Start all ranks with the same launcher and "
             f"the same configuration, or {SAY_NODES}, for all"
         )
     counts = Counter(report.node for report in reports)

@@ -211,8 +211,8 @@ def print_table(result: Placement, console: Console | None = None, *, every_laye
     for row in {row.solver: row for row in result.rows if row.unavailable}.values():
         console.print(f"{row.solver} is not available: {row.unavailable}", highlight=False, markup=False)
     console.print(
-        "copies: ranks that serve a token; remote, nodes: rows per token to other ranks and nodes; load: fullest rank "
-        "by the mean (of several layers, the largest); intra: pairs of a token's experts that one rank serves; "
+        "copies: ranks that serve a token; remote, nodes: sends per token to other ranks and nodes; load: largest of a "
+        "rank by the mean (of several layers, the largest); intra: pairs of a token's experts that one rank serves; "
         "modelled: one layer, forward and backward; in brackets: on the half that was solved"
         + ("; *: the best there" if every_layer else ""),
         highlight=False,

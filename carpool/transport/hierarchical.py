@@ -191,7 +191,7 @@ class Hierarchical(MultiHop):
             raise BufferOverflowError(
                 f"rows had no place: transport 'hierarchical' sends {room.capacity} rows to each other node, and "
                 f"{rows} were needed. The outputs and gradients since then are NaN. Raise capacity "
-                "(HierarchicalOptions), or leave it out: then there is a row for each token",
+                "(HierarchicalOptions), or leave it out: then it suffices for all tokens",
                 rows,
             )
 

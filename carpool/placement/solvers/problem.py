@@ -53,8 +53,8 @@ class Problem:
             given = list(self.experts_per_rank)
             if len(given) != self.num_ranks or min(given) < 0 or sum(given) < self.trace.num_experts:
                 raise ValueError(
-                    f"experts_per_rank must be {self.num_ranks} numbers that leave room for {self.trace.num_experts} "
-                    f"experts, not {given}"
+                    f"experts_per_rank must be {self.num_ranks} numbers with a sum of at least "
+                    f"the {self.trace.num_experts} experts, not {given}"
                 )
         if self.extra_slots < 0:
             raise ValueError(f"extra_slots must be 0 or more, not {self.extra_slots}")
