@@ -81,8 +81,9 @@ class ExpertProblem:
         transposed: bool = False,
         ranks: tuple[int, int] = (0, 0),
         frozen: bool = False,
+        seed: int = 0,
     ) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         self.slot_RJ, slots = draw_slots(pattern, generator) if isinstance(pattern, str) else pattern
         self.function, self.dtype = ExpertFunction(activation, transposed), dtype
         self.wanted_R = (self.slot_RJ >= 0).any(1)
@@ -171,10 +172,17 @@ class ExpertProblem:
     def expected(self) -> dict[str, torch.Tensor]:
         return self.run(ReferenceExperts(self.function), False, True, dtype=torch.float64)
 
-    def check(self, got: dict[str, torch.Tensor], tolerance: float, all_rows: bool, kinked: bool = False) -> None:
+    def check(
+        self,
+        got: dict[str, torch.Tensor],
+        tolerance: float,
+        all_rows: bool,
+        kinked: bool = False,
+        want: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         """Largest error over largest value; of root mean squares, if `kinked`: where a pre-activation is rounded past a
-        kink, the slope there is another one, and that element is as wrong as can be."""
-        want = self.expected()
+        kink, the slope there is another one, and that element is as wrong as can be. `want`: default: `expected`."""
+        want = self.expected() if want is None else want
         assert set(got) == set(want)
         for name, tensor in got.items():
             assert tensor.shape == want[name].shape, name

@@ -16,13 +16,11 @@ from carpool.experts import (
     ACTIVATIONS,
     Activation,
     ExpertFunction,
-    Experts,
     ExpertWeights,
     exact_experts,
     make_activation,
     make_experts,
 )
-from carpool.experts.base import NUM_TRAINED
 from carpool.experts.gemm.choices import STAGES, WAYS, Choices, default_choices
 from carpool.experts.gemm.grouped import GroupedExperts, grouped_mm, grouped_outer
 from carpool.experts.gemm.measure_choices import _Problem, measure_choices, pick
@@ -42,83 +40,34 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
 BF16_FACTOR = 1.0
 
 
-class Setting:
-    """Inputs of one computation, drawn in float64 and rounded to `dtype`."""
+def problem_of(pattern: str, spec: Spec, dtype: torch.dtype, transposed: bool = False, seed: int = 0) -> ExpertProblem:
+    activation = make_activation(spec.activation, spec.gated)
+    return ExpertProblem(pattern, spec.hidden, spec.inner, activation, spec.bias, dtype, transposed, seed=seed)
 
-    def __init__(self, pattern: str, spec: Spec, dtype: torch.dtype, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.spec, self.dtype = spec, dtype
-        self.slot_RJ, slots = draw_slots(pattern, generator)
-        rows, width = len(self.slot_RJ), spec.inner * (2 if spec.gated else 1)
 
-        def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
-            return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+def formulas(problem: ExpertProblem, spec: Spec, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """The answer by formulas and autograd; in another dtype than float64 it is the path that nobody fused."""
 
-        self.x, self.dpartial = draw(rows, spec.hidden), draw(rows, spec.hidden)
-        self.weight = (0.1 + torch.rand(self.slot_RJ.shape, generator=generator, dtype=torch.float64)).to(
-            torch.float64 if dtype == torch.float64 else torch.float32
+    def turn(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return (
+            tensor.transpose(1, 2) if problem.function.transposed and name.endswith(("proj", "up", "down")) else tensor
         )
-        self.weight[self.slot_RJ < 0] = 0
-        self.weights = {
-            "up_proj": draw(slots, width, spec.hidden, scale=spec.hidden**-0.5),
-            "down_proj": draw(slots, spec.hidden, spec.inner, scale=spec.inner**-0.5),
-        }
-        if spec.bias:
-            self.weights |= {"up_bias": draw(slots, width), "down_bias": draw(slots, spec.hidden)}
 
-    def run(self, experts: Experts, transposed: bool, device: str = "cpu") -> dict[str, torch.Tensor]:
-        """Forward and backward by `experts`; gradients of weights as (out, in) whatever their storage."""
-        stored = {n: w.to(device) for n, w in self.weights.items()}
-        if transposed:
-            stored |= {n: stored[n].transpose(1, 2).contiguous() for n in ("up_proj", "down_proj")}
-        weights = ExpertWeights.of(stored.get(n) for n in ("up_proj", "down_proj", "up_bias", "down_bias"))
-        pairs = int((self.slot_RJ >= 0).sum())
-        arrivals = Arrivals(Rows.of(self.x.to(device)), self.slot_RJ.to(device), self.weight.to(device), pairs)
-        # What is not written stays garbage, and is found.
-        partial, dx = (torch.full_like(arrivals.rows.data, torch.nan) for _ in range(2))
-        saved = experts.forward(arrivals, weights, partial)
-        dpartial = Rows.of(self.dpartial.to(device))
-        dweight, finish = experts.backward(saved, arrivals.rows, weights, dpartial, dx, True)
-        assert finish is not None
-        gradients = finish()
-        found = dict(zip(NAMES, (partial, dx, dweight, *gradients[:NUM_TRAINED]), strict=True))
-        if transposed:
-            found |= {n: found[n].transpose(1, 2) for n in ("dup", "ddown")}
-        return {n: t.cpu() for n, t in found.items() if t is not None}
-
-    def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-        """The same by formulas and autograd; in another dtype than float64 it is the path that nobody fused."""
-        leaves = {n: w.to(dtype, copy=True).requires_grad_() for n, w in self.weights.items()}
-        x = self.x.to(dtype, copy=True).requires_grad_()
-        weight = self.weight.to(dtype, copy=True).requires_grad_()
-        partial = torch.zeros_like(x)
-        for slot in range(len(leaves["up_proj"])):
-            row, column = (self.slot_RJ == slot).nonzero(as_tuple=True)
-            out = expert(self.spec, leaves, slot, x[row]) * weight[row, column].unsqueeze(1)
-            partial = partial + torch.zeros_like(x).index_put((row,), out, accumulate=True)
-        inputs = [x, weight, *leaves.values()]
-        if not partial.requires_grad:
-            gradients = [torch.zeros_like(t) for t in inputs]
-        else:
-            gradients = list(torch.autograd.grad(partial, inputs, self.dpartial.to(dtype), materialize_grads=True))
-        return dict(zip(NAMES, (partial.detach(), *gradients), strict=False))
-
-
-def check(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float, setting: Setting) -> None:
-    assert set(got) == set(want)
-    for name, tensor in got.items():
-        assert tensor.shape == want[name].shape, name
-        if tensor.numel():
-            error = (tensor.double() - want[name].double()).abs().max()
-            scale = float(want[name].abs().max()) or 1e-30
-            assert error <= tolerance * scale, f"{name}: error {error / scale:.1e}, allowed {tolerance:.0e}"
-    absent = setting.slot_RJ < 0
-    assert not got["dweight"][absent].any(), "a weight that nobody uses has no gradient"
-    assert not got["partial"][absent.all(1)].any() and not got["dx"][absent.all(1)].any()
-
-
-def functions(transposed: bool, spec: Spec) -> ExpertFunction:
-    return ExpertFunction(make_activation(spec.activation, spec.gated), transposed)
+    named = zip(("up_proj", "down_proj", "up_bias", "down_bias"), problem.weights, strict=False)
+    leaves = {n: turn(n, w).to(dtype, copy=True).requires_grad_() for n, w in named if w is not None}
+    x = problem.x_RH.to(dtype, copy=True).requires_grad_()
+    weight = problem.weight_RJ.to(dtype, copy=True).requires_grad_()
+    partial = torch.zeros_like(x)
+    for slot in range(len(leaves["up_proj"])):
+        row, column = (problem.slot_RJ == slot).nonzero(as_tuple=True)
+        out = expert(spec, leaves, slot, x[row]) * weight[row, column].unsqueeze(1)
+        partial = partial + torch.zeros_like(x).index_put((row,), out, accumulate=True)
+    inputs = [x, weight, *leaves.values()]
+    if not partial.requires_grad:
+        gradients = [torch.zeros_like(t) for t in inputs]
+    else:
+        gradients = list(torch.autograd.grad(partial, inputs, problem.dpartial_RH.to(dtype), materialize_grads=True))
+    return {n: turn(n, t) for n, t in zip(NAMES, (partial.detach(), *gradients), strict=False)}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -131,10 +80,10 @@ def test_every_pattern_equals_the_formulas(name: str, pattern: str) -> None:
                 for bias in (True, False):
                     hidden, inner = sizes[(i + gated + 2 * transposed + bias) % len(sizes)]
                     spec = Spec(hidden=hidden, inner=inner, activation=activation, gated=gated, bias=bias)
-                    for dtype in TOLERANCE:
-                        setting = Setting(pattern, spec, dtype, seed=i)
-                        got = setting.run(make_experts(name, functions(transposed, spec)), transposed)
-                        check(got, setting.expected(), TOLERANCE[dtype], setting)
+                    for dtype, tolerance in TOLERANCE.items():
+                        problem = problem_of(pattern, spec, dtype, transposed, seed=i)
+                        got = problem.run(make_experts(name, problem.function), False, all_rows=True)
+                        problem.check(got, tolerance, True, want=formulas(problem, spec))
 
 
 @pytest.mark.parametrize("name", exact_experts())
@@ -144,9 +93,9 @@ def test_bf16_is_no_worse_than_a_path_that_nobody_fused(name: str, sizes: tuple[
     errors: dict[str, list[tuple[float, float]]] = {}
     for seed in range(12):
         spec = Spec(hidden=sizes[0], inner=sizes[1], bias=seed % 2 == 1)
-        setting = Setting("random", spec, torch.bfloat16, seed)
-        exact, plain = setting.expected(), setting.expected(torch.bfloat16)
-        for key, tensor in setting.run(make_experts(name, functions(False, spec)), False).items():
+        problem = problem_of("random", spec, torch.bfloat16, seed=seed)
+        exact, plain = formulas(problem, spec), formulas(problem, spec, torch.bfloat16)
+        for key, tensor in problem.run(make_experts(name, problem.function), False, all_rows=True).items():
             ours, theirs = ((t.double() - exact[key]).square().mean().item() for t in (tensor, plain[key]))
             errors.setdefault(key, []).append((ours, theirs))
     for key, squares in errors.items():
@@ -156,14 +105,14 @@ def test_bf16_is_no_worse_than_a_path_that_nobody_fused(name: str, sizes: tuple[
 
 @pytest.mark.parametrize("name", exact_experts())
 def test_gradients_of_weights_only_where_asked(name: str) -> None:
-    setting = Setting("random", Spec(hidden=20, inner=12, bias=True), torch.float32)
-    experts = make_experts(name, functions(False, setting.spec))
-    weights = ExpertWeights(*setting.weights.values())
-    arrivals = Arrivals(Rows.of(setting.x), setting.slot_RJ, setting.weight, int((setting.slot_RJ >= 0).sum()))
-    saved = experts.forward(arrivals, weights, torch.empty_like(setting.x))
-    dx = torch.empty_like(setting.x)
-    dweight, gradients = experts.backward(saved, arrivals.rows, weights, Rows.of(setting.dpartial), dx, False)
-    want = setting.expected()
+    spec = Spec(hidden=20, inner=12, bias=True)
+    problem = problem_of("full", spec, torch.float32)
+    experts, x = make_experts(name, problem.function), Rows.of(problem.x_RH)
+    arrivals = Arrivals(x, problem.slot_RJ, problem.weight_RJ, problem.slot_RJ.numel())
+    saved = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH))
+    dx = torch.empty_like(problem.x_RH)
+    dweight, gradients = experts.backward(saved, x, problem.weights, Rows.of(problem.dpartial_RH), dx, False)
+    want = formulas(problem, spec)
     torch.testing.assert_close(dx.double(), want["dx"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dweight.double(), want["dweight"], rtol=1e-4, atol=1e-5)
     if name == "grouped":
@@ -436,7 +385,7 @@ def test_on_a_cpu_there_is_nothing_to_choose() -> None:
     cpu = torch.device("cpu")
     assert default_choices(cpu, 16) == Choices()
     with pytest.raises(ValueError, match="by measurement on a GPU, not on cpu"):
-        measure_choices(8, 64, 32, 4, 2, functions(False, Spec()), cpu)
+        measure_choices(8, 64, 32, 4, 2, ExpertFunction(make_activation("silu", True)), cpu)
 
 
 # -- CUDA -----------------------------------------------------------------------------------------------------------
@@ -449,12 +398,12 @@ def test_cuda_equals_the_formulas_and_itself(pattern: str) -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         for hidden, inner, bias, transposed in ((64, 40, True, False), (64, 40, False, True), (37, 19, True, False)):
             spec = Spec(hidden=hidden, inner=inner, bias=bias)
-            setting = Setting(pattern, spec, dtype)
+            problem = problem_of(pattern, spec, dtype, transposed)
             for name in exact_experts():
-                got = setting.run(make_experts(name, functions(transposed, spec)), transposed, "cuda")
-                check(got, setting.expected(), tolerance, setting)
+                experts = make_experts(name, problem.function)
+                got, again = (problem.run(experts, False, True, "cuda", may_wait=True) for _ in range(2))
+                problem.check(got, tolerance, True, want=formulas(problem, spec))
                 if name == "grouped":
-                    idle = [s for s in range(len(got["dup"])) if not (setting.slot_RJ == s).any()]
+                    idle = [s for s in range(len(got["dup"])) if not (problem.slot_RJ == s).any()]
                     assert not got["dup"][idle].any() and not got["ddown"][idle].any()
-                    again = setting.run(make_experts(name, functions(transposed, spec)), transposed, "cuda")
                     assert all(torch.equal(got[key], again[key]) for key in got), "bitwise equal twice"
