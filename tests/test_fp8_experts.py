@@ -27,8 +27,7 @@ from carpool.experts import (
 from carpool.experts.fp8 import fp8_experts as fp8
 from carpool.experts.fp8 import fp8_products as fp8_stages
 from carpool.experts.pairs import sort_pairs
-from carpool.kernels.packets import packet_bytes, quantise, unpack
-from carpool.kernels.packing import pack
+from carpool.kernels.packets import pack, packet_bytes, quantise, unpack
 from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup

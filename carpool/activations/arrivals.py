@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from carpool.kernels.packing import pack
+from carpool.kernels.packets import pack
 
 
 class Memory(Protocol):

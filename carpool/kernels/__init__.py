@@ -1,6 +1,7 @@
 """What the kernels of several packages share: launching, multiprocessor budgets, ordered sums, signals.
 
-Here, without PyTorch, is what hosts and kernels agree upon about signals; `signals.py` is the waiting itself."""
+Here, without PyTorch, is what hosts and kernels agree upon: about signals, of which `signals.py` is the waiting itself,
+and about packets (`packets.py`)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
 MAX_CTAS = 64  # programs of a verb
 MAX_PARTS = 16  # of a ride
+
+GROUP = 128  # columns of a packet that share a scale
+FP8_MAX = 448.0  # the largest number that FP8 (e4m3) has
 
 
 class Awaited(NamedTuple):

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.kernels import packets
+from carpool import kernels
 from carpool.kernels.quick import cdiv, quick
 
-GROUP = tl.constexpr(packets.GROUP)
-FP8_MAX = tl.constexpr(packets.FP8_MAX)
+GROUP = tl.constexpr(kernels.GROUP)
+FP8_MAX = tl.constexpr(kernels.FP8_MAX)
 
 
 @quick
@@ -68,7 +68,7 @@ def launch_quantise(
     rows, hidden = x_TH.shape
     packet_TB = torch.empty(rows, packet_bytes, dtype=torch.uint8, device=x_TH.device)
     if rows:
-        grid = (cdiv(rows, 32), cdiv(hidden, packets.GROUP))
+        grid = (cdiv(rows, 32), cdiv(hidden, kernels.GROUP))
         quantise_kernel[grid](
             x_TH, packet_TB, packet_TB if came_W is None else came_W, rows, max(1, slab), H=hidden, BYTES=packet_bytes,
             HAS_CAME=came_W is not None, BR=32, num_warps=4,
@@ -83,6 +83,6 @@ def launch_dequantise(
     rows, packet_bytes = packet_RB.shape
     out_RH = torch.empty(rows, hidden, dtype=dtype, device=packet_RB.device)
     if rows:
-        grid = (cdiv(rows, 32), cdiv(hidden, packets.GROUP))
+        grid = (cdiv(rows, 32), cdiv(hidden, kernels.GROUP))
         dequantise_kernel[grid](packet_RB, came_W, out_RH, rows, slab, H=hidden, BYTES=packet_bytes, BR=32, num_warps=4)
     return out_RH

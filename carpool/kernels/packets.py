@@ -5,8 +5,8 @@ A row of H elements becomes H codes (e4m3) and one float32 scale for each 128 co
 
     H 7168        [7168 codes | 56 scales]  =  7392 bytes instead of 14336
 
-`quantise` and `unpack` define in plain PyTorch what the kernels compute (packet_kernel.py); `pack` (packing.py) is the
-one or the other. LOSSY: a code has three bits behind the point, so an element is off by up to 1/16 of itself, by less
+`quantise` and `unpack` define in plain PyTorch what the kernels compute (packet_kernel.py); `pack` is the one or
+the other. LOSSY: a code has three bits behind the point, so an element is off by up to 1/16 of itself, by less
 on average.
 """
 
@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-GROUP = 128  # columns that share a scale
+from carpool.kernels import FP8_MAX, GROUP
+
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # the largest number that it has
 SMALLEST = 1e-30  # stands for the largest absolute value where all are zero
 
 
@@ -51,3 +51,21 @@ def scales_of(packet_RB: torch.Tensor, hidden: int) -> torch.Tensor:
     """(R, groups) float32, a view."""
     first = scales_at(hidden) // 4
     return packet_RB.view(torch.float32)[:, first : first + -(-hidden // GROUP)]
+
+
+def pack(x_RH: torch.Tensor, came_W: torch.Tensor | None = None, slab: int = 0) -> torch.Tensor:
+    """(R, packet_bytes(H)) uint8.
+
+    Args:
+        came_W: (W,) on the device: how many of each `slab` rows are there; the others' packets may hold anything.
+    """
+    rows, hidden = x_RH.shape
+    if x_RH.is_cuda:
+        from carpool.kernels.packet_kernel import launch_quantise  # Triton, which a CPU can do without
+
+        return launch_quantise(x_RH.contiguous(), packet_bytes(hidden), came_W, slab)
+    packet_RB = torch.zeros(rows, packet_bytes(hidden), dtype=torch.uint8, device=x_RH.device)
+    code_RH, scale_RG = quantise(x_RH)
+    packet_RB[:, :hidden] = code_RH.view(torch.uint8)
+    scales_of(packet_RB, hidden).copy_(scale_RG)
+    return packet_RB

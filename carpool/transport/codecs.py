@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from carpool.kernels.packets import packet_bytes, unpack
-from carpool.kernels.packing import pack
+from carpool.kernels.packets import pack, packet_bytes, unpack
 from carpool.plugins import Registry
 from carpool.plugins.nearest import nearest
 

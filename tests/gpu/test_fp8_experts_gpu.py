@@ -16,8 +16,8 @@ from carpool.experts import FP8Experts
 from carpool.experts.fp8 import fp8_products as fp8_stages
 from carpool.experts.fp8.fp8_products import Columns, Quantised
 from carpool.experts.pairs import sort_pairs
-from carpool.kernels.packets import FP8, GROUP
-from carpool.kernels.packing import pack
+from carpool.kernels import GROUP
+from carpool.kernels.packets import FP8, pack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 from tests.gpu.test_experts_gpu import routed
 

@@ -21,8 +21,8 @@ from carpool.experts import pairs as sides
 from carpool.experts.fp8 import fp8_products as fp8
 from carpool.experts.fp8.fp8_products import Columns, Quantised
 from carpool.experts.pairs import Pairs, sort_pairs
-from carpool.kernels.packets import GROUP, packet_bytes, unpack
-from carpool.kernels.packing import pack
+from carpool.kernels import GROUP
+from carpool.kernels.packets import pack, packet_bytes, unpack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":

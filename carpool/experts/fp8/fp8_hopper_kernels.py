@@ -44,9 +44,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from carpool.activations import Rows
 from carpool.experts.activation_kernels import _value
+from carpool.kernels import GROUP
 from carpool.kernels.device import processors
 from carpool.kernels.hopper_copies import load_rows, load_tile
-from carpool.kernels.packets import GROUP
 from carpool.kernels.quick import quick
 
 ROWS = 128

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from carpool.activations import Arena, Rows
 from carpool.experts.base import Activation
 from carpool.experts.pairs import Pairs, gather_rows, on_gpu
-from carpool.kernels.packets import FP8, FP8_MAX, GROUP, SMALLEST, quantise, unpack
+from carpool.kernels import FP8_MAX, GROUP
+from carpool.kernels.packets import FP8, SMALLEST, quantise, unpack
 
 
 class Quantised(NamedTuple):

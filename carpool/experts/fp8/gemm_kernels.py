@@ -39,8 +39,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from carpool.activations import Rows
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
+from carpool.kernels import GROUP
 from carpool.kernels.device import processors
-from carpool.kernels.packets import FP8, GROUP
+from carpool.kernels.packets import FP8
 from carpool.kernels.quick import power_of_2, quick
 
 

@@ -22,7 +22,8 @@ from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.fp8.gemm_kernels import _write_group
 from carpool.experts.pair_kernels import programs
-from carpool.kernels.packets import FP8, GROUP, scales_at
+from carpool.kernels import GROUP
+from carpool.kernels.packets import FP8, scales_at
 from carpool.kernels.quick import cdiv, power_of_2, quick
 
 

@@ -21,7 +21,7 @@ import torch
 
 from carpool.activations import Rows
 from carpool.activations.arrivals import Memory
-from carpool.kernels.packing import pack
+from carpool.kernels.packets import pack
 
 
 @dataclass(frozen=True, kw_only=True)
