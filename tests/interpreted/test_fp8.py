@@ -17,10 +17,8 @@ import torch
 
 from carpool.activations import Arena, Rows
 from carpool.experts import Activation, FP8Experts
-from carpool.experts import pairs as sides
 from carpool.experts.fp8 import fp8_products as fp8
 from carpool.experts.fp8.fp8_products import Columns, Quantised
-from carpool.experts.pairs import Pairs, sort_pairs
 from carpool.kernels import GROUP
 from carpool.kernels.packets import pack, packet_bytes, unpack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
@@ -28,37 +26,22 @@ from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slo
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from carpool.experts import sort_kernel
 from carpool.experts.fp8 import gemm_kernels as fp8_gemm_kernels
 from carpool.kernels.packet_kernel import launch_quantise
+from tests.interpreted.test_experts import kernels as expert_kernels
+from tests.interpreted.test_experts import nan_in_fresh_memory, two_sorts  # noqa: F401
 from tests.interpreter_rounding import rounding_as_on_a_gpu
-
-ON_GPU = sides.on_gpu
 
 
 @contextmanager
 def kernels() -> Iterator[None]:
     """Take the CUDA side, with tiles of few rows, so that loops run several times; but for sorting, which is slow."""
-
-    def plain_sort(slot_RJ: torch.Tensor, slots: int, bound: int) -> tuple[torch.Tensor, ...]:
-        with mock.patch.object(sides, "on_gpu", ON_GPU):
-            return sort_pairs(slot_RJ, slots, bound)[1:]
-
     with (
-        mock.patch.object(sides, "on_gpu", lambda _: True),
+        expert_kernels(small_tiles=False),
         mock.patch.object(fp8, "on_gpu", lambda _: True),
-        mock.patch.object(sort_kernel, "sort_pairs", plain_sort),
         mock.patch.object(fp8_gemm_kernels, "tiling", lambda _: fp8_gemm_kernels.Tiling(16)),
     ):
         yield
-
-
-@pytest.fixture(autouse=True)
-def nan_in_fresh_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +62,6 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype
     error = float((got.double() - want.double()).abs().max())
     assert error <= tolerance * float(want.abs().max()), f"{error / float(want.abs().max()):.1e}"
-
-
-def two_sorts(pattern: str, bound: int = 500) -> tuple[Pairs, Pairs, int]:
-    """Exact, as plain PyTorch wants it, and with a bound."""
-    slot_RJ, slots = draw_slots(pattern, torch.Generator().manual_seed(1))
-    count = int((slot_RJ >= 0).sum())
-    return sort_pairs(slot_RJ, slots, count), sort_pairs(slot_RJ, slots, bound), count
 
 
 # -- one kernel at a time -------------------------------------------------------------------------------------------
