@@ -119,7 +119,7 @@ class OptimizerBase(_Optimizer):
     def groups(cls, named_parameters: Iterable[tuple[str, torch.Tensor]], weight_decay: float) -> list[dict[str, Any]]:
         """Parameter groups: weight decay on matrices only, not on norms, biases and other vectors.
 
-        Parameters on different meshes (dense on fsdp, experts on efsdp x ep) go into different groups, because a fused
+        Parameters on different meshes (experts on efsdp x ep, others on fsdp) go into different groups, because a fused
         update of PyTorch's over DTensors of two meshes is refused."""
         found: dict[tuple[bool, Any], list[torch.Tensor]] = {}
         for name, parameter in named_parameters:

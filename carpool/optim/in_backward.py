@@ -13,8 +13,8 @@ is done: `HELD` times the elements of the largest parameter.
 
     parameters                            their gradient is final                   updated
     of one process, or sharded by FSDP2   when autograd or FSDP2 has it             then
-    experts beside whole dense ones       when autograd has it                      then
-    whole dense ones (`replicated`)       after the reduce-scatters                 in `finish`
+    experts beside whole non-expert ones  when autograd has it                      then
+    whole non-expert ones (`replicated`)  after the reduce-scatters                 in `finish`
 
 What a regular step looks at before its update is looked at between forward and backward: a factor that all ranks agree
 on, and that is NaN if the loss of a rank is not finite or rows of a ride had no place. Then nothing is updated, and the

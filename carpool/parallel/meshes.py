@@ -92,13 +92,13 @@ class StageMeshes:
     the ranks of etp, too: slices of experts are sharded as experts are (carpool/hf/sharding.py).
     """
 
-    def __init__(self, dense: DeviceMesh, experts: DeviceMesh) -> None:
-        self.dense, self.experts = dense, experts
+    def __init__(self, non_experts: DeviceMesh, experts: DeviceMesh) -> None:
+        self.non_experts, self.experts = non_experts, experts
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
-        """The part of the dense mesh with these dimensions; of the experts' mesh if one is efsdp or ep."""
+        """The part with these dimensions of the experts' mesh, if one is efsdp or ep; else of the other."""
         dims = (dims,) if isinstance(dims, str) else dims
-        return (self.experts if {"efsdp", "ep"} & set(dims) else self.dense)[dims]
+        return (self.experts if {"efsdp", "ep"} & set(dims) else self.non_experts)[dims]
 
 
 def make_group(parts: tuple[tuple[int, ...], ...], name: str) -> dist.ProcessGroup:

@@ -89,11 +89,25 @@ class Place:
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are reduced together: columns `start` to `stop` of the gradients by rank."""
+    """Parameters whose gradients are reduced together: columns `start` to `stop` of the gradients by rank.
+
+    Attributes:
+        waiting: by parameter, in the order of micro-batches, the gradients that are not in the buffer yet.
+        came: number of all those.
+        filled: whether the buffer holds gradients of this step.
+        done: whether all gradients of this backward are in the buffer.
+        seen: whether a parameter has had a gradient in this step.
+    """
 
     start: int
     stop: int
     places: list[Place] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """A step begins."""
+        self.seen = [False] * len(self.places)
+        self.waiting: list[list[torch.Tensor]] = [[] for _ in self.places]
+        self.came, self.filled, self.done = 0, False, False
 
 
 class FlatBuffers:
@@ -169,6 +183,20 @@ class FlatBuffers:
         else:
             torch._chunk_cat(list(gradients), 0, self.ranks, out=place_WN)
 
+    def put_waiting(self, bucket: Bucket) -> None:
+        """All that has come goes into the buffer, micro-batch after micro-batch."""
+        for number in range(max(map(len, bucket.waiting))):
+            # A parameter that this micro-batch has not used has no gradient.
+            gradients = [
+                one[number] if number < len(one) else torch.zeros_like(place.whole)
+                for one, place in zip(bucket.waiting, bucket.places, strict=True)
+            ]
+            self.put(bucket, gradients, add=bucket.filled)
+            bucket.filled = True
+        bucket.seen = [seen or bool(one) for seen, one in zip(bucket.seen, bucket.waiting, strict=True)]
+        bucket.waiting = [[] for _ in bucket.waiting]
+        bucket.came, bucket.done = 0, True
+
     def reduce(self, bucket: Bucket) -> dist.Work | None:
         """Begin to sum a bucket over the ranks."""
         mine = self._sums[bucket.start : bucket.stop]
@@ -198,42 +226,6 @@ class FlatBuffers:
 
     def _bucket(self, bucket: Bucket) -> torch.Tensor:
         return self._by_rank[self.ranks * bucket.start : self.ranks * bucket.stop]
-
-
-class _Pass:
-    """The gradients of a bucket that have come and are not put into its buffer yet.
-
-    Attributes:
-        waiting: by parameter, in the order of micro-batches.
-        came: number of all those.
-        filled: whether the buffer holds gradients of this step.
-        done: whether all of this pass are in the buffer.
-        seen: whether a parameter has had a gradient in this step.
-    """
-
-    def __init__(self, buffers: FlatBuffers, bucket: Bucket) -> None:
-        self.buffers, self.bucket = buffers, bucket
-        self.forget()
-
-    def forget(self) -> None:
-        """A step begins."""
-        self.seen = [False] * len(self.bucket.places)
-        self.waiting: list[list[torch.Tensor]] = [[] for _ in self.bucket.places]
-        self.came, self.filled, self.done = 0, False, False
-
-    def put(self) -> None:
-        """All that has come goes into the buffer, micro-batch after micro-batch."""
-        for number in range(max(map(len, self.waiting))):
-            # A parameter that this micro-batch has not used has no gradient.
-            gradients = [
-                one[number] if number < len(one) else torch.zeros_like(place.whole)
-                for one, place in zip(self.waiting, self.bucket.places, strict=True)
-            ]
-            self.buffers.put(self.bucket, gradients, add=self.filled)
-            self.filled = True
-        self.seen = [seen or bool(one) for seen, one in zip(self.seen, self.waiting, strict=True)]
-        self.waiting = [[] for _ in self.waiting]
-        self.came, self.done = 0, True
 
 
 class Replicated:
@@ -268,14 +260,15 @@ class Replicated:
             for (dtype, _), parameters in kinds.items()
         ]
         self._trained = [buffers for buffers in self.buffers if buffers.trained]
-        self._passes = [_Pass(buffers, bucket) for buffers in self._trained for bucket in buffers.buckets]
+        self._buckets = [(buffers, bucket) for buffers in self._trained for bucket in buffers.buckets]
         self._places = [place for buffers in self.buffers for bucket in buffers.buckets for place in bucket.places]
         self._places += self._experts
         self._last, self._at_once, self._next = True, 0, 0
         self._works: list[dist.Work] = []
         self._take_expert: Callable[[nn.Parameter], None] | None = None
-        for number, one in enumerate(self._passes):
-            for index, place in enumerate(one.bucket.places):
+        for number, (_, bucket) in enumerate(self._buckets):
+            bucket.forget()
+            for index, place in enumerate(bucket.places):
                 on_gradient(place.whole, self._take, number, index)
         self._set(shards=False)
         for buffers in self.buffers:
@@ -321,15 +314,15 @@ class Replicated:
         """
         if first:
             self._wait()
-            for one in self._passes:
-                one.forget()
+            for _, bucket in self._buckets:
+                bucket.forget()
             for place in self._experts:
                 place.shard.grad = None
         else:
             self._end_pass()
         self._last, self._at_once, self._next = last, at_once, 0
-        for one in self._passes:
-            one.done = False
+        for _, bucket in self._buckets:
+            bucket.done = False
 
     def _came(self, number: int, whole: torch.Tensor) -> None:
         """An expert parameter's gradient has come."""
@@ -340,30 +333,30 @@ class Replicated:
         self._take_expert(place.shard)
 
     def _take(self, number: int, index: int, parameter: torch.Tensor) -> None:
-        """A dense parameter's gradient has come."""
-        one = self._passes[number]
+        """A non-expert parameter's gradient has come."""
+        buffers, bucket = self._buckets[number]
         assert self._at_once, "a backward without Replicated.begin"
         assert parameter.grad is not None
-        one.waiting[index].append(parameter.grad)
+        bucket.waiting[index].append(parameter.grad)
         parameter.grad = None
-        one.came += 1
-        if one.came == len(one.waiting) * self._at_once:
-            one.put()
+        bucket.came += 1
+        if bucket.came == len(bucket.waiting) * self._at_once:
+            buffers.put_waiting(bucket)
             self._reduce_complete()
 
     def _reduce_complete(self) -> None:
         """Begin to reduce what is complete, in order."""
-        while self._last and self._next < len(self._passes) and self._passes[self._next].done:
-            one = self._passes[self._next]
-            if work := one.buffers.reduce(one.bucket):
+        while self._last and self._next < len(self._buckets) and self._buckets[self._next][1].done:
+            buffers, bucket = self._buckets[self._next]
+            if work := buffers.reduce(bucket):
                 self._works.append(work)
             self._next += 1
 
     def _end_pass(self) -> None:
         """What parameters without a gradient have held up."""
-        for one in self._passes:
-            if not one.done:
-                one.put()
+        for buffers, bucket in self._buckets:
+            if not bucket.done:
+                buffers.put_waiting(bucket)
         self._reduce_complete()
 
     def _wait(self) -> None:
@@ -387,8 +380,8 @@ class Replicated:
         self.drain()
         for buffers in self._trained:
             buffers.finish()
-        for one in self._passes:
-            for place, seen in zip(one.bucket.places, one.seen, strict=True):
+        for _, bucket in self._buckets:
+            for place, seen in zip(bucket.places, bucket.seen, strict=True):
                 place.shard.grad = place.gradient if seen else None
         for place in self._experts:
             grad, place.whole.grad = place.whole.grad, None

@@ -94,9 +94,9 @@ def _train(
             buffers.put = lambda b, g, add, put=put: put(b, [x * (1 + (dist.get_rank() == 1)) for x in g], add)  # type: ignore[method-assign]
     if broken == "bucket":
         # The last is not reduced.
-        last = kept._passes[-1]
-        reduce = last.buffers.reduce
-        last.buffers.reduce = lambda bucket: None if bucket is last.bucket else reduce(bucket)  # type: ignore[method-assign]
+        buffers, last = kept._buckets[-1]
+        reduce = buffers.reduce
+        buffers.reduce = lambda bucket: None if bucket is last else reduce(bucket)  # type: ignore[method-assign]
     addresses = [p.data_ptr() for p in net.parameters()]
     with sharded_parameters(net):
         named = dict(net.named_parameters())
@@ -222,13 +222,13 @@ def test_bfloat16_parameters_have_float32_shards_and_sums(ranks: Ranks) -> None:
 
 
 def _nothing() -> str:
-    with pytest.raises(ValueError, match="nothing to keep whole") as error:
+    with pytest.raises(ValueError, match="nothing to hold whole") as error:
         Replicated(make_net())
     return str(error.value)
 
 
 def test_a_model_that_is_not_sharded_is_refused(ranks: Ranks) -> None:
-    assert "no dense parameter" in ranks(_nothing)[0]
+    assert "no non-expert parameter" in ranks(_nothing)[0]
 
 
 def _put() -> list[Any]:
