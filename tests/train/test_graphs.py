@@ -155,7 +155,7 @@ def test_a_capture_that_fails_leaves_no_gradients_to_wait_for(monkeypatch: pytes
     gradients = ConsumedGradients(model, AdamW(model.parameters()))
     steps = StepGraphs(model, [], lambda *_: None, lambda _: None, consumed=gradients)
     waited: list[Any] = []
-    monkeypatch.setattr(consumed, "_wait", waited.extend)
+    monkeypatch.setattr(consumed, "wait_for", lambda *events: waited.extend(events))
 
     def record(*_: Any) -> None:
         gradients.begin(torch.tensor(True))
