@@ -104,7 +104,7 @@ def gradients_of(case: Case, degrees: Degrees | None, rank: int = 0) -> tuple[An
         losses = objective.backward(batches(case, dp_rank, dp))
     finally:
         while _PATCHED:
-            sequence._Gather.backward = staticmethod(_PATCHED.pop())  # type: ignore[method-assign]
+            sequence._reduce_scatter = _PATCHED.pop()
     return model, losses
 
 
@@ -161,14 +161,14 @@ def _balance_of_every_copy(objective: Objective) -> None:
 
 
 def _partial_taken_for_whole(objective: Objective) -> None:
-    own = sequence._Gather.backward
+    own = sequence._reduce_scatter
 
-    def backward(ctx: Any, dy_TH: torch.Tensor) -> Any:
-        ctx.partial = False
-        return own(ctx, dy_TH)
+    def wrong(x_TH: torch.Tensor, group: Any) -> torch.Tensor:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return sequence.own_rows(x_TH, group) if in_backward else own(x_TH, group)
 
     _PATCHED.append(own)
-    sequence._Gather.backward = staticmethod(backward)  # type: ignore[method-assign]
+    sequence._reduce_scatter = wrong
 
 
 def _duplicates_ride(objective: Objective) -> None:
