@@ -222,7 +222,7 @@ def test_bfloat16_parameters_have_float32_shards_and_sums(ranks: Ranks) -> None:
 
 
 def _nothing() -> str:
-    with pytest.raises(ValueError, match="nothing to hold whole") as error:
+    with pytest.raises(ValueError, match="nothing to keep whole") as error:
         Replicated(make_net())
     return str(error.value)
 
