@@ -43,8 +43,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.script import join_group, make_parser, show, write_results
+from carpool.bench.options import RideShape
 from carpool.bench.routings import make_routings
-from carpool.bench.shapes import RideShape
 from carpool.bench.timing import begin_together, percentile, rounds
 from carpool.bench.transport.ride_check import Case, check, forward_and_backward, oracle
 from carpool.bench.transport.ride_contest import why_unavailable

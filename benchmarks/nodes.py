@@ -43,7 +43,7 @@ import torch.distributed as dist
 from benchmarks.script import join_group, make_parser, show, write_results
 from carpool.bench.hardware.measure_links import Fit, fit, measure_links
 from carpool.bench.hardware.measure_machine import measured_links
-from carpool.bench.shapes import RideShape
+from carpool.bench.options import RideShape
 from carpool.bench.transport.ride_check import Case, check, forward_and_backward, oracle, rows_of
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology

@@ -15,21 +15,19 @@ from typing import Any, ClassVar, Self
 from carpool.bench.options import (
     DTYPES,
     EXPERT_ROUTINGS,
-    ROUTINGS,
-    RankOptions,
-    ShapeOptions,
-    asked,
-    check_contenders,
-    one_of,
-)
-from carpool.bench.shapes import (
     LAYER_SHAPES_CPU,
     LAYER_SHAPES_GPU,
     RIDE_SHAPES_CPU,
     RIDE_SHAPES_GPU,
+    ROUTINGS,
     LayerShape,
+    RankOptions,
     RideShape,
+    ShapeOptions,
+    asked,
+    check_contenders,
     list_shapes,
+    one_of,
 )
 from carpool.plugins.nearest import nearest
 from carpool.train.config import Config, load_config

@@ -24,7 +24,7 @@ _BENCHMARKS: dict[str, tuple[type[Options], tuple[str, ...], str, str]] = {
         "Time how rows travel: all transports side by side, checked, interleaved, beside the ceiling of plain copies.",
     ),
     "experts": (
-        bench_settings.ExpertsSettings, BENCH_PACKAGES, "carpool.bench.moe.experts_contest:benchmark",
+        bench_settings.ExpertsSettings, BENCH_PACKAGES, "carpool.bench.moe.moe_contest:benchmark",
         "Time what experts compute on one device, Carpool's beside transformers'; and see what they keep.",
     ),
     "layer": (

@@ -4,7 +4,6 @@
                     one file; unions and differences of spans of time
     numbers.py      how much of it was exposed; what profile.json says
     kinds.py        kernels by kind, of any model: where the time of a step went
-    simulated.py    a simulated step as if it had been traced
 
 `carpool.train.run.profile_run` records the traces, `carpool.report.profile_page` makes a page of the numbers. Nothing
 here needs PyTorch.

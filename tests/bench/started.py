@@ -44,9 +44,7 @@ def check_fits_on_gpus(config: Config, fixed: Collection[str]) -> None:
 def check_bench(words: Sequence[str], gpus: int) -> None:
     """As `carpool bench ...` on so many GPUs."""
     started: list[object] = []
-    start = (
-        "carpool.bench.moe.experts_contest.benchmark" if words[0] == "experts" else "carpool.bench.contest.start_ranks"
-    )
+    start = "carpool.bench.moe.moe_contest.benchmark" if words[0] == "experts" else "carpool.bench.contest.start_ranks"
     with mock.patch(start, lambda settings, *_, **__: started.append(settings)):
         done = CliRunner().invoke(app, ["bench", *words])
     if done.exit_code:

@@ -15,15 +15,14 @@ from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeCon
 
 from carpool.bench.bench_settings import ExpertsSettings as Settings
 from carpool.bench.bench_settings import LayerSettings
-from carpool.bench.moe.experts_contest import ExpertsBenchmark, carpool_experts, their_experts
 from carpool.bench.moe.module_answers import Case, check, make_module, measure, use
-from carpool.bench.moe.moe_contest import forward_backward
+from carpool.bench.moe.moe_contest import ExpertsBenchmark, carpool_experts, forward_backward, their_experts
 from carpool.bench.moe.moe_results import CaseResult, ContenderResult, Times, show
+from carpool.bench.options import LAYER_SHAPES_CPU as CPU_SHAPES
+from carpool.bench.options import LAYER_SHAPES_GPU as GPU_SHAPES
+from carpool.bench.options import MODELS, list_shapes
+from carpool.bench.options import LayerShape as Shape
 from carpool.bench.plots import write_experts
-from carpool.bench.shapes import LAYER_SHAPES_CPU as CPU_SHAPES
-from carpool.bench.shapes import LAYER_SHAPES_GPU as GPU_SHAPES
-from carpool.bench.shapes import MODELS, list_shapes
-from carpool.bench.shapes import LayerShape as Shape
 from carpool.bench.timing import percentile
 from carpool.experts import EXPERTS, ReferenceExperts
 from tests.bench.commands import bench, lines_of, printed, result_of

@@ -20,8 +20,8 @@ from carpool.bench.contest import OUT_OF_MEMORY, attempt_together, measure_on_ra
 from carpool.bench.moe import layer_contest as layer
 from carpool.bench.moe.layer_contest import BASELINE, LayerBenchmark
 from carpool.bench.moe.moe_contest import Contender, forward_backward
+from carpool.bench.options import LayerShape as Shape
 from carpool.bench.routings import make_routings
-from carpool.bench.shapes import LayerShape as Shape
 from carpool.experts import EXPERTS, ReferenceExperts
 from carpool.layout import ExpertLayout
 from carpool.train.config import load_config

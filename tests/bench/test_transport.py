@@ -25,12 +25,12 @@ from typer.testing import CliRunner
 from carpool import cli
 from carpool.bench import contest as bench_ranks
 from carpool.bench.bench_settings import TransportSettings as Settings
+from carpool.bench.options import RIDE_SHAPES_CPU as CPU_SHAPES
+from carpool.bench.options import RIDE_SHAPES_GPU as GPU_SHAPES
+from carpool.bench.options import RideShape as Shape
 from carpool.bench.options import split
 from carpool.bench.plots import write_rides
 from carpool.bench.routings import make_routings
-from carpool.bench.shapes import RIDE_SHAPES_CPU as CPU_SHAPES
-from carpool.bench.shapes import RIDE_SHAPES_GPU as GPU_SHAPES
-from carpool.bench.shapes import RideShape as Shape
 from carpool.bench.timing import Clock, p99
 from carpool.bench.transport import ride_contest as bench
 from carpool.bench.transport import ride_contest as contenders

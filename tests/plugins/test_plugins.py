@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.bench.bench_settings import TransportSettings as Settings
-from carpool.bench.shapes import RideShape as Shape
+from carpool.bench.options import RideShape as Shape
 from carpool.bench.transport import ride_contest as bench
 from carpool.experts import EXPERTS
 from carpool.layout import ExpertLayout

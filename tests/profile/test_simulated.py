@@ -11,8 +11,8 @@ from carpool.planner.simulator.simulate import drawn_seconds, sampled
 from carpool.planner.step.events import execute
 from carpool.profile.numbers import load_profile, save_profile
 from carpool.profile.rank_trace import load
-from carpool.profile.simulated import simulated_profile, write_simulated_trace
 from carpool.report.profile_page import profile_path, write_profile
+from carpool.report.simulation import simulated_profile, write_simulated_trace
 from tests.planner.step_problem import build
 from tests.report.test_profile import recorded
 

@@ -1,1 +1,1 @@
-"""What `carpool doctor --measure` measures: links, rates, kernels, one file each; `measure_machine.py` writes them."""
+"""What `carpool doctor --measure` measures: links, rates, kernels; `measure_machine.py` writes them."""

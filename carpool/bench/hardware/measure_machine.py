@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.bench.hardware.measure_kernels import measure_work
 from carpool.bench.hardware.measure_links import Fit, measure_links, measure_push, measure_ring, slow_nodes
-from carpool.bench.hardware.measure_rates import Rate, measure_copies, measure_disk, measure_rates
+from carpool.bench.hardware.measure_rates import Rate, measure_copies, measure_disk, measure_rates, measure_work
 from carpool.bench.options import find_ranks
 from carpool.bench.result_files import print_table, terminal
 from carpool.layout.topology import Topology

@@ -1,2 +1,2 @@
-"""How fast MoE layers compute: experts alone on one device (`experts_contest.py`), whole layers over ranks
+"""How fast MoE layers compute: experts alone on one device (`moe_contest.py`), whole layers over ranks
 (`layer_contest.py`)."""

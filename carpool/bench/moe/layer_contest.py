@@ -36,7 +36,7 @@ from carpool.bench.moe import module_answers as memory
 from carpool.bench.moe.module_answers import Case, use
 from carpool.bench.moe.moe_contest import Contender, Contest, Forward, forward_backward
 from carpool.bench.moe.moe_results import CaseResult, ContenderResult, show
-from carpool.bench.shapes import LayerShape
+from carpool.bench.options import LayerShape
 from carpool.bench.timing import Clock
 from carpool.hf import CarpoolEP
 from carpool.hf.seam.expert_rides import buffers_of_rides

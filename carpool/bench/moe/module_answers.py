@@ -30,7 +30,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from carpool.activations import Arena
-from carpool.bench.shapes import LayerShape
+from carpool.bench.options import LayerShape
 from carpool.families import family
 from carpool.hf.seam.experts_module import weight_names
 from carpool.routing import Routing

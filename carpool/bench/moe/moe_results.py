@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from carpool.bench.contest import Row, print_remarks
+from carpool.bench.options import LayerShape
 from carpool.bench.result_files import Result, print_table, terminal
-from carpool.bench.shapes import LayerShape
 from carpool.bench.timing import percentile
 
 # What a pass takes, in forwards.

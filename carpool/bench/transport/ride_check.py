@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.bench.contest import draw_rows
-from carpool.bench.shapes import RideShape
+from carpool.bench.options import RideShape
 from carpool.bench.timing import Clock
 from carpool.layout import ExpertLayout, assign
 from carpool.metrics.counters import Traffic

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from carpool.bench.bench_settings import TransportSettings, has_ctas
 from carpool.bench.contest import RankBenchmark, draw_routings, measure_cases
-from carpool.bench.shapes import RideShape
+from carpool.bench.options import RideShape
 from carpool.bench.timing import Clock, rounds
 from carpool.bench.transport.ride_check import CALLS, TOKENS, VERB_OF_SECTION, Case, Decoder, Rider, oracle
 from carpool.bench.transport.transport_results import CaseResult, ContenderResult, Times, show

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from carpool.bench.contest import Row, print_remarks
+from carpool.bench.options import RideShape
 from carpool.bench.result_files import Result, print_table, terminal
-from carpool.bench.shapes import RideShape
 from carpool.bench.timing import p99
 
 
