@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from carpool.activations import KeptPolicies
+    from carpool.activations import ActivationPolicies
     from carpool.activations.whole_layers import keep_rides
     from carpool.layer.gradients import reduce_gradients
     from carpool.layer.record import record
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "ActivationPolicies",
     "ExpertLayout",
-    "KeptPolicies",
     "Layouts",
     "MoE",
     "Router",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 _PLACES = {
     "ExpertLayout": "layout",
-    "KeptPolicies": "activations",
+    "ActivationPolicies": "activations",
     "Layouts": "layout.layouts",
     "MoE": "moe",
     "Router": "routing",

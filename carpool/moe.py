@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from carpool.activations import KEEP, KeptPolicies
+from carpool.activations import KEEP, ActivationPolicies
 from carpool.experts import Choices, ExpertFunction, make_activation
 from carpool.experts.slices import check_slices
 from carpool.layer.checks import check_dtype, check_replay, check_types
@@ -104,7 +104,7 @@ class MoE(LayerModule):
         transport_options: TransportOptions | None = None,
         schedule: Schedule | None = None,
         experts: str = "auto",
-        kept: KeptPolicies = KEEP,
+        kept: ActivationPolicies = KEEP,
         expert_choices: Choices | None = None,
         activation: str = "silu",
         gated: bool = True,
@@ -164,7 +164,7 @@ class MoE(LayerModule):
         self._make_equal(edp_group)
 
         self.core.set_experts(experts, expert_choices)
-        self.core.set_kept(kept)
+        self.core.set_activation_policies(kept)
         self.core.set_schedule(schedule or Schedule())
         options = transport_options or TransportOptions()
         self.set_transport(transport, options if max_tokens is None else replace(options, max_tokens=max_tokens))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import carpool
-from carpool import ExpertLayout, KeptPolicies, Routing
+from carpool import ActivationPolicies, ExpertLayout, Routing
 from carpool.layout.topology import Topology
 from carpool.placement import predict
 from carpool.planner.machine.cost import RIDES, CostModel
@@ -28,12 +28,12 @@ NODES = Topology.even(WORLD_SIZE, 2)
 FP8 = Codecs("fp8", "fp8", "fp8", "fp8")
 MIXED = Codecs(dispatch="fp8", combine="bf16", combine_backward="fp8", inter_node="nodes")
 # transport, codecs, schedule, what rides keep
-CASES: list[tuple[str, Codecs, Schedule, KeptPolicies]] = [
-    ("dedup", FP8, Schedule(), KeptPolicies()),
-    ("alltoall", Codecs(dispatch="fp8", dispatch_backward="bf16"), Schedule(), KeptPolicies()),
-    ("hierarchical", FP8, Schedule(), KeptPolicies()),
-    ("hierarchical", MIXED, Schedule(), KeptPolicies()),
-    ("dedup", FP8, Schedule("chunks", 3, 2), KeptPolicies(rows="resend")),
+CASES: list[tuple[str, Codecs, Schedule, ActivationPolicies]] = [
+    ("dedup", FP8, Schedule(), ActivationPolicies()),
+    ("alltoall", Codecs(dispatch="fp8", dispatch_backward="bf16"), Schedule(), ActivationPolicies()),
+    ("hierarchical", FP8, Schedule(), ActivationPolicies()),
+    ("hierarchical", MIXED, Schedule(), ActivationPolicies()),
+    ("dedup", FP8, Schedule("chunks", 3, 2), ActivationPolicies(rows="resend")),
 ]
 
 

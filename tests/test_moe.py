@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import carpool
-from carpool import ExpertLayout, KeptPolicies, Routing
+from carpool import ActivationPolicies, ExpertLayout, Routing
 from carpool.activations.whole_layers import KeptRides
 from carpool.experts import Choices, GroupedExperts
 from carpool.layer.state import gather_homes
@@ -656,7 +656,10 @@ def gradients_of(recompute: bool, transport: str, dtype: torch.dtype) -> list[to
     """This rank's output, and the gradients of its input and all its parameters."""
     torch.manual_seed(0)
     moe = build(
-        transport=transport, bias=True, kept=KeptPolicies(hidden="recompute" if recompute else "save"), dtype=dtype
+        transport=transport,
+        bias=True,
+        kept=ActivationPolicies(hidden="recompute" if recompute else "save"),
+        dtype=dtype,
     )
     assert isinstance(moe.experts, GroupedExperts) and moe.experts.recompute is recompute
     x = tokens().to(dtype).requires_grad_()
@@ -688,7 +691,7 @@ def test_options_of_experts() -> None:
     torch.manual_seed(0)
     assert torch.equal(carpool.MoE(H, F, EXPERTS, K)(x), expected), "on a CPU there is one way"
     for name, options in (
-        ("reference", {"kept": KeptPolicies(hidden="recompute")}),
+        ("reference", {"kept": ActivationPolicies(hidden="recompute")}),
         ("fp8", {"expert_choices": choices}),
     ):
         with pytest.raises(ValueError, match=f"experts='{name}' has no option"):

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import carpool
-from carpool import ExpertLayout, KeptPolicies, Routing
+from carpool import ActivationPolicies, ExpertLayout, Routing
 from carpool.ride.schedule import Schedule
 from tests.layouts import EXPERTS, LAYOUTS, SLICED, layout_of
 from tests.pairwise import all_pairs, feasible_pairs
@@ -231,7 +231,7 @@ def build(case: Case) -> carpool.MoE:
         max_tokens=MAX_TOKENS,
         schedule=schedule_of(case),
         experts=case.experts,
-        kept=KeptPolicies(case.rows, case.hidden),  # type: ignore[arg-type]
+        kept=ActivationPolicies(case.rows, case.hidden),  # type: ignore[arg-type]
         activation=spec.activation,
         gated=spec.gated,
         bias=spec.bias,

@@ -23,20 +23,20 @@ from carpool.activations.arena import Arena
 from carpool.activations.arrivals import Arrivals, Ready, Rows
 from carpool.activations.offload import Away, Offloader
 
-__all__ = ["KEEP", "Arena", "Arrivals", "Away", "KeptPolicies", "Offloader", "Ready", "Rows"]
+__all__ = ["KEEP", "ActivationPolicies", "Arena", "Arrivals", "Away", "Offloader", "Ready", "Rows"]
 
 RowsPolicy = Literal["save", "resend", "offload"]
 HiddenPolicy = Literal["save", "recompute", "offload"]
 
 
 @dataclass(frozen=True)
-class KeptPolicies:
+class ActivationPolicies:
     """See the module's docstring.
 
     Raises:
         ValueError: a policy that the item does not have.
 
-    Example: KeptPolicies(rows="resend", hidden="recompute")
+    Example: ActivationPolicies(rows="resend", hidden="recompute")
     """
 
     rows: RowsPolicy = "save"
@@ -52,4 +52,4 @@ class KeptPolicies:
         return "offload" in (self.rows, self.hidden)
 
 
-KEEP = KeptPolicies()
+KEEP = ActivationPolicies()

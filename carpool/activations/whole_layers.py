@@ -13,11 +13,11 @@ the experts saved then.
     again       attention   router   y, saved
     backward    of the ride, of the router, of attention
 
-It costs memory for y, tokens and pre-activations; `KeptPolicies(hidden="recompute")` makes that y and tokens. Losses
-and gradients are the same, bit by bit. Experts that run a model's own forward are autograd's, not ours: they ride and
-compute again. PyTorch's selective checkpointing would do it too, but watches every operation of the layer, at some 10
-us each, and refuses layers that FSDP2 shards, whose second forward has other profiler ranges than the first (torch
-2.13).
+It costs memory for y, tokens and pre-activations; `ActivationPolicies(hidden="recompute")` makes that y and tokens.
+Losses and gradients are the same, bit by bit. Experts that run a model's own forward are autograd's, not ours: they
+ride and compute again. PyTorch's selective checkpointing would do it too, but watches every operation of the layer, at
+some 10 us each, and refuses layers that FSDP2 shards, whose second forward has other profiler ranges than the first
+(torch 2.13).
 
 **In host memory.**
 

@@ -7,11 +7,11 @@
 Everything else of the script stays as it is. "carpool" picks the transport ("auto"); "carpool-dedup",
 "carpool-alltoall", "carpool-gather", "carpool-hierarchical" and "carpool-nvlink" name one. On GPUs of one host
 `set_transport(model, "nvlink", max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will
-have, so "auto" picks it only where that was said. `set_experts` says how experts are computed, `set_kept` what is kept
-for the backward, `rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs,
-`set_layout` moves experts, `set_schedule` says what runs beside what, `compile_layers` compiles what is between rides.
-`TraceRecorder` samples which experts tokens choose; `limit_routing` limits them to few ranks, and `drop_choices` drops
-those beyond a capacity, which is lossy.
+have, so "auto" picks it only where that was said. `set_experts` says how experts are computed,
+`set_activation_policies` which activations are saved, `rides(model)` gives each MoE layer's counters,
+`CarpoolCallback` puts them into a Trainer's logs, `set_layout` moves experts, `set_schedule` says what runs beside
+what, `compile_layers` compiles what is between rides. `TraceRecorder` samples which experts tokens choose;
+`limit_routing` limits them to few ranks, and `drop_choices` drops those beyond a capacity, which is lossy.
 
     seam                where rides enter a model
     routing, weights    what changes or shows what routers choose; how weights get in and out
@@ -36,13 +36,13 @@ from carpool.hf.routing.replay import record_rollout, replay
 from carpool.hf.routing.router_balance import BiasBalance, balance_loss
 from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
 from carpool.hf.seam.expert_rides import ExpertRides, rides
-from carpool.hf.seam.find_modules import freeze_dense
+from carpool.hf.seam.find_modules import freeze_non_experts
 from carpool.hf.seam.implementation import (
     CarpoolEP,
     install,
     register,
+    set_activation_policies,
     set_experts,
-    set_kept,
     set_schedule,
     set_transport,
     transport,
@@ -62,7 +62,7 @@ __all__ = [
     "balance_loss",
     "compile_layers",
     "drop_choices",
-    "freeze_dense",
+    "freeze_non_experts",
     "install",
     "limit_routing",
     "offload_layers",
@@ -72,8 +72,8 @@ __all__ = [
     "replay",
     "rides",
     "route_in_float32",
+    "set_activation_policies",
     "set_experts",
-    "set_kept",
     "set_layout",
     "set_schedule",
     "set_transport",

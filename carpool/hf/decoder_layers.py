@@ -147,8 +147,10 @@ def draws_random_numbers(model: nn.Module) -> bool:
 def offload_layers(model: nn.Module) -> ActivationOffload:
     """From now on, what autograd saves inside each decoder layer goes to host memory beside the computation, and comes
     back ahead of the layer's backward (carpool/activations/layer_offload.py). The same bits. Rides have policies of
-    their own (`set_kept`). Layers are compiled before, and without gradient checkpointing. ValueError: layers cannot be
-    found."""
+    their own (`set_activation_policies`). Layers are compiled before, and without gradient checkpointing.
+
+    Raises:
+        ValueError: layers cannot be found."""
     offload = ActivationOffload()
     for layer in decoder_layers(model):
         # Of a stage of a pipeline, layers of other stages have nothing.

@@ -2,7 +2,7 @@
 
     with sharded_as("zero1"):               transformers shards, and hangs no hooks on modules
         model = ...                             built or loaded, as under FSDP
-    freeze_dense(model)                         or not
+    freeze_non_experts(model)                         or not
     replicate_dense(model, bfloat16=True)       non-expert parameters are whole from here on (`parallel.replicated`)
 
     with sharded_as("fsdp"):                    FSDP2 shards non-expert parameters

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from carpool.activations import KEEP, KeptPolicies, Offloader
+from carpool.activations import KEEP, ActivationPolicies, Offloader
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layout import ExpertLayout, assign
 from carpool.metrics.counters import LayerStats, add_once, new_counter
@@ -68,7 +68,7 @@ class LayerCore:
         requested, options, why: the transport that was asked for, with which options, and why it became what it is.
         schedule: what runs beside what. An own forward rides in one piece.
         compute: the expert computation; None where the owner's forward computes.
-        policies, offloader: see `set_kept`.
+        policies, offloader: see `set_activation_policies`.
         limit: what limits the routing to few ranks, LOSSY; None: nothing. Routers ask `choose`.
         merger: which similar rows travel as one, LOSSY; None: none. As the codecs of the options say.
         drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
@@ -134,7 +134,7 @@ class LayerCore:
         if schedule != self.schedule:
             self.schedule, self.transport = schedule, None
 
-    def set_kept(self, policies: KeptPolicies, offloader: Offloader | None = None) -> None:
+    def set_activation_policies(self, policies: ActivationPolicies, offloader: Offloader | None = None) -> None:
         """Change what rides keep for their backward. Rides under way keep what they kept.
 
         Args:
@@ -383,7 +383,7 @@ class LayerCore:
         memo[id(self)] = twin
         twin._take(self._settings())
         # Layers that are copied together share one again.
-        twin.set_kept(self.policies, copy.deepcopy(self.offloader, memo))
+        twin.set_activation_policies(self.policies, copy.deepcopy(self.offloader, memo))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -409,6 +409,6 @@ class LayerCore:
     def _take(self, settings: dict[str, Any]) -> None:
         name, options = settings["experts"]
         self.set_experts(name, **options)
-        self.set_kept(settings["policies"])
+        self.set_activation_policies(settings["policies"])
         for name in ("schedule", "requested", "options", "limit", "drops"):
             setattr(self, name, settings[name])

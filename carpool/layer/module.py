@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from carpool.activations import KeptPolicies, Offloader
+from carpool.activations import ActivationPolicies, Offloader
 from carpool.experts import Experts, ExpertWeights
 from carpool.experts.slices import cut, join
 from carpool.layer.core import LayerCore
@@ -63,13 +63,13 @@ class LayerModule(nn.Module):
         self.core.set_schedule(schedule)
         self._prepare()
 
-    def set_kept(self, policies: KeptPolicies, offloader: Offloader | None = None) -> None:
+    def set_activation_policies(self, policies: ActivationPolicies, offloader: Offloader | None = None) -> None:
         """Change what is done about what the backward needs (carpool/activations/__init__.py).
 
         Args:
             offloader: shared by the layers of a model, which run one after the other, so that what one of them has
                 offloaded comes back while the next one's backward computes. None: this layer's own."""
-        self.core.set_kept(policies, offloader)
+        self.core.set_activation_policies(policies, offloader)
         self._prepare()
 
     def set_limit(self, options: LimitOptions | None) -> list[str]:

@@ -113,7 +113,7 @@ def saved(ctx: Any) -> tuple[ExpertWeights, tuple[Kept, ...]]:
                 raise RuntimeError(
                     "rows in an arena were let go before their backward: a hook on saved tensors (save_on_cpu, "
                     "offloading) put a copy in the place of where they begin; leave out that hook, and offload them by "
-                    "carpool.KeptPolicies (carpool train: memory.rows and memory.hidden)"
+                    "carpool.ActivationPolicies (carpool train: memory.rows and memory.hidden)"
                 )
             found.append(replace(item, start=start, home=home, count=count))
         kept.append(Kept(route, found[0], tuple(found[1:])))

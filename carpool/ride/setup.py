@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from carpool.activations import KEEP, KeptPolicies, Offloader, Rows
+from carpool.activations import KEEP, ActivationPolicies, Offloader, Rows
 from carpool.experts import Experts, ExpertWeights
 from carpool.kernels.numbered import Numbered
 from carpool.metrics.counters import LayerStats
@@ -156,6 +156,6 @@ class RideSetup(Numbered):
     stats: LayerStats
     order: Order | None = None
     hooks: RideHooks = NO_HOOKS
-    policies: KeptPolicies = KEEP
+    policies: ActivationPolicies = KEEP
     offloader: Offloader | None = None
     owed: Owed | None = None

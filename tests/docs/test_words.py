@@ -100,10 +100,6 @@ NAMES = {
     "carpool.activations.Away": "what offloads activations; no user makes one",
     "carpool.activations.Rows": "arrivals of the backward; no user makes one",
     "carpool.transport.Rows": "the same",
-    "carpool.KeptPolicies": "renamed next",
-    "carpool.activations.KeptPolicies": "renamed next",
-    "carpool.hf.freeze_dense": "renamed next",
-    "carpool.hf.set_kept": "renamed next",
 }
 
 

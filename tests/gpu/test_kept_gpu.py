@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from carpool import KeptPolicies
+from carpool import ActivationPolicies
 from carpool.activations import Offloader
 from carpool.activations.whole_layers import ActivationOffload
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 TOKENS, H, F, SLOTS, K, LAYERS = 4096, 1024, 512, 16, 4, 6
 
 
-def train(transport: NVLink, policies: KeptPolicies, offloader: Offloader) -> list[torch.Tensor]:
+def train(transport: NVLink, policies: ActivationPolicies, offloader: Offloader) -> list[torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -43,10 +43,10 @@ def train(transport: NVLink, policies: KeptPolicies, offloader: Offloader) -> li
 @pytest.mark.parametrize("arena", [0, 1 << 30], ids=["tensors", "arena"])
 def test_every_policy_gives_the_same_bits_over_nvlink(arena: int) -> None:
     transport = NVLink(None, SLOTS, NVLinkOptions(max_tokens=TOKENS, arena_bytes=arena, num_leases=2))
-    want = train(transport, KeptPolicies(), Offloader())
+    want = train(transport, ActivationPolicies(), Offloader())
     for rows in ("save", "resend", "offload"):
         for hidden in ("save", "recompute", "offload"):
-            policies, offloader = KeptPolicies(rows, hidden), Offloader()  # type: ignore[arg-type]
+            policies, offloader = ActivationPolicies(rows, hidden), Offloader()  # type: ignore[arg-type]
             for _ in range(3):  # the first may find the arenas of host memory too small
                 got = train(transport, policies, offloader)
                 overflows = transport.buffers.arena_overflows()

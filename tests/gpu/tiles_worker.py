@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.activations import KeptPolicies
+from carpool.activations import ActivationPolicies
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts.gemm.choices import Choices
 from carpool.metrics.counters import LayerStats
@@ -44,7 +44,7 @@ class Problem:
 
     def __init__(self, seed: int = 0, resend: bool = False, **options: Any) -> None:
         self.ranks, self.rank, self.device, group = world()
-        self.policies = KeptPolicies(rows="resend" if resend else "save")
+        self.policies = ActivationPolicies(rows="resend" if resend else "save")
         common = NVLinkOptions(max_tokens=TOKENS, arena_bytes=1 << 28, num_leases=4, **options)
         ways = [Schedule(), Schedule("chunks", 3), *(Schedule("tiles", parts) for parts in PARTS)]
         self.transports = {str(way): (NVLink(group, SLOTS, common.under(way, resend)), way) for way in ways}

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeConfig
 
 import carpool.hf
-from carpool import KeptPolicies
+from carpool import ActivationPolicies
 from carpool.activations.host_memory import HostPool
 from carpool.activations.offload import Away, Offloader
-from carpool.hf import install, offload_layers, rides, set_kept
+from carpool.hf import install, offload_layers, rides, set_activation_policies
 from carpool.hf.build_model import build_model
 from carpool.hf.decoder_layers import (
     compile_layers,
@@ -255,9 +255,9 @@ def test_the_gradients_are_those_without(folder: str, autocast: bool) -> None:
     offload, put = offload_layers(model), []
     plain = offload.offloader.put
     offload.offloader.put = lambda items, lane=0: put.append([item.data for item in items]) or plain(items, lane)  # type: ignore[method-assign, func-returns-value]
-    for policies in (KeptPolicies(), KeptPolicies("offload", "offload")):
+    for policies in (ActivationPolicies(), ActivationPolicies("offload", "offload")):
         put.clear()
-        set_kept(model, policies)
+        set_activation_policies(model, policies)
         got = gradients(model, batch, autocast)
         assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
         assert len(put) == 2 * len(decoder_layers(model)), "once for each layer and forward"
@@ -284,7 +284,7 @@ def test_steps_copy_to_the_same_host_memory(monkeypatch: pytest.MonkeyPatch) -> 
     model: Any = tiny_model(discover()["olmoe"]).train()
     install(model)
     offload_layers(model)
-    set_kept(model, KeptPolicies("offload", "offload"))
+    set_activation_policies(model, ActivationPolicies("offload", "offload"))
     batch, found = tiny_batch(model), []
     of_layers, of_rides = (one for one in offloaders(model))
     assert of_layers is not of_rides
@@ -326,8 +326,8 @@ def test_rows_that_are_kept_stay() -> None:
     model: Any = tiny_model(discover()["olmoe"]).train()
     install(model)
     offload, sizes = offload_layers(model), {}
-    for policies in (KeptPolicies(), KeptPolicies("offload", "offload")):
-        set_kept(model, policies)
+    for policies in (ActivationPolicies(), ActivationPolicies("offload", "offload")):
+        set_activation_policies(model, policies)
         loss = model(**tiny_batch(model)).loss
         parcels = offload.offloader._parcels.values()
         sizes[policies] = sorted(item.data.nbytes for parcel in parcels for item in parcel.host)

@@ -14,9 +14,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
-from carpool import KeptPolicies
+from carpool import ActivationPolicies
 from carpool.experts import Activation, Choices
-from carpool.hf import install, rides, set_experts, set_kept
+from carpool.hf import install, rides, set_activation_policies, set_experts
 from carpool.hf.seam.experts_module import expert_function
 from tests.hf.parity import quiet
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
@@ -114,7 +114,7 @@ def test_recompute_gives_the_same_bits_from_less_memory(folder: str) -> None:
     install(model)
     batch = tiny_batch(model)
     kept, size = gradients(model, batch), saved_bytes(model, batch)
-    set_kept(model, KeptPolicies(hidden="recompute"))
+    set_activation_policies(model, ActivationPolicies(hidden="recompute"))
     assert all(own.compute.recompute for own in rides(model).values())  # type: ignore[union-attr]
     again = gradients(model, batch)
     assert list(again) == list(kept) and any("experts" in name for name in kept)
@@ -137,8 +137,8 @@ def test_choices_reach_every_layer() -> None:
         set_experts(model, "fp8", choices=choices)
     set_experts(model, "reference")
     with pytest.raises(ValueError, match="experts='reference' has no option 'recompute'"):
-        set_kept(model, KeptPolicies(hidden="recompute"))
-    assert all(own.policies == KeptPolicies() for own in rides(model).values())
+        set_activation_policies(model, ActivationPolicies(hidden="recompute"))
+    assert all(own.policies == ActivationPolicies() for own in rides(model).values())
 
 
 def test_own_forwards_have_no_stages_and_cannot_recompute() -> None:
@@ -149,4 +149,4 @@ def test_own_forwards_have_no_stages_and_cannot_recompute() -> None:
     own.set_experts("auto", Choices.all("flat"))
     assert own.compute is None
     with pytest.raises(ValueError, match="runs its own forward, which keeps what it needs: keep rows and hidden"):
-        own.set_kept(KeptPolicies(hidden="recompute"))
+        own.set_activation_policies(ActivationPolicies(hidden="recompute"))

@@ -12,7 +12,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from carpool.activations import Arena, KeptPolicies, Offloader
+from carpool.activations import ActivationPolicies, Arena, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.metrics.counters import LayerStats
 from carpool.ride import operator as ride_operator
@@ -41,7 +41,7 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
         transport.buffers.arena = arena
     experts = GroupedExperts(ExpertFunction(make_activation("silu", gated=True)))
     offload = "offload" if "offload" in kept else "save"
-    policies = KeptPolicies("resend" if kept == "resend" else offload, offload)  # type: ignore[arg-type]
+    policies = ActivationPolicies("resend" if kept == "resend" else offload, offload)  # type: ignore[arg-type]
     setup = RideSetup(transport, experts, LayerStats(SLOTS, 1, 0), policies=policies, offloader=Offloader())
 
     def call(x_TH: torch.Tensor, weight_TK: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

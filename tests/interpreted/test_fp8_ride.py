@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.activations import Arena, KeptPolicies
+from carpool.activations import ActivationPolicies, Arena
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.kernels.packets import packet_bytes
 from carpool.metrics.counters import LayerStats
@@ -64,7 +64,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            policies = KeptPolicies(rows="resend" if kept == "resend" else "save")
+            policies = ActivationPolicies(rows="resend" if kept == "resend" else "save")
             setup = RideSetup(transport, FP8Experts(FUNCTION), stats, policies=policies)
             y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
         assert kept_widths == (set() if kept == "resend" else {packet_bytes(HIDDEN)})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.activations import KeptPolicies
+from carpool.activations import ActivationPolicies
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
@@ -103,7 +103,7 @@ def test_output_and_gradients_are_those_of_one_rank(chunks: int, resend: bool) -
     def forward_and_backward(transport: Any, mine: slice, homes: slice, stats: LayerStats) -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_() for t in (x[mine], weight[mine], up[homes], down[homes])]
         order = PLAIN if chunks == 1 else ChunkedOrder(chunks, chunks)
-        policies = KeptPolicies("resend" if resend else "save", "save")
+        policies = ActivationPolicies("resend" if resend else "save", "save")
         setup = RideSetup(transport, GroupedExperts(FUNCTION), stats, order, NO_HOOKS, policies)
         y, _ = ride(leaves[0], Routing(slot[mine], leaves[1]), slot[mine], ExpertWeights(*leaves[2:]), setup)
         y.backward(dy[mine])

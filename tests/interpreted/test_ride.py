@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.activations import Arena, KeptPolicies, Offloader
+from carpool.activations import ActivationPolicies, Arena, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.metrics.counters import LayerStats
 from carpool.ride.chunks import PLAIN, ChunkedOrder
@@ -46,7 +46,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
     experts = RANKS * SLOTS
     rows = next((policy for policy in ("offload", "resend") if policy in kept), "save")
     hidden = "recompute" if "recompute" in kept else "save" if rows == "resend" else rows
-    policies = KeptPolicies(rows, hidden)  # type: ignore[arg-type]
+    policies = ActivationPolicies(rows, hidden)  # type: ignore[arg-type]
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)

@@ -17,7 +17,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from carpool.activations import Arena, KeptPolicies, Offloader
+from carpool.activations import ActivationPolicies, Arena, Offloader
 from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts.gemm import table_kernels
 from carpool.experts.gemm.choices import Choices
@@ -174,7 +174,7 @@ class Layer:
         **options: Any,
     ) -> None:
         self.tokens, self.slots, self.ranks = tokens, slots, len(tokens)
-        self.policies = KeptPolicies(rows, hidden)  # type: ignore[arg-type]
+        self.policies = ActivationPolicies(rows, hidden)  # type: ignore[arg-type]
         self.offloaders = [Offloader() for _ in tokens]
         self.hidden, inner, experts = 16, 8, slots * len(tokens)
         activation = activation or make_activation("silu", True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import carpool
-from carpool.activations import KEEP, Arena, KeptPolicies, Offloader
+from carpool.activations import KEEP, ActivationPolicies, Arena, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.metrics.counters import LayerStats
 from carpool.planner.candidate import POLICIES
@@ -26,7 +26,7 @@ from tests.ranks import Ranks, mesh
 
 CPU = torch.device("cpu")
 EVERY = [
-    KeptPolicies(rows, hidden)
+    ActivationPolicies(rows, hidden)
     for rows, hidden in product(("save", "resend", "offload"), ("save", "recompute", "offload"))
 ]
 # Tokens of each rank in two micro-batches.
@@ -42,11 +42,11 @@ def layers(transport: str, schedule: Schedule, grid: Any) -> torch.nn.Sequential
     )
 
 
-def train(net: torch.nn.Sequential, policies: KeptPolicies) -> list[torch.Tensor]:
+def train(net: torch.nn.Sequential, policies: ActivationPolicies) -> list[torch.Tensor]:
     """Output and gradients of two micro-batches, on this rank."""
     offloader = Offloader() if policies.offloads else None
     for layer in net:
-        layer.set_kept(policies, offloader)  # type: ignore[operator]
+        layer.set_activation_policies(policies, offloader)  # type: ignore[operator]
     net.zero_grad()
     found = []
     for seed, sizes in enumerate(SIZES):
@@ -85,7 +85,7 @@ def test_every_policy_gives_the_same_bits(two_ranks: Ranks, transport: str) -> N
 class Layer:
     """One ride on one rank, with an arena or without."""
 
-    def __init__(self, policies: KeptPolicies, arena: Arena | None = None, tokens: int = 11) -> None:
+    def __init__(self, policies: ActivationPolicies, arena: Arena | None = None, tokens: int = 11) -> None:
         generator = torch.Generator().manual_seed(0)
         self.leaves = [
             torch.randn(*shape, generator=generator).mul_(0.3).requires_grad_()
@@ -116,7 +116,7 @@ class WithArena(type(make_transport("dedup", None, 1))):  # type: ignore[misc]
         return self.own
 
 
-def saved_bytes(policies: KeptPolicies) -> int:
+def saved_bytes(policies: ActivationPolicies) -> int:
     """Of tensors that autograd saves, besides the leaves."""
     layer, found = Layer(policies), {}
 
@@ -156,7 +156,7 @@ def test_hooks_never_see_an_arena() -> None:
 
 @pytest.mark.parametrize("policy", ["save", "offload"])
 def test_a_copy_in_the_place_of_a_handle_is_refused(policy: Any) -> None:
-    layer = Layer(KeptPolicies(rows=policy, hidden=policy), Arena(1 << 20, CPU))
+    layer = Layer(ActivationPolicies(rows=policy, hidden=policy), Arena(1 << 20, CPU))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         y = layer()
     with pytest.raises(RuntimeError, match=r"let go before .* backward: a hook on saved tensors"):
@@ -165,7 +165,7 @@ def test_a_copy_in_the_place_of_a_handle_is_refused(policy: Any) -> None:
 
 def test_offloaded_rows_come_back_ahead_and_in_reverse() -> None:
     arena = Arena(1 << 20, CPU)
-    layer, asked = Layer(KeptPolicies("offload", "offload"), arena), []
+    layer, asked = Layer(ActivationPolicies("offload", "offload"), arena), []
     fetch, lane = layer.offloader._fetch, None
 
     def watched(parcel: Any) -> None:
@@ -191,7 +191,7 @@ def test_offloaded_rows_come_back_ahead_and_in_reverse() -> None:
 
 
 def test_a_host_arena_that_is_too_small_is_noticed() -> None:
-    layer = Layer(KeptPolicies("offload", "offload"), Arena(1 << 12, CPU))
+    layer = Layer(ActivationPolicies("offload", "offload"), Arena(1 << 12, CPU))
     layer(layer(layer()))
     host = layer.setup.transport.arena.companions[2]  # type: ignore[union-attr]
     assert int(host.needed) > host.capacity
@@ -200,7 +200,7 @@ def test_a_host_arena_that_is_too_small_is_noticed() -> None:
 
 
 def test_a_graph_that_is_retained_has_its_rows_again() -> None:
-    layer = Layer(KeptPolicies("offload", "offload"), Arena(1 << 20, CPU))
+    layer = Layer(ActivationPolicies("offload", "offload"), Arena(1 << 20, CPU))
     y = layer(layer(layer(layer())))
     first = torch.autograd.grad(y.square().sum(), layer.leaves, retain_graph=True)
     again = torch.autograd.grad(y.square().sum(), layer.leaves)
@@ -209,9 +209,9 @@ def test_a_graph_that_is_retained_has_its_rows_again() -> None:
 
 def test_policies_that_are_none() -> None:
     with pytest.raises(ValueError, match="rows='recompute' is not known; use one of save, resend, offload"):
-        KeptPolicies(rows="recompute")  # type: ignore[arg-type]
+        ActivationPolicies(rows="recompute")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="experts='reference' has no option 'recompute'"):
-        carpool.MoE(H, F, E, K, experts="reference").set_kept(KeptPolicies(hidden="recompute"))
+        carpool.MoE(H, F, E, K, experts="reference").set_activation_policies(ActivationPolicies(hidden="recompute"))
 
 
 # -- how many bytes that is -------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_what_is_none_is_kept() -> None:
         "layer_activations": "save",
         "moe_outputs": "save",
     }
-    assert memory.kept == KeptPolicies(rows="resend")
+    assert memory.kept == ActivationPolicies(rows="resend")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_layers_that_are_copied_share_an_offloader_of_their_own() -> None:
     """So that the backward of a layer asks for the items of the one before it."""
     net, offloader = torch.nn.Sequential(*(carpool.MoE(H, F, E, K) for _ in range(2))), Offloader()
     for layer in net:
-        layer.set_kept(KeptPolicies("offload", "offload"), offloader)  # type: ignore[operator]
+        layer.set_activation_policies(ActivationPolicies("offload", "offload"), offloader)  # type: ignore[operator]
     net(torch.randn(5, H)).sum().backward()
     first, second = (layer.core.offloader for layer in copy.deepcopy(net))
     assert first is second is not offloader and first is not None and not first._lanes

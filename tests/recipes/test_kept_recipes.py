@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import carpool
-from carpool import KeptPolicies
+from carpool import ActivationPolicies
 from carpool.activations import Offloader
 from carpool.recipes import read
 from carpool.train.build.assemble import make_optimizer
@@ -20,11 +20,11 @@ SYSTEMS = ("mpipemoe", "megascale-memory", "deepseek-v3-memory")
 H, F, E, K, TOKENS = 32, 24, 8, 2, 40
 
 
-def layer(recipe: str, policies: KeptPolicies | None = None) -> carpool.MoE:
+def layer(recipe: str, policies: ActivationPolicies | None = None) -> carpool.MoE:
     config = resolve(read(recipe))
     torch.manual_seed(0)
     moe = carpool.MoE(H, F, E, K, experts=config.moe.experts, schedule=config.moe.asked_schedule(), transport="dedup")
-    moe.set_kept(config.memory.kept if policies is None else policies, Offloader())
+    moe.set_activation_policies(config.memory.kept if policies is None else policies, Offloader())
     return moe
 
 
@@ -58,7 +58,7 @@ def test_the_recipes_are_what_they_say() -> None:
     [("mpipemoe", 4 * TOKENS * (K * 2 * F) + 4 * TOKENS * H), ("megascale-memory", 4 * TOKENS * H)],
 )
 def test_what_is_not_kept_is_not_saved_and_changes_nothing(recipe: str, gone: int) -> None:
-    (kept, size), (got, less) = train(layer(recipe, KeptPolicies())), train(layer(recipe))
+    (kept, size), (got, less) = train(layer(recipe, ActivationPolicies())), train(layer(recipe))
     assert all(map(torch.equal, got, kept)) and len(got) == len(kept)
     assert size - less >= gone - 64, "but for tickets"
 
@@ -66,7 +66,7 @@ def test_what_is_not_kept_is_not_saved_and_changes_nothing(recipe: str, gone: in
 @pytest.mark.parametrize("recipe", ["megascale-memory", "megascale-moe", "deepseek-v3-memory"])
 def test_activated_rows_are_never_kept(recipe: str) -> None:
     assert "kept:activation-recomputed" in load(recipe).mechanisms
-    moe = layer(recipe, KeptPolicies())
+    moe = layer(recipe, ActivationPolicies())
     sizes: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(tuple(t.shape)) or t.detach(), lambda t: t):
         moe(torch.randn(TOKENS, H, requires_grad=True))

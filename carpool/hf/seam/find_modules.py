@@ -77,7 +77,7 @@ def find_router(model: nn.Module, experts: str) -> nn.Module | None:
 # the experts, which then need neither gradients nor an update.
 
 
-def freeze_dense(model: nn.Module) -> int:
+def freeze_non_experts(model: nn.Module) -> int:
     """Freeze all parameters but those of experts and their routers. Before the optimizer is made.
 
     Returns:
@@ -87,7 +87,7 @@ def freeze_dense(model: nn.Module) -> int:
 
 
 def freeze_all_but_experts(model: nn.Module, experts: Iterable[str]) -> int:
-    """As `freeze_dense`, of a model whose experts modules have these names; it need not have Carpool's layers."""
+    """As `freeze_non_experts`, of a model whose experts modules have these names; it need not have Carpool's layers."""
     trained: set[int] = set()
     for name in experts:
         for module in (model.get_submodule(name), find_router(model, name)):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from carpool.activations import KeptPolicies, Offloader
+from carpool.activations import ActivationPolicies, Offloader
 from carpool.experts import Choices
 from carpool.hf.seam.expert_rides import ExpertRides, Forward, required_rides, rides
 from carpool.hf.seam.shared import compute_shared_beside
@@ -99,12 +99,12 @@ def set_transport(
         own.set_transport(name, options)
 
 
-def set_kept(model: nn.Module, policies: KeptPolicies) -> None:
+def set_activation_policies(model: nn.Module, policies: ActivationPolicies) -> None:
     """Change what the backwards of all MoE layers of a model save, and where (carpool/activations/__init__.py). Call on
     all ranks, between steps. ValueError: the experts cannot."""
     offloader = Offloader() if policies.offloads else None
     for own in required_rides(model).values():
-        own.set_kept(policies, offloader)
+        own.set_activation_policies(policies, offloader)
 
 
 def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, **others: Any) -> list[str]:

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.experts import Choices
 from carpool.experts.host_experts import HostExperts
-from carpool.hf import install, rides, set_experts, set_kept, set_transport
+from carpool.hf import install, rides, set_activation_policies, set_experts, set_transport
 from carpool.hf.build_model import build_model
 from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_layers
@@ -33,7 +33,7 @@ from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.routing.router_balance import BiasBalance, find_biases
 from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
 from carpool.hf.seam.expert_rides import ExpertRides
-from carpool.hf.seam.find_modules import freeze_dense, freeze_experts, name_layers
+from carpool.hf.seam.find_modules import freeze_experts, freeze_non_experts, name_layers
 from carpool.hf.seam.moved_experts import check_layouts, set_layout
 from carpool.hf.seam.shared import compute_shared_beside
 from carpool.hf.sharding import keep_experts, replicate_dense
@@ -215,7 +215,7 @@ def _set_trained(plan: Plan, model: PreTrainedModel, saved: dict[str, Any]) -> i
     config, training, adapted = plan.config, plan.config.training, 0
     install(model)
     if training.freeze == "non_expert":
-        freeze_dense(model)
+        freeze_non_experts(model)
     elif training.freeze == "experts":
         freeze_experts(model, rides(model))
     whole = plan.data_parallel.answer == "zero1"
@@ -279,7 +279,7 @@ def _set_rides(
 ) -> tuple[Chosen[str], TransportOptions, Chosen[Choices] | None, Chosen[Schedule]]:
     """Choose how tokens travel, which kernels compute experts, and what runs beside what, and let the layers do so."""
     config, moe = plan.config, plan.config.moe
-    set_kept(model, config.memory.kept)
+    set_activation_policies(model, config.memory.kept)
     if config.memory.layer_activations == "recompute":
         recompute_layers(model, config.memory.moe_outputs == "recompute")
     name_layers(model)

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from transformers import PreTrainedConfig
 
-from carpool.activations import KeptPolicies
-from carpool.hf import set_kept
+from carpool.activations import ActivationPolicies
+from carpool.hf import set_activation_policies
 from carpool.hf.decoder_layers import offload_layers, recompute_layers
 from carpool.hf.narrow import row_size
 from carpool.hf.seam.expert_rides import rooms_of_rides
@@ -194,7 +194,7 @@ def _questions(given: Mapping[str, str | None]) -> list[dict[str, str]]:
 def _take(plan: Plan, built: Built, policies: Mapping[str, str]) -> None:
     """Let the next forward keep what these say. All ranks together."""
     kept: Any = policies["expert_inputs"], policies["expert_activations"]
-    set_kept(built.model, KeptPolicies(*kept))
+    set_activation_policies(built.model, ActivationPolicies(*kept))
     if policies["layer_activations"] == "recompute":
         recompute_layers(built.model, policies["moe_outputs"] == "recompute")
     else:

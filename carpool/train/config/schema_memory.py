@@ -11,7 +11,7 @@ from carpool.train.config.declarations import Excludes, Needs, Was
 from carpool.train.config.schema_base import Section, Size, size_of
 
 if TYPE_CHECKING:
-    from carpool.activations import KeptPolicies
+    from carpool.activations import ActivationPolicies
 
 _SAVED = {"keep": "save"}
 
@@ -134,11 +134,11 @@ class MemorySection(Section):
         return None if self.budget is None else size_of(self.budget, "memory.budget")
 
     @property
-    def kept(self) -> KeptPolicies:
+    def kept(self) -> ActivationPolicies:
         """What rides do."""
-        from carpool.activations import KeptPolicies
+        from carpool.activations import ActivationPolicies
 
-        return KeptPolicies(self.expert_inputs or "save", self.expert_activations or "save")
+        return ActivationPolicies(self.expert_inputs or "save", self.expert_activations or "save")
 
     @property
     def experts_bytes(self) -> tuple[int, int]:
