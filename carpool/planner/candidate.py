@@ -24,8 +24,8 @@ from carpool.planner.transports import preferred_transport, transport_class
 FSDP = "FSDP gathers parameters layer by layer from the host (parallelism.data_parallel)"
 FSDP_SHARDS = "FSDP gathers experts layer by layer from the host, as several ranks share one's (parallelism.ep_size)"
 FSDP_CASTS = "FSDP casts experts layer by layer from the host, as they are stored in float32 (model.dtype=bfloat16)"
-FSDP_AVERAGES = "FSDP averages gradients of experts layer by layer over copies (parallelism.dp_replicate_size)"
-COPIES = "experts have copies"
+FSDP_AVERAGES = "FSDP averages gradients of experts layer by layer over replicas (parallelism.dp_replicate_size)"
+COPIES = "experts have replicas"
 LENGTHS = "this attention reads the lengths of documents on the host (model.attn_implementation)"
 SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_length makes all alike)"
 RANDOM = "layers are computed again, and what is random in them (drop-out) asks the host for its state"
@@ -168,7 +168,7 @@ class Candidate:
 
     @property
     def waits(self) -> bool:
-        """Whether the host waits for the device in each MoE layer, to learn how many rows travel."""
+        """Whether the host waits for the device in each MoE layer, to learn how many tokens travel."""
         return not transport_class(self.transport).graphable
 
     @property
@@ -195,11 +195,11 @@ class Candidate:
         if self.schedule == "two-batch" and self.degrees.pp > 1:
             return "a forward and a backward of a pipeline run in two threads"
         if self.schedule == "two-batch" and offloads:
-            return "what layers keep of two batches goes to host memory"
+            return "saved activations of two batches go to host memory"
         if self.degrees.pp > 1 and offloads:
-            return "what a stage keeps goes to host memory in one graph, and comes back in another"
+            return "saved activations of a stage go to host memory in one graph, and come back in another"
         if self.optimizer_in_backward and self.optimizer_offload not in OPTIMIZERS[self.optimizer].captured_places:
-            return f"gradients are consumed, by a state that comes from {self.optimizer_offload}"
+            return f"the optimizer runs in the backward, with a state that comes from {self.optimizer_offload}"
         return None
 
     @property

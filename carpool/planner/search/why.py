@@ -13,10 +13,11 @@ from carpool.planner.step.prediction import step_seconds
 
 GiB = 2**30
 NAMES = {
-    "dense": "dense products", "attention": "attention", "experts": "experts", "elementwise": "norms and other passes",
-    "loss": "the loss", "optimizer": "the optimizer", "dispatch": "dispatches", "combine": "combines",
-    "all-gather": "gathers of parameters", "reduction": "reductions of gradients", "send": "sends between stages",
-    "offload": "copies to and from host memory", "host": "the host", "idle": "waiting for other stages",
+    "attention": "attention", "dense": "other matrix products", "experts": "experts",
+    "elementwise": "norms and other passes", "loss": "the loss", "optimizer": "the optimizer",
+    "dispatch": "dispatches", "combine": "combines", "all-gather": "gathers of parameters",
+    "reduction": "reductions of gradients", "send": "sends between stages",
+    "offload": "transfers to and from host memory", "host": "the host", "idle": "waiting for other stages",
 }  # fmt: skip
 
 
@@ -30,17 +31,17 @@ def in_words(plan: Plan, per_node: int) -> list[str]:
     ]
     for size, what in (
         (degrees.pp, "The layers are cut into {} stages of a pipeline."),
-        (degrees.tp, "{} ranks share each matrix of the dense layers."),
+        (degrees.tp, "{} ranks share each matrix outside of experts."),
         (degrees.cp, "{} ranks share each sequence."),
     ):
         said += [what.format(size)] if size > 1 else []
     if degrees.expert_ranks == 1:
-        said.append("Every rank computes all experts of a layer for its own tokens, so that no rows travel.")
+        said.append("Every rank computes all experts of a layer for its own tokens, so that no tokens travel.")
     else:
         inside = sum(rank < per_node for rank in degrees.ranks_along(0, "ep", "etp"))
         where = "one node" if inside == degrees.expert_ranks else f"{degrees.expert_ranks // inside} nodes"
         said.append(
-            f"The experts of a layer are spread over {degrees.expert_ranks} ranks of {where}; rows travel there and "
+            f"The experts of a layer are spread over {degrees.expert_ranks} ranks of {where}; tokens travel there and "
             f"back by transport {one.transport}."
         )
     shards = degrees.dense_shards // degrees.tp
@@ -54,11 +55,11 @@ def in_words(plan: Plan, per_node: int) -> list[str]:
     again = [item for item, policy in one.policies.items() if policy == "recompute"]
     if "layer_activations" in again:
         rides = ", with their experts" if "moe_outputs" in again else ""
-        said.append(f"The backward computes layers again{rides}, so that each keeps its input only.")
+        said.append(f"The backward computes layers again{rides}, so that each saves its input only.")
     elif "expert_activations" in again:
         said.append("The backward computes the experts' first product again.")
     if away := [item for item, policy in one.policies.items() if policy == "offload"]:
-        said.append(f"What layers keep goes to host memory in part: {', '.join(away)}.")
+        said.append(f"Saved activations go to host memory in part: {', '.join(away)}.")
     if one.optimizer_in_backward:
         said.append("Each gradient is used for its update in the backward, and freed.")
     if one.optimizer_offload != "none":
