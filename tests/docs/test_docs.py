@@ -68,6 +68,19 @@ def test_files_exist(path: Path) -> None:
         assert (ROOT / file).exists(), f"{path.name} names {file}"
 
 
+@pytest.mark.parametrize("path", OF_TODAY, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_snippets_import_what_is_there(path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("carpool"):
+            module = importlib.import_module(str(node.module))
+            assert not [one.name for one in node.names if not hasattr(module, one.name)], ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            for one in node.names:
+                if one.name.startswith("carpool"):
+                    importlib.import_module(one.name)
+
+
 def test_reference_names_what_is_there() -> None:
     for path in DOCS.glob("reference/*.md"):
         for name in re.findall(r"^::: (\S+)", path.read_text(), flags=re.MULTILINE):
