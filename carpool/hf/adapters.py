@@ -39,7 +39,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from carpool.hf.expert_adapters import full, is_expert_adapter, take_over
 from carpool.hf.seam.refusals import known_to_fsdp
-from carpool.hf.sharding import non_expert_mesh
+from carpool.hf.sharding import non_expert_mesh, replaced
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated, sharded_parameters
 
@@ -126,12 +126,12 @@ def _whole_weights() -> Iterator[None]:
         memo[id(tensor)] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
         return memo[id(tensor)]
 
-    dora.dequantize_module_weight, layer._get_in_out_features = whole, whole_sizes
     sharded.__deepcopy__ = copied
+    whole_of = replaced(dora, "dequantize_module_weight", whole)
     try:
-        yield
+        with whole_of, replaced(layer, "_get_in_out_features", whole_sizes):
+            yield
     finally:
-        dora.dequantize_module_weight, layer._get_in_out_features = read, sizes
         del sharded.__deepcopy__
 
 
@@ -190,7 +190,9 @@ def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["state_dict"] = adapter_tensors(model)
     try:
         if dist.get_rank() == 0:
-            _save_alone(model, save_directory, *args, **kwargs)
+            # What transformers would write if this were the only process.
+            with replaced(model.config, "distributed_config", None):
+                type(model).save_pretrained(model, save_directory, *args, **kwargs)
     except Exception as error:
         failed = [f"{type(error).__name__}: {error}"]
         raise
@@ -198,15 +200,6 @@ def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         dist.broadcast_object_list(failed)
     if failed[0] is not None:
         raise RuntimeError(f"rank 0 could not save the adapter to {save_directory}: {failed[0]}")
-
-
-def _save_alone(model: Any, *args: Any, **kwargs: Any) -> None:
-    """What transformers would write if this were the only process."""
-    sharded, model.config.distributed_config = model.config.distributed_config, None
-    try:
-        type(model).save_pretrained(model, *args, **kwargs)
-    finally:
-        model.config.distributed_config = sharded
 
 
 def names_of_former_experts(model: Any) -> set[str]:

@@ -31,6 +31,7 @@ from carpool.experts.on_host import FewOnHost
 from carpool.experts.quantised import Kind, quantise, why_not
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.experts_module import QUANTISED, base_of, expert_function, weight_names
+from carpool.hf.sharding import replaced
 from carpool.memory.next_experts import Predictor
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
@@ -84,8 +85,7 @@ def quantised_while_loading(kind: Kind | None) -> Iterator[None]:
     if kind is None:
         yield
         return
-    put, warm_up = core_model_loading.set_param_for_module, modeling_utils.caching_allocator_warmup
-    in_turn = os.environ.get(_IN_TURN)
+    put, in_turn = core_model_loading.set_param_for_module, os.environ.get(_IN_TURN)
 
     def put_quantised(model: Any, name: str, *args: Any) -> None:
         put(model, name, *args)
@@ -97,21 +97,16 @@ def quantised_while_loading(kind: Kind | None) -> Iterator[None]:
             check_can_be_quantised(path, experts, kind)
             _quantise_parameter(experts, weight, kind)
 
-    loading: Any = core_model_loading
-    models: Any = modeling_utils
-    loading.set_param_for_module = put_quantised
-    # It takes the memory that the whole model would need.
-    models.caching_allocator_warmup = lambda *_: None
     # Other threads would read weights faster than this one quantises them.
     os.environ[_IN_TURN] = "1"
+    # The warm-up takes the memory that the whole model would need.
+    no_warm_up = replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None)
     try:
-        yield
+        with replaced(core_model_loading, "set_param_for_module", put_quantised), no_warm_up:
+            yield
     finally:
-        loading.set_param_for_module, models.caching_allocator_warmup = put, warm_up
-        if in_turn is None:
-            del os.environ[_IN_TURN]
-        else:
-            os.environ[_IN_TURN] = in_turn
+        del os.environ[_IN_TURN]
+        os.environ.update({} if in_turn is None else {_IN_TURN: in_turn})
 
 
 @torch.no_grad()

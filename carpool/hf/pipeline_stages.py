@@ -16,7 +16,7 @@ layers (`Family.pipeline`)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +29,7 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from carpool.families import FAMILIES, family_of
 from carpool.hf.seam.find_modules import list_number
+from carpool.hf.sharding import replaced
 from carpool.parallel import fsdp
 from carpool.parallel.pipeline import cut
 
@@ -156,24 +157,18 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
     model.tp_plan = rules | {rule: "carpool_absent" for rule in model.tp_plan if rule in absent}
 
 
-@contextmanager
-def kept_parts(parts: Sequence[Part]) -> Iterator[None]:
+def kept_parts(parts: Sequence[Part]) -> AbstractContextManager[None]:
     """Inside, models that transformers builds keep these stages alone, before they are sharded and weights are read
     (`keep_parts`). No stages: they are whole."""
     if not parts:
-        yield
-        return
+        return nullcontext()
     before = vars(DistributedMixin)["maybe_distribute_model"]
 
     def cut_first(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         keep_parts(model, parts)
         return before.__func__(cls, model, *args, **kwargs)
 
-    DistributedMixin.maybe_distribute_model = classmethod(cut_first)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        DistributedMixin.maybe_distribute_model = before
+    return replaced(DistributedMixin, "maybe_distribute_model", classmethod(cut_first))
 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,18 +50,20 @@ _LEFT_OUT = "_carpool_experts_left_out"
 
 
 @contextmanager
-def sharded_as(dense: str | None) -> Iterator[None]:
-    """Inside, transformers distributes models as the module's docstring says.
-
-    Args:
-        dense: "fsdp", or "zero1", whose models cannot compute before `replicate_dense`. None: as transformers does.
-    """
-    before = getattr(mixin, APPLY)
-    setattr(mixin, APPLY, {"fsdp": _shard_dense, "zero1": _place, None: before}[dense])
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of a module, a class or an object is another."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(mixin, APPLY, before)
+        setattr(owner, name, before)
+
+
+def sharded_as(dense: str | None) -> AbstractContextManager[None]:
+    """Inside, transformers distributes models as the module's docstring says: "fsdp", or "zero1", whose models cannot
+    compute before `replicate_dense`. None: as transformers does."""
+    return replaced(mixin, APPLY, {"fsdp": _shard_dense, "zero1": _place, None: vars(mixin)[APPLY]}[dense])
 
 
 def replicate_dense(model: nn.Module, bfloat16: bool, **options: Any) -> Replicated:
@@ -112,11 +114,8 @@ def _shard_dense(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: di
         return apply(model, meshes, fsdp_plan, ep_plan)
     setattr(model, _LEFT_OUT, True)
     theirs = {parameter for module in experts for parameter in module.parameters()}
-    transformers_fsdp.fully_shard = partial(shard, ignored_params=theirs)
-    try:
+    with replaced(transformers_fsdp, "fully_shard", partial(shard, ignored_params=theirs)):
         return apply(model, meshes, fsdp_plan, {})
-    finally:
-        transformers_fsdp.fully_shard = shard
 
 
 def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str, str]) -> Any:
@@ -163,23 +162,16 @@ def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str
 MAKE = "initialize_distributed_mesh"
 
 
-@contextmanager
-def sharded_over(meshes: Meshes | None) -> Iterator[None]:
+def sharded_over(meshes: Meshes | None) -> AbstractContextManager[None]:
     """Inside, transformers distributes models over the stage of `meshes`. None: over meshes that it makes."""
     if meshes is None:
-        yield
-        return
+        return nullcontext()
 
     def stage(config: DistributedConfig) -> tuple[Any, Any]:
         bound = transformers_meshes._bind_local_device(meshes.device_type, int(os.environ.get("LOCAL_RANK", "0")))
         return bound, meshes.stage
 
-    before = getattr(mixin, MAKE)
-    setattr(mixin, MAKE, stage)
-    try:
-        yield
-    finally:
-        setattr(mixin, MAKE, before)
+    return replaced(mixin, MAKE, stage)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

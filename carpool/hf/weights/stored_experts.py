@@ -21,10 +21,10 @@ import torch
 from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 from transformers.modeling_utils import LoadStateDictConfig
 
-from carpool.hf.weights.weight_files import stored_weights
+from carpool.hf.weights.weight_files import conversions_of, stored_weights
 
 
 def read_without_experts(
@@ -102,9 +102,7 @@ class StoredExperts:
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel, modules: Sequence[str], first: int = 0) -> None:
-        mapping = get_model_conversion_mapping(model)
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        renamings, converters = conversions_of(model)
         of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         expected = model.state_dict()
         wanted = [

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, WeightConverter
+from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, WeightConverter, WeightRenaming
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NEVER = "which can run code when they are loaded, and Carpool never unpickles"
@@ -220,9 +220,16 @@ def split_by_size(entries: Mapping[str, Entry], most: int) -> dict[str, dict[str
 # shapes may even fit, and then the weights are silently wrong.
 
 
+def conversions_of(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """How transformers makes a model's weights of those in a checkpoint."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    return renamings, [one for one in mapping if isinstance(one, WeightConverter)]
+
+
 def unshardable(model: PreTrainedModel) -> list[str]:
     """The parameters that would come out wrong if a checkpoint of this model were loaded with FSDP or EP."""
-    converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
+    _, converters = conversions_of(model)
     broken = [c for c in converters if not all(_keeps_dimension_0(op) for op in c.operations)]
     patterns = [p.lstrip("^").rstrip("$").replace("*", r"\d+") for c in broken for p in c._original_target_patterns]
     names = (name for name, _ in model.named_parameters())
@@ -231,8 +238,7 @@ def unshardable(model: PreTrainedModel) -> list[str]:
 
 def merges_experts(model: PreTrainedModel) -> bool:
     """Whether a checkpoint of this model has experts one by one, which transformers stacks; it cannot stack none."""
-    converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
-    return any(isinstance(op, MergeModulelist) for c in converters for op in c.operations)
+    return any(isinstance(op, MergeModulelist) for c in conversions_of(model)[1] for op in c.operations)
 
 
 def _keeps_dimension_0(operation: Any) -> bool:
