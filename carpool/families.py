@@ -18,7 +18,8 @@ The planner reads this table too, so it imports neither PyTorch nor Transformers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -243,7 +244,7 @@ def family(model_type: str) -> Family:
     """The family of a model type; that of a type without an entry has the defaults."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    return next((one for one in FAMILIES.values() if model_type in one.types), _OTHER)
+    return next((one for one in _importable() if model_type in one.types), _OTHER)
 
 
 def family_of(model: Any) -> Family:
@@ -256,4 +257,11 @@ def family_of_class(cls: Any) -> Family:
     """The family whose module defines a class or a function. A subclass that a user derives has the defaults."""
     if cls.__module__.startswith(_MODELS):
         return family(cls.__module__.removeprefix(_MODELS).split(".")[0])
-    return next((one for one in FAMILIES.values() if one.module and one.module == cls.__module__), _OTHER)
+    return next((one for one in _importable() if one.module and one.module == cls.__module__), _OTHER)
+
+
+def _importable() -> Iterator[Family]:
+    """All families but those of plug-ins that cannot be imported, which harm only those who name them."""
+    for name in FAMILIES:
+        with suppress(ImportError):
+            yield FAMILIES[name]
