@@ -19,8 +19,7 @@ from carpool.memory.next_experts import NextExperts
 from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.recipes import names
-from carpool.train.build.assemble import make_optimizer
-from carpool.train.build.offloaded import loading_of
+from carpool.train.build.assemble import loading_of, make_optimizer
 from carpool.train.config import Config, load_config
 from carpool_systems.mechanisms import find, load
 from tests.memory.test_host_experts import LAYERS, batch, loss_of, model_of

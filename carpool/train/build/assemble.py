@@ -8,11 +8,13 @@ A run goes on from here (`carpool.train.run`). Measurements of a few layers befo
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,19 @@ from carpool.hf import install, rides, set_activation_policies, set_experts, set
 from carpool.hf.build_model import build_model
 from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_layers
+from carpool.hf.held_experts import keep_experts_in_host_memory
 from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.routing.router_balance import BiasBalance, find_biases
 from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
 from carpool.hf.seam.expert_rides import ExpertRides
-from carpool.hf.seam.find_modules import freeze_experts, freeze_non_experts, name_layers
+from carpool.hf.seam.find_modules import experts_modules, freeze_experts, freeze_non_experts, name_layers
 from carpool.hf.seam.moved_experts import check_layouts, set_layout
 from carpool.hf.seam.shared import compute_shared_beside
 from carpool.hf.sharding import keep_experts, replicate_dense
+from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
+from carpool.memory.popularity import Popularity
 from carpool.metrics.counters import NSIGHT
 from carpool.optim import OptimizerBase, OptimizerSettings
 from carpool.optim.in_backward import ConsumedGradients
@@ -47,18 +52,17 @@ from carpool.parallel.replicated import sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
-from carpool.train.blueprint import top_k_of
-from carpool.train.build.measured_choices import choose_kernels, choose_schedule
-from carpool.train.build.offloaded import make_offload
+from carpool.train.blueprint import meta_model, top_k_of
+from carpool.train.build.measured_choices import choose_few_tokens, choose_kernels, choose_schedule
 from carpool.train.config.fine_tuning import adapter_folder
-from carpool.train.config.schema import Config, TrainingSection
+from carpool.train.config.schema import Config, MemorySection, TrainingSection
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.extensions import Extension, extensions_in_use
 from carpool.train.launch.machine import ranks_of
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import add_adapter
 from carpool.train.plan.division import distributed_config
-from carpool.train.plan.resolve import Plan, disk_folder
+from carpool.train.plan.resolve import Plan, check_offload_layouts, disk_folder
 from carpool.train.plan.transport_choice import choose_on_ranks
 from carpool.train.records.run_folder import ADAPTER
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
@@ -346,6 +350,52 @@ def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst
             "keep off the links: leave it out"
         )
     return RidesFirst(model, layers)
+
+
+def make_offload(
+    plan: Plan, model: PreTrainedModel, layers: Sequence[ExpertRides], optimizer: OptimizerBase, halves: bool
+) -> tuple[ConsumedGradients | None, HostExperts | None]:
+    """(what uses gradients in the backward, what keeps experts in host memory or on disk), of a model that has its
+    optimizer; None: nothing does. All ranks together. `halves`: two batches run at a time.
+
+    Raises:
+        ValueError: what is asked for cannot be with this model, layout or schedule."""
+    config, training, memory, away = plan.config, plan.config.training, plan.config.memory, None
+    check_offload_layouts(config, [own.layout for own in layers], halves)
+    if memory.experts != "device":
+        on_disk = _on_disk(config, layers) if memory.experts == "disk" else {}
+        few = 0
+        if memory.cpu_expert_tokens:
+            assert plan.machine.device is not None
+            wanted, device = memory.cpu_expert_tokens, plan.machine.device
+            few = choose_few_tokens(wanted, layers[0], plan.dtype, device, plan.decisions).answer
+        away = keep_experts_in_host_memory(model, **on_disk, **loading_of(memory, few))
+    if not plan.candidate.optimizer_in_backward:
+        return None, away
+    assert optimizer.in_backward
+    return ConsumedGradients(model, optimizer, away, training.max_grad_norm or math.inf), away
+
+
+def _on_disk(config: Config, layers: Sequence[ExpertRides]) -> dict[str, Any]:
+    """Where the experts of a run are on disk: in the files of its checkpoint, or, if they are trained or from scratch,
+    in files of their own."""
+    frozen = not any(parameter.requires_grad for own in layers for parameter in own.experts.parameters())
+    if not frozen or (path := config.model.weights) is None:
+        return {"folder": disk_folder(config)}
+    blueprint = meta_model(path)
+    modules = set(experts_modules(blueprint))
+    ordered = [name for name, _ in blueprint.named_modules() if name in modules]
+    first = layers[0].layout.homes[layers[0].rank][0]
+    return {"files": StoredExperts(path, blueprint, ordered, first)}
+
+
+def loading_of(memory: MemorySection, few: int) -> dict[str, Any]:
+    """Which experts come, and which stay, as `keep_experts_in_host_memory` takes it. `few`: tokens of an expert that
+    the CPU computes."""
+    device, host = memory.experts_bytes
+    if memory.expert_loading == "layers":
+        return {"host_bytes": host}
+    return {"predictor": partial(Popularity, few=few), "cache_bytes": device, "host_bytes": host, "few": few}
 
 
 def _set_graphs(plan: Plan, built: Built) -> None:
