@@ -12,6 +12,7 @@ from carpool.layout.topology import Topology
 from carpool.placement.adopt import aligned
 from carpool.placement.objective import evaluate
 from carpool.placement.volume import predict
+from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import DEFAULT as H200
 from carpool.train.moving.runtime import load_ratio, newest, padded
 from carpool.train.moving.solve import Facts, foretell, outlook
@@ -19,10 +20,8 @@ from carpool.transport import Codecs, TransportOptions, find_transport
 from carpool.transport.codecs import PLAIN
 from tests.placement.synthetic import topics
 
-FACTS = Facts(
-    transport="dedup", topology=Topology.even(4), tokens=8192, micro_batches=2, top_k=8, hidden=2048, element_size=2,
-    expert_elements=3 * 2048 * 1024, hardware=H200,
-)  # fmt: skip
+COST = CostModel(transport="dedup", tokens_per_rank=8192, hidden=64, expert_hidden=1024, element_size=2, hardware=H200)
+FACTS = Facts(COST, Topology.even(4), top_k=4, micro_batches=2)
 
 
 def _moves(before: ExpertLayout, after: ExpertLayout) -> int:
@@ -65,12 +64,11 @@ def test_ranks_are_named_so_that_few_experts_move(num_ranks: int, num_nodes: int
 def test_what_is_foretold_is_what_transports_would_count() -> None:
     trace, layout = topics(experts=16, top_k=4, tokens=600, length=30).layer(0), ExpertLayout.contiguous(16, 4)
     layout = layout.with_replicas([(3, 2), (9, 0)])
-    facts = replace(FACTS, top_k=4, hidden=64)
     source_T, topology = trace.source_T(4), Topology.even(4, 2)
     routings = [trace.expert_TK[source_T == rank] for rank in range(4)]
     halved = Codecs(dispatch="fp8", inter_node="nodes")
     for transport, codecs in (("dedup", PLAIN), ("alltoall", PLAIN), ("gather", PLAIN), ("hierarchical", halved)):
-        one = replace(facts, transport=transport, codecs=codecs)
+        one = replace(FACTS, cost=replace(COST, transport=transport, codecs=codecs))
         told = outlook([evaluate(trace, layout, topology=topology, cost=one.cost)] * 2, one)
         options = find_transport(transport).own_options(TransportOptions(codecs=codecs))
         volume = predict(transport, routings, layout, hidden=64, element_size=2, topology=topology, options=options)
@@ -82,12 +80,11 @@ def test_what_is_foretold_is_what_transports_would_count() -> None:
 def test_load_is_foretold_for_what_tokens_will_choose() -> None:
     trace = topics(experts=16, top_k=4, tokens=600, length=30).layer(0)
     layout = ExpertLayout.contiguous(16, 4).with_replicas([(3, 2), (9, 0)])
-    facts = replace(FACTS, top_k=4, hidden=64)
-    same, found = foretell(trace, layout, 10.0 * trace.load_E, facts), evaluate(trace, layout, cost=facts.cost)
+    same, found = foretell(trace, layout, 10.0 * trace.load_E, FACTS), evaluate(trace, layout, cost=COST)
     assert same.load_W == pytest.approx(found.load_W) and same.compute_seconds == pytest.approx(found.compute_seconds)
     load_E = trace.load_E.astype(float)
     load_E[5] *= 4  # on rank 1, alone
-    then = foretell(trace, layout, load_E, facts)
+    then = foretell(trace, layout, load_E, FACTS)
     share_W = found.load_W + 3 * trace.load_E[5] * (np.arange(4) == 1)
     assert then.load_W / then.load_W.sum() == pytest.approx(share_W / share_W.sum())
     assert then.rows_remote == found.rows_remote

@@ -244,7 +244,7 @@ class Placement:
         moved = set_layout(self.model, current_layouts(self.model).with_layers(changed), self.optimizer)
         for own in rides(self.model).values():
             # Before the next forward, whose rows the run must find room for.
-            own.prepare(self.facts.top_k, self.facts.hidden)
+            own.prepare(self.facts.top_k, self.facts.cost.hidden)
         self.moved, self.since, self.measured = True, step, {}
         self.record("layout", step, **current_layouts(self.model).to_dict())
         if self.main:

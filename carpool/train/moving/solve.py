@@ -36,11 +36,9 @@ from carpool.placement.objective import Objective, evaluate, served_by
 from carpool.placement.policies import LoadModel, forecast
 from carpool.placement.trace import Array, LayerTrace, Trace
 from carpool.planner.machine.cost import RIDES, CostModel
-from carpool.planner.machine.hardware import Hardware
 from carpool.train.config.schema_placement import PlacementSection
 from carpool.transport import find_transport
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
-from carpool.transport.codecs import PLAIN, Codecs
 
 
 @dataclass(frozen=True)
@@ -48,43 +46,20 @@ class Facts:
     """What the cost of a layout depends on, beside the routing.
 
     Attributes:
-        transport: how rows travel.
+        cost: of a layer and a micro-batch.
         topology: of the expert-parallel group.
-        tokens: of a rank, in a micro-batch;  micro_batches: of a step.
         top_k: K.
-        hidden: H.
-        element_size: bytes of an element of a row, or of a weight, as they are computed with.
-        expert_elements: of an expert's weights in one layer.
-        hardware: rates of links and matrix products.
-        codecs: how rows become bytes.
-        speeds: of the ranks of the group; (): all are equal.
+        micro_batches: of a step.
     """
 
-    transport: str
+    cost: CostModel
     topology: Topology
-    tokens: int
-    micro_batches: int
     top_k: int
-    hidden: int
-    element_size: int
-    expert_elements: int
-    hardware: Hardware
-    codecs: Codecs = PLAIN
-    speeds: tuple[float, ...] = ()
-
-    @property
-    def cost(self) -> CostModel:
-        """Of a layer and a micro-batch. F is that of experts with three matrices: those of two have as many elements
-        with another F."""
-        return CostModel(
-            hidden=self.hidden, expert_hidden=max(1, self.expert_elements // (3 * self.hidden)),
-            element_size=self.element_size, tokens_per_rank=self.tokens, hardware=self.hardware,
-            transport=self.transport, codecs=self.codecs, speeds=self.speeds,
-        )  # fmt: skip
+    micro_batches: int
 
     @property
     def load_model(self) -> LoadModel:
-        """The same for policies that know loads alone."""
+        """For policies that know loads alone."""
         return LoadModel(self.cost, self.top_k, self.topology)
 
 
@@ -96,7 +71,7 @@ def foretell(judge: LayerTrace, layout: ExpertLayout, load_E: Array, facts: Fact
     weight_E = load_E[: judge.num_experts] * (judge.load_E.sum() / max(1.0, load_E.sum())) / np.maximum(1, judge.load_E)
     rank_TK = served_by(judge, layout)
     load_W = np.bincount(rank_TK.ravel(), weights=weight_E[judge.expert_TK].ravel(), minlength=layout.num_ranks)
-    scale = facts.tokens * layout.num_ranks / judge.num_tokens
+    scale = facts.cost.tokens_per_rank * layout.num_ranks / judge.num_tokens
     return replace(found, load_W=load_W, compute_seconds=facts.cost.compute_seconds(load_W * scale))
 
 
@@ -104,7 +79,7 @@ def outlook(found: Sequence[Objective], facts: Facts) -> dict[str, float]:
     """What is foretold of all layers, as the metrics measure it: remote rows per token and the fullest rank's load,
     mean over layers; remote bytes per token, over all layers. Rows that fill up a fixed number, as of
     `hierarchical`, are not foretold."""
-    cost, choices = facts.cost, find_transport(facts.transport).choices_per_row(facts.top_k)
+    cost, choices = facts.cost, find_transport(facts.cost.transport).choices_per_row(facts.top_k)
     near, far = (
         RIDES * cost.row_bytes_over(network) + choices * (CHOICE_BYTES + GRADIENT_BYTES) for network in (False, True)
     )

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.hf.seam.expert_rides import buffers_of_rides
 from carpool.hf.seam.moved_experts import is_logical, logical_like, physical_order
 from carpool.metrics.host import peak_memory
+from carpool.planner.machine.cost import CostModel
 from carpool.train.blueprint import Blueprint
 from carpool.train.build.assemble import Built, build
 from carpool.train.build.policy_times import measure_on_small_model
@@ -192,10 +193,16 @@ def _facts(plan: Plan, built: Built) -> Facts:
     layer = built.rides[0]
     speeds = plan.config.parallelism.rank_speeds
     elements = layer.layout.slices * sum(math.prod(one.shape[1:]) for one in layer.experts.parameters())
-    return Facts(
-        transport=built.transport.answer, topology=built.ep_topology, tokens=plan.tokens,
-        micro_batches=plan.candidate.accumulation, top_k=plan.blueprint.top_k,
-        hidden=plan.blueprint.row_size, element_size=plan.dtype.itemsize, codecs=built.options.codecs,
-        expert_elements=elements, hardware=plan.machine.hardware,
+    hidden = plan.blueprint.row_size
+    cost = CostModel(
+        hidden=hidden,
+        # Of experts with three matrices: those of two have as many elements with another F.
+        expert_hidden=max(1, elements // (3 * hidden)),
+        element_size=plan.dtype.itemsize,
+        tokens_per_rank=plan.tokens,
+        hardware=plan.machine.hardware,
+        transport=built.transport.answer,
+        codecs=built.options.codecs,
         speeds=tuple(speeds[rank] for rank in ranks_of(layer.group)) if isinstance(speeds, tuple) else (),
-    )  # fmt: skip
+    )
+    return Facts(cost, built.ep_topology, plan.blueprint.top_k, plan.candidate.accumulation)
