@@ -6,12 +6,9 @@ part of every sequence, and its attention sees whole ones.
         model(input_ids=context.cut.part(ids_BL), **context.settings(ids_BL))
 
 The model asks transformers for an attention function (`AttentionInterface.get_interface`) and gets the one that it
-would have got, its own included, between two all-to-alls: it runs on whole sequences with some of the heads. What the
-function reads of the attention layer, and what there is for each head (attention sinks), is of these heads. Masks are
-made by the model as ever, of whole sequences.
-
-With ring attention (`carpool.parallel.context`), that takes the place of the function, and there are no masks.
-"""
+would have got between two all-to-alls: it runs on whole sequences with some of the heads. What the function reads of
+the attention layer, and what there is for each head (attention sinks), is of these heads. Ring attention
+(`carpool.parallel.ring`) takes the place of the function, and there are no masks."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class HeadLoss:
     """The cross-entropy of a causal language model, summed over the tokens that it predicts.
 
     Args:
-        tokens_at_once: tokens whose logits are in memory at once. None: as many as `carpool.kernels.cross_entropy`
-            finds right; 0: all, as the model makes them.
+        tokens_at_once: tokens whose logits are in memory at once. None: as `carpool.kernels.cross_entropy` finds right;
+            0: all, as the model makes them.
 
     Attributes:
         why_whole: why logits are made all at once; None: they are not.

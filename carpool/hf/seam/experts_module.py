@@ -1,10 +1,8 @@
 """What an experts module of transformers computes, as far as Carpool knows, and what has been done to it.
 
 Classes that carry transformers' experts decorator say it by flags: has_gate, has_bias, is_transposed. Their activation
-is found by the type of `act_fn`, or by the gate function.
-
-Before a model is sharded, or while it is loaded, its experts may be cut into slices (`carpool.hf.sharding`), made
-narrow (`carpool.hf.narrow`) or quantised (`carpool.hf.held_experts`). The module then says so.
+is found by the type of `act_fn`, or by the gate function. A module says so if its experts were cut into slices, made
+narrow (`carpool.hf.narrow`) or quantised (`carpool.hf.held_experts`).
 """
 
 from __future__ import annotations

@@ -36,10 +36,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 def experts_modules(model: PreTrainedModel, distributed_config: DistributedConfig | None = None) -> dict[str, int]:
     """The modules that expert parallelism dispatches to, by name, with the number of experts in each (of this rank,
-    once the model is sharded). Empty if the model has no such module.
-
-    Raises:
-        TypeError: another model than one of Transformers."""
+    once the model is sharded). Empty if there are none. TypeError: no model of Transformers."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(model).__name__} is no model of Transformers (PreTrainedModel)")
     override = distributed_config.ep_plan if distributed_config is not None else None
@@ -49,10 +46,8 @@ def experts_modules(model: PreTrainedModel, distributed_config: DistributedConfi
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The members of every `ModuleList` that has layers with experts, with Carpool's rides or without.
-
-    Raises:
-        ValueError: experts that are in no list."""
+    """The members of every `ModuleList` that has layers with experts, with Carpool's rides or without. ValueError:
+    experts that are in no list."""
     lists: dict[str, nn.Module] = {}
     for name in rides(model) or experts_modules(cast(PreTrainedModel, model)):
         number = list_number(name)

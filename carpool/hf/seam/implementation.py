@@ -108,18 +108,16 @@ def set_activation_policies(model: nn.Module, policies: ActivationPolicies) -> N
 
 
 def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, **others: Any) -> list[str]:
-    """Change how the experts of all MoE layers of a model are computed: "auto", "grouped", "reference", or "fp8".
+    """Change how the experts of all MoE layers of a model are computed: "auto", or a name in `carpool.experts.EXPERTS`.
 
     Args:
-        choices: of "grouped", the way of each stage (`carpool.experts.Choices`). None: by the shape. Layers that run
-            the model's own forward have no stages.
+        choices: of "grouped", the kernel of each product (`carpool.experts.Choices`). None: by the shape.
         others: options of a plug-in's.
 
     Returns:
-        What that changes of the model's function, for logs: nothing but for "fp8", which is LOSSY.
-
-    Raises:
-        ValueError: an unknown name, experts that it cannot compute, or an option that they do not have."""
+        What that changes of the model's function, for logs: nothing but for "fp8", which is LOSSY. ValueError: an
+        unknown name, experts that it cannot compute, or an option that they do not have.
+    """
     layers = required_rides(model)
     for own in layers.values():
         own.set_experts(name, choices, **others)

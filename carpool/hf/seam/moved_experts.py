@@ -1,15 +1,13 @@
 """Moving the experts of a transformers model to other layouts, and back for its checkpoints.
 
-transformers shards the stacked weights of E experts by rows: row i of the whole tensor belongs to the i-th place,
-counted over ranks. In the contiguous layout place i holds expert i. Any other layout of equal homes is a permutation of
-rows, so moving experts is one all-to-all of rows, and a checkpoint, which is always in logical expert order, is the
-inverse permutation away.
+transformers shards the stacked weights of E experts by rows: row i belongs to the i-th place, counted over ranks. In
+the contiguous layout place i holds expert i. Any other layout of equal homes is a permutation of rows: moving experts
+is one all-to-all, and a checkpoint, which is in logical order, is the inverse permutation away.
 
     4 experts on 2 ranks, homes [[2, 0], [1, 3]]: places hold experts [2, 0, 1, 3]
     physical[i] = logical[[2, 0, 1, 3][i]]
 
-FSDP2 may shard a rank's experts once more. Then the places of an expert-parallel rank are divided among several, and an
-expert whose place changes travels between those two alone: to the optimizer and to FSDP nothing has changed but values.
+FSDP2 may shard a rank's experts once more. Then an expert whose place changes travels between two of those ranks alone.
 """
 
 from __future__ import annotations
@@ -103,13 +101,14 @@ def current_layouts(model: nn.Module) -> Layouts:
 
 @contextmanager
 def slots_kept(layers: Sequence[ExpertRides], quantised: bool = False, prefetch: bool = True) -> Iterator[None]:
-    """Inside, no weight changes: replicas are filled once and serve all forwards (micro-batches, what checkpointing
-    computes again, batches of an evaluation). All ranks together.
+    """Inside, no weight changes: replicas are filled once and serve all forwards (micro-batches, recomputation, batches
+    of an evaluation). All ranks together.
 
     Args:
-        quantised: FP8 experts keep their quantised weights, too, which takes as much memory as the weights in bf16.
+        quantised: FP8 experts cache their quantised weights, too, which takes as much memory as the weights in bf16.
         prefetch: slots are filled ahead of their layer, and no backward waits for replicas' gradients: these are
-            complete at the end. The same bits (carpool/replicas/slot_steps.py)."""
+            complete at the end. The same bits (carpool/replicas/slot_steps.py).
+    """
     ahead = [homes(own) if prefetch else None for own in layers]
     if prefetch:
         _tell(layers, ahead)
@@ -297,10 +296,7 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 def permute_rows(tensor: torch.Tensor, index: Sequence[int], group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """`tensor[index]` along dimension 0, sharded as before. Collective over `group` for a DTensor, whose ranks are
-    among those of the group (None: all ranks).
-
-    Each rank keeps as many rows as it has; only rows that change rank travel, each once.
-    """
+    among those of the group (None: all ranks). Only rows that change rank travel, each once."""
     if not isinstance(tensor, DTensor):
         return tensor[list(index)]
     rows = row_move(tensor, range(len(index)), index, group).apply(tensor.to_local().clone(), group)
@@ -310,10 +306,8 @@ def permute_rows(tensor: torch.Tensor, index: Sequence[int], group: dist.Process
 def row_move(
     tensor: torch.Tensor, before: Sequence[int], after: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> RowMove:
-    """From rows that are `before[place]` to rows that are `after[place]`, for this rank of `group` (None: of all).
-
-    What replicates the rows elsewhere (HSDP) does the same among its own ranks.
-    """
+    """From rows that are `before[place]` to rows that are `after[place]`, for this rank of `group` (None: of all). What
+    replicates the rows elsewhere (HSDP) does the same among its own ranks."""
     if not isinstance(tensor, DTensor):
         return RowMove([before], [after], 0)
     held = _held(tensor.shape[0], tensor, group)
@@ -337,12 +331,9 @@ def _held(number: int, tensor: DTensor, group: dist.ProcessGroup | None) -> list
 
 
 def held_rows(tensor: DTensor, coordinate: tuple[int, ...], number: int | None = None) -> list[int]:
-    """The rows of the whole tensor that the rank at `coordinate` of its mesh holds, in order. `number`: as if the
-    tensor had so many rows.
-
-    FSDP shards what expert parallelism has sharded already, and marks that by a strided placement on its own mesh
-    axis, which comes first in the mesh. So plain shards apply before strided ones.
-    """
+    """The rows of the whole tensor (as if it had `number`) that the rank at `coordinate` of its mesh holds, in order.
+    FSDP shards what expert parallelism has sharded already, and marks that by a strided placement on its own mesh axis,
+    which comes first in the mesh. So plain shards apply before strided ones."""
     rows = torch.arange(tensor.shape[0] if number is None else number)
     axes = [(axis, p) for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
     if any(getattr(p, "dim", None) != 0 for _, p in axes):

@@ -1,16 +1,12 @@
 """Which keys a model reads from its configuration, and which of somebody's keys nothing reads.
 
-Transformers' configuration classes take any key, so a misspelt one changes nothing and nobody notices. The fields that
-a class declares are not all that a model reads either: Qwen3-30B-A3B says `head_dim` in its config.json, its class does
-not declare it, and its attention does `getattr(config, "head_dim", ...)`. So the source of both is read, as a syntax
-tree:
+Transformers' configuration classes take any key, so a misspelt one changes nothing and nobody notices. A model reads
+more than its class declares (Qwen3-30B-A3B's `head_dim`), so the source of both is read, as a syntax tree:
 
     class Qwen3NextConfig: ... kwargs.pop("full_attention_interval", 4)        the class reads full_attention_interval
     self.head_dim = getattr(config, "head_dim", ...)                           the model reads head_dim
-    self.scale = config.query_pre_attn_scalar                                  the model reads query_pre_attn_scalar
 
-A published config.json also has keys that only its authors' own code reads, or that are about the file. These are
-listed by name.
+A published config.json also has keys that only its authors' code reads, or that are about the file; these are listed.
 """
 
 from __future__ import annotations

@@ -21,17 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of a Transformers model type, for a model from scratch.
+    """The configuration of a Transformers model type, such as "olmoe", for a model from scratch.
 
     Args:
-        model_type: as in `config.json`, for example "olmoe" or "qwen3_moe".
         keys: values by the keys of a `config.json`, as published; those of a sub-configuration as a dictionary. Keys
-            that are known to mean nothing to Transformers are taken as they are, and one warning names them.
+            that mean nothing to Transformers are taken as they are, and one warning names them.
 
     Raises:
-        ValueError: for a model type that Transformers does not have, a key that nothing reads (with the nearest one
-            that something does), or a value that the configuration refuses or that cannot be meant
-            (`carpool.hf.weights.model_config`). The message has a line for each of them.
+        ValueError: with a line for each: a model type that Transformers does not have, a key that nothing reads (with
+            the nearest one), a value that the configuration refuses or that cannot be meant (`impossible_sizes`).
     """
     if model_type not in CONFIG_MAPPING or not (
         model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or registered_model(CONFIG_MAPPING[model_type])
@@ -62,11 +60,8 @@ def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder.
-
-    Raises:
-        ValueError: the folder is no checkpoint, or not one that is safe and complete enough to read.
-    """
+    """The configuration of a checkpoint folder. ValueError: it is no checkpoint, or not one that is safe and
+    complete."""
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint folder {folder}")
     if not (folder / "config.json").is_file():

@@ -30,15 +30,9 @@ from carpool.hf.weights.weight_files import conversions_of, stored_weights
 def read_without_experts(
     folder: Path, model: PreTrainedModel, modules: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """Read a checkpoint folder into a model on the meta device, as `from_pretrained` does, but for its experts, which
-    stay there. (With these two devices in a device_map, `from_pretrained` itself hands the model to Accelerate.)
-
-    Args:
-        modules: the names of the experts modules.
-
-    Returns:
-        What `from_pretrained` says of missing keys and mismatched shapes.
-    """
+    """Read a checkpoint folder into a model on the meta device, as `from_pretrained` does, but for its experts modules,
+    which stay there. (With these two devices in a device_map, `from_pretrained` itself hands the model to Accelerate.)
+    Returns what `from_pretrained` says of missing keys and mismatched shapes."""
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(folder),
         ignore_mismatched_sizes=True,

@@ -1,13 +1,12 @@
-"""Which files the weights in a checkpoint folder come from, looked at before Transformers opens any of them.
+"""Which files the weights in a checkpoint folder come from, checked before Transformers opens any of them.
 
-Loading a pickle can run code, so Carpool never does it. Transformers does it for every file that a folder's index
-names and that does not end in `.safetensors`, wherever the name leads:
+Loading a pickle can run code, so Carpool never does it. Transformers does it for every file that a folder's index names
+and that does not end in `.safetensors`, wherever the name leads:
 
     model.safetensors.index.json    {"weight_map": {"lm_head.weight": "../outside.dat", ...}}
 
-So each name must be that of a safetensors file in the folder itself. The file may be a link to somewhere else: caches
-of downloaded models are folders of links, and safetensors holds nothing but numbers. The headers are read too, because
-a file that was cut off would otherwise end in an error about bytes.
+So each name must be that of a safetensors file in the folder itself, which may be a link into a cache. The headers are
+read too, because a file that was cut off would otherwise end in an error about bytes.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def stored_weights(folder: Path) -> dict[str, Stored]:
 # A safetensors file written one tensor after the other: the file may be larger than the memory.
 #
 # `safetensors.torch.save_file` wants all tensors at once. The format does not: a header of names, dtypes, shapes and
-# offsets comes first, then the bytes. Who knows names, dtypes and shapes beforehand can write the header at once.
+# offsets comes first, then the bytes.
 #
 #     8 bytes    the size of the header
 #     header     {"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, "b": ...}
@@ -213,10 +212,9 @@ def split_by_size(entries: Mapping[str, Entry], most: int) -> dict[str, dict[str
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints that transformers (5.23) cannot shard while it reads them.
 #
-# A checkpoint may hold a model's weights in another form: one tensor per expert, or q, k and v in one. transformers
-# converts them with `WeightConverter`s. On several ranks it first takes this rank's shard of each tensor of the
-# checkpoint, along dimension 0, and then converts the shard. Stacking experts commutes with that; what cuts, joins or
-# permutes dimension 0 itself does not: three shards of q, k and v, joined, are not a shard of the joined tensor. The
+# A checkpoint may hold weights in another form: one tensor per expert, or q, k and v in one. On several ranks
+# transformers first takes this rank's shard of each tensor, along dimension 0, and then converts it
+# (`WeightConverter`). Stacking experts commutes with that; what cuts, joins or permutes dimension 0 does not. The
 # shapes may even fit, and then the weights are silently wrong.
 
 
