@@ -28,9 +28,9 @@ from transformers.distributed.checkpoint import is_sharded_checkpoint
 
 from carpool.experts.quantised import Kind
 from carpool.hf.held_experts import check_can_be_quantised, quantised_while_loading
-from carpool.hf.narrow import is_narrow, narrow_experts
 from carpool.hf.pipeline_stages import Part, kept_parts
 from carpool.hf.seam.expert_rides import rides
+from carpool.hf.seam.experts_module import is_narrow, narrow_experts
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.seam.refusals import check_tensor_parallel
 from carpool.hf.sharding import SlicedExperts, sharded_as, sharded_over, uneven_plan

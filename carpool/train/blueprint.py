@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from carpool.families import family_of
 from carpool.hf.documents import DOCUMENTS, fused_attention, why_no_bounds
-from carpool.hf.narrow import narrow_experts, row_size
+from carpool.hf.seam.experts_module import narrow_experts, row_size
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.model_config import check_sizes, head_sizes, make_config, read_config
 from carpool.parallel.degrees import Degrees

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from carpool.hf import rides, set_transport
 from carpool.hf.build_model import build_model
-from carpool.hf.narrow import is_narrow, row_size
+from carpool.hf.seam.experts_module import is_narrow, row_size
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.parallel.degrees import Degrees
 from carpool.train.blueprint import meta_model

@@ -92,7 +92,7 @@ class ExpertRides(LayerCore):
     Attributes, beside those of the core:
         experts: the module.
         adapters: those of the experts; None: there are none.
-        projections: what makes hidden states narrow before they ride, and sums wide (`carpool.hf.narrow`), or None.
+        projections: what makes hidden states narrow before they ride, and sums wide (`narrow_experts`); or None.
         shared: the block's shared experts, if they compute beside the ride.
         replay, router_limit: what changes the router's choices; None: nothing.
         token_slice: (i, n): of the layer's tokens, this rank's are part i of n equal ones.

@@ -28,7 +28,7 @@ from rich.filesize import decimal
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from carpool.hf.narrow import is_narrow
+from carpool.hf.seam.experts_module import is_narrow
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import Group, OriginalLayout, OriginalWeights
 from carpool.hf.weights.weight_files import Entry, stored_weights
