@@ -28,7 +28,7 @@ from carpool.layout.topology import Topology
 from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import CostModel
 from carpool.recipes import Recipe, names, read
-from carpool.routing.limit_options import LimitOptions
+from carpool.routing.limit import LimitOptions
 from carpool.train.config import Config
 from carpool.transport import TRANSPORTS, Transport
 from carpool.transport.multi_hop import MultiHop

@@ -33,8 +33,7 @@ from carpool.placement.policies import POLICIES, LoadModel, forecast
 from carpool.placement.solvers import solve_both
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.machine.cost import CostModel
-from carpool.routing.limit import RoutingLimit
-from carpool.routing.limit_options import LimitOptions
+from carpool.routing.limit import LimitOptions, RoutingLimit
 from carpool.train.config.schema_placement import PlacementSection
 
 __all__ = ["NUMBERS", "Way", "replay"]

@@ -49,8 +49,7 @@ from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.kernels import MAX_PARTS
 from carpool.kernels.device import reserved
 from carpool.metrics.counters import RideSpans
-from carpool.ride.chunks import kept_rows
-from carpool.ride.saved import arena_for
+from carpool.ride.chunks import arena_for, kept_rows
 from carpool.ride.schedule import Schedule, ScheduleKind
 from carpool.ride.setup import Kept, Order, RideSetup
 from carpool.ride.turns import handover

@@ -31,8 +31,8 @@ from carpool.ride.module import ride_module
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import NO_HOOKS, Owed, RideHooks, RideSetup
 from carpool.routing import DropOptions, Routing
-from carpool.routing.bias import count_choices
 from carpool.routing.limit import LimitOptions, RoutingLimit
+from carpool.routing.router import count_choices
 from carpool.transport import (
     Transport,
     TransportOptions,
@@ -77,8 +77,8 @@ class LayerCore:
         owed: gets the gradients of weights; None: backwards compute them.
         stats: counters of this layer.
         load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases, until
-            `carpool.routing.bias.update_biases` sets it to zero; None: not counted (`set_balance`). Evaluation and what
-            activation checkpointing computes again are not in it.
+            `update_biases` sets it to zero; None: not counted (`set_balance`). Evaluation and what activation
+            checkpointing computes again are not in it.
         routing: the last forward's choices of this rank's tokens, detached: a recording, which can be replayed. With
             drops, of what was left of them.
         on_choice: is given (T, K) numbers of experts before they compute; -1: none. None: nobody wants to know.

@@ -1,7 +1,6 @@
-"""What holds an expert: homes and slots (`expert_layout.py`), the slot that serves a token (`assigning.py`), and
-the layouts of all layers of a model (`layouts.py`)."""
+"""What holds an expert: homes and slots, and the slot that serves a token (`expert_layout.py`), and the layouts
+of all layers of a model (`layouts.py`)."""
 
-from carpool.layout.assigning import assign
-from carpool.layout.expert_layout import ExpertLayout
+from carpool.layout.expert_layout import ExpertLayout, assign
 
 __all__ = ["ExpertLayout", "assign"]

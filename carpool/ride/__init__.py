@@ -2,8 +2,8 @@
 
     y_TH, beside = ride(x_TH, routing, slot_TK, weights, setup)
 
-`function.py` is the node of autograd, `setup.py` what a ride is made of, `saved.py` what it saves for its backward,
-`operator.py` the operator for `torch.compile`, `module.py` the ride around a model's own experts. A schedule
-(`schedule.py`) never changes what is computed: `chunks.py` has the order of the verbs inside a ride, `two_batch.py` and
+`function.py` is the node of autograd, `setup.py` what a ride is made of, `operator.py` the operator for
+`torch.compile`, `module.py` the ride around a model's own experts. A schedule (`schedule.py`) never changes what is
+computed: `chunks.py` has the order of the verbs inside a ride, and what it saves for its backward; `two_batch.py` and
 `forward_backward.py` run two micro-batches half a layer apart, `split_backward.py` puts weight gradients off.
 """

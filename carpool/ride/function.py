@@ -31,9 +31,8 @@ from carpool.activations.whole_layers import kept_rides, taken_before
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
 from carpool.metrics.counters import in_recompute
-from carpool.ride.chunks import PLAIN
+from carpool.ride.chunks import PLAIN, bring_back, put_away, save, saved
 from carpool.ride.operator import ride_operator
-from carpool.ride.saved import bring_back, put_away, save, saved
 from carpool.ride.setup import Kept, RideSetup
 from carpool.routing import Routing
 from carpool.transport import Pending

@@ -31,8 +31,7 @@ from carpool.activations import Rows
 from carpool.activations.whole_layers import kept_rides
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertWeights
 from carpool.kernels.numbered import by_number
-from carpool.ride.chunks import PLAIN
-from carpool.ride.saved import bring_back, put_away
+from carpool.ride.chunks import PLAIN, bring_back, put_away
 from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
 

@@ -219,7 +219,7 @@ def _reduce(  # type: ignore[no-untyped-def]
 @quick
 @triton.jit
 def _losses(total, loss, slopes, aux, z, ranks, E: tl.constexpr, EP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The balance loss of the batch, and its slope with regard to this rank's sums; see `carpool.routing.selection`."""
+    """The balance loss of the batch, and its slope with regard to this rank's sums; see `carpool.routing.router`."""
     column = tl.arange(0, EP)
     count = tl.load(total + column, mask=column < E, other=0.0)
     prob = tl.load(total + E + column, mask=column < E, other=0.0)
@@ -295,7 +295,7 @@ def route(
     rule: Rule,
     groups: Sequence[dist.ProcessGroup],
 ) -> Routed:
-    """`carpool.routing.selection.route` for float32 logits, by kernels."""
+    """`carpool.routing.router.route` for float32 logits, by kernels."""
     given_TK = expert_TK if expert_TK is None else expert_TK.contiguous()
     chosen_TK, weight_TK, aux_loss, count_E = _Route.apply(logits_TE.contiguous(), bias_E, given_TK, rule, groups)
     return Routed(chosen_TK if expert_TK is None else expert_TK, weight_TK, aux_loss, count_E)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from carpool import Routing, assign
-from carpool.layout import assigning as layout_module
+from carpool.layout import expert_layout as layout_module
 from carpool.replicas.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from carpool import ExpertLayout, Routing, assign
-from carpool.layout import assigning as layout_module
+from carpool.layout import expert_layout as layout_module
 from carpool.replicas import slots
 from carpool.replicas.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem

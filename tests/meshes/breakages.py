@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 import carpool
 from carpool.hf import tensor_parallel as heads
 from carpool.hf.routing import router_balance as balance
-from carpool.layout import assigning
+from carpool.layout import expert_layout
 from carpool.optim import clip
 from carpool.parallel import fsdp, replicated, sequence
 from carpool.parallel.degrees import Degrees
@@ -210,13 +210,13 @@ def parts_of_sequences_as_sequences() -> Iterator[None]:
 @contextmanager
 def one_slice_of_each_expert() -> Iterator[None]:
     """A token visits the first slice of each of its experts only, so the other partial sums are not added."""
-    right = assigning.slices_of
+    right = expert_layout.slices_of
 
     def wrong(expert_TK: torch.Tensor, number: int) -> torch.Tensor:
         rows = right(expert_TK, number)
         return torch.where(rows % number == 0, rows, -1)
 
-    with mock.patch.object(assigning, "slices_of", wrong):
+    with mock.patch.object(expert_layout, "slices_of", wrong):
         yield
 
 

@@ -28,7 +28,7 @@ from carpool.families import family_of
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import list_number
 from carpool.parallel.replicated import sharded_parameters
-from carpool.routing.bias import update_biases
+from carpool.routing.router import update_biases
 
 
 def balance_loss(
@@ -102,7 +102,7 @@ def loss_of_statistics(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Balancing without a loss, for routers that have a bias per expert (carpool/routing/bias.py).
+# Balancing without a loss, for routers that have a bias per expert (carpool/routing/router.py).
 #
 #     balance = BiasBalance(model, 0.001)         # on all ranks, before the first step
 #     ...                                         # forward, backward, optimizer.step()

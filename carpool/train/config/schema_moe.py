@@ -17,7 +17,7 @@ from carpool.train.config.schema_base import NONE_IS_A_WORD, Section, check_opti
 if TYPE_CHECKING:
     from carpool.layout.topology import Topology
     from carpool.routing import DropOptions
-    from carpool.routing.limit_options import LimitOptions
+    from carpool.routing.limit import LimitOptions
     from carpool.transport.codecs import Codecs
 
 
@@ -224,7 +224,7 @@ class MoeSection(Section):
 
     def limits(self, topology: Topology) -> LimitOptions:
         """What the routing of an expert-parallel group is limited to. `topology`: of the group's ranks."""
-        from carpool.routing.limit_options import LimitOptions
+        from carpool.routing.limit import LimitOptions
 
         return LimitOptions(
             limit_ranks=self.limit_ranks,
