@@ -10,7 +10,7 @@ import torch
 
 from carpool import Router
 from carpool.routing import Rule
-from carpool.routing import selection as routing
+from carpool.routing import router as routing
 from tests.routing_problem import CASES, Case, check, check_not_finite
 
 pytestmark = [

@@ -16,7 +16,7 @@ import torch
 
 from carpool import Router
 from carpool.routing import Rule, route
-from carpool.routing import selection as routing
+from carpool.routing import router as routing
 from tests.routing_problem import CASES, Case, check, check_not_finite
 
 if os.environ.get("TRITON_INTERPRET") != "1":
