@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from carpool.activations import ActivationPolicies
     from carpool.activations.whole_layers import keep_rides
-    from carpool.layer.gradients import reduce_gradients
-    from carpool.layer.record import record
+    from carpool.layer.module import reduce_gradients
+    from carpool.layer.recorder import record
     from carpool.layout import ExpertLayout, assign
     from carpool.layout.layouts import Layouts
     from carpool.moe import MoE
@@ -44,8 +44,8 @@ _PLACES = {
     "Schedule": "ride.schedule",
     "assign": "layout",
     "keep_rides": "activations.whole_layers",
-    "record": "layer.record",
-    "reduce_gradients": "layer.gradients",
+    "record": "layer.recorder",
+    "reduce_gradients": "layer.module",
 }
 
 

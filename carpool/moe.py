@@ -29,8 +29,7 @@ from carpool.experts import Choices, ExpertFunction, make_activation
 from carpool.experts.slices import check_slices
 from carpool.layer.checks import check_dtype, check_replay, check_types
 from carpool.layer.core import LayerCore
-from carpool.layer.module import LayerModule, check_mesh, group_of
-from carpool.layer.shared_expert import SharedExpert
+from carpool.layer.module import LayerModule, SharedExpert, check_mesh, group_of
 from carpool.layout import ExpertLayout
 from carpool.ride.schedule import Schedule
 from carpool.routing import Router, Routing

@@ -33,7 +33,7 @@ from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import Arrivals, make_transport
-from carpool.transport.nvlink.rows import LeasedRows
+from carpool.transport.nvlink.route import LeasedRows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
 
 ROOT = Path(__file__).resolve().parents[1]

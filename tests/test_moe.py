@@ -21,7 +21,7 @@ import carpool
 from carpool import ActivationPolicies, ExpertLayout, Routing
 from carpool.activations.whole_layers import KeptRides
 from carpool.experts import Choices, GroupedExperts
-from carpool.layer.state import gather_homes
+from carpool.layer.module import gather_homes
 from carpool.placement import predict
 from carpool.transport import Codecs, Pending, TransportOptions, between_ranks
 from tests.layouts import EXPERTS, LAYOUTS, layout_of

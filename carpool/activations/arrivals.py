@@ -4,7 +4,7 @@ Tokens are read by number as rows, wherever they are: in a tensor, in an arena, 
 
 A transport that has the rows in a tensor of its own says `Rows.of(x_RH)`, and is done. One whose rows lie in a buffer
 that others get next, or travel as FP8, has a subclass that says how they are widened, packed and kept
-(`carpool.transport.nvlink.rows`). Whoever reads rows sees no difference.
+(`carpool.transport.nvlink.route`). Whoever reads rows sees no difference.
 """
 
 from __future__ import annotations

@@ -1,10 +1,31 @@
-"""What `carpool.MoE` offers beside its forward: settings, counters, state, copies."""
+"""What `carpool.MoE` offers beside its forward: settings, counters, state, copies.
+
+The state of a layer whose experts are spread over ranks: in logical order, or refused.
+
+Rows of stacked parameters lie in the order of the layout's homes. A plain `state_dict()` has them as they lie, so it
+fits no other layout: it names its order, unless that is the contiguous one, and `load_state_dict` refuses another.
+`logical_state_dict` has all experts in logical order, and loads anywhere.
+
+How the gradient of each parameter is reduced when the layer is used without FSDP.
+
+The loss of the batch is the mean over ranks of each rank's loss. So
+  - a dense parameter (router, shared experts, attention) has a copy on every rank, and its gradient is the mean
+    over *all* ranks;
+  - an expert parameter has already received, on its home, the gradients of all tokens of its expert-parallel group.
+    What is missing is the sum over the *copies* of that group (expert data parallelism) and the division by the
+    number of ranks that the mean asks for.
+Averaging experts over all ranks, or not dividing them at all, gives gradients that are wrong by the expert-parallel
+degree, with a loss curve that looks normal.
+
+    4 ranks = 2 copies x 2 expert-parallel ranks      ranks 0 1 | 2 3
+    dense: mean over 0 1 2 3        expert on rank 0: (its gradient + rank 2's) / 4
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +39,6 @@ from carpool.activations import ActivationPolicies, Offloader
 from carpool.experts import Experts, ExpertWeights
 from carpool.experts.slices import cut, join
 from carpool.layer.core import LayerCore
-from carpool.layer.state import ORDER, PARAMETERS, gather_homes, home_order, order_error
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import RideStats
 from carpool.replicas.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
@@ -27,6 +47,47 @@ from carpool.routing import DropOptions, Router, Routing
 from carpool.routing.limit import LimitOptions
 from carpool.routing.router import draw_weight
 from carpool.transport import Transport, TransportOptions
+
+# Parameters of experts, and the fields of `ExpertWeights` that they are.
+PARAMETERS = {
+    "up_proj": "up_SFH", "down_proj": "down_SHF", "up_bias": "up_bias_SF", "down_bias": "down_bias_SH",
+}  # fmt: skip
+# The entry of a state dict that says in which order its experts lie, rank after rank.
+ORDER = "expert_order"
+
+
+def home_order(layout: ExpertLayout) -> torch.Tensor | None:
+    """(2, E) int32: rank and row of each expert's (or slice's) home; None for the contiguous layout."""
+    if layout.slices == 1 and layout.homes == ExpertLayout.contiguous(layout.num_experts, layout.num_ranks).homes:
+        return None
+    return torch.tensor(layout.home_of, dtype=torch.int32).t().contiguous()
+
+
+def order_error(state: dict[str, Any], prefix: str, layout: ExpertLayout) -> str | None:
+    """Why a plain state dict must not be loaded under `layout`; None if it may. Takes the order out of `state`."""
+    saved, own = state.pop(prefix + ORDER, None), home_order(layout)
+    if (saved is None and own is None) or (saved is not None and own is not None and torch.equal(saved.cpu(), own)):
+        return None
+    return (
+        "the experts of this state lie in the order of another layout than the layer's; save logical_state_dict() and "
+        "load it with load_logical_state_dict(), which fit any layout"
+    )
+
+
+def gather_homes(home: torch.Tensor, layout: ExpertLayout, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All experts' (or slices') rows in logical order, on every rank. Collective.
+
+    Example: homes [[2, 0], [1]], rows [[c, a], [b]]  ->  [a, b, c]
+    """
+    most = max(len(rank) for rank in layout.homes)
+    padded = home.new_zeros(most, *home.shape[1:])
+    padded[: home.shape[0]] = home
+    parts = [padded]
+    if group is not None:
+        parts = [torch.empty_like(padded) for _ in layout.homes]
+        dist.all_gather(parts, padded, group=group)
+    return torch.stack([parts[rank][row] for rank, row in layout.home_of])
+
 
 log = logging.getLogger("carpool")
 
@@ -326,3 +387,67 @@ def check_mesh(mesh: DeviceMesh | None, name: str) -> int:
 def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """None where there is nobody to talk to."""
     return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a model that belong to experts of `carpool.MoE` layers."""
+    return {p for module in model.modules() if isinstance(module, LayerModule) for p in module.expert_parameters()}
+
+
+@torch.no_grad()
+def reduce_gradients(model: nn.Module, ep_mesh: DeviceMesh | None, edp_mesh: DeviceMesh | None = None) -> None:
+    """Turn each rank's gradients into those of the mean loss over all ranks. Call on every rank, after backward.
+
+    Args:
+        model: holds `carpool.MoE` layers built on `ep_mesh`; all other parameters are replicated on every rank.
+        ep_mesh: the one-dimensional expert-parallel mesh. None: one rank has all experts.
+        edp_mesh: the mesh of ranks that hold copies of the same experts, if there are copies.
+
+    Raises:
+        TypeError: what is no mesh.
+        ValueError: a mesh of several dimensions.
+    """
+    num_ranks = check_mesh(ep_mesh, "ep_mesh") * check_mesh(edp_mesh, "edp_mesh")
+    groups = [mesh.get_group() for mesh in (ep_mesh, edp_mesh) if mesh is not None]
+    experts = expert_parameters(model)
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            if not parameter.requires_grad:
+                continue
+            # A rank without tokens still takes part.
+            parameter.grad = torch.zeros_like(parameter)
+        for group in groups[1:] if parameter in experts else groups:
+            dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= num_ranks
+
+
+class SharedExpert(nn.Module):
+    """A dense expert that serves every token at home.
+
+    Args:
+        hidden_size, size: H, and its own hidden size.
+        activation, gated: as of the layer's experts.
+        place: device and dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        size: int,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        gated: bool,
+        place: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up = nn.Linear(hidden_size, size * (2 if gated else 1), bias=False, **place)
+        self.down = nn.Linear(size, hidden_size, bias=False, **place)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """(T, H) -> (T, H)."""
+        y_TH: torch.Tensor = self.down(self.activation(self.up(x_TH)))
+        return y_TH
+
+    def reset_parameters(self) -> None:
+        """Draw all weights from the default generator."""
+        for parameter in self.parameters():
+            draw_weight(parameter)

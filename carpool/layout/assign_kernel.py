@@ -23,12 +23,16 @@ thread. All integers, so equal to PyTorch's bit for bit.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.layout.expert_layout import ExpertLayout
+
+if TYPE_CHECKING:
+    from carpool.layout.expert_layout import ExpertLayout
 
 # Beyond these a token's tile does not fit into registers, or its scores into int32.
 LARGEST_TILE = 4096

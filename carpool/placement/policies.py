@@ -70,7 +70,7 @@ class LoadModel:
         return np.asarray(rides_C + last_C + (1 - self.cost.replicas_hidden) * upkeep_C)
 
     def _filling(self, held_CEW: Array, home_E: Array, slices: int) -> Array:
-        """(C, W, W) rows that ranks send to fill slots; across nodes about those of `carpool.replicas.filling`, which
+        """(C, W, W) rows that ranks send to fill slots; across nodes about those of `node_slots.rows_filled`, which
         takes two hops only where several ranks of a node want the same."""
         num_rows, num_ranks = len(home_E), held_CEW.shape[2]
         home_EW = np.zeros((num_rows, num_ranks))

@@ -27,7 +27,7 @@ Neither made any measured step faster than holding alone.
 
 Only reductions wait, not FSDP's gathers: the computation needs these soon. Without FSDP (`carpool.reduce_gradients`)
 reductions come after the backward, when there are no rides to yield to. On a CPU the order is the same, and nothing
-runs beside anything. This replaces FSDP's private hooks, as `carpool.ride.shared_shards` does.
+runs beside anything. This replaces FSDP's private hooks, as `carpool.ride.two_batch` does.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class RidesFirst(RideHooks):
         def held(*_: Any) -> None:
             half = HALF.get()
             if half is not None and half.number == 0:
-                # Not reduced: the other half's gradients are added first (`carpool.ride.shared_shards`).
+                # Not reduced: the other half's gradients are added first (`carpool.ride.two_batch`).
                 post_backward()
             elif self._closing or (riding and not alone):
                 # Experts' gradients are there when their ride has ended: nothing is in their way.

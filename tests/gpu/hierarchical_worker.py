@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 import carpool
 from carpool.transport import TRANSPORTS, HierarchicalOptions
-from carpool.transport.fixed import FixedRows
-from carpool.transport.hierarchical import Hierarchical
+from carpool.transport.hierarchical import FixedRows, Hierarchical
 from carpool.transport.nvlink import NVLink
 from tests.gpu.ranks import run_mode
 from tests.hf.test_sequence_moves import step

@@ -26,8 +26,7 @@ from carpool.ride.schedule import Schedule
 from carpool.ride.setup import NO_HOOKS, RideSetup
 from carpool.routing import Routing
 from carpool.transport import HierarchicalOptions, make_transport
-from carpool.transport.fixed import FixedRows
-from carpool.transport.hierarchical import Hierarchical
+from carpool.transport.hierarchical import FixedRows, Hierarchical
 from carpool.transport.multi_hop import Hop, MultiHop
 from carpool.transport.room import NodeRoom
 

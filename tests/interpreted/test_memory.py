@@ -18,7 +18,7 @@ from carpool.activations.arena_kernels import reserve
 from carpool.experts.pair_kernels import gather_rows
 from carpool.experts.pairs import sort_pairs
 from carpool.transport.nvlink.keep_kernel import copy_slabs
-from carpool.transport.nvlink.rows import LeasedRows
+from carpool.transport.nvlink.route import LeasedRows
 
 CPU = torch.device("cpu")
 

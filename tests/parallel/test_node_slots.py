@@ -13,8 +13,7 @@ from carpool import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.policies import LoadModel
 from carpool.planner.machine.cost import CostModel
-from carpool.replicas.filling import crosses_once, rows_filled
-from carpool.replicas.node_slots import NodeSlotFiller, make_filler
+from carpool.replicas.node_slots import NodeSlotFiller, crosses_once, make_filler, rows_filled
 from carpool.replicas.slots import SlotFiller
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 

@@ -32,7 +32,7 @@ from carpool.layout.topology import Topology
 from carpool.metrics.host import synchronize, timed
 from carpool.planner.machine.hardware import LinkRate
 from carpool.transport.nodes import hops_of, set_topology
-from carpool.transport.nvlink.usable import why_not
+from carpool.transport.nvlink.options import why_not
 
 SIZES = (2**12, *(2**power for power in range(16, 28, 2)))  # that a rank sends: 4 KiB, and 64 KiB to 64 MiB
 # No size above one that took so long, and so long for the repetitions of one size.

@@ -147,7 +147,7 @@ class CostModel:
 
     def replica_seconds(self, layout: ExpertLayout, topology: Topology) -> float:
         """Slots away from home: parameters there before the forward, gradients back after the backward."""
-        from carpool.replicas.filling import rows_filled
+        from carpool.replicas.node_slots import rows_filled
 
         bytes_WW = rows_filled(layout, topology) * (self.expert_bytes // layout.slices)
         both = self.transfer_seconds(bytes_WW, topology) + self.transfer_seconds(bytes_WW.T, topology)

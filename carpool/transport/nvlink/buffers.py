@@ -14,7 +14,7 @@ default `capacity` is the largest number of tokens of any rank, the worst case: 
 made when they are first needed. One is enough while every dispatch is followed by its combine; to overlap the dispatch
 of one piece with the combine of another takes two.
 
-Autograd must not hold a view of a lease: what it keeps is copied (`rows.py`).
+Autograd must not hold a view of a lease: what it keeps is copied (`route.py`).
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ from carpool.kernels import MAX_CTAS, MAX_PARTS
 from carpool.kernels.quick import cdiv, power_of_2
 from carpool.kernels.signals import SPIN
 from carpool.transport.nvlink.buffers import VERBS, Buffers, Lease
-from carpool.transport.nvlink.choices_kernel import choices_kernel
 from carpool.transport.nvlink.combine_kernel import combine_kernel
-from carpool.transport.nvlink.dispatch_kernel import dispatch_kernel
+from carpool.transport.nvlink.dispatch_kernel import choices_kernel, dispatch_kernel
 from carpool.transport.nvlink.plan_kernel import plan_kernel
 
 if TYPE_CHECKING:
