@@ -158,7 +158,7 @@ def _parity(folder: str, mesh: dict[str, Any], transport: str, how: str, changes
     keep: Callable[[], AbstractContextManager[None]] = nullcontext
     if how == "replicas":
         set_layout(model, ExpertLayout.contiguous(8, 4).with_replicas([(0, 1), (0, 3), (5, 0)]))
-        keep = partial(slots_kept, model)
+        keep = partial(slots_kept, list(rides(model).values()))
     elif how == "own forward":
         for own in rides(model).values():
             own.compute = None
