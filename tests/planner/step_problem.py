@@ -1,12 +1,19 @@
-"""A step that can be counted by hand: layers of attention, dispatch, experts and combine, and one reduction."""
+"""Models by name; and a step that can be counted by hand: attention, dispatch, experts, combine, one reduction."""
 
 from __future__ import annotations
 
+from carpool.planner.model.shape import ModelShape
 from carpool.planner.simulator.sampling import Spread
 from carpool.planner.simulator.simulate import Step
 from carpool.planner.step.events import Graph, Group
+from carpool.train.config.published import read_keys
 
 ATTENTION, RIDE, EXPERTS, REDUCTION = 2e-3, 1e-3, 3e-3, 5e-3
+
+
+def shape(name: str, layers: int | None = None) -> ModelShape:
+    """A published model; of its first layers, if a number is given."""
+    return ModelShape.read(read_keys(name if layers is None else {"from": name, "num_hidden_layers": layers}))
 
 
 def build(

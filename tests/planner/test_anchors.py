@@ -10,13 +10,12 @@ import pytest
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.machine.hardware import LinkRate, Work, find_hardware
-from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import predict
-from carpool.train.config.published import read_keys
+from tests.planner.step_problem import shape as shape_of
 
 
 def test_megatron_bridge_on_16_h100() -> None:
-    shape, h100 = ModelShape.read(read_keys("qwen3-30b-a3b")), find_hardware("H100")
+    shape, h100 = shape_of("qwen3-30b-a3b"), find_hardware("H100")
     candidate = Candidate(
         Degrees(1, 16, 1, 8),
         4096,
@@ -34,7 +33,7 @@ def test_megatron_bridge_on_16_h100() -> None:
 def test_deepseek_v3_on_2048_h800() -> None:
     """2.788 M GPU hours for 14.8 T tokens (arXiv 2412.19437, table 1), as published: 16 stages, experts on 64 ranks, at
     most four nodes for a token, rows out in FP8 by DeepEP, rides of one micro-batch beside the other's computation."""
-    shape, h800 = ModelShape.read(read_keys("deepseek-v3")), find_hardware("H800")
+    shape, h800 = shape_of("deepseek-v3"), find_hardware("H800")
     assert shape.choice.of_groups == 4
     fp8 = {name: h800.kernel(name) for name in ("dense", "experts", "experts backward")}
     # Assumed: products in FP8 are 1.6 times as fast, and the host is never waited for.
@@ -64,7 +63,7 @@ def test_deepseek_v3_on_256_gb200() -> None:
     """943 TFLOP/s a GPU with Hybrid-EP, 829 with DeepEP (NVIDIA, February 2026). Degrees are not published: 8 stages,
     experts on 32 ranks of a rack. Rides at rates that others measured on GB200: Hybrid-EP's among 16 ranks, with 16 and
     with 32 multiprocessors (deepseek-ai/DeepEP, pull request 420), DeepEP's in one host (issue 394)."""
-    shape, gb200 = ModelShape.read(read_keys("deepseek-v3")), find_hardware("GB200")
+    shape, gb200 = shape_of("deepseek-v3"), find_hardware("GB200")
     fp8 = {name: gb200.kernel(name) for name in ("dense", "experts", "experts backward")}
     faster = {name: replace(work, flops_per_second=1.6 * (work.flops_per_second or 0)) for name, work in fp8.items()}
     machine = replace(gb200, kernels={**faster, "host ride": Work(latency=1e-6)})

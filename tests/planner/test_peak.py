@@ -21,6 +21,7 @@ from carpool.train.blueprint import meta_model, model_config
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.plan.estimate import MemoryEstimate
+from tests.planner.step_problem import shape as shape_of
 from tests.ranks import Ranks
 
 QWEN = "qwen3-30b-a3b"
@@ -59,7 +60,7 @@ def test_what_is_counted_is_what_the_model_has(name: str, candidate: Candidate, 
 
 
 def test_the_timeline_rises_and_falls() -> None:
-    shape = ModelShape.read(read_keys(QWEN))
+    shape = shape_of(QWEN)
     candidate = Candidate(Degrees(1, 8, 1, 8), 4096, 1, 2)
     peak = memory_of(shape, candidate, every_layer=True)
     sizes = dict(peak.timeline)
@@ -69,7 +70,7 @@ def test_the_timeline_rises_and_falls() -> None:
 
 
 def test_the_layer_that_is_computed_again_is_there_in_the_backward_alone() -> None:
-    shape = ModelShape.read(read_keys(QWEN))
+    shape = shape_of(QWEN)
     candidate = Candidate(Degrees(1, 8, 1, 8), 4096, 1, 2, policies={**KEEP, "layer_activations": "recompute"})
     found, sizes = dict(memory_of(shape, candidate, every_layer=True).timeline), sizes_of(shape, candidate, 0, Routes())
     last = len(sizes.layers) - 1
@@ -79,7 +80,7 @@ def test_the_layer_that_is_computed_again_is_there_in_the_backward_alone() -> No
 
 
 def test_gradients_in_buffers_take_no_place_that_a_graph_has_freed() -> None:
-    shape = ModelShape.read(read_keys({"from": QWEN, "num_hidden_layers": 4}))
+    shape = shape_of(QWEN, 4)
     # Pre-activations of a layer are larger than the gradients of its experts.
     alone, whole = (Candidate(Degrees(1, ranks), 8192, 8, compiled=False) for ranks in (1, 8))
     assert alone.captured and whole.captured and whole.experts_as_dense
@@ -89,7 +90,7 @@ def test_gradients_in_buffers_take_no_place_that_a_graph_has_freed() -> None:
 
 
 def test_early_stages_of_a_pipeline_keep_more_micro_batches() -> None:
-    shape = ModelShape.read(read_keys(QWEN))
+    shape = shape_of(QWEN)
     one, four = (
         memory_of(shape, Candidate(Degrees(1, 8 // pp, 1, 2, pp=pp), 4096, 1, 8)).parts["activations"] for pp in (1, 4)
     )
@@ -120,7 +121,7 @@ def test_fsdp_copies_what_no_other_rank_has(two_ranks: Ranks) -> None:
 
 
 def test_experts_that_fsdp_copies_need_more_memory(tmp_path: Any) -> None:
-    shape = ModelShape.read(read_keys({"from": "mixtral-8x7b", "num_hidden_layers": 2}))
+    shape = shape_of("mixtral-8x7b", 2)
     alone, without = (
         memory_of(shape, Candidate(degrees, 4096, 1, data_parallel="fsdp", moments="bfloat16"))
         for degrees in (Degrees(dp_replicate=2, fsdp=2, ep=2), Degrees(fsdp=2, ep=2))

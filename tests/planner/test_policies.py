@@ -12,14 +12,13 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import POLICIES, Candidate
 from carpool.planner.decisions.rules import Policies, choose_policies, combinations, modelled_milliseconds
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
-from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import predict
-from carpool.train.config.published import read_keys
+from tests.planner.step_problem import shape
 
 H100 = HARDWARE["H100"]
 # Qwen3-30B-A3B on four ranks.
-SHAPE, CANDIDATE = ModelShape.read(read_keys("qwen3-30b-a3b")), Candidate(Degrees(fsdp=4, ep=4), 4096, 2, 3)
+SHAPE, CANDIDATE = shape("qwen3-30b-a3b"), Candidate(Degrees(fsdp=4, ep=4), 4096, 2, 3)
 TOKENS = CANDIDATE.micro_tokens
 OPEN = dict.fromkeys(POLICIES)
 KEEP = dict.fromkeys(POLICIES, "save")

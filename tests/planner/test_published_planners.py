@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +13,14 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
 from carpool.planner.machine.hardware import LinkRate, find_hardware
 from carpool.planner.model.routes import Routes
-from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.enumeration import Enumeration
 from carpool.planner.search.plan import Plan, plan
 from carpool.planner.search.space import PLANNERS, Problem, Space, read_constraints
 from carpool.planner.step.lengths import Lengths
-from carpool.train.config.published import read_keys
-from carpool_systems.planners import _stages, fsmoe, roofline, tutel
+from carpool_systems.planners import Pieces, _stages, chunked, fsmoe, roofline, tutel
+from tests.planner.step_problem import shape
 
-SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 4}))
+SHAPE = shape("qwen3-30b-a3b", 4)
 H100 = find_hardware("H100")
 NUMBERS: dict[str, Any] = {"gpus": 16, "tokens": 64 * 4096, "sequence_length": 4096, "memory": 14e9}
 
@@ -146,3 +146,32 @@ def test_constraints_are_kept_by_every_search() -> None:
     assert not nothing.plans and any("no transport of nvlink joins" in why for why in nothing.refused)
     with pytest.raises(ValueError, match="pp: none of 1 is among what is allowed: 4"):
         PLANNERS["bagualu"].restrict(read_constraints(Space(), ["pp=4"]), SHAPE)
+
+
+# -- rides in chunks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
+def test_equal_rides_follow_the_formula(chunks: int) -> None:
+    for a, c in itertools.product((0.1, 1.0, 2.0, 7.0), (0.1, 1.0, 3.0, 9.0)):
+        formula = max(2 * chunks * a, 2 * a + chunks * c, (chunks + 1) * a + c)
+        took = chunked(Pieces(a, c, a), chunks)
+        # Between, the links wait once for the first chunk's experts; a third dispatch under way would fill that.
+        assert took == pytest.approx(formula) if c <= a or c >= 2 * a else formula <= took <= formula + 2 * (c - a)
+
+
+def test_nothing_beside_takes_the_sum() -> None:
+    pieces = Pieces(1.0, 2.0, 3.0, 4.0)
+    assert chunked(pieces, 3, beside=False) == pytest.approx(30.0) == 3 * pieces.alone
+
+
+def test_a_delayed_gradient_hides_the_combine() -> None:
+    assert chunked(Pieces(1.0, 2.0, 3.0, after=4.0), 1) == 7.0
+    assert chunked(Pieces(1.0, 2.0, 3.0, after=1.0), 1) == 6.0
+
+
+def test_a_slow_host_makes_chunks_useless() -> None:
+    ready = {r: chunked(Pieces(2 / r, 4 / r, 2 / r, host=0.0), r) for r in (1, 2, 4)}
+    slow = {r: chunked(Pieces(2 / r, 4 / r, 2 / r, host=6.0), r) for r in (1, 2, 4)}
+    assert min(ready, key=ready.__getitem__) == 4 and min(slow, key=slow.__getitem__) == 1
+    assert slow[2] > 12.0

@@ -14,7 +14,6 @@ from carpool.planner.candidate import Candidate
 from carpool.planner.decisions.configured import model_of
 from carpool.planner.machine.hardware import LinkRate, find_hardware
 from carpool.planner.model.routes import Routes
-from carpool.planner.model.shape import ModelShape
 from carpool.planner.search import moves
 from carpool.planner.search.enumeration import Bounds, Enumeration
 from carpool.planner.search.plan import Search, plan
@@ -26,8 +25,9 @@ from carpool.train.config import load_config
 from carpool.train.config.declarations import declared
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema import Config
+from tests.planner.step_problem import shape as shape_of
 
-SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 2}))
+SHAPE = shape_of("qwen3-30b-a3b", 2)
 H100 = find_hardware("H100")
 SMALL = Space(
     pp=(1, 2), tp=(1, 2), cp=(1,), etp=(1,), policies=POLICY_SETS[:4], micro_batches=(1, 2),
@@ -91,7 +91,7 @@ def test_what_the_memory_that_is_held_back_would_allow_is_named() -> None:
 
 
 def test_sequences_of_a_model_with_sinks_are_not_divided() -> None:
-    shape = ModelShape.read(read_keys({"from": "gpt-oss-20b", "num_hidden_layers": 2}))
+    shape = shape_of("gpt-oss-20b", 2)
     assert shape.sinks and not shape.layers[0].whole_scores
     found = plan(shape, H100, gpus=8, tokens=2**19, sequence_length=8192, space=replace(SMALL, cp=(1, 2)), best=3)
     assert all(one.candidate.degrees.cp == 1 for one in found.plans)
@@ -101,7 +101,7 @@ def test_sequences_of_a_model_with_sinks_are_not_divided() -> None:
 
 
 def test_no_step_is_taken_for_shorter_than_its_bound() -> None:
-    shape = ModelShape.read(read_keys("qwen3-30b-a3b"))
+    shape = shape_of("qwen3-30b-a3b")
     one = Space(
         pp=(1,), tp=(1,), cp=(1,), ep=(2,), micro_batches=(2,), transports=("nvlink",), schedules=("none",),
         data_parallel=("fsdp",), optimizer_offload=("none",),
@@ -124,7 +124,7 @@ def test_no_step_is_taken_for_shorter_than_its_bound() -> None:
     ],
 )
 def test_bounds_are_bounds_and_the_first_micro_batches_tell_of_all(candidate: Candidate) -> None:
-    shape = ModelShape.read(read_keys({"from": "gpt-oss-20b"}))
+    shape = shape_of("gpt-oss-20b")
     shape = replace(shape, layers=shape.layers * 2)
     whole = predict(shape, H100, candidate, 8).seconds
     assert step_seconds(shape, H100, candidate, 8) == pytest.approx(whole.middle, rel=0.01)
@@ -230,7 +230,7 @@ def test_the_optimizer_in_host_memory_may_cost_less_than_keeping_less() -> None:
 def test_gradients_are_consumed_where_they_would_not_fit() -> None:
     """48 layers of Qwen3-30B-A3B on two H200: 27 GiB of experts' gradients, and captured steps."""
     space = Space(moments="int8", optimizer_in_backward=(False, True), max_grad_norm=0.0)
-    shape = ModelShape.read(read_keys("qwen3-30b-a3b"))
+    shape = shape_of("qwen3-30b-a3b")
     one = plan(
         shape, find_hardware("H200"), gpus=2, per_node=2, tokens=2**14, sequence_length=4096, space=space, best=1
     ).plans[0]

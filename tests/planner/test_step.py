@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,12 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.routes import Choice, Routes
-from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.events import execute
 from carpool.planner.step.graph import StepClock, step_graph
-from carpool.planner.step.lengths import HOST_ACTION, Lengths
+from carpool.planner.step.lengths import HOST_ACTION, Lengths, break_even_tokens, stream_seconds
 from carpool.planner.step.prediction import Prediction, predict, step_seconds
-from carpool.train.config.published import read_keys
 from carpool.transport import find_transport
+from tests.planner.step_problem import shape
 
 H200 = HARDWARE["H200"]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -31,10 +31,6 @@ TWO = Degrees(1, 2, 1, 2)
 ALONE = Candidate(
     Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", optimizer_in_backward=True, eager="asked for"
 )
-
-
-def shape(name: str, layers: int) -> ModelShape:
-    return ModelShape.read(read_keys({"from": name, "num_hidden_layers": layers}))
 
 
 @pytest.mark.parametrize(
@@ -309,3 +305,20 @@ def test_only_what_has_left_the_device_comes_back(layers: int, back: int) -> Non
     graph = step_graph(Lengths(shape("mixtral-8x7b", layers), H200, candidate, 1))
     copies = [event.phase for event in graph.events if event.name.endswith("::copies")]
     assert (copies.count("forward"), copies.count("backward")) == (layers, back)
+
+
+def test_copies_of_state_are_hidden_from_so_many_tokens_on() -> None:
+    state, per_token = 30.5e9 * (2 + 2 * (1 + 4 / 256)), 6 * 3.3e9
+    seconds = stream_seconds(state, H200)
+    assert seconds == pytest.approx(3.05, abs=0.05)
+    tokens = break_even_tokens(state, per_token, H200, "in the backward")
+    assert tokens == pytest.approx(114_000, rel=0.01)
+    # By definition: two thirds of the step's operations last as long as the copies.
+    assert tokens * per_token * 2 / 3 / H200.flops == pytest.approx(seconds)
+
+
+def test_nothing_hides_what_waits_for_the_norm() -> None:
+    assert break_even_tokens(1e9, 1e9, H200, "after the norm") == math.inf
+    assert break_even_tokens(0, 1e9, H200, "after the norm") == 0
+    with pytest.raises(ValueError, match="beside = 'sometimes' is not known"):
+        break_even_tokens(1e9, 1e9, H200, "sometimes")

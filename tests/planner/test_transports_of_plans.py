@@ -15,18 +15,17 @@ from carpool.placement.solvers import SOLVERS
 from carpool.planner.candidate import Candidate
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.routes import Routes
-from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.plan import plan
 from carpool.planner.search.space import PLANNERS, Space, read_constraints
 from carpool.planner.simulator.simulate import step_on
 from carpool.planner.step.lengths import Lengths
 from carpool.planner.step.peak import memory_of
 from carpool.planner.transports import planned_transports, usable_transports
-from carpool.train.config.published import read_keys
 from carpool.transport import TRANSPORTS
+from tests.planner.step_problem import shape
 from tests.plugins.node_rows import NodeRows, Streamed
 
-QWEN = ModelShape.read(read_keys("qwen3-30b-a3b"))
+QWEN = shape("qwen3-30b-a3b")
 H100 = HARDWARE["H100"]
 TWO_NODES = Degrees(1, 16, 1, 16)
 pytestmark = pytest.mark.usefixtures("outside_transports")
