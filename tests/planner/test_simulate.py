@@ -76,6 +76,12 @@ def test_sizes_that_the_degrees_do_not_divide() -> None:
         simulate(build, 24, sizes=[10])
 
 
+def test_one_rank_is_simulated_as_many_are() -> None:
+    found = simulate(lambda gpus: build(gpus, ep=1), 4, sizes=[1])
+    assert [size.gpus for size in found.sizes] == [1, 4]
+    assert found.sizes[0].drawn == pytest.approx(balanced())
+
+
 def test_a_pipeline_of_many_ranks() -> None:
     found = simulate(lambda gpus: build(gpus, layers=4, stages=2), 16)
     assert found.execution.end_SR.shape == (2, 8)

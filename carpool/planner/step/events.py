@@ -265,7 +265,8 @@ def _execute_one(graph: Graph, of: Callable[[Event], Seconds]) -> Execution:
         before[stream] = number
         previous.append(last)
         arrive.append(begin)
-        end.append(begin + float(of(event)))
+        took = of(event)
+        end.append(begin + float(took if np.ndim(took) == 0 else took[0]))  # type: ignore[index]
     ends = [0.0] * graph.stages
     for event, moment in zip(graph.events, end, strict=True):
         ends[event.stage] = max(ends[event.stage], moment)
