@@ -155,7 +155,7 @@ def measure_one(name: str, config: Config, steps: int, device: torch.device, fir
         transport, dense, graphs = built.transport.answer, plan.data_parallel.answer, built.objective.graphs
         memory, host = plan.estimate(transport, dense), plan.estimate.host_bytes(transport)
         captured = graphs is not None and graphs.bytes > 0
-        what = run.what
+        what = run.state().what
     finally:
         run.close()
     for key in ALLOCATED & numbers.keys():

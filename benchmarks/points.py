@@ -162,11 +162,11 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
     try:
         for _ in range(WARMUP):
             run.take_step()
-        loads = run.load
+        loads = run.state().load
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
         rounds = [time_steps(run, settings["steps"], device)[:2] for _ in range(settings["rounds"])]
-        peak = torch.cuda.max_memory_allocated(device) - before + run.buffer_bytes if cuda else 0
+        peak = torch.cuda.max_memory_allocated(device) - before + run.state().buffer_bytes if cuda else 0
         milliseconds, host = medians(rounds)
         plan, built = run.run.plan, run.run.built
         graphs = built.objective.graphs
@@ -184,7 +184,7 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
             "schedule": str(built.schedule.answer),
             "graph_bytes": 0 if graphs is None else graphs.bytes,
             "captured": graphs is not None and graphs.bytes > 0,
-            "what": run.what,
+            "what": run.state().what,
             "routing": routing,
             "config": config.model_dump(mode="json", exclude_unset=True, exclude={"training": {"output_dir"}}),
             "seconds": time.perf_counter() - begin,

@@ -81,9 +81,9 @@ def _marks(run: Run) -> list[tuple[float, str]]:
     return resumed + [(float(p.step), "mark") for p in run.placements if p.event == "moved"]
 
 
-def _simple(run: Run, chart: Chart, key: str, role: str) -> str | None:
+def _recorded(run: Run, chart: Chart, value: Callable[[Train], float | None], role: str = "experts") -> str | None:
     """One line of what each step recorded."""
-    return draw_lines(chart, [Line("", role, *series(run.train, lambda t: getattr(t, key)))])
+    return draw_lines(chart, [Line("", role, *series(run.train, value))])
 
 
 def loss(run: Run) -> str | None:
@@ -110,20 +110,19 @@ def held_out(run: Run, name: str, role: str) -> list[Line]:
 
 def learning_rate(run: Run) -> str | None:
     """The learning rate of each step."""
-    return _simple(run, Chart("learning rate", "learning rate", lambda v: f"{v:.3g}"), "learning_rate", "experts")
+    return _recorded(run, Chart("learning rate", "learning rate", lambda v: f"{v:.3g}"), lambda t: t.learning_rate)
 
 
 def balance_loss(run: Run) -> str | None:
     """The auxiliary loss, before it is weighed."""
     chart = Chart("Balance loss over steps", "balance loss, unweighed", lambda v: plain_text(v, 4), zero=False)
-    return _simple(run, chart, "aux_loss", "combine")
+    return _recorded(run, chart, lambda t: t.aux_loss, "combine")
 
 
 def plugin_metric(run: Run, name: str) -> str | None:
     """A metric of a plug-in package (`carpool.metrics.metric`)."""
-    steps, values = series(run.train, lambda t: t.metrics.get(name))
     chart = Chart(f"{name} over steps", run.info.metrics[name].get("unit", ""), lambda v: f"{v:.4g}", zero=False)
-    return draw_lines(chart, [Line("", "experts", steps, values)])
+    return _recorded(run, chart, lambda t: t.metrics.get(name))
 
 
 def gradient_norm(run: Run) -> str | None:
@@ -261,16 +260,12 @@ def load_over_time(run: Run) -> str | None:
     imbalance_SL = np.array([d.imbalance_L for d in digests], dtype=float)
     worst_LX = np.array([np.fmax.reduce(imbalance_SL[g], axis=0) for g in groups]).T
     high = max(2.0, float(np.nanmax(worst_LX))) if np.isfinite(worst_LX).any() else 2.0
-    grid = Grid(
-        "Max/mean expert load of each layer over time",
-        "layer",
-        "step",
-        layer_names(run, layers),
-        [str(digests[int(g[0])].step) for g in groups],
-        [[f"max/mean expert load {plain_text(v)}" for v in row] for row in worst_LX],
-    )
-    picture = draw_grid(grid, _levels(worst_LX, np.geomspace(1, high, HEAT_LEVELS + 1)), "heat")
-    return picture + scale("heat", "1 (even)", f"{plain_text(high)} × the mean")
+    steps = [str(digests[int(g[0])].step) for g in groups]
+    texts = [[f"max/mean expert load {plain_text(v)}" for v in row] for row in worst_LX]
+    about = "Max/mean expert load of each layer over time"
+    grid = Grid(about, "layer", "step", layer_names(run, layers), steps, texts)
+    bounds = np.geomspace(1, high, HEAT_LEVELS + 1)
+    return _heat(grid, worst_LX, bounds, "heat", "1 (even)", f"{plain_text(high)} × the mean")
 
 
 def load_by_expert(run: Run) -> str | None:
@@ -325,19 +320,14 @@ def ranks_over_time(run: Run, what: str) -> str | None:
     # One slow moment would make all others look alike.
     high = max(0.1, float(np.nanquantile(np.abs(relative_WX), 0.98)))
     told = count_text if what == "load" else ms_text
-    grid = Grid(
-        f"{what} of each rank over time",
-        "rank",
-        "step",
-        [str(rank) for rank in range(ranks)],
-        [str(step) for step, _ in kept],
-        [
-            [f"{told(a)}, {_percent(b)}" if np.isfinite(b) else None for a, b in zip(*pair, strict=True)]
-            for pair in zip(value_WX, relative_WX, strict=True)
-        ],
-    )
-    picture = draw_grid(grid, _levels(relative_WX, np.linspace(-high, high, HEAT_LEVELS + 1)), "diverge")
-    return picture + scale("diverge", _percent(-high), f"{_percent(high)} of the mean")
+    texts = [
+        [f"{told(a)}, {_percent(b)}" if np.isfinite(b) else None for a, b in zip(*pair, strict=True)]
+        for pair in zip(value_WX, relative_WX, strict=True)
+    ]
+    steps = [str(step) for step, _ in kept]
+    grid = Grid(f"{what} of each rank over time", "rank", "step", [str(rank) for rank in range(ranks)], steps, texts)
+    bounds = np.linspace(-high, high, HEAT_LEVELS + 1)
+    return _heat(grid, relative_WX, bounds, "diverge", _percent(-high), f"{_percent(high)} of the mean")
 
 
 def _spread(samples: list[Layers], most: int) -> list[Layers]:
@@ -365,12 +355,9 @@ def _loads(
         load_YX, relative_YX, dead_YX = load_YX.T, relative_YX.T, dead_YX.T
         texts = [list(column) for column in zip(*texts, strict=True)]
         row, rows, column, columns = column, columns, row, rows
-    grid = Grid(
-        f"Load of each {column} by {row}", row, column, rows, columns, texts, cross_YX=dead_YX, suffix=" × the mean"
-    )
-    return draw_grid(grid, _levels(relative_YX, bounds), "diverge") + scale(
-        "diverge", "0", f"{plain_text(high)} × the mean"
-    )
+    about = f"Load of each {column} by {row}"
+    grid = Grid(about, row, column, rows, columns, texts, cross_YX=dead_YX, suffix=" × the mean")
+    return _heat(grid, relative_YX, bounds, "diverge", "0", f"{plain_text(high)} × the mean")
 
 
 def traffic(run: Run) -> str | None:
@@ -387,29 +374,27 @@ def traffic(run: Run) -> str | None:
     deviation_WW = np.where(away_WW, rows_WW / mean - 1, np.nan)
     high = max(0.1, float(np.nanmax(np.abs(deviation_WW))))
     names = [str(i) for i in range(ranks)]
-    grid = Grid(
-        "Traffic from rank to rank",
-        "from rank",
-        "to rank",
-        names,
-        [str(i) for i in range(ranks)],
+    texts = [
         [
-            [
-                f"{count_text(rows_WW[i, j])} tokens" + (f", {_percent(deviation_WW[i, j], 1)}" if i != j else " stay")
-                for j in range(ranks)
-            ]
-            for i in range(ranks)
-        ],
-        written=[[_percent(v) if np.isfinite(v) else "" for v in row] for row in deviation_WW]
-        if ranks <= NUMBERS
-        else None,
+            f"{count_text(rows_WW[i, j])} tokens" + (f", {_percent(deviation_WW[i, j], 1)}" if i != j else " stay")
+            for j in range(ranks)
+        ]
+        for i in range(ranks)
+    ]
+    written = [[_percent(v) if np.isfinite(v) else "" for v in row] for row in deviation_WW]
+    grid = Grid(
+        "Traffic from rank to rank", "from rank", "to rank", names, names, texts, written if ranks <= NUMBERS else None
     )
-    picture = draw_grid(grid, _levels(deviation_WW, np.linspace(-high, high, HEAT_LEVELS + 1)), "diverge", tallest=40)
-    return (
-        picture
-        + scale("diverge", _percent(-high), _percent(high))
-        + f'<p class="muted mean">Mean: {count_text(mean)} tokens per pair of ranks.</p>'
-    )
+    bounds = np.linspace(-high, high, HEAT_LEVELS + 1)
+    picture = _heat(grid, deviation_WW, bounds, "diverge", _percent(-high), _percent(high), tallest=40)
+    return picture + f'<p class="muted mean">Mean: {count_text(mean)} tokens per pair of ranks.</p>'
+
+
+def _heat(
+    grid: Grid, value_YX: np.ndarray, bounds: np.ndarray, ramp: str, low: str, high: str, tallest: float = 26.0
+) -> str:
+    """The grid, and the key of its colours from `low` to `high`. bounds: of the colours' intervals."""
+    return draw_grid(grid, _levels(value_YX, bounds), ramp, tallest) + scale(ramp, low, high)
 
 
 def _percent(share: float, digits: int = 0) -> str:

@@ -19,8 +19,9 @@ import gc
 import inspect
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,40 +58,41 @@ DIFFERENT_STEPS = 8
 LOOK_AT = 2
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """One that takes steps."""
 
     config: Config
 
-    @property
-    def load(self) -> float | None:
-        """Of the fullest expert of a layer, over the mean, in the latest step; None if nobody counts."""
-
-    @property
-    def bytes_remote(self) -> int | None:
-        """That rides and copies of experts sent between ranks in the latest step; None if nobody counts."""
-
-    @property
-    def lossy(self) -> Sequence[str]:
-        """How it changes the model's function, as far as it knows."""
-
+    @abstractmethod
     def take_step(self) -> tuple[float, float]:
         """(loss, norm of the gradient) of one step of all ranks."""
 
-    @property
-    def buffer_bytes(self) -> int:
-        """What it has allocated beside PyTorch's own memory."""
+    @abstractmethod
+    def state(self) -> State:
+        """What it is, and what is known of its latest step."""
 
-    @property
-    def captured(self) -> bool:
-        """Whether its steps are CUDA graphs."""
-
-    @property
-    def what(self) -> str:
-        """What it is, for people."""
-
+    @abstractmethod
     def close(self) -> None:
         """Let go of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Attributes:
+    what: it is, for people.
+    load: of the fullest expert of a layer, over the mean, in the latest step; None if nobody counts.
+    bytes_remote: that rides and copies of experts sent between ranks in the latest step; None if nobody counts.
+    lossy: how it changes the model's function, as far as it knows.
+    buffer_bytes: that it has allocated beside PyTorch's own memory.
+    captured: its steps are CUDA graphs.
+    """
+
+    what: str
+    load: float | None = None
+    bytes_remote: int | None = None
+    lossy: Sequence[str] = ()
+    buffer_bytes: int = 0
+    captured: bool = False
 
 
 def random_corpus(plan: Plan, tokenizer: Tokenizer) -> Corpus:
@@ -111,7 +113,7 @@ def force_routing(model: nn.Module, plan: Plan, routing: str) -> None:
     route(model, blueprint.expert_counts, blueprint.top_k, tokens, routing, rank, degrees.dp_cp)
 
 
-class CarpoolContender:
+class CarpoolContender(Contender):
     """The trainer, step by step.
 
     Raises:
@@ -142,51 +144,33 @@ class CarpoolContender:
         run.placement.after_step(run.step)
         return losses.loss, norm
 
-    @property
-    def load(self) -> float | None:
+    def state(self) -> State:
         record(self.run)
-        return float(self.run.records.steps[-1]["load_max_over_mean"])
-
-    @property
-    def bytes_remote(self) -> int | None:
-        record(self.run)
-        return int(self.run.records.steps[-1]["bytes_remote"] + self.run.records.steps[-1]["bytes_replicas"])
-
-    @property
-    def lossy(self) -> Sequence[str]:
-        return list(self.run.records.info["lossy_reasons"])
-
-    @property
-    def captured(self) -> bool:
-        return self.run.built.no_graphs is None
-
-    @property
-    def buffer_bytes(self) -> int:
-        built = self.run.built
+        run, built, plan = self.run, self.run.built, self.run.plan
+        step, captured = run.records.steps[-1] if run.records.steps else {}, built.no_graphs is None
         graphs = 0 if built.objective.graphs is None else built.objective.graphs.bytes
-        return sum(buffers.symmetric for buffers in buffers_of_rides(built.rides)) + graphs
-
-    @property
-    def what(self) -> str:
-        plan, name, schedule = self.run.plan, self.run.built.transport.answer, self.run.built.schedule.answer
-        parts = [f"{plan.degrees}", f"dense {plan.data_parallel.answer}", f"transport {name}", f"schedule {schedule}"]
-        graphs = "CUDA graphs" if self.captured else f"no CUDA graphs ({self.run.built.no_graphs})"
-        return ", ".join([*parts, "layers compiled" if plan.candidate.compiled else "eager", graphs])
+        parts = [f"{plan.degrees}", f"dense {plan.data_parallel.answer}", f"transport {built.transport.answer}"]
+        parts += [f"schedule {built.schedule.answer}"]
+        parts += ["layers compiled" if self.config.training.torch_compile else "eager"]
+        parts += ["CUDA graphs" if captured else f"no CUDA graphs ({built.no_graphs})"]
+        return State(
+            ", ".join(parts),
+            float(step["load_max_over_mean"]) if step else None,
+            int(step["bytes_remote"] + step["bytes_replicas"]) if step else None,
+            list(run.records.info["lossy_reasons"]),
+            sum(buffers.symmetric for buffers in buffers_of_rides(built.rides)) + graphs,
+            captured,
+        )
 
     def close(self) -> None:
         self.run.close()
 
 
-class TransformersContender:
+class TransformersContender(Contender):
     """Transformers by itself, in the places of the same run.
 
     Raises:
         ValueError: a configuration that cannot be."""
-
-    load: float | None = None
-    bytes_remote: int | None = None
-    lossy: tuple[str, ...] = ()
-    captured = False
 
     def __init__(self, config: Config, routing: str) -> None:
         self.device = rank_device()
@@ -251,16 +235,11 @@ class TransformersContender:
         dist.all_reduce(total)
         return float(total) / dist.get_world_size(), float(norm)
 
-    @property
-    def buffer_bytes(self) -> int:
-        return 0
-
-    @property
-    def what(self) -> str:
+    def state(self) -> State:
         names = {type(self.model.get_submodule(name)).__name__ for name in experts_modules(self.model)}
         experts = getattr(self.model.config, "_experts_implementation", None) or "eager"
         parts = [f"{self.degrees}", "all_to_all", f"{experts} experts ({', '.join(sorted(names))})"]
-        return ", ".join([*parts, "layers compiled" if self.plan.candidate.compiled else "eager"])
+        return State(", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"]))
 
     def close(self) -> None:
         self.loader.close()

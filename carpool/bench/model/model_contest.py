@@ -201,18 +201,19 @@ class ModelBenchmark:
         theirs, config = self.settings.is_theirs(row.label), self.configs[row.label]
         contender = make_contender(theirs, config, self.settings.routing, self.command)
         try:
-            row.what = contender.what
-            row.changes += contender.lossy
+            state = contender.state()
+            row.what = state.what
+            row.changes += state.lossy
             for number in range(WARMUP):
                 begin = time.perf_counter()
                 found = contender.take_step()
                 synchronize(self.device)
-                row.load = contender.load
+                state = contender.state()
                 if number == 0:
                     row.loss, row.grad_norm = found
                     row.first_step_seconds = time.perf_counter() - begin
             # A capture may have failed.
-            row.what, row.captured = contender.what, contender.captured
+            row.what, row.captured, row.load = state.what, state.captured, state.load
         except BaseException:
             contender.close()
             raise
@@ -225,13 +226,13 @@ class ModelBenchmark:
         one.rounds.append(time_steps(one.contender, self.settings.steps, self.device))
         if self.device.type == "cuda":
             other = before - one.own_bytes
-            peak = torch.cuda.max_memory_allocated(self.device) - other + one.contender.buffer_bytes
+            peak = torch.cuda.max_memory_allocated(self.device) - other + one.contender.state().buffer_bytes
             one.peak_bytes = max(one.peak_bytes, peak)
 
     def _note(self, row: Row, one: _Running, case: Case) -> None:
         """The numbers of a contender, and its profile. Collective."""
         row.times = Times.of(one.rounds)
-        row.bytes_remote = one.contender.bytes_remote
+        row.bytes_remote = one.contender.state().bytes_remote
         rate = 1e3 * self.tokens / row.times.ms
         row.tokens_per_second = rate
         row.tflops = rate * case.flops_per_token / 1e12
