@@ -13,7 +13,6 @@ from typing import Any
 
 from carpool.recipes import Recipe
 from carpool.train.config import Config, load_config
-from carpool.train.config.schema import keys
 from carpool.transport import TRANSPORTS, NVLinkOptions, TransportOptions
 
 __all__ = ["in_effect", "resolve"]
@@ -44,8 +43,7 @@ def in_effect(config: Config, shared_experts: bool = True) -> dict[str, Any]:
             schedule = config.moe.asked_schedule()
     found: dict[str, Any] = {}
     settings = config.flat()
-    for section, _, key in keys():
-        name, value = f"{section}.{key}", getattr(getattr(config, section), key)
+    for name, value in settings.items():
         if not config.declared.has_effect(settings, name):
             continue
         if name == "model.config":

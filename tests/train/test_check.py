@@ -45,10 +45,9 @@ REFUSED = [
     ("moe.bias_update_rate=0.1", "OlmoeForCausalLM has no bias per expert"),
     ("moe.random_second=true", "random_second drops second choices of two, but a token has 4"),
     ("parallelism.etp_size=2 model.config.intermediate_size=33", "a hidden dimension of 33, which 2 slices do not"),
-    ("memory.experts=host", 'memory.experts = "host": experts cannot come from there layer by layer, because they are'),
     (
         "moe.layout={0}/mixed.json memory.experts=host training.optimizer_in_backward=true training.max_grad_norm=0",
-        'memory.experts = "host": experts cannot come from there layer by layer, because they are to move',
+        'memory.experts = "host": experts that are loaded layer by layer cannot move between ranks',
     ),
     (
         "moe.layout={0}/mixed.json training.optimizer_offload=host",

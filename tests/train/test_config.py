@@ -12,6 +12,9 @@ from carpool.train.config import Config, ParallelismSection, TrainingSection, de
 from carpool.train.config.declarations import check_effects, declared
 from carpool.train.config.schema import config_type, keys
 
+UPDATED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0"]
+POPULAR = ["memory.expert_loading=popular", "memory.expert_device_memory=1GiB"]
+
 
 def write(folder: Path, text: str) -> Path:
     path = folder / "olmoe.toml"
@@ -186,11 +189,14 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
         (["memory.moe_outputs=recompute"], "memory.layer_activations=recompute"),
         (["memory.expert_loading=popular"], "memory.experts=host or disk"),
         (
-            ["memory.experts=host", "memory.cpu_expert_tokens=3"],
+            ["memory.experts=host", "memory.cpu_expert_tokens=3", *UPDATED],
             "memory.experts=host and memory.expert_loading=popular",
         ),
-        (["memory.experts=host", "memory.expert_device_memory=1GiB"], "memory.expert_loading=popular"),
-        (["memory.experts=host", "memory.expert_host_memory=1GiB"], "memory.experts=disk"),
+        (
+            ["memory.experts=host", "memory.expert_device_memory=1GiB", "training.freeze=experts"],
+            "memory.expert_loading=popular",
+        ),
+        (["memory.experts=host", "memory.expert_host_memory=1GiB", *UPDATED], "memory.experts=disk"),
         (["memory.disk_folder=/tmp"], "training.optimizer_offload=disk"),
         (["placement.lag=3"], "placement.policy=migrate"),
         (["placement.replicas=3"], "placement.every"),
@@ -238,6 +244,34 @@ def test_settings_that_do_something_are_not(tmp_path):
     assert resolve_config(recorded).config.memory.moe_outputs == "save"
     check_effects(resolve_config(recorded))
     assert set(declared(config_type()).needs) == {f"{section}.{key}" for section, _, key in keys()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "nearest"),
+    [
+        (["memory.experts=host"], "memory.experts = 'host' with training.optimizer_in_backward = false", "'device'"),
+        (
+            ["memory.experts=host", *UPDATED, "training.torch_compile=true"],
+            "with training.torch_compile = true",
+            "false",
+        ),
+        (["memory.experts=host", *UPDATED, "moe.schedule=two-batch"], "with moe.schedule = 'two-batch'", "'none'"),
+        (["memory.experts=disk", *UPDATED, "placement.every=3"], "with placement.every = 3", "'device'"),
+        (["memory.experts=host", *UPDATED, *POPULAR], "with memory.expert_device_memory = '1GiB'", "'none'"),
+        (["data.turns=apart", "data.loss=all"], "data.turns = 'apart' with data.loss = 'all'", "'together'"),
+        (
+            ["placement.policy=place", "placement.every=3"],
+            "placement.policy = 'place' with placement.every = 3",
+            "'FILE'",
+        ),
+        (["memory.expert_activations=recompute", "moe.experts=fp8"], "with moe.experts = 'fp8'", "'none'"),
+        (["memory.moe_outputs=recompute", "memory.expert_inputs=offload"], "expert_inputs = 'offload'", "'none'"),
+        (["placement.every=3", "placement.replicas=2", *UPDATED], "placement.replicas = 2", "false"),
+    ],
+)
+def test_settings_that_exclude_each_other(overrides, given, nearest):
+    message = error(None, *overrides)
+    assert given in message and message.endswith(nearest), message
 
 
 def test_files_that_are_none(tmp_path):

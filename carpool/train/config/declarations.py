@@ -188,6 +188,8 @@ class Declared:
             if isinstance(one, Needs) and one.text not in ("", name):
                 yield f"Needs {one.text}."
             elif isinstance(one, Excludes) and isinstance(one.other, str) and isinstance(one.own, str):
+                if " and " in f"{one.other} {one.own}":  # the refusal says it better
+                    continue
                 others.setdefault(one.own, []).append(one.other)
         for own, excluded in others.items():
             yield f"{f'With {own}: not' if own else 'Not'} together with {'; '.join(excluded)}."

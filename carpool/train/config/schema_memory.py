@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge
 
-from carpool.planner.candidate import POLICIES
 from carpool.train.config.declarations import Excludes, Needs, Was
 from carpool.train.config.schema_base import Section, Size, size_of
 
 if TYPE_CHECKING:
     from carpool.activations import ActivationPolicies
 
+ITEMS = ("expert_inputs", "expert_activations", "layer_activations", "moe_outputs")
 _SAVED = {"keep": "save"}
+_EAGER = {"training.torch_compile": False}
+_TRAINED = "adapter.kind=none and training.freeze!=experts"
 
 
 class MemorySection(Section):
@@ -74,6 +76,19 @@ class MemorySection(Section):
             "have several: in host memory they must be frozen (training.freeze=experts)",
             own="memory.experts and memory.experts=disk or training.freeze!=experts",
         ),
+        Excludes(
+            f"{_TRAINED} and training.optimizer_in_backward=false and parallelism.plan=none and memory.plan=none",
+            "the gradients of experts that are trained would be on the device all together, unless "
+            'training.optimizer_in_backward=true with training.max_grad_norm=0 or training.grad_clipping="delayed"',
+        ),
+        Excludes(
+            f"memory.expert_device_memory and {_TRAINED}",
+            "experts that are trained change in each step, and none can stay on the device",
+            instead={"memory.expert_device_memory": None},
+        ),
+        Excludes("moe.schedule=two-batch", "two batches are at two layers at a time", instead={"moe.schedule": "none"}),
+        Excludes("training.torch_compile", "compiled layers hold their parameters", instead=_EAGER),
+        Excludes("placement.every", "experts that are loaded layer by layer cannot move between ranks"),
     ] = "device"
     """host: experts' parameters are in host memory, and come to the GPU layer by layer, ahead of use, in forward and
     backward. To train them takes training.optimizer_in_backward = true. disk: they come from disk in the same way;
@@ -126,7 +141,7 @@ class MemorySection(Section):
     @property
     def policies(self) -> dict[str, str]:
         """Of each item of saved activations; what is none is saved."""
-        return {item: getattr(self, item) or "save" for item in POLICIES}
+        return {item: getattr(self, item) or "save" for item in ITEMS}
 
     @property
     def budget_bytes(self) -> int | None:

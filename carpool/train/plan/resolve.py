@@ -187,7 +187,12 @@ def resolve(
     layouts = check_layout_file(config, model.config.model_type, counts, degrees)
     _check_whole_experts(config, blueprint, degrees)
     _check_model_has(config, blueprint, degrees)
-    check_offloaded_experts(config, config.training.computes_in_bf16(machine.cuda))
+    stored = config.model.stored_dtype
+    if config.memory.experts != "device" and stored != "bfloat16" and config.training.computes_in_bf16(machine.cuda):
+        raise ValueError(
+            f'memory.experts = "{config.memory.experts}": experts are not cast on their way, and these are stored in '
+            f"{stored} and computed in bfloat16; set model.dtype=bfloat16"
+        )
     check_offload_layouts(config, layouts, config.moe.two_batch)
     if machine.device is not None:
         config = with_speeds(config, machine.device, gather(device_name(machine.device)), decisions)
@@ -355,47 +360,10 @@ def check_offload_layouts(config: Config, layouts: Sequence[ExpertLayout], halve
             "layout, or keep gradients (training.optimizer_in_backward = false)"
         )
     if config.memory.experts != "device" and moved:
-        _refuse_away(config, _MOVE)
-
-
-def check_offloaded_experts(config: Config, bf16: bool) -> None:
-    """Raise ValueError if settings keep experts from being in host memory, or on disk, that are to be there.
-
-    Args:
-        bf16: the run computes in bfloat16."""
-    training, memory, why = config.training, config.memory, None
-    stored = config.model.stored_dtype
-    if memory.experts == "device":
-        return
-    trained = not config.adapter.is_used and training.freeze != "experts"
-    if trained and not training.optimizer_in_backward:
-        why = (
-            "they are trained, and their gradients would be on the device all together; set "
-            'training.optimizer_in_backward=true and training.max_grad_norm=0 (or training.grad_clipping="delayed")'
+        raise ValueError(
+            f'memory.experts = "{config.memory.experts}": experts that are loaded layer by layer cannot move between '
+            'ranks; use moe.layout="contiguous"'
         )
-    elif trained and memory.expert_device_memory is not None:
-        why = (
-            "they are trained, so that they change in each step, and none can stay on the device "
-            "(memory.expert_device_memory)"
-        )
-    elif config.moe.two_batch:
-        why = "two batches are at two layers at the same time; choose another moe.schedule"
-    elif training.torch_compile:
-        why = "compiled layers hold their parameters; set training.torch_compile=false"
-    elif config.placement.every is not None:
-        why = _MOVE
-    elif bf16 and stored != "bfloat16":
-        why = f"they are stored in {stored} and computed in bfloat16; set model.dtype=bfloat16"
-    _refuse_away(config, why)
-
-
-_MOVE = 'they are to move between ranks; use moe.layout="contiguous", without placement.every'
-
-
-def _refuse_away(config: Config, why: str | None) -> None:
-    if why is not None:
-        where = config.memory.experts
-        raise ValueError(f'memory.experts = "{where}": experts cannot come from there layer by layer, because {why}')
 
 
 def disk_folder(config: Config) -> Path:
