@@ -53,7 +53,7 @@ def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True) -> 
     return None
 
 
-# What may be done about each item of what is kept for the backward (`carpool.planner.step.peak`).
+# What may be done about each item that is saved for the backward (`carpool.planner.step.peak`).
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "expert_inputs": ("save", "resend", "offload"),
     "expert_activations": ("save", "recompute", "offload"),
@@ -75,12 +75,12 @@ class Candidate:
         accumulation: micro-batches of a step.
         transport, schedule: as in [moe]; "none", "chunks" or "two-batch" of the schedules.
         data_parallel: "zero1" or "fsdp", of non-expert parameters.
-        policies: of what is kept, by item of `POLICIES`.
-        moments: how the optimizer keeps them.
+        policies: of saved activations, by item of `POLICIES`.
+        moments: the dtype in which the optimizer has them.
         optimizer: a name of `carpool.optim.OPTIMIZERS`.
-        optimizer_state: "device", "host" or "disk", which is priced as "host".
-        gradients: "kept", or "consumed": each is used for its update in the backward, and freed.
-        max_grad_norm: gradients are clipped to it; 0: they are not. Of consumed ones by the norm of the step before.
+        optimizer_offload: where its state is: "none" (the device), "host" or "disk", which is priced as "host".
+        optimizer_in_backward: each gradient is used for its update in the backward, and freed.
+        max_grad_norm: gradients are clipped to it; 0: they are not. In the backward by the norm of the step before.
         compiled: layers are compiled, where they can be (`layers_compiled`).
         eager: why steps are not CUDA graphs, for a reason that is not in the other attributes; None: there is none.
         experts: "grouped", or "fp8" (lossy).

@@ -2,7 +2,7 @@
 
     shape = ModelShape.read(json.loads(Path("config.json").read_text()))
     shape.total, shape.active            30,532,122,624 and 3,353,032,704 for Qwen3-30B-A3B
-    shape.layers[0].kept_bytes(4096)     79,740 bytes a token that autograd saves of attention, norms and the router
+    shape.layers[0].saved_bytes(4096)     79,740 bytes a token that autograd saves of attention, norms and the router
 
 The counts are held against transformers' own models for every published configuration that ships with Carpool
 (`tests/planner/test_model_shape.py`). Families differ in few places, and each place is a key or a set of names below.
@@ -34,10 +34,10 @@ class LayerShape:
         others: parameters that are no such matrix: norms, biases.
         dense_width: F of its dense MLP; 0: it has experts.
         shared_width: F of the shared expert; 0: none.
-        latent: rows of a token that latent attention normalises and keeps.
+        latent: elements of a token that latent attention normalises and saves.
         normed: elements of a token's queries and keys that have norms of their own.
         float_router: the router computes in float32.
-        whole_scores: score matrices are computed whole and kept; attention is not fused.
+        whole_scores: score matrices are computed whole and saved; attention is not fused.
         experts: whether it has routed ones.
     """
 
@@ -69,27 +69,27 @@ class LayerShape:
         """All but routed experts."""
         return sum(a * b for a, b in self.products) + self.others
 
-    def kept_bytes(self, hidden: int, length: int, element_size: int = 2, compiled: bool = False) -> float:
-        """Bytes of a token that autograd keeps for the backward, without those of its ride.
+    def saved_bytes(self, hidden: int, length: int, element_size: int = 2, compiled: bool = False) -> float:
+        """Bytes of a token that autograd saves for the backward, without those of its ride.
 
-        Each norm keeps its input in float32, the normalised rows and its output (8 bytes an element in bfloat16);
-        attention its queries, keys, values and output; gated MLPs four tensors of F. Of norms, compiled layers keep the
+        Each norm saves its input in float32, the normalised input and its output (8 bytes an element in bfloat16);
+        attention its queries, keys, values and output; gated MLPs four tensors of F. Of norms, compiled layers save the
         input as it came, and compute the rest again.
         """
         e = element_size
         norm = e if compiled else 4 + 2 * e
         q, k, v = self.heads * self.qk_size, self.key_heads * self.qk_size, self.key_heads * self.value_size
-        kept = 2 * norm * hidden + e * (q + k + v + self.heads * self.value_size) + 4 * self.heads
+        saved = 2 * norm * hidden + e * (q + k + v + self.heads * self.value_size) + 4 * self.heads
         if self.latent:
             # Keys are put together from two parts; values stay a part of a larger product.
-            kept += norm * self.latent + e * self.key_heads * self.value_size
-        kept += (e if compiled else 4 + e) * self.normed
-        kept += 4 * e * (self.dense_width + self.shared_width)
+            saved += norm * self.latent + e * self.key_heads * self.value_size
+        saved += (e if compiled else 4 + e) * self.normed
+        saved += 4 * e * (self.dense_width + self.shared_width)
         if self.experts and self.float_router:
-            kept += 4 * hidden
+            saved += 4 * hidden
         if self.whole_scores:
-            kept += e * (self.heads * length + 2 * q)
-        return kept
+            saved += e * (self.heads * length + 2 * q)
+        return saved
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class ModelShape:
         return Counter(self.layers)
 
 
-def kept_if_compiled(keys: Mapping[str, Any], length: int) -> float:
+def saved_if_compiled(keys: Mapping[str, Any], length: int) -> float:
     """Of what eager autograd saves of a model's layers, the share that compiled layers save; 1.0 if its sizes cannot be
     read.
 
@@ -205,7 +205,7 @@ def kept_if_compiled(keys: Mapping[str, Any], length: int) -> float:
         shape = ModelShape.read(keys)
     except ValueError:
         return 1.0
-    both = ([layer.kept_bytes(shape.hidden, length, compiled=yes) for layer in shape.layers] for yes in (True, False))
+    both = ([layer.saved_bytes(shape.hidden, length, compiled=yes) for layer in shape.layers] for yes in (True, False))
     compiled, eager = map(sum, both)
     return compiled / eager
 

@@ -1,14 +1,13 @@
 """Every configuration of a space that fits, without those that cannot be the best.
 
     bases       ways to divide the ranks x micro-batches
-    variants    of one base: transport x schedule x dense x pipeline x where the optimizer's state is x kept policies
+    variants    of one base: transport x schedule x FSDP or ZeRO-1 x pipeline x optimizer offload x policies
 
-Of kept policies, those are left out that save memory which a faster one does not need either ("dominated"), and those
-with which the configuration does not fit ("memory").
+Of policies of saved activations, those are left out that save memory which a faster one does not need either
+("dominated"), and those with which the configuration does not fit ("memory").
 
 A search asks for thousands of bounds (`Bounds`: what each stream has to do one after the other) and bytes (`Memories`),
-and predicts few steps. Sums of layers, and sizes that candidates have in common, are counted once.
-"""
+and predicts few steps. Sums of layers, and sizes that candidates have in common, are counted once."""
 
 from __future__ import annotations
 

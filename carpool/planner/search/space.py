@@ -82,7 +82,7 @@ class Space:
         transports, schedules, data_parallel, optimizer_offload, optimizer_in_backward: choices, those that cost no time
             first.
         chunks: numbers of them, with schedule "chunks".
-        policies: of what is kept, from those that cost no time on; what one leaves out is kept.
+        policies: of saved activations, from those that cost no time on; what one leaves out is saved.
         pipelines, pairs: the orders of stages, and whether pairs of a forward and a backward may run at once.
         max_grad_norm, compiled, eager, moments, optimizer, stored, computed, experts: the same for all.
         excluded: why settings do not go together, by SECTION.KEY; None: they do.

@@ -11,7 +11,7 @@ The order on each stream is the order in which events are added:
                     micro-batch (or two micro-batches; in a pipeline a backward and a forward) in turns, one's ride
                     beside the other's computation
     collectives     gathers of parameters one layer ahead; reductions of gradients behind their layer
-    copies          what layers keep in host memory: out behind their forward, back one layer ahead
+    copies          saved activations in host memory: out behind their forward, back one layer ahead
     host            asks for a layer before it runs; replayed graphs need no host but to start, stage by stage
 """
 
@@ -273,7 +273,7 @@ class _Builder:
         final = number >= self.number * self.parts - self.parts
         reduces = final or self.candidate.data_parallel == "fsdp"
         free = [after, after]
-        # Where a forward's own backward follows at once, what the last layers keep has not left the device yet.
+        # Where a forward's own backward follows at once, what the last layers save has not left the device yet.
         at_home = AT_HOME if len(self.stages) == 1 else 0
         asked: tuple[int, ...] = ()
         if stage == len(self.stages) - 1 and kind != "W":

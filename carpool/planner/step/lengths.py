@@ -88,7 +88,7 @@ class Lengths(Travel):
         per_byte = MOVED_COMPILED if self.candidate.layers_compiled else MOVED_EAGER
         share = 1 - FORWARD_SHARE if backward else FORWARD_SHARE
         # Score matrices that are not fused are counted with attention.
-        kept = layer.kept_bytes(self.shape.hidden, 0, self.element)
+        kept = layer.saved_bytes(self.shape.hidden, 0, self.element)
         moved = per_byte * share * kept * self.tokens
         kernels = 8 if self.candidate.layers_compiled else 60
         return self._kernel("norms", "elementwise", "elementwise", 0, moved, kernels)
@@ -197,7 +197,7 @@ class Lengths(Travel):
         """What a layer's policies copy to host memory, or back."""
         policies, shape, size = self.candidate.policies, self.shape, 0.0
         if policies["layer_activations"] == "offload":
-            size += self.tokens * layer.kept_bytes(
+            size += self.tokens * layer.saved_bytes(
                 shape.hidden, self.candidate.sequence_length, self.element, self.candidate.layers_compiled
             )
         if layer.experts and policies["expert_inputs"] == "offload":

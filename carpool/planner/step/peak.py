@@ -19,7 +19,7 @@ What it assumes, which is where a prediction goes wrong:
     context       on GPUs: 0.5 GiB of CUDA context and kernels; NCCL: 0.3 GiB, and 0.2 for each further kind of group
     fragments     on GPUs: 3 % of what PyTorch's tensors take, which its allocator cannot use
     graphs        CUDA graphs of a step keep all that it takes, also between steps. Their gradients take places that
-                  other tensors have left, as far as these are large enough (`_Kept.room`). What is computed eagerly
+                  other tensors have left, as far as these are large enough (`_Saved.reused`). What is computed eagerly
                   beside them takes memory of its own: the evaluation, of which one layer and a piece of the logits are
                   there
     loading       experts that are to be in host memory are on the device first, before there is any step
@@ -131,12 +131,12 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     if candidate.optimizer_offload != "none":
         host, state = state, TILES
 
-    kept = _Kept(sizes, candidate)
-    host += kept.host
+    saved = _Saved(sizes, candidate)
+    host += saved.host
     others = sizes.rest
     if degrees.pp > 1:
         waits = in_flight(candidate.pipeline, degrees.pp, candidate.accumulation, candidate.paired, stage) - 1
-        others += waits * (kept.by(number) + sizes.rest)
+        others += waits * (saved.by(number) + sizes.rest)
     # Gradients of copies on their way home: of the micro-batch before, and of the layers before.
     late = sizes.late if candidate.accumulation > 1 else 0.0
 
@@ -144,13 +144,13 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     # unless they are added to others, reduced, sent or used.
     used = candidate.optimizer_in_backward or candidate.accumulation > 1
     used |= together or degrees.efsdp > 1 or candidate.copies_experts or sizes.slots > 0
-    work = max(kept.products + sizes.dequantised, sizes.scores) + copied + reducing
-    work += layer_trained * computed * used + kept.again
+    work = max(saved.products + sizes.dequantised, sizes.scores) + copied + reducing
+    work += layer_trained * computed * used + saved.again
     here = experts_own if sizes.here is None else min(experts_own, sizes.here)
     always = {
         "parameters": 4 * sizes.adapters + dense_own * stored + here + whole * computed + gathered,
         "optimizer": state + 8 * sizes.adapters,
-        "transport": kept.exchanged,
+        "transport": saved.exchanged,
         **({"copies": sizes.arrived} if sizes.arrived else {}),
     }
     logits, after_loss = _loss(sizes, candidate) if sizes.has_head else (0.0, 0.0)
@@ -159,21 +159,23 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     if candidate.accumulation > 1:
         before = own
     elif candidate.captured and not candidate.optimizer_in_backward:
-        before = own = own - kept.room(0.0 if together else layer_trained * stored, logits - work)
+        before = own = own - saved.reused(0.0 if together else layer_trained * stored, logits - work)
     moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
-        moments += [(f"forward of layer {i}", before, others + kept.by(i + 1) + kept.again, 0.0) for i in range(number)]
+        moments += [
+            (f"forward of layer {i}", before, others + saved.by(i + 1) + saved.again, 0.0) for i in range(number)
+        ]
     if sizes.has_head:
-        moments.append(("loss", before, others + kept.by(number) + late, logits))
-    moments.append(("backward begins", before, others + kept.by(number) + late, after_loss))
+        moments.append(("loss", before, others + saved.by(number) + late, logits))
+    moments.append(("backward begins", before, others + saved.by(number) + late, after_loss))
     for i in reversed(range(number)) if every_layer else sorted({0, number - 1}, reverse=True):
-        there = others + kept.by(i + 1) + max(late, sizes.late * (number - 1 - i) / number)
+        there = others + saved.by(i + 1) + max(late, sizes.late * (number - 1 - i) / number)
         gradients = own if candidate.optimizer_in_backward else before + (own - before) * (number - i) / number
         moments.append((f"backward of layer {i}", gradients, there + work + waiting, 0.0))
         if candidate.copies_experts and i >= number - moe_layers:
             gradients = before + (own - before) * (number - 1 - i) / max(1, number - 1)
             of_loss = after_loss if i == number - 1 else 0.0
-            moments.append((f"reduction of layer {i}", gradients, there + kept.again + at_once, of_loss))
+            moments.append((f"reduction of layer {i}", gradients, there + saved.again + at_once, of_loss))
     of_whole = gradient_buffers(whole_trained, own_whole, stored, sizes.reduced)
     constant = sum(always.values()) + of_whole
     at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
@@ -185,9 +187,9 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     if sizes.cuda:
         parts |= beside_tensors(tensors, degrees.world_size, _groups(candidate))
         if candidate.captured:
-            parts["graphs"] = _evaluation(sizes, candidate, kept.products)
+            parts["graphs"] = _evaluation(sizes, candidate, saved.products)
     else:
-        freed = own + activations + of_loss + (0 if sizes.buffers else kept.exchanged)
+        freed = own + activations + of_loss + (0 if sizes.buffers else saved.exchanged)
         parts |= {"process": PROCESS_BYTES, "allocator": FREED_SHARE * freed}
     return Peak(parts, at, stage, tuple((name, constant + sum(of)) for name, *of in moments), host)
 
@@ -221,8 +223,8 @@ def saved_by_rides(
     return {item: int(size) for item, size in found.items()}
 
 
-class _Kept:
-    """What layers keep for their backward, and what rides work with and exchange.
+class _Saved:
+    """What layers save for their backward, and what rides work with and exchange.
 
     Attributes:
         products: bytes that the backward of one layer's experts works with.
@@ -242,22 +244,22 @@ class _Kept:
         self.share = 1 / degrees.tp if sizes.divided else 1.0
         self.whole = own_tokens * sizes.hidden * computed if sizes.divided else 0.0
         self.one = self.share * max(sizes.layers, default=0.0) + self.whole
-        # The layer that is computed again keeps all until its backward is done. In float32 its first norm keeps the
+        # The layer that is computed again saves all until its backward is done. In float32 its first norm saves the
         # layer's input as it is, which is counted with those of the others.
         counted = self.share * sizes.layer_input if computed == 4 else 0.0
         self.again = self.at_once * (self.one - counted) if self.policies["layer_activations"] == "recompute" else 0.0
-        self.kept_by = [0.0, *accumulate(self.share * layer + self.whole for layer in sizes.layers)]
+        self.saved_by = [0.0, *accumulate(self.share * layer + self.whole for layer in sizes.layers)]
 
         top_k, width = sizes.top_k * degrees.etp, sizes.width // degrees.etp
         choices = min(sizes.top_k, -(-sizes.num_experts // degrees.ep))
         self.indices = self.tokens * sizes.copies * choices * INDEX_BYTES
         in_buffers = sizes.buffers > 0 and ranks > 1
-        # Rows at home are the layer's input, which is kept anyway.
+        # Tokens at home are the layer's input, which is saved anyway.
         away = 0.0 if ranks == 1 else sizes.copies * ((ranks - 1) / ranks if in_buffers else 1)
         row = self.tokens * sizes.row * computed
         self.of_one = away * row, self.tokens * top_k * 2 * width * computed, row
         of_all, self.of_one_layer = self._rides(sizes.moe_layers), self._rides(min(1, sizes.moe_layers))
-        self.host = of_all["host"] + (self.kept_by[-1] if self.policies["layer_activations"] == "offload" else 0.0)
+        self.host = of_all["host"] + (self.saved_by[-1] if self.policies["layer_activations"] == "offload" else 0.0)
         # The arena is there all the time.
         self.arena = ARENA_ROOM * (of_all["expert_inputs"] + of_all["expert_activations"]) if in_buffers else None
 
@@ -280,7 +282,7 @@ class _Kept:
     def _rides(self, layers: int) -> Mapping[str, int]:
         return saved_by_rides(self.policies, layers, *self.of_one)
 
-    def room(self, layer: float, loss: float) -> float:
+    def reused(self, layer: float, loss: float) -> float:
         """Of gradients of experts that a graph leaves: bytes that lie where other tensors were. PyTorch's allocator
         gives a tensor the place of a larger one alone: what the loss had, and each layer's pre-activations for those of
         the layer before.
@@ -299,8 +301,8 @@ class _Kept:
         return max(0, sizes.moe_layers - 1) * fits(hidden) + fits(loss)
 
     def by(self, number: int) -> float:
-        """Bytes that the first layers keep."""
-        sizes, dense = self.sizes, self.kept_by[number]
+        """Bytes that the first layers save."""
+        sizes, dense = self.sizes, self.saved_by[number]
         moe_layers = max(0, number - (len(sizes.layers) - sizes.moe_layers))
         slots = moe_layers
         if self.policies["layer_activations"] == "recompute" and number:

@@ -1,8 +1,8 @@
-"""What a rank of a run takes and keeps, as numbers: what the memory of a step (`carpool.planner.step.peak`) follows
+"""What a rank of a run takes and saves, as numbers: what the memory of a step (`carpool.planner.step.peak`) follows
 from.
 
 They come from two places. A plan has a config.json and counts (`sizes_of`); a run has the model itself, without memory,
-and its settings (`carpool.train.plan.estimate`): exact parameters, what its own forward keeps, adapters,
+and its settings (`carpool.train.plan.estimate`): exact parameters, what its own forward saves, adapters,
 quantised bases, experts in host memory.
 """
 
@@ -27,7 +27,8 @@ CONTEXT_BYTES, NCCL_BYTES, NCCL_GROUP_BYTES, FRAGMENTS = GiB // 2, int(0.3 * GiB
 BESIDE_TENSORS = ("context", "nccl", "fragments", "graphs")
 # After an arena was too small, it gets this much of what was needed (`carpool.train.steps.capacity`).
 ARENA_ROOM = 1.25
-# Small tensors of int32 or float32 that a ride keeps for each row and choice: slots, weights, positions and orders.
+# Small tensors of int32 or float32 that a ride saves for each token that arrives and its choices: slots, weights,
+# positions and orders.
 INDEX_BYTES = 5 * 4
 
 
@@ -92,9 +93,9 @@ class RankSizes:
         largest: the most parameters of one tensor that one rank owns.
         ends: how many of embedding and output layer are there; has_head: whether the latter is.
         num_experts, top_k, hidden, row, width, words: E, K, H, elements of a row that travels, F, V.
-        layers: bytes that each decoder layer keeps for its backward, without its ride, of the rank's tokens.
+        layers: bytes that each decoder layer saves for its backward, without its ride, of the rank's tokens.
         moe_layers: how many of them have experts, the last ones.
-        layer_input, rest: bytes of a layer's input, and of what is kept outside of layers.
+        layer_input, rest: bytes of a layer's input, and of what is saved outside of layers.
         tokens: of a data-parallel rank in a micro-batch.
         scores: bytes of attention's temporary tensors, if it is not fused.
         copies: rows that arrive at a rank's experts for each of its tokens.
@@ -163,7 +164,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
     own_tokens = candidate.micro_tokens // degrees.cp
     kept = {
         layer: own_tokens
-        * layer.kept_bytes(shape.hidden, candidate.sequence_length, candidate.computed, candidate.layers_compiled)
+        * layer.saved_bytes(shape.hidden, candidate.sequence_length, candidate.computed, candidate.layers_compiled)
         for layer in set(layers)
     }
     heads = max((layer.heads for layer in kept if layer.whole_scores), default=0)

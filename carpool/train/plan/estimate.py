@@ -35,7 +35,7 @@ from carpool.layout.layouts import Layouts
 from carpool.memory.disk import BUFFERS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, Candidate, by_settings
-from carpool.planner.model.shape import kept_if_compiled
+from carpool.planner.model.shape import saved_if_compiled
 from carpool.planner.step.peak import Peak, peak_of
 from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
 from carpool.train.blueprint import attention_of, top_k_of
@@ -162,7 +162,7 @@ class MemoryEstimate:
             self.eager = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut)
         self.kept, text = self.eager, model.config.get_text_config()
         if training.torch_compile:
-            share = kept_if_compiled(text.to_dict(), length)
+            share = saved_if_compiled(text.to_dict(), length)
             self.kept = replace(self.kept, layers=tuple(int(share * size) for size in self.kept.layers))
         heads = text.num_attention_heads if attention == "eager" else 0
         # Divided among ranks of tp and cp, by heads.
