@@ -4,7 +4,8 @@ A transport, a codec, an expert computation, an optimizer or a solver enters thr
 (`carpool.plugins`). An `Extension` is for what has no registry. It brings a section of its own:
 
     class NoiseSection(Section):
-        scale: float = Field(0.0, ge=0, description="Standard deviation of the noise that is added to each router.")
+        scale: Annotated[float, Excludes("moe.random_second", "both are random")] = Field(default=0.0, ge=0)
+        \"\"\"Standard deviation of the noise that is added to each router.\"\"\"
 
     class Noise(Extension):
         name, section, help = "noise", NoiseSection, "Noise in routers. Off by default."
