@@ -98,23 +98,19 @@ class _Inside(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.rides.start(self.again)
-        self._token = _region.set(self.rides)
+        self._token = checkpointed.set(self.rides)
 
     def __exit__(self, *_: object) -> None:
-        _region.reset(self._token)
+        checkpointed.reset(self._token)
 
 
-_region: ContextVar[KeptRides | None] = ContextVar("carpool_kept_rides", default=None)
-
-
-def kept_rides() -> KeptRides | None:
-    """Of the region in which this code runs, if there is one."""
-    return _region.get()
+# The rides of the checkpointed region in which this code runs.
+checkpointed: ContextVar[KeptRides | None] = ContextVar("carpool_kept_rides", default=None)
 
 
 def taken_before() -> bool:
     """Whether this code runs in a region that is computed again, whose rides are those of the first time."""
-    region = _region.get()
+    region = checkpointed.get()
     return region is not None and region.again
 
 
@@ -127,13 +123,13 @@ def keep_rides() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 class _Packed(NamedTuple):
     """What autograd holds of a tensor."""
 
-    layer: _Layer
+    layer: OffloadedLayer
     number: int
     shape: torch.Size
     stride: tuple[int, ...]
 
 
-class _Layer:
+class OffloadedLayer:
     """The tensors of one layer, in one forward.
 
     Attributes:
@@ -148,6 +144,10 @@ class _Layer:
         self.numbers: dict[Any, int] = {}
         self.away: list[Away] = []
         self.back: list[Rows] = []
+
+    def stay_on_device(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """These are not offloaded, if autograd saves them."""
+        self.stays.update(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
         if self._stays(tensor):
@@ -185,13 +185,13 @@ class ActivationOffload:
             yield
             return
         self.offloader.staging(None, lane_number)
-        layer = _Layer(device)
-        token = _inside.set(layer)
+        layer = OffloadedLayer(device)
+        token = offloaded.set(layer)
         try:
             with torch.autograd.graph.saved_tensors_hooks(layer.pack, self._unpack):
                 yield
         finally:
-            _inside.reset(token)
+            offloaded.reset(token)
         if layer.tensors:
             layer.away = self.offloader.put([Rows(tensor, 0) for tensor in layer.tensors], lane_number)
             layer.tensors, layer.numbers = [], {}
@@ -207,14 +207,8 @@ class ActivationOffload:
         return flat.as_strided(packed.shape, packed.stride)
 
 
-_inside: ContextVar[_Layer | None] = ContextVar("carpool_offloaded_layer", default=None)
-
-
-def stay_on_device(tensors: Iterable[torch.Tensor | None]) -> None:
-    """In a layer whose activations are offloaded: these are not, if autograd saves them."""
-    layer = _inside.get()
-    if layer is not None:
-        layer.stays.update(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None)
+# The layer in whose forward this code runs, if its activations are offloaded.
+offloaded: ContextVar[OffloadedLayer | None] = ContextVar("carpool_offloaded_layer", default=None)
 
 
 def _without_gaps(tensor: torch.Tensor) -> bool:

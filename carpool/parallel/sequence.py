@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from carpool.activations.whole_layers import kept_rides
+from carpool.activations.whole_layers import checkpointed
 
 Group = dist.ProcessGroup | None
 Compute = Callable[[torch.Tensor], torch.Tensor]
@@ -163,7 +163,7 @@ class _Collective(torch.autograd.Function):
 
 def _apply(x: torch.Tensor, forward: Compute, backward: Compute, kept: bool = False) -> torch.Tensor:
     """`forward`, with this backward. `kept`: in a region that is computed again, what it brought the first time."""
-    if kept and (region := kept_rides()) is not None:
+    if kept and (region := checkpointed.get()) is not None:
         send = forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from carpool.activations import Arena, Arrivals, Away, Rows
-from carpool.activations.whole_layers import stay_on_device
+from carpool.activations.whole_layers import offloaded
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.device import reserved
 from carpool.metrics.counters import RideSpans
@@ -357,7 +357,8 @@ def save(ctx: Any, weights: ExpertWeights, kept: tuple[Kept, ...], setup: RideSe
             policy = setup.policies.rows if item is one.x else setup.policies.hidden
             stay += (item.start, item.data if policy == "save" or isinstance(item, Away) else None)
         plan.append((one.route, items))
-    stay_on_device(stay)
+    if (layer := offloaded.get()) is not None:
+        layer.stay_on_device(stay)
     ctx.plan, ctx.setup = plan, setup
     ctx.save_for_backward(*tensors)
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from carpool.activations.whole_layers import kept_rides, taken_before
+from carpool.activations.whole_layers import checkpointed, taken_before
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
 from carpool.metrics.counters import in_recompute
@@ -208,7 +208,7 @@ class _Ride(torch.autograd.Function):
             return y_TH, None if kept is None else put_away(kept, setup)
 
         # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
-        region = kept_rides() if backward else None
+        region = checkpointed.get() if backward else None
         y_TH, kept = take() if region is None else region.ride(take)
         if kept is not None:
             save(ctx, weights, kept, setup)

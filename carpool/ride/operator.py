@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from carpool.activations import Rows
-from carpool.activations.whole_layers import kept_rides
+from carpool.activations.whole_layers import checkpointed
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertWeights
 from carpool.kernels.numbered import by_number
 from carpool.ride.chunks import PLAIN, bring_back, put_away
@@ -77,7 +77,7 @@ def ride_operator(
         y_TH, kept = (found.order or PLAIN).forward(started, weights, found, backward)
         return y_TH, None if kept is None else _swap(put_away(kept, found), lambda tensor: _lend(tensor, inputs))
 
-    region = kept_rides() if backward else None
+    region = checkpointed.get() if backward else None
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         # The graph may write over what it is given; the region gives it once more.
         y_TH, kept = take() if region is None else _apart(*region.ride(take))

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.activations.whole_layers import stay_on_device
+from carpool.activations.whole_layers import offloaded
 from carpool.parallel import fsdp
 from carpool.ride.function import first_order
 from carpool.ride.setup import Owed
@@ -103,7 +103,8 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         weight, bias = (None if one is None else one.detach() for one in parameters)
         assert weight is not None
-        stay_on_device((weight,))
+        if (layer := offloaded.get()) is not None:
+            layer.stay_on_device((weight,))
         ctx.save_for_backward(x, weight)
         ctx.owed, ctx.parameters = owed, parameters
         return F.linear(x, weight, bias)
