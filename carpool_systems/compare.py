@@ -30,6 +30,7 @@ from carpool.planner.machine.cost import CostModel
 from carpool.recipes import Recipe, names, read
 from carpool.routing.limit import LimitOptions
 from carpool.train.config import Config
+from carpool.train.config.schema import config_type
 from carpool.transport import TRANSPORTS, Transport
 from carpool.transport.multi_hop import MultiHop
 from carpool_systems.mechanisms import load
@@ -81,7 +82,7 @@ class Outcome:
 def refusal(recipe: Recipe, axis: Axis) -> str | None:
     """Why a recipe has no place in a comparison of `axis`, or None if it has one."""
     config = resolve(recipe)
-    effective, base = in_effect(config), in_effect(Config())
+    effective, base = in_effect(config), in_effect(config_type()())
     router = [key for key in _ROUTERS if effective.get(key) != base.get(key)]
     if router:
         return "its router has another top-k, or drops, and was not recorded: race it, or train with it and record that"

@@ -55,7 +55,7 @@ def _members(degrees: Degrees) -> None:
         assert one.get_local_rank() == ranks.index(rank)
         assert dist.get_process_group_ranks(one.get_group()) == list(ranks)
     assert stage.get_mesh(("pp", "fsdp", "tp")).shape == (1, degrees.fsdp * degrees.cp, degrees.tp)
-    assert stage.dense.mesh.numel() == stage.experts.mesh.numel() == degrees.stage_size
+    assert stage.non_experts.mesh.numel() == stage.experts.mesh.numel() == degrees.stage_size
 
 
 @pytest.mark.parametrize("degrees", EVERY, ids=str)

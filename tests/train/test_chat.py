@@ -338,8 +338,8 @@ def test_bad_templates(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "other.jinja").write_text("as it pleases")
     with pytest.raises(ValueError, match=r"line 1: the chat template of .*other\.jinja writes nothing of message 2"):
         corpus(folder, path, chat_template=str(tmp_path / "other.jinja"))
-    with pytest.raises(ValueError, match=r'data\.turns = "apart" makes an example of each answer'):
-        DataSection(turns="apart", loss="all")
+    with pytest.raises(ValueError, match=r"data\.turns = 'apart' with data\.loss = 'all': an example of each answer"):
+        load_config(None, ["data.turns=apart", "data.loss=all", f"data.train={path}", f"data.tokenizer={folder}"])
 
 
 def test_what_is_learned_is_shown_and_data_is_read_before_ranks_start(
