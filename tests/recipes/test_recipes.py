@@ -22,7 +22,8 @@ from carpool.layout import ExpertLayout
 from carpool.moe import MoE
 from carpool.placement.trace import Trace
 from carpool.recipes import Recipe, names, read
-from carpool.train.config import Config, load_config
+from carpool.train.config import load_config
+from carpool.train.config.schema import config_type
 from carpool_systems.compare import Axis, chosen, compare, ways
 from carpool_systems.mechanisms import Mechanism, find, load
 from carpool_systems.resolve import in_effect, resolve
@@ -86,7 +87,7 @@ def test_a_recipe_loads_unless_it_says_what_is_missing(name: str) -> None:
 def test_recipes_have_other_settings_but_for_those_that_say_so(shared: bool, same: list[tuple[str, str]]) -> None:
     """Recipes that differ only in what their authors say of them would print the same numbers under two names. That
     their settings differ is necessary; that runs do is for the tests of each mechanism to show."""
-    runs = {"no recipe": in_effect(Config(), shared)}
+    runs = {"no recipe": in_effect(config_type()(), shared)}
     parts = [frozenset([*read(name).mechanisms, *read(name).missing]) for name in names()]
     assert len(set(parts)) == len(parts), "each is another choice of mechanisms, not of numbers"
     runs |= {name: in_effect(resolve(read(name)), shared) for name in names() if not read(name).missing}
