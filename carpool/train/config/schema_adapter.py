@@ -53,7 +53,7 @@ class AdapterSection(Section):
         ),
         Excludes(
             _PARTS,
-            "experts that begin before all tokens are there have no adapters: name others in adapter.targets",
+            "experts that begin early have no adapters: name other adapter.targets, or another schedule",
             own=_adapts_experts,
             instead={"moe.schedule": "chunks"},
         ),
