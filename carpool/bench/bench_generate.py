@@ -3,8 +3,8 @@
     carpool         non-expert parameters whole on each rank, experts spread (`carpool.serve`), decode steps in a CUDA
                     graph where that is possible
     carpool-eager   the same without graphs
-    transformers    Transformers' own `generate`: over ranks its expert parallelism (`all_to_all`) and FSDP2 for dense
-                    parameters; on one rank the plain model, with its own experts
+    transformers    Transformers' own `generate`: over ranks its expert parallelism (`all_to_all`) and FSDP2 for
+                    non-expert parameters; on one rank the plain model, with its own experts
 
 All read the same random prompts, and choose greedily, as many tokens as were asked for. Rounds begin with all ranks
 together, and contenders take turns. Prefill is the time to the first token of each sequence, decoding the time for the

@@ -130,7 +130,7 @@ class TransportSettings(ShapeOptions, RankOptions):
     ctas: tuple[int, ...] = asked(
         "--ctas", "Thread blocks of the nvlink transport; may be repeated. Default: 8 and 16.", (), kind=list[int]
     )
-    fp8: bool = asked("--fp8", "Also with rows as FP8 on the way out, where a transport can (lossy).", False)
+    fp8: bool = asked("--fp8", "Also with hidden states as FP8 on the way out, where a transport can (lossy).", False)
     backward: bool = asked("--backward", "Also the rides of the backward.", False)
     decode: bool = asked("--decode", "Also 128 tokens per rank, as a CUDA graph where that is possible.", False)
     out: str = asked(

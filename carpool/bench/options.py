@@ -39,7 +39,7 @@ class Options:
     """What every benchmark can be asked. Settings are these and its own; see the options of the commands."""
 
     device: str = asked("--device", "auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.", "auto")
-    seed: int = asked("--seed", "Of weights, rows and routing.", 0, min=0)
+    seed: int = asked("--seed", "Of weights, hidden states and routing.", 0, min=0)
     out: str = ""
     json_only: bool = asked("--json-only", "Write the JSON file; no table, no figure.", False)
 

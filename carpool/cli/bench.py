@@ -21,11 +21,11 @@ _RANKS = "\n\n    It starts the ranks itself, unless torchrun or Slurm started i
 _BENCHMARKS: dict[str, tuple[type[Options], tuple[str, ...], str, str]] = {
     "transport": (
         bench_settings.TransportSettings, (), "carpool.bench.transport.ride_contest:BENCHMARK",
-        "Time how rows travel: all transports side by side, checked, interleaved, beside the ceiling of plain copies.",
+        "Time how tokens travel: all transports, checked and interleaved, beside the ceiling of plain copies.",
     ),
     "experts": (
         bench_settings.ExpertsSettings, BENCH_PACKAGES, "carpool.bench.moe.moe_contest:benchmark",
-        "Time what experts compute on one device, Carpool's beside transformers'; and see what they keep.",
+        "Time what experts compute on one device, Carpool's beside transformers'; and what they save for the backward.",
     ),
     "layer": (
         bench_settings.LayerSettings, BENCH_PACKAGES, "carpool.bench.moe.layer_contest:BENCHMARK",

@@ -22,7 +22,7 @@ BENCH_PACKAGES = ("transformers",)
 UNEXPECTED = "carpool_unexpected"
 
 # Options of several commands.
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, rows and routing.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, hidden states and routing.")]
 Transports = Annotated[
     str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")
 ]

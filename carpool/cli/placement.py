@@ -116,7 +116,9 @@ def place(
     ] = None,
     transport: Annotated[
         str | None,
-        typer.Option("--transport", help="Whose rows are placed for. Default: what moe.transport=auto takes there."),
+        typer.Option(
+            "--transport", help="Over which tokens travel to the experts. Default: what moe.transport=auto takes there."
+        ),
     ] = None,
     hidden: Hidden = 2048,
     expert_hidden: ExpertHidden = 1024,
@@ -169,7 +171,7 @@ def place(
             on_row=on_row,
         )
         list(steps)
-        typer.echo(f"rows of transport {name}: {why}")
+        typer.echo(f"transport {name}: {why}")
         out.mkdir(parents=True, exist_ok=True)
         result.layouts.save(out / "layouts.json")
         written = {**result.to_dict(), "command": command(), "trace": str(trace)}
@@ -186,7 +188,7 @@ def place(
 
 
 def _transport(asked: str | None, top_k: int, ranks: int, nodes: int, cost: CostModel) -> tuple[str, str]:
-    """For whose rows experts are placed, and why. Over `nvlink` they are those of `dedup`."""
+    """Over which transport tokens travel to the experts, and why. `nvlink` sends what `dedup` sends."""
     from carpool.layout.topology import Topology
     from carpool.planner.transports import automatic_transport
     from carpool.transport import choose_transport

@@ -149,7 +149,7 @@ class CarpoolContender(Contender):
         run, built, plan = self.run, self.run.built, self.run.plan
         step, captured = run.records.steps[-1] if run.records.steps else {}, built.no_graphs is None
         graphs = 0 if built.objective.graphs is None else built.objective.graphs.bytes
-        parts = [f"{plan.degrees}", f"dense {plan.data_parallel.answer}", f"transport {built.transport.answer}"]
+        parts = [f"{plan.degrees}", f"data-parallel {plan.data_parallel.answer}", f"transport {built.transport.answer}"]
         parts += [f"schedule {built.schedule.answer}"]
         parts += ["layers compiled" if self.config.training.torch_compile else "eager"]
         parts += ["CUDA graphs" if captured else f"no CUDA graphs ({built.no_graphs})"]

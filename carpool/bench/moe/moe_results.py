@@ -55,7 +55,7 @@ class ContenderResult(Row):
         transport: how rows travel; None if they do not.
         sections: `Times` by pass.
         ratio: how many times faster than the baseline, forward and backward.
-        saved_bytes: what is kept between forward and backward, beyond input, output and weights.
+        saved_bytes: what is saved between forward and backward, beyond input, output and weights.
         peak_bytes: the most that was allocated at one time in forward and backward, beyond input and weights. None on
             CPU.
         remote_bytes: what a rank sends to others in forward and backward, mean over ranks.
