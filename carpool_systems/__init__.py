@@ -6,6 +6,8 @@
     merging.py     similar tokens travel as one (`codec.merge`): LSH-MoE, LUFFY
     sequence_moves.py  sequences move between layers (`extensions.py`): NetMoE, LUFFY; `sequences.py`
     policies.py    where experts go, by their loads (`placement.policy`): FasterMoE, Prophet, FlexMoE, EPLB, ...
+    predictors.py  which experts come ahead of their layer: MoE-Infinity, APTMoE
+    disk.py        experts and optimizer state in files: ZeRO-Infinity, MoESys
     eplb.py        DeepSeek's load balancer, as a solver (`carpool place --solvers eplb`)
     mechanisms.py  what makes a system that system, and whether a recipe has it
     compare.py, replay.py   `carpool recipes compare`: a recording replayed under recipes; race.py: training steps

@@ -116,8 +116,9 @@ def generate(
             check_writable("--out", out)
         with collector_paused():
             from carpool.bench.options import one_of
-            from carpool.serve.expert_tier import PREDICTORS, ExpertTier, Where
+            from carpool.memory.next_experts import PREDICTORS
             from carpool.serve.prompts import read_prompts
+            from carpool.serve.serve_memory import ExpertTier, Where
             from carpool.serve.serve_ranks import default_ranks, start
             from carpool.train.config.schema_base import size_of
 

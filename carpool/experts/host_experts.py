@@ -30,7 +30,7 @@ host. Experts with few tokens may stay where they are, and be computed by the CP
 
 On disk experts that are not trained stay in the files of their checkpoint, and are read one by one (`read_experts`).
 Those that are trained are in files of this process, layer by layer, and are written back when they have been updated
-(`disk.Staging`). Threads read ahead of the copies to the device.
+(`carpool.memory.Staging`). Threads read ahead of the copies to the device.
 
 On a CPU the same code copies at once.
 """
@@ -50,7 +50,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.activations.host_memory import event_now, host_zeros, on_stream, wait_for
-from carpool.memory.disk import Staging, mapped_zeros
+from carpool.memory import TIERS, Staging
 from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.next_experts import Counts, Predictor
 from carpool.memory.read_experts import ExpertFiles, ExpertReader
@@ -218,7 +218,7 @@ class HostExperts:
         self._reader = None
         if files is not None:
             self._reader = ExpertReader(files, of_layers, host_bytes, device, self._into)
-        self._staging = None if folder is None else Staging(device)
+        self._staging = None if folder is None else TIERS["disk"].staging(device)
         on_disk = set() if folder is None else layers_on_disk(of_layers, host_bytes)
         self._layers: list[HostLayer] = []
         self._of: dict[int, int] = {}
@@ -236,7 +236,7 @@ class HostExperts:
             memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None = None
             if number in on_disk:
                 assert folder is not None
-                memory = partial(mapped_zeros, folder)
+                memory = partial(TIERS["disk"].zeros, folder)
             elif files is None:
                 memory = partial(host_zeros, device=device)
             weights = [HostWeight(p, shards.get(storage_key(p)), device, memory) for p in module.parameters()]

@@ -10,17 +10,18 @@ first:
     likely         1, 2
 
 An expert that tokens of this text choose often stays, and one that other texts chose counts half with each text that
-begins. `carpool.memory.activation_matrix` is MoE-Infinity's way to both. It is measured beside this one in the guide
-of fine-tuning; this one is right more often, and brings in less for nothing.
+begins. Plug-ins bring further predictors ("carpool.predictors"), as carpool_systems does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from carpool.plugins import Registry
 
 # How many tokens of a forward have chosen each expert.
 Counts = Mapping[int, int]
@@ -69,6 +70,9 @@ class NextExperts:
 
     def priority(self) -> npt.NDArray[np.float64]:
         return shares(self._seen)
+
+
+PREDICTORS: Registry[Callable[..., Predictor]] = Registry("predictor", "carpool.predictors", {"pairs": NextExperts})
 
 
 def largest(scores: npt.NDArray[np.floating], count: int) -> list[int]:

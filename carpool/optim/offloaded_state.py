@@ -50,7 +50,7 @@ import torch
 
 from carpool.activations.host_memory import event_now, host_zeros, on_stream
 from carpool.kernels.device import on_gpu
-from carpool.memory.disk import Staging, mapped_zeros
+from carpool.memory import TIERS
 from carpool.optim.adamw_reference import BLOCK, scale_shape
 from carpool.optim.update import KINDS, State, Update, Use, local
 
@@ -123,7 +123,7 @@ class Slab:
         self.memory = {
             name: host_zeros((sizes[name],), dtype, device)
             if folder is None
-            else mapped_zeros(folder, (sizes[name],), dtype)
+            else TIERS["disk"].zeros(folder, (sizes[name],), dtype)
             for name, dtype in kinds.items()
         }
         self.bytes_per_element = sum(value.itemsize for name, value in self.memory.items() if name not in SCALES)
@@ -222,7 +222,7 @@ class StreamedUpdate(Update):
     Args:
         slabs: of each parameter: its slab, and its place there.
         device: that computes.
-        on_disk: slabs are memory of files (`carpool.memory.disk`).
+        on_disk: slabs are memory of files (`carpool.memory.TIERS`).
 
     Attributes:
         bytes_in, bytes_out: that have travelled so far.
@@ -247,7 +247,7 @@ class StreamedUpdate(Update):
         streams: list[Any] = [torch.cuda.Stream(device, -2) if device.type == "cuda" else None for _ in range(3)]
         self._into, self._work, self._out = streams
         self._free: list[Any] = [None] * TILES
-        self.staging = Staging(device) if on_disk else None
+        self.staging = TIERS["disk"].staging(device) if on_disk else None
         # Bytes each way before a capture; and what was captured: the next turn, and bytes each way.
         self._before, self._captured = (0, 0), (0, 0, 0)
 

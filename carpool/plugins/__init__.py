@@ -21,10 +21,11 @@ Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look
 
 The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.ride.schedule.SCHEDULES`
 ("carpool.schedules"), `carpool.experts.EXPERTS` ("carpool.experts"), `carpool.optim.OPTIMIZERS` ("carpool.optimizers"),
-`carpool.families.FAMILIES` ("carpool.families"), `carpool.metrics.metric.METRICS` ("carpool.metrics") and
-`carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package that takes plug-ins makes its own. What has none of
-these enters as an extension, with a section of settings of its own: `carpool.train.extensions.EXTENSIONS`
-("carpool.extensions"). Two groups of entry points are not registries: "carpool.recipes" (`carpool.recipes`), and
+`carpool.families.FAMILIES` ("carpool.families"), `carpool.metrics.metric.METRICS` ("carpool.metrics"),
+`carpool.memory.TIERS` ("carpool.tiers"), `carpool.memory.next_experts.PREDICTORS` ("carpool.predictors", of experts in
+host memory) and `carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package that takes plug-ins makes its own.
+What has none of these enters as an extension, with a section of settings of its own:
+`carpool.train.extensions.EXTENSIONS` ("carpool.extensions"). Two groups of entry points are not registries: "carpool.recipes" (`carpool.recipes`), and
 "carpool.commands", functions of Typer: `"recipes.race" = "my_package:race"` is `carpool recipes race`.
 
 `carpool train` gives a transport, a schedule, an expert computation and an optimizer the options that they name, and

@@ -1,9 +1,9 @@
 """Tasks of lm-evaluation-harness, through its class for models of Transformers (`HFLM`).
 
-The harness has the tasks, their prompts, measures and averages; nothing of these is here. What is here is what it does
-not do: experts are spread over ranks, so each rank takes part in each forward, while the harness decides by itself how
-many forwards the examples of a rank take (each rank has every n-th of them). So ranks say before each whether they
-have work, and a rank that has finished goes on with two tokens of its own (`InStep`):
+The harness (`pip install 'carpool[eval]'`) has the tasks, their prompts, measures and averages; nothing of these is
+here. What is here is what it does not do: experts are spread over ranks, so each rank takes part in each forward, while
+the harness decides by itself how many forwards the examples of a rank take (each rank has every n-th of them). So ranks
+say before each whether they have work, and a rank that has finished goes on with two tokens of its own (`InStep`):
 
     rank 0    work   work   work    done                    4 times all ranks agree, 3 forwards
     rank 1    work   two    two     done
@@ -31,7 +31,7 @@ from carpool.serve.prompts import Text
 def check_installed() -> None:
     """Raise ValueError if lm-evaluation-harness is not installed."""
     if find_spec("lm_eval") is None:
-        raise ValueError("--tasks needs lm-evaluation-harness: pip install lm_eval")
+        raise ValueError("--tasks needs lm-evaluation-harness: pip install 'carpool[eval]', or lm_eval")
 
 
 def run_tasks(

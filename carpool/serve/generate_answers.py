@@ -16,8 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.experts.host_experts import host_experts
 from carpool.hf.generation import DecodeGraphs, Generated, Sampling
 from carpool.hf.generation import generate as continue_prompts
-from carpool.serve.expert_tier import ExpertTier, what_came
 from carpool.serve.prompts import Prompt, Text, check_length, deal, encode
+from carpool.serve.serve_memory import ExpertTier, what_came
 from carpool.serve.served_model import Source, find_source, open_model
 from carpool.train.config.schema import Config
 

@@ -19,10 +19,9 @@ from rich.filesize import decimal
 
 from carpool.families import family_of
 from carpool.planner.machine.hardware import Hardware
-from carpool.serve.expert_tier import ExpertTier
 from carpool.serve.generate_answers import ready
 from carpool.serve.prompts import Prompt, Round, deal
-from carpool.serve.serve_memory import expert_elements, host_bytes, needed_bytes, rank_needs
+from carpool.serve.serve_memory import ExpertTier, expert_elements, host_bytes, needed_bytes, rank_needs
 from carpool.serve.served_model import find_source
 from carpool.train.launch.machine import find_gpu, rank_memory
 

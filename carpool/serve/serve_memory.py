@@ -1,4 +1,5 @@
-"""Memory of a rank: what weights and the cache need, compared with what there is, before anything is read.
+"""Where the experts of a model that answers are, and what memory a rank needs, compared with what there is before
+anything is read.
 
 weights     non-expert parameters whole, and E / W of the experts
 cache       keys and values of each layer: tokens x heads x (size of a key + size of a value)
@@ -7,18 +8,58 @@ rows        what rides of the largest forward hold: tokens x hidden size, for so
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from carpool.activations.host_memory import check_host_memory
+from carpool.experts.host_experts import HostExperts
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.model_config import head_sizes
-from carpool.serve.expert_tier import ON_DEVICE, ExpertTier
+from carpool.memory.next_experts import PREDICTORS
 from carpool.train.blueprint import meta_model
 from carpool.train.launch.machine import rank_memory
+
+Where = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class ExpertTier:
+    """Where experts are.
+
+    Attributes:
+        where: on the device, in host memory, or in the checkpoint's files.
+        memory: bytes of the device for experts that stay there once they came.
+        host_memory: of experts on disk, bytes of host memory for those that were read.
+        predictor: of `PREDICTORS`.
+
+    Raises:
+        ValueError: an unknown name, or memory for what is on the device anyway.
+    """
+
+    where: Where = "device"
+    memory: int = 0
+    host_memory: int = 0
+    predictor: str = "pairs"
+
+    def __post_init__(self) -> None:
+        assert self.where in get_args(Where) and self.predictor in PREDICTORS
+        if self.where == "device" and (self.memory or self.predictor != "pairs"):
+            raise ValueError(
+                "--experts-memory and --predictor are about experts that come to the GPU: add --experts host (or disk)"
+            )
+        if self.where != "disk" and self.host_memory:
+            raise ValueError("--experts-host-memory is for experts on disk: add --experts disk")
+
+    @property
+    def away(self) -> bool:
+        return self.where != "device"
+
+
+ON_DEVICE = ExpertTier()
 
 # Rows that travel are held where they leave, where they arrive, and as sums on both sides; and so are a layer's own.
 _COPIES = 8
@@ -120,3 +161,12 @@ def _cached_elements(config: Any) -> int:
     key, value = head_sizes(config)
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
     return int(config.num_hidden_layers * heads * (key + value))
+
+
+def what_came(experts: HostExperts) -> str:
+    """What of the experts has travelled so far, in a line."""
+    hits, text = experts.hits, f"experts: {experts.what_moved()}"
+    if hits.chosen:
+        kept, foretold = hits.kept / hits.chosen, hits.foretold / hits.chosen
+        text += f"; of those that single tokens chose, {kept:.0%} were there, and {foretold:.0%} were foretold"
+    return text

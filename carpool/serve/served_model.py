@@ -28,10 +28,10 @@ from carpool.hf.seam.experts_module import row_size
 from carpool.hf.sharding import replicate_dense
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.stored_experts import StoredExperts
+from carpool.memory.next_experts import PREDICTORS
 from carpool.serve import check_folder
-from carpool.serve.expert_tier import ON_DEVICE, PREDICTORS, ExpertTier
 from carpool.serve.prompts import Text
-from carpool.serve.serve_memory import check_room
+from carpool.serve.serve_memory import ON_DEVICE, ExpertTier, check_room
 from carpool.train.blueprint import model_source, top_k_of
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load

@@ -19,13 +19,13 @@ from carpool.hf.held_experts import keep_experts_in_host_memory
 from carpool.hf.routing.router_answers import force_choices
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.weights.model_config import make_config
-from carpool.memory.popularity import Popularity
 from carpool.optim import AdamW
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
-from carpool.serve.expert_tier import ExpertTier
+from carpool.serve.serve_memory import ExpertTier
 from carpool.serve.served_model import find_source, open_model
+from carpool_systems.predictors import Popularity
 from tests.serve.checkpoints import save
 
 pytestmark = pytest.mark.gpu

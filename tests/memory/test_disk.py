@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from carpool.memory.disk import Staging, check_disk, mapped_zeros
+from carpool_systems.disk import Staging, check_disk, mapped_zeros
 
 
 def test_staging_gives_what_was_written(tmp_path: Path) -> None:

@@ -17,14 +17,13 @@ from carpool.hf.build_model import build_model
 from carpool.hf.held_experts import keep_experts_in_host_memory
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.weights.model_config import make_config
-from carpool.memory.activation_matrix import ActivationMatrices
 from carpool.memory.expert_cache import ExpertCache, expert_bytes
 from carpool.memory.next_experts import NextExperts, Predictor
-from carpool.memory.popularity import Popularity
 from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
 from carpool.ride.schedule import Schedule
+from carpool_systems.predictors import ActivationMatrices, Popularity
 
 LAYERS = 4
 SIZES = {

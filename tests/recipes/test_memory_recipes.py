@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import tomli_w
 import torch
+from carpool.memory.activation_matrix import ActivationMatrices
 
 from carpool.experts.host_experts import HostExperts
 from carpool.hf.held_experts import keep_experts_in_host_memory
 from carpool.hf.seam.expert_rides import rides
-from carpool.memory.activation_matrix import ActivationMatrices
 from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.next_experts import NextExperts
 from carpool.optim import AdamW

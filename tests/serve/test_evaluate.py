@@ -146,4 +146,4 @@ def test_tasks_without_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save(tmp_path, "qwen3_moe")
     monkeypatch.setattr("carpool.serve.eval_tasks.find_spec", lambda _: None)
     result = _run(tmp_path, "--tasks", "hellaswag")
-    assert result.exit_code == 1 and "pip install lm_eval" in result.stderr
+    assert result.exit_code == 1 and "--tasks needs lm-evaluation-harness" in result.stderr

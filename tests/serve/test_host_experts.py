@@ -16,7 +16,7 @@ from carpool.hf import generation as decode_graph
 from carpool.hf.seam.expert_rides import rides
 from carpool.parallel.replicated import sharded_parameters
 from carpool.serve import serve_memory, served_model
-from carpool.serve.expert_tier import ExpertTier
+from carpool.serve.serve_memory import ExpertTier
 from carpool.serve.served_model import find_source, open_model
 from tests.serve.checkpoints import greedy, save
 

@@ -43,7 +43,7 @@ from carpool.hf.sharding import keep_experts, replicate_dense
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
-from carpool.memory.popularity import Popularity
+from carpool.memory.next_experts import PREDICTORS
 from carpool.metrics.counters import NSIGHT
 from carpool.optim import OptimizerBase, OptimizerSettings
 from carpool.optim.in_backward import ConsumedGradients
@@ -395,7 +395,7 @@ def loading_of(memory: MemorySection, few: int) -> dict[str, Any]:
     device, host = memory.experts_bytes
     if memory.expert_loading == "layers":
         return {"host_bytes": host}
-    return {"predictor": partial(Popularity, few=few), "cache_bytes": device, "host_bytes": host, "few": few}
+    return {"predictor": partial(PREDICTORS["popular"], few=few), "cache_bytes": device, "host_bytes": host, "few": few}
 
 
 def _set_graphs(plan: Plan, built: Built) -> None:

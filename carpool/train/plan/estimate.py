@@ -32,7 +32,7 @@ from carpool.hf.seam.experts_module import row_size
 from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
 from carpool.kernels.cross_entropy import piece_size
 from carpool.layout.layouts import Layouts
-from carpool.memory.disk import BUFFERS
+from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, Candidate, by_settings
 from carpool.planner.model.shape import saved_if_compiled
@@ -224,7 +224,7 @@ class MemoryEstimate:
         elif self.config.memory.experts == "disk":
             # Buffers for layers that are read ahead; and what stays there.
             stays = min(own, self.config.memory.experts_bytes[1])
-            buffers = (BUFFERS if self.experts.trained else 2) * own / self.moe_layers
+            buffers = (TIERS["disk"].BUFFERS if self.experts.trained else 2) * own / self.moe_layers
             experts = math.ceil(buffers + stays if self.experts.trained else max(buffers, stays))
         return max(0, int(self._peak(transport, "fsdp").host - on_disk)) + experts
 

@@ -27,7 +27,7 @@ from carpool.hf.seam.moved_experts import lies_logically
 from carpool.hf.sharding import SlicedExperts
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
-from carpool.memory.disk import check_disk
+from carpool.memory import TIERS
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
@@ -334,7 +334,7 @@ def check_host_and_disk(config: Config, machine: Machine, host: int, disk: int) 
             else:
                 check_host_memory(host, what, ranks, advice="Lower memory.expert_host_memory, or use more machines")
         if disk:
-            check_disk(disk, what, disk_folder(config), ranks)
+            TIERS["disk"].check(disk, what, disk_folder(config), ranks)
     except ValueError as error:
         problem = f"rank {machine.rank}: {error}"
     if found := [text for text in gather(problem) if text]:

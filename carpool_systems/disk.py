@@ -1,4 +1,4 @@
-"""Memory that is a file's: the third tier, below the device's and the host's.
+"""Memory that is a file's: the third tier, below the device's and the host's (ZeRO-Infinity, MoESys).
 
 A file of the whole size is made before anything begins, so that a full disk is noticed then, and is mapped. Nobody
 finds it by its name: it is gone when the process is. The kernel writes its pages to the disk when it needs their
@@ -67,7 +67,7 @@ def check_disk(needed: int, what: str, folder: Path, ranks: int = 1) -> None:
 
 
 class Staging:
-    """Page-locked buffers between mapped memory and a device.
+    """A `carpool.memory.Staging`: page-locked buffers between mapped memory and a device.
 
         take A    read now            while A is computed, what followed the last time is read
         give A    written behind, once the device has copied it into its buffer
@@ -98,10 +98,6 @@ class Staging:
         self.bytes_read = self.bytes_written = 0
 
     def take(self, name: Hashable, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The values of mapped tensors, in a buffer, until they are given back.
-
-        Args:
-            name: of what is taken; the same each time."""
         self._parts[name] = parts
         self._next[self._last] = name
         self._last = self._last[1], name
@@ -116,18 +112,15 @@ class Staging:
         return views
 
     def release(self, name: Hashable, event: Any) -> None:
-        """Give values back as they are. `event`: of the device, after which it has read them; None: it has."""
         place, _ = self._taken.pop(name)
         self._free.append((place, None if event is None else event.synchronize))
 
     def put(self, name: Hashable, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A buffer for new values of mapped tensors, until they are given back."""
         self._parts[name] = parts
         self._taken[name] = self._buffer(parts)
         return self._taken[name][1]
 
     def give(self, name: Hashable, event: Any) -> None:
-        """Write the values in the buffer back. `event`: of the device, after which they are there; None: they are."""
         place, views = self._taken.pop(name)
         parts = self._parts[name]
         self.bytes_written += sum(part.nbytes for part in parts)
@@ -144,7 +137,6 @@ class Staging:
         self._free.append((place, self._thread.submit(write).result))
 
     def flush(self) -> None:
-        """Wait until all is written, and forget what was read ahead."""
         for name in list(self._ahead):
             self._forget(name)
         self._last = None, None
@@ -195,3 +187,12 @@ class Staging:
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+
+
+class DiskTier:
+    """The `carpool.memory.Tier` "disk"."""
+
+    BUFFERS = BUFFERS
+    zeros = staticmethod(mapped_zeros)
+    staging = Staging
+    check = staticmethod(check_disk)
