@@ -1,239 +1,203 @@
-"""What published systems are made of, whether this version has it, and whether a recipe's settings choose it.
+"""What published systems are made of, and how a run shows it.
 
-A mechanism is called KIND:NAME, such as "transport:alltoall". A recipe's mechanism must pass three tests (`check`):
+A mechanism is called KIND:NAME, such as "transport:alltoall". A recipe has it if a short run under the recipe does it:
 
-    chosen     the recipe itself sets the key that chooses it
-    there      `carpool train` knows that key and takes that value
-    in effect  no other setting turns that key off (`resolve.py`): a solver, say, is used by one policy alone
+    transport:alltoall      tokens were dispatched and combined by a transport of that name
+    schedule:chunks         experts computed while the dispatch of a further chunk was under way
+    saved:inputs-resent        a backward dispatched tokens a second time
 
-    "schedule:chunks"     chosen by moe.schedule = "chunks"; there, since moe.schedule takes "chunks"
-    "dropout:experts"     would be chosen by moe.expert_dropout = 0.4; not there, since there is no such key
-
-A mechanism that is not there may stand in a recipe's `missing` alone, and one that is there may not. These tests see
-settings, not runs: what ranks do under them is shown by tests/recipes. Of a mechanism that has no setting
-(`WITHOUT_SETTING`) they see nothing: [recipe.without_setting] says where it is at work, perhaps in generation alone.
+Each is a predicate over what a rank of the run did (`carpool_systems.observe.Recorder`) and what the run has become:
+functions that were called, verbs in their order, what was sent, saved or moved. No setting is looked at, so a setting
+without effect shows nothing. `carpool recipes check` runs a recipe and says which of its mechanisms were observed;
+tests/recipes runs them all, and a plain run, which must show none of those that make a system another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from carpool.activations.offload import Offloader
+from carpool.activations.whole_layers import KeptRides
 from carpool.experts import EXPERTS
-from carpool.parallel.schedules import SCHEDULES
-from carpool.placement.policies import POLICIES
-from carpool.placement.solvers import solver_names
+from carpool.experts.gemm.grouped import GroupedExperts, Stages
+from carpool.experts.host_experts import HostExperts
+from carpool.experts.on_host import FewOnHost
+from carpool.hf.routing.router_limits import _InFloat32
+from carpool.layout import ExpertLayout
+from carpool.memory.expert_cache import ExpertCache
+from carpool.optim.in_backward import ConsumedGradients
+from carpool.parallel import context, pipeline, sequence
+from carpool.placement.policies import POLICIES, PREDICTORS
+from carpool.placement.solvers import SOLVERS
 from carpool.plugins.nearest import nearest
 from carpool.recipes import Recipe, read
-from carpool.train.config.schema import keys
-from carpool.train.config.schema_placement import SOLVING
+from carpool.ride.forward_backward import ForwardBesideBackward
+from carpool.ride.priority import RidesFirst
+from carpool.ride.split_backward import SplitBackward
+from carpool.routing import limit
+from carpool.train.moving.runtime import Placement
+from carpool.train.moving.solve import solve
+from carpool.train.plan.division import _measured
 from carpool.transport import TRANSPORTS
-from carpool_systems.resolve import in_effect, resolve
+from carpool_systems.merging import LSH, Condense
+from carpool_systems.observe import Recorder
+from carpool_systems.predictors import ActivationMatrices, Popularity
+from carpool_systems.sequences import SequenceMoves
+from carpool_systems.tiles import TiledOrder
 
-__all__ = ["KINDS", "SWITCHES", "WITHOUT_SETTING", "Mechanism", "check", "find", "load"]
+__all__ = ["BY_NAME", "MECHANISMS", "find", "load", "shown"]
 
+Shown = Callable[[Recorder], Any]
 
-@dataclass(frozen=True)
-class Mechanism:
-    """One thing that a system does.
+# Kinds whose mechanisms are what a registry, a table or a plug-in has under that name.
+BY_NAME: Mapping[str, Callable[[Recorder, str], Any]] = MappingProxyType({
+    "transport": lambda seen, name: all(name in seen.transports[verb] for verb in ("dispatch", "combine")),
+    "experts": lambda seen, name: name in EXPERTS and seen.called(EXPERTS[name].forward),
+    "policy": lambda seen, name: name in POLICIES and seen.called(POLICIES[name].find) and seen.called(Placement._move),
+    "solver": lambda seen, name: name in SOLVERS and seen.called(SOLVERS[name]),
+    "predictor": lambda seen, name: name in PREDICTORS and seen.called(PREDICTORS[name]),
+    "pipeline": lambda seen, name: seen.called(pipeline.Pipeline.step) and seen.made(pipeline._MADE_BY.get(name)),
+})  # fmt: skip
 
-    Attributes:
-        setting: SECTION.KEY that chooses it.
-        value: what the setting is then, or might be.
-        fits: whether a value of the setting chooses it. None: `value` alone does.
-    """
-
-    setting: str
-    value: Any = True
-    fits: Callable[[Any], bool] | None = None
-
-    def chosen(self, settings: Mapping[str, Any]) -> bool:
-        """Whether settings, by section and key, choose it."""
-        return self._fits(_found(settings, self.setting))
-
-    def used(self, effective: Mapping[str, Any]) -> bool:
-        """Whether settings that are all in effect, by SECTION.KEY, choose it."""
-        return self._fits(effective.get(self.setting))
-
-    def _fits(self, value: Any) -> bool:
-        return bool(value is not None and (value == self.value if self.fits is None else self.fits(value)))
-
-    def missing(self) -> str | None:
-        """Why `carpool train` does not take the setting, or None if it does."""
-        setting, value = self.setting, self.value
-        section, key, *deeper = setting.split(".")
-        field = next((cls.model_fields[name] for at, cls, name in keys() if (at, name) == (section, key)), None)
-        if field is None:
-            return f"there is no setting {section}.{key}"
-        for part in reversed(deeper):
-            value = {part: value}
-        # The section checks a solver's name, not its field.
-        lists: Mapping[str, Iterable[str]] = {
-            KINDS["solver"]: solver_names(),
-            KINDS["transport"]: TRANSPORTS,
-            KINDS["experts"]: EXPERTS,
-            KINDS["policy"]: (*SOLVING, *POLICIES),
-        }
-        known = tuple(lists.get(setting, get_args(field.annotation)))
-        try:
-            TypeAdapter(field.rebuild_annotation()).validate_python(value)
-            if setting != KINDS["solver"] or value in known:
-                return None
-        except ValidationError:
-            pass
-        near = nearest(str(value), [one for one in known if isinstance(one, str)])
-        return f"{section}.{key} takes no {value!r}" + (f"; did you mean {near!r}?" if near else "")
-
-
-# The setting that chooses one way of a kind by its name, plug-ins' included.
-KINDS: Mapping[str, str] = MappingProxyType({
-    "transport": "moe.transport",
-    "experts": "moe.experts",
-    "schedule": "moe.schedule",
-    "limit": "moe.limit_by",
-    "policy": "placement.policy",
-    "solver": "placement.solver",
-    "predictor": "placement.predictor",
-    "freeze": "training.freeze",
-    "merge": "codec.merge",
-    "pipeline": "parallelism.pp_schedule",
+MECHANISMS: Mapping[str, Shown] = MappingProxyType({
+    # -- the order of verbs
+    "schedule:chunks": lambda seen: seen.during("experts", "dispatch"),
+    "schedule:two-batch": lambda seen: seen.during("attention", "dispatch") and seen.during("attention", "combine"),
+    "schedule:tiles": lambda seen: seen.called(TiledOrder.forward) and seen.called(TiledOrder.backward),
+    "chunks:backward": lambda seen: any(ahead != back for ahead, back in seen.together),
+    "beside:shared-experts": lambda seen: seen.during("shared experts", "dispatch"),
+    "priority:rides": lambda seen: seen.called(RidesFirst.before_experts)
+    and seen.directly_before("reduction", "experts back"),
+    "pairs:overlapped": lambda seen: seen.called(ForwardBesideBackward.run),
+    "weight-gradients:apart": lambda seen: seen.called(SplitBackward.weights),
+    # -- who serves a token
+    "top-k:1": lambda seen: seen.top_k == {1},
+    "top-k:2": lambda seen: seen.top_k == {2},
+    "balance:aux": lambda seen: (seen.record["aux_loss"] or 0) > 0,
+    "capacity:drop": lambda seen: any(not kept_TK[expert_TK >= 0].all() for expert_TK, kept_TK in seen.drops),
+    "capacity:first-choices-first": lambda seen: any(_first_came_first(*one) for one in seen.drops)
+    and all(_first_came_first(*one) is not False for one in seen.drops),
+    "second:random": lambda seen: any(_dropped_without_need(*one) for one in seen.drops),
+    "router:float32": lambda seen: seen.called(_InFloat32.__call__) and seen.dtype != torch.float32,
+    "init:small": lambda seen: 0.004 < seen.initial_std < 0.01,
+    "limit:score": lambda seen: seen.called(limit._cover) and 0 < seen.ranks < max(seen.choices, default=0),
+    "limit:groups": lambda seen: seen.called(limit.RoutingLimit._two_best)
+    and 0 < seen.ranks < max(seen.choices, default=0),
+    "freeze:non_expert": lambda seen: all(".gate." in name for name in seen.changed),
+    # -- where experts live
+    "policy:migrate": lambda seen: seen.called(solve) and seen.called(Placement._use),
+    "policy:place": lambda seen: not seen.called(Placement._move) and any(
+        own.layout != ExpertLayout.contiguous(own.num_experts, own.num_ranks) for own in seen.rides
+    ),
+    "prefetch:blockwise": lambda seen: seen.events.count("fill"),
+    "sliced:experts": lambda seen: 0 < 2 * max(seen.top_k, default=0) <= min(seen.choices, default=0),
+    # -- what travels
+    "merge:lsh": lambda seen: seen.called(LSH.alike) and seen.called(LSH.merged),
+    "merge:condense": lambda seen: seen.called(Condense.alike) and seen.called(Condense.merged),
+    "dispatch:fp8": lambda seen: torch.uint8 in seen.dtypes["dispatch"],
+    "combine:bf16": lambda seen: seen.dtype == torch.float32 and torch.bfloat16 in seen.dtypes["combine"],
+    "hidden:projected": lambda seen: 0 < max(seen.widths, default=0) < seen.run.built.model.config.hidden_size,
+    "sequences:move": lambda seen: seen.called(SequenceMoves.move),
+    # -- over which ranks
+    "parallel:pipeline": lambda seen: seen.called(pipeline.Pipeline.step),
+    "parallel:tensor": lambda seen: _between_tensor_ranks(seen),
+    "parallel:context": lambda seen: seen.called(context.to_heads) or seen.called(context.ring_attention),
+    "attention:ulysses": lambda seen: seen.called(context.to_heads) and seen.called(context.to_tokens),
+    "folded:experts": lambda seen: all(own.num_ranks > seen.run.plan.degrees.dp for own in seen.rides),
+    "tokens:whole-between-blocks": lambda seen: _between_tensor_ranks(seen)
+    and 0 < min(seen.layer_tokens, default=0) == max(seen.embedded, default=0),
+    "tokens:divided-between-blocks": lambda seen: 0 < max(seen.layer_tokens, default=0) < max(seen.embedded, default=0),
+    "dropped:duplicates": lambda seen: 0 < max(seen.tokens, default=0) < min(seen.layer_tokens, default=0),
+    "spread:node": lambda seen: seen.record["bytes_remote"] > 0 and not seen.record.get("bytes_network"),
+    "parameters:sharded": lambda seen: seen.called(FSDPParamGroup.unshard),
+    "speeds:measured": lambda seen: seen.called(_measured),
+    # -- what is saved, and where
+    "experts:fp8": lambda seen: seen.called(EXPERTS["fp8"].forward),
+    "saved:inputs-resent": lambda seen: seen.events.count("dispatch_again"),
+    "saved:activations-recomputed": lambda seen: seen.called(Stages.up, by=GroupedExperts.backward),
+    "saved:activations-offloaded": lambda seen: seen.called(Offloader.put) and seen.called(Offloader.get),
+    "saved:layers-recomputed": lambda seen: seen.events.count("attention") > 1.5 * seen.events.count("dispatch"),
+    "saved:collectives": lambda seen: seen.called(KeptRides.ride, by=sequence),
+    "moments:bfloat16": lambda seen: torch.bfloat16 in seen.moments,
+    "optimizer:in-backward": lambda seen: seen.called(ConsumedGradients._flush),
+    "host:optimizer-state": lambda seen: min(seen.state_bytes("streamed")) > 0 == max(seen.state_bytes("disk")),
+    "disk:optimizer-state": lambda seen: min(seen.state_bytes("disk")) > 0,
+    "host:experts": lambda seen: seen.away is not None and seen.away.bytes_in > 0 == max(seen.away.disk_bytes),
+    "disk:experts": lambda seen: seen.away is not None and min(seen.away.disk_bytes) > 0,
+    "prefetch:popularity": lambda seen: seen.called(Popularity.likely, by=HostExperts.choose),
+    "cpu:experts": lambda seen: seen.called(FewOnHost._experts),
+    "cache:trained-experts": lambda seen: seen.away is not None
+    and 0 < seen.away.disk_bytes[1] < seen.away.bytes_out,
+    "prefetch:activation-matrix": lambda seen: seen.called(ActivationMatrices.likely, by=HostExperts.choose),
+    "cache:experts": lambda seen: seen.called(ExpertCache.put) and seen.away is not None and seen.away.hits.kept,
 })  # fmt: skip
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0
-
-
-def _several(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
-
-
-_SPLITTING = tuple(name for name, kind in SCHEDULES.items() if kind.splits)
-
-# What is switched on by a setting that is not the name of one way of a kind.
-SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
-    "prefetch:blockwise": Mechanism("placement.prefetch"),
-    "top-k:1": Mechanism("model.num_experts_per_tok", 1),
-    "top-k:2": Mechanism("model.num_experts_per_tok", 2),
-    "balance:aux": Mechanism("moe.router_aux_loss_coef", 0.01, _positive),
-    "capacity:drop": Mechanism("moe.capacity_factor", 1.25, _positive),
-    "capacity:first-choices-first": Mechanism("moe.first_choices_first"),
-    "second:random": Mechanism("moe.random_second"),
-    "router:float32": Mechanism("moe.router_float32"),
-    "init:small": Mechanism("model.config.initializer_range", 0.02, _positive),
-    "dropout:experts": Mechanism("moe.expert_dropout", 0.4, _positive),
-    "chunks:several": Mechanism("moe.chunks", 2, _several),
-    "chunks:backward": Mechanism("moe.backward_chunks", 2, _positive),
-    "beside:shared-experts": Mechanism("moe.schedule", "chunks", lambda name: name != "none"),
-    "priority:rides": Mechanism("moe.priority"),
-    "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive),
-    "host:optimizer-state": Mechanism("training.optimizer_offload", "host"),
-    "host:experts": Mechanism("memory.experts", "host"),
-    "disk:optimizer-state": Mechanism("training.optimizer_offload", "disk"),
-    "disk:experts": Mechanism("memory.experts", "disk"),
-    "prefetch:popularity": Mechanism("memory.expert_loading", "popular"),
-    "cpu:experts": Mechanism("memory.cpu_expert_tokens", "auto", lambda few: few == "auto" or _positive(few)),
-    "cache:trained-experts": Mechanism("memory.expert_host_memory", "50GiB", lambda size: size is not None),
-    "gradients:consumed": Mechanism("training.optimizer_in_backward", True),
-    "kept:rows-resent": Mechanism("memory.expert_inputs", "resend"),
-    "kept:hidden-recomputed": Mechanism("memory.expert_activations", "recompute"),
-    "kept:hidden-offloaded": Mechanism("memory.expert_activations", "offload"),
-    "kept:dense-recomputed": Mechanism("memory.layer_activations", "recompute"),
-    "kept:activation-recomputed": Mechanism("moe.experts", "grouped", lambda name: name in ("grouped", "fp8")),
-    "parallel:pipeline": Mechanism("parallelism.pp_size", 2, _several),
-    "pairs:overlapped": Mechanism("moe.schedule", "two-batch"),
-    "weight-gradients:apart": Mechanism("parallelism.pp_schedule", "DualPipeV", lambda name: name in _SPLITTING),
-    "parallel:tensor": Mechanism("parallelism.tp_size", 2, _several),
-    "parallel:context": Mechanism("parallelism.cp_size", 2, _several),
-    "folded:experts": Mechanism("parallelism.ep_size", 4, _several),
-    "tokens:whole-between-blocks": Mechanism("parallelism.sequence_parallel", "off"),
-    "tokens:divided-between-blocks": Mechanism("parallelism.sequence_parallel", "on"),
-    "speeds:measured": Mechanism("parallelism.rank_speeds", "measured"),
-    "attention:ulysses": Mechanism("parallelism.cp_attention", "ulysses"),
-    "dropped:duplicates": Mechanism("parallelism.tp_size", 2, _several),
-    "moments:bfloat16": Mechanism("training.optimizer_state_dtype", "bfloat16"),
-    "spread:node": Mechanism("parallelism.ep_size", 8, _positive),
-    "sliced:experts": Mechanism("parallelism.etp_size", 2, _several),
-    "dense:sharded": Mechanism("parallelism.data_parallel", "fsdp"),
-    "rows:projected": Mechanism("model.travel_size", 64, _positive),
-    "sequences:move": Mechanism("sequence_moves.every", 1, _positive),
-    "combine:bf16": Mechanism("codec.combine", "bf16"),
-    "dispatch:fp8": Mechanism("codec.dispatch", "fp8"),
-    "kernels:triton": Mechanism("moe.transport", "nvlink"),
-})  # fmt: skip
-
-# What no setting of `carpool train` chooses; carpool/ride/plain.py, carpool/parallel/sequence.py, carpool/serve.
-WITHOUT_SETTING = ("delayed:experts", "kept:collectives", "prefetch:activation-matrix", "cache:experts")
-
-
-def find(mechanism: str) -> Mechanism | None:
-    """The mechanism of that name, or None if nobody has built anything of the kind."""
-    if mechanism in SWITCHES:
-        return SWITCHES[mechanism]
+def find(mechanism: str) -> Shown | None:
+    """What shows a mechanism; None if nobody has built anything of the kind."""
+    if mechanism in MECHANISMS:
+        return MECHANISMS[mechanism]
     kind, _, name = mechanism.partition(":")
-    return Mechanism(KINDS[kind], name) if kind in KINDS else None
+    return partial(_by_name, kind, name) if kind in BY_NAME else None
+
+
+def _between_tensor_ranks(seen: Recorder) -> int:
+    """How many collectives ranks that divide attention's heads took."""
+    return seen.called(sequence._all_reduce) + seen.called(sequence._all_gather)
+
+
+def _by_name(kind: str, name: str, seen: Recorder) -> Any:
+    return BY_NAME[kind](seen, name)
+
+
+def shown(seen: Recorder, more: Iterable[str] = ()) -> set[str]:
+    """The mechanisms that a rank has shown: of all that have a name here, and of `more`."""
+    listed: Mapping[str, Iterable[str]] = {
+        "transport": TRANSPORTS,
+        "experts": EXPERTS,
+        "policy": POLICIES,
+        "predictor": PREDICTORS,
+    }
+    names = {*MECHANISMS, *more, *(f"{kind}:{name}" for kind, names in listed.items() for name in names)}
+    found = {name: find(name) for name in names}
+    return {name for name, show in found.items() if show is not None and show(seen)}
 
 
 def load(name: str) -> Recipe:
     """A recipe that this version can follow, by name or from the path of a TOML file.
 
     Raises:
-        ValueError: there is none, it is no recipe, something of it is missing here, its settings are none that
-            `carpool train` takes, or one that chooses a mechanism has no effect; says which."""
+        ValueError: there is none, it is no recipe, it lacks something, or names a mechanism that nothing shows."""
     recipe = read(name)
-    check(recipe)
-    return recipe
-
-
-def check(recipe: Recipe) -> None:
-    """Raise ValueError, naming recipe and mechanism, if this version cannot follow a recipe, or if the recipe is
-    wrong about itself."""
     for mechanism in recipe.missing:
-        if (known := find(mechanism)) is not None and known.missing() is None:
+        if find(mechanism) is not None:
             raise ValueError(
                 f"recipe {recipe.name}: {mechanism} is not missing any more: choose it, and name it as a mechanism"
             )
     recipe.check_complete()
-    lacking, found = [], {mechanism: find(mechanism) for mechanism in recipe.mechanisms}
-    for mechanism, one in found.items():
-        if one is None:
-            raise ValueError(f"recipe {recipe.name}: there is no mechanism {mechanism!r}; {_hint(mechanism)}")
-        if why := one.missing():
-            lacking.append(f"{mechanism} ({why})")
-        elif not one.chosen(recipe.settings):
-            raise ValueError(
-                f"recipe {recipe.name}: {mechanism} is of the system, but not what its {one.setting} chooses"
-            )
-    if lacking:
-        raise ValueError(f"recipe {recipe.name}: this version cannot follow it, because it lacks {'; '.join(lacking)}")
-    for mechanism in recipe.without_setting:
-        if mechanism not in WITHOUT_SETTING:
-            raise ValueError(
-                f"recipe {recipe.name}: [recipe.without_setting] takes {', '.join(WITHOUT_SETTING)}, not {mechanism!r}"
-            )
-    effective = in_effect(resolve(recipe))
-    for mechanism, one in found.items():
-        if one is not None and not one.used(effective):
-            raise ValueError(
-                f"recipe {recipe.name}: a run with its settings does not use {mechanism}: something else turns "
-                f"{one.setting} off"
-            )
+    for mechanism in recipe.mechanisms:
+        if find(mechanism) is None:
+            near = nearest(mechanism, MECHANISMS)
+            known = ", ".join((*MECHANISMS, *(f"{kind}:NAME" for kind in BY_NAME)))
+            hint = f"did you mean {near}?" if near else f"known are {known}"
+            raise ValueError(f"recipe {recipe.name}: there is no mechanism {mechanism!r}; {hint}")
+    return recipe
 
 
-def _hint(mechanism: str) -> str:
-    if mechanism in WITHOUT_SETTING:
-        return "no setting chooses it: say in [recipe.without_setting] where it is at work"
-    near = nearest(mechanism, SWITCHES)
-    known = (*SWITCHES, *(f"{kind}:NAME" for kind in KINDS))
-    return f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+def _first_came_first(expert_TK: torch.Tensor, kept_TK: torch.Tensor) -> bool | None:
+    """Whether experts that dropped a first choice serve no later one. None: no first choice was dropped."""
+    full = set(expert_TK[:, 0][~kept_TK[:, 0] & (expert_TK[:, 0] >= 0)].tolist())
+    return not full & set(expert_TK[:, 1:][kept_TK[:, 1:]].tolist()) if full else None
 
 
-def _found(settings: Mapping[str, Any], setting: str) -> Any:
-    found: Any = settings
-    for part in setting.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+def _dropped_without_need(expert_TK: torch.Tensor, kept_TK: torch.Tensor) -> bool:
+    """Whether a second choice was dropped by an expert that serves fewer than another does."""
+    served_E = torch.bincount(expert_TK[kept_TK].long(), minlength=int(expert_TK.max()) + 1)
+    dropped = expert_TK[:, 1:2][~kept_TK[:, 1:2] & (expert_TK[:, 1:2] >= 0)].long()
+    return bool((served_E[dropped] < served_E.max()).any())

@@ -36,7 +36,6 @@ from carpool.bench.model.model_results import Case, Row
 from carpool.bench.options import find_ranks
 from carpool.bench.result_files import Result, print_table, terminal
 from carpool.recipes import Recipe
-from carpool.train.config import Config
 from carpool.train.config.schema_base import toml_value
 from carpool_systems.mechanisms import load
 from carpool_systems.resolve import in_effect
@@ -89,9 +88,6 @@ def race(
     found = find_field(settings, recipes, transport)
     for name, why in found.left_out.items():
         print(f"left out: {name}: {why}")
-    for one in recipes:
-        for mechanism, where in one.without_setting.items():
-            print(f"{one.name}: {mechanism}: no setting chooses it; {where}")
     dtype = () if found.dtype is None else (f"model.dtype={found.dtype}",)
     settings = replace(
         settings,
@@ -114,7 +110,7 @@ def find_field(settings: ModelSettings, recipes: Sequence[Recipe], transport: st
         ValueError: a recipe whose experts are placed by a file that it does not name, or none that can be raced."""
     found, runs = Field(), dict[str, dict[str, Any]]()
     plain = settings.config_of(None)
-    base, shared = in_effect(plain), _has_shared_experts(plain)
+    base = in_effect(plain)
     for recipe in recipes:
         found.dtype = recipe.get("model", "dtype") or found.dtype
         if recipe.get("placement", "policy") == "place" and recipe.get("moe", "layout") is None:
@@ -138,7 +134,7 @@ def find_field(settings: ModelSettings, recipes: Sequence[Recipe], transport: st
             except ValueError as error:
                 found.left_out[name] = str(error).splitlines()[0]
                 continue
-            effective = in_effect(config, shared)
+            effective = in_effect(config)
             del effective["training.output_dir"]
             if twin := next((other for other, run in runs.items() if run == effective), None):
                 # The name of a row is its key: rows are few.
@@ -168,11 +164,6 @@ def _overrides(recipe: Recipe, transport: str) -> list[str]:
     flat = {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
     flat |= {f"model.config.{key}": value for key, value in config.items()}
     return [f"{key}={toml_value(value)}" for key, value in flat.items()]
-
-
-def _has_shared_experts(config: Config) -> bool:
-    """Whether the model may have experts that serve every token: `n_shared_experts` and such, in its config.json."""
-    return config.model.path is not None or "shared_expert" in str(config.model.config)
 
 
 def show(result: Result, console: Console | None = None) -> None:

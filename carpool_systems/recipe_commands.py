@@ -1,9 +1,10 @@
-"""`carpool recipes compare` on a recording, and `carpool recipes race` in training steps."""
+"""`carpool recipes check` by what a run does, `compare` on a recording, and `race` in training steps."""
 
 from __future__ import annotations
 
 import enum
 import json
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,27 @@ from carpool.cli.common import (
     require,
 )
 from carpool.cli.placement import EPRanks, ExpertHidden, Hidden, Nodes, Rates, TokensPerRank, cost_model, one_thread
+
+
+def check_recipes(
+    names: Annotated[list[str], typer.Argument(help="Recipes, or paths of TOML files.")],
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks on this machine.")] = 4,
+    device: Device = "cpu",
+    debug: RanksDebug = False,
+) -> None:
+    """Run a tiny model for three steps under each recipe, and say which of its mechanisms were observed."""
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        from carpool.train.config import load_config
+        from carpool.train.launch.start import run
+        from carpool_systems.mechanisms import load
+
+        for name in names:
+            load(name)
+        with tempfile.TemporaryDirectory() as folder:
+            settings = [f"parallelism.num_ranks={ranks}", f"parallelism.device={device}"]
+            config = load_config(None, [*settings, f"training.output_dir={json.dumps(folder)}"])
+            run(config, "carpool_systems.observe:check_rank", debug=debug, names=names, folder=folder)
 
 
 class Vary(enum.StrEnum):

@@ -2,9 +2,7 @@
 
 Many settings mean nothing unless another one is made (`carpool.train.config.declarations`): `placement.solver` is read
 by the policy "migrate" alone, and no key of [placement] is read where experts never move. `in_effect` leaves those out
-and writes the others in one way. Two recipes for which it gives the same are the same run, and a mechanism whose
-setting it leaves out is not used. It knows settings alone: whether what it leaves changes anything is for the tests to
-show.
+and writes the others in one way. Two recipes for which it gives the same are the same run.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import Any
 
 from carpool.recipes import Recipe
 from carpool.train.config import Config, load_config
-from carpool.transport import TRANSPORTS, NVLinkOptions, TransportOptions
 
 __all__ = ["in_effect", "resolve"]
 
@@ -28,19 +25,9 @@ def resolve(recipe: Recipe) -> Config:
     return load_config(recipe.path, ["moe.layout=layouts.json"] if placed else [])
 
 
-def in_effect(config: Config, shared_experts: bool = True) -> dict[str, Any]:
-    """The settings that do something, by SECTION.KEY; those of `model.config` by model.config.KEY.
-
-    Args:
-        shared_experts: whether the model may have experts that serve every token. A schedule of one chunk is the plain
-            ride (`carpool.ride.chunks`), which without them has nothing beside it, unless its transport has options
-            that depend on the schedule."""
+def in_effect(config: Config) -> dict[str, Any]:
+    """The settings that do something, by SECTION.KEY; those of `model.config` by model.config.KEY."""
     schedule = config.moe.asked_schedule()
-    if schedule is not None and schedule.name == "chunks" and schedule.pieces == 1 and not shared_experts:
-        options = NVLinkOptions if config.moe.transport == "auto" else TRANSPORTS[config.moe.transport].options_class
-        if (options or TransportOptions).under is TransportOptions.under:
-            config = config.model_copy(update={"moe": config.moe.model_copy(update={"schedule": "none"})})
-            schedule = config.moe.asked_schedule()
     found: dict[str, Any] = {}
     settings = config.flat()
     for name, value in settings.items():

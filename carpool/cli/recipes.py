@@ -13,7 +13,7 @@ recipes = typer.Typer(help="Published systems, as choices of what Carpool has.",
 
 @recipes.command("list")
 def list_recipes(debug: Debug = False) -> None:
-    """The recipes, what they are, what of them no setting chooses, and what this version lacks."""
+    """The recipes, what they are, and what of them this version lacks."""
     with errors(debug):
         from carpool.recipes import names, read
 
@@ -21,8 +21,6 @@ def list_recipes(debug: Debug = False) -> None:
             one = read(name)
             typer.echo(f"{name:<20} {one.system} ({one.source})")
             typer.echo(f"{'':<20} {one.kind}: {', '.join(one.mechanisms)}")
-            for mechanism, where in one.without_setting.items():
-                typer.echo(f"{'':<20} {mechanism}: no setting chooses it; {where}")
             typer.echo(f"{'':<20} {one.note}")
             if one.missing:
                 typer.echo(f"{'':<20} REFUSED: this version lacks {', '.join(one.missing)}")

@@ -25,8 +25,9 @@ The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.
 `carpool.memory.TIERS` ("carpool.tiers"), `carpool.memory.next_experts.PREDICTORS` ("carpool.predictors", of experts in
 host memory) and `carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package that takes plug-ins makes its own.
 What has none of these enters as an extension, with a section of settings of its own:
-`carpool.train.extensions.EXTENSIONS` ("carpool.extensions"). Two groups of entry points are not registries: "carpool.recipes" (`carpool.recipes`), and
-"carpool.commands", functions of Typer: `"recipes.race" = "my_package:race"` is `carpool recipes race`.
+`carpool.train.extensions.EXTENSIONS` ("carpool.extensions"). Two groups of entry points are not registries:
+"carpool.recipes" (`carpool.recipes`), and "carpool.commands", functions of Typer: `"recipes.race" = "my_package:race"`
+is `carpool recipes race`.
 
 `carpool train` gives a transport, a schedule, an expert computation and an optimizer the options that they name, and
 refuses others: moe.transport_options, moe.schedule_options, moe.expert_options and training.optimizer_options.

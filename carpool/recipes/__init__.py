@@ -5,11 +5,11 @@
     source = "..."                                    where it is described
     note = "..."                                      what of it this is, and what not
     kind = "placement"                                or "routing", "schedule", "memory", "transport", "mesh"
-    mechanisms = ["policy:lpt_cv", "predictor:ema"]   what makes it that system (mechanisms.py), chosen by settings
+    mechanisms = ["policy:lpt_cv", "predictor:ema"]   what makes it that system, as a run shows it (`carpool_systems`)
     missing = []                                      what would, too, and this version lacks
 
-    [recipe.without_setting]                          what would, too, and no setting of a recipe chooses
-    "cache:experts" = "in generation alone"           where it is at work
+    [recipe.small]                                    for `carpool recipes check`, which runs it on 4 ranks:
+    "placement.every" = 1                             settings that let it act on a tiny model in 3 steps
 
     [placement]                                       settings of `carpool train`, by section
     every = 50
@@ -33,7 +33,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -56,7 +56,8 @@ class Recipe:
         system, source, note, kind: see the module's docstring.
         mechanisms: KIND:NAME of each.
         missing: KIND:NAME of each mechanism that this version lacks.
-        without_setting: KIND:NAME of each that no setting chooses, and where it is at work, in words.
+        small: settings that make it a run of a tiny model on 4 ranks, by SECTION.KEY, for `carpool recipes check`.
+        generate: where experts are in a generation that shows mechanisms that no training run has.
         settings: by section and key.
     """
 
@@ -64,11 +65,12 @@ class Recipe:
     path: Path
     system: str
     source: str
-    note: str
     mechanisms: tuple[str, ...]
     settings: Mapping[str, Mapping[str, Any]]
+    note: str = ""
     missing: tuple[str, ...] = ()
-    without_setting: Mapping[str, str] = field(default_factory=dict)
+    small: Mapping[str, Any] = field(default_factory=dict)
+    generate: Mapping[str, Any] = field(default_factory=dict)
     kind: Kind = "placement"
 
     def get(self, section: str, key: str, default: Any = None) -> Any:
@@ -121,29 +123,18 @@ def read(name: str) -> Recipe:
     head = data.pop("recipe", None)
     if not isinstance(head, dict) or not {"system", "source", "mechanisms"} <= set(head):
         raise ValueError(f"recipe {name}: a section [recipe] with system, source and mechanisms is missing")
-    if unknown := set(head) - {"system", "source", "note", "kind", "mechanisms", "missing", "without_setting"}:
+    if unknown := set(head) - {one.name for one in fields(Recipe)} | set(head) & {"name", "path", "settings"}:
         raise ValueError(f"recipe {name}: [recipe] has no {', '.join(sorted(unknown))}")
-    kind = head.get("kind", "placement")
-    if kind not in get_args(Kind):
-        raise ValueError(f"recipe {name}: kind = {kind!r}: expected one of {', '.join(get_args(Kind))}")
+    if head.setdefault("kind", "placement") not in get_args(Kind):
+        raise ValueError(f"recipe {name}: kind = {head['kind']!r}: expected one of {', '.join(get_args(Kind))}")
     for key in ("mechanisms", "missing"):
-        if not all(isinstance(one, str) and ":" in one for one in head.get(key, [])):
+        if not all(isinstance(one, str) and ":" in one for one in head.setdefault(key, [])):
             raise ValueError(f"recipe {name}: {key} = {head[key]!r}: expected a list of KIND:NAME")
-    without = head.get("without_setting", {})
-    if not isinstance(without, dict) or not all(isinstance(where, str) and where for where in without.values()):
-        raise ValueError(f"recipe {name}: [recipe.without_setting]: expected KIND:NAME = where it is at work, in words")
-    return Recipe(
-        name,
-        path,
-        head["system"],
-        head["source"],
-        head.get("note", ""),
-        tuple(head["mechanisms"]),
-        data,
-        tuple(head.get("missing", ())),
-        without,
-        kind,
-    )
+        head[key] = tuple(head[key])
+    for key in ("small", "generate"):
+        if not isinstance(head.setdefault(key, {}), dict):
+            raise ValueError(f"recipe {name}: {key} = {head[key]!r}: expected a table [recipe.{key}]")
+    return Recipe(name=name, path=path, settings=data, **head)
 
 
 def _paths() -> dict[str, Path]:

@@ -13,10 +13,8 @@ from carpool import ActivationPolicies
 from carpool.activations import Offloader
 from carpool.recipes import read
 from carpool.train.build.assemble import make_optimizer
-from carpool_systems.mechanisms import check, load
 from carpool_systems.resolve import resolve
 
-SYSTEMS = ("mpipemoe", "megascale-memory", "deepseek-v3-memory")
 H, F, E, K, TOKENS = 32, 24, 8, 2, 40
 
 
@@ -45,13 +43,6 @@ def train(moe: carpool.MoE) -> tuple[list[torch.Tensor], int]:
     return [y.detach(), *gradients], sum(size for where, size in found.items() if where not in given)
 
 
-def test_the_recipes_are_what_they_say() -> None:
-    for name in SYSTEMS:
-        recipe = read(name)
-        assert recipe.kind == "memory"
-        check(recipe)
-
-
 @pytest.mark.parametrize(
     ("recipe", "gone"),
     # With alltoall (a row for each choice) and one rank, or one row for each token.
@@ -65,7 +56,6 @@ def test_what_is_not_kept_is_not_saved_and_changes_nothing(recipe: str, gone: in
 
 @pytest.mark.parametrize("recipe", ["megascale-memory", "megascale-moe", "deepseek-v3-memory"])
 def test_activated_rows_are_never_kept(recipe: str) -> None:
-    assert "kept:activation-recomputed" in load(recipe).mechanisms
     moe = layer(recipe, ActivationPolicies())
     sizes: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(tuple(t.shape)) or t.detach(), lambda t: t):

@@ -13,7 +13,6 @@ from carpool.bench.bench_settings import ModelSettings as Settings
 from carpool.bench.model.model_contest import ModelBenchmark
 from carpool.bench.model.model_results import Case, KindRow, Row, Times
 from carpool.recipes import names, read
-from carpool.train.config import load_config
 from carpool_systems.mechanisms import load
 from carpool_systems.race import find_field, libraries, sameness, table
 from carpool_systems.resolve import in_effect
@@ -63,20 +62,6 @@ def test_recipes_that_come_to_the_same_run_share_a_row(tmp_path: Path) -> None:
     race = settings(tmp_path, own=found.own)
     runs = [in_effect(race.config_of(name)) | {"training.output_dir": ""} for name in found.own]
     assert all(one != other for number, one in enumerate(runs) for other in runs[:number])
-
-
-def test_one_chunk_without_shared_experts_is_the_plain_order(tmp_path: Path) -> None:
-    """The demo's model has none; DeepSeek-V3 has."""
-    recipes = [load(name) for name in ("fastmoe", "apx-overlap")]
-    for changes, rows in (({}, ["fastmoe, apx-overlap"]), ({"model": "deepseek-v3"}, ["fastmoe", "apx-overlap"])):
-        race = dataclasses.replace(settings(tmp_path), **changes)
-        assert list(find_field(race, recipes).own) == rows
-    # `nvlink` has a stream of its own under any schedule but none, so that one chunk makes another run there.
-    for transport in ("dedup", "nvlink", "hierarchical", "auto"):
-        schedule = "none" if transport == "dedup" else "chunks"
-        asked = load_config(None, ["moe.schedule=chunks", "moe.chunks=1", f"moe.transport={transport}"])
-        assert in_effect(asked, shared_experts=False)["moe.schedule"] == schedule
-        assert in_effect(asked)["moe.schedule"] == "chunks"
 
 
 def test_every_recipe_races_or_says_why_not(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recipes of how rows travel: each mechanism changes what travels, counted on ranks."""
+"""How much recipes change of what travels, and when Tutel's and Janus's rules fetch experts."""
 
 from __future__ import annotations
 
@@ -22,33 +22,15 @@ from carpool.placement.policies import POLICIES, LoadModel
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import CostModel
-from carpool.recipes import names
 from carpool.transport import TRANSPORTS, HierarchicalOptions, TransportOptions
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool_systems.mechanisms import load
 from carpool_systems.resolve import resolve
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
-SYSTEMS = {
-    "lsh-moe": {"transport:alltoall", "merge:lsh"},
-    "luffy": {"transport:alltoall", "merge:condense", "sequences:move"},
-    "netmoe": {"transport:alltoall", "sequences:move"},
-    "bigmac": {"rows:projected"},
-    "ez-moe": {"spread:node", "dense:sharded"},
-    "tutel": {"transport:alltoall", "sliced:experts", "policy:degree", "schedule:chunks", "chunks:several"},
-    "hexa-moe": {"transport:gather", "sliced:experts", "policy:degree", "prefetch:blockwise"},
-    "deepseek-v3-dispatch": {"transport:hierarchical", "limit:groups", "dispatch:fp8", "combine:bf16"},
-}
+SYSTEMS = ("lsh-moe", "luffy", "deepseek-v3-dispatch")
 # On several nodes; what each sends between and inside them.
-HOPS = {
-    "hetumoe": {"transport:1d"},
-    "deepspeed-moe": {"transport:2d"},
-    "tutel-2dh": {"transport:2dh", "schedule:chunks", "chunks:several"},
-    "schemoe": {"transport:2d", "schedule:chunks", "chunks:several"},
-    "hybrid-ep": {"transport:hierarchical"},
-    "deepep": {"transport:hierarchical", "dispatch:fp8", "schedule:two-batch"},
-    "hiermoe": {"transport:hierarchical", "policy:migrate", "solver:search"},
-}
+HOPS = ("hetumoe", "deepspeed-moe", "tutel-2dh", "schemoe", "hybrid-ep", "deepep", "hiermoe")
 H, E, K, TOKENS = 128, 8, 4, 48
 TRACE = Path(__file__).parents[2] / "docs/traces/e64-1435.npz"
 
@@ -66,19 +48,9 @@ def sent(settings: list[tuple[str, Codecs]]) -> list[dict[str, int]]:
     return found
 
 
-def test_the_recipes_are_what_they_say() -> None:
-    assert set(names("transport")) >= set(SYSTEMS)
-    for name, mechanisms in SYSTEMS.items():
-        assert set(load(name).mechanisms) == mechanisms
-        assert bool(resolve(load(name)).codec.codecs.lossy_reasons) == (
-            name not in ("bigmac", "ez-moe", "netmoe", "tutel", "hexa-moe")
-        )
-
-
-@pytest.mark.parametrize("name", list(HOPS))
+@pytest.mark.parametrize("name", HOPS)
 def test_hops_change_what_travels_between_nodes(name: str) -> None:
     """Predicted rows, which tests/test_transports.py shows to be those that are counted."""
-    assert set(load(name).mechanisms) == HOPS[name]
     generator = torch.Generator().manual_seed(0)
     routings = [torch.rand(TOKENS, 16, generator=generator).argsort(1)[:, :K] for _ in range(8)]
     layout, nodes = ExpertLayout.contiguous(16, 8), Topology.even(8, 2)
@@ -127,13 +99,6 @@ def test_hiermoe_moves_experts_to_where_fewer_rows_cross() -> None:
         rows_WW = TRANSPORTS[config.moe.transport].rows_sent([rank_TK[source_T == rank] for rank in range(8)], nodes)
         crossing.append(rows_WW[nodes.pairs["network"]].sum())
     assert crossing[1] < 0.92 * crossing[0]
-
-
-def test_what_whole_models_show_elsewhere() -> None:
-    for name in ("netmoe", "luffy"):
-        assert resolve(load(name)).sequence_moves.every == 1, "tests/hf/test_sequence_moves.py counts what crosses"
-    model = resolve(load("bigmac")).model
-    assert model.travel_size == model.config["hidden_size"] // 4, "tests/hf/test_narrow.py counts its rows' bytes"
 
 
 @pytest.fixture(scope="module")
