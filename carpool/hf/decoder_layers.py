@@ -146,7 +146,7 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 def offload_layers(model: nn.Module) -> ActivationOffload:
     """From now on, what autograd saves inside each decoder layer goes to host memory beside the computation, and comes
-    back ahead of the layer's backward (carpool/activations/layer_offload.py). The same bits. Rides have policies of
+    back ahead of the layer's backward (carpool/activations/whole_layers.py). The same bits. Rides have policies of
     their own (`set_activation_policies`). Layers are compiled before, and without gradient checkpointing.
 
     Raises:
