@@ -10,15 +10,11 @@ SEVERAL = {"__init__.py", "__main__.py", "base.py", "options.py", "kernel.py"}
 """Names that say what a file is of its folder."""
 
 TO_RENAME: set[str] = {
-    "layouts.py",
     "module.py",
     "objective.py",
-    "rows.py",
-    "sequences.py",
-    "sizes.py",
     "volume.py",
 }
-"""Names that still occur more than once."""
+"""Names that still occur more than once; in the end none does."""
 
 
 def repeated(names: list[str]) -> set[str]:
