@@ -12,7 +12,7 @@ from tests.environment import ROOT
 from tests.hf.tiny_models import discover
 
 # The demo's model, and sizes of published models for benchmarks.
-ALLOWED = {"families.py", "train/config/schema_model.py", "bench/shapes.py"}
+ALLOWED = {"families.py", "train/config/schema_model.py", "bench/options.py"}
 
 
 def test_each_entry_is_a_family_of_transformers() -> None:

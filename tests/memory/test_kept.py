@@ -279,11 +279,11 @@ def test_what_is_none_is_kept() -> None:
         ),
         (
             ["memory.layer_activations=recompute", "memory.moe_outputs=recompute", "memory.expert_inputs=offload"],
-            "repeats whole rides, and memory.expert_inputs = 'offload'",
+            "memory.expert_inputs = 'offload': whole rides are repeated",
         ),
         (
             ["memory.expert_activations=recompute", "moe.experts=fp8"],
-            "memory.expert_activations = 'recompute' is of grouped experts",
+            "only grouped experts compute their activations again",
         ),
     ],
 )

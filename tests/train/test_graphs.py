@@ -89,7 +89,7 @@ CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "
             "two-batch",
             "two threads",
         ),
-        (OnGpu(), layer(replicas=2), [], "none", "copies"),
+        (OnGpu(), layer(replicas=2), [], "none", "replicas"),
         (OnGpu(), layer(), ["placement.every=10"], "none", "move"),
         (OnGpu(), layer(), ["data.packing=off"], "none", "data.pad_to=sequence_length makes all alike"),
         (OnGpu(), layer(), ["data.packing=off", "data.pad_to=sequence_length"], "none", None),
@@ -97,7 +97,7 @@ CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "
         (OnGpu(), layer(), ["memory.layer_activations=recompute"], "none", None),
         (OnGpu(dropout=0.1), layer(), [], "none", None),
         (OnGpu(dropout=0.1), layer(), ["memory.layer_activations=recompute"], "none", "drop-out"),
-        (OnGpu(), layer(), ["memory.experts=host"], "none", "host memory"),
+        (OnGpu(), layer(), [*CONSUMED, "memory.experts=host"], "none", "host memory"),
         (OnGpu(), layer(), ["training.cuda_graphs=off"], "none", "training.cuda_graphs = 'off'"),
         (OnGpu(), layer(), STAGES, "none", None),
         (OnGpu(), layer(), [*STAGES, "memory.expert_activations=offload"], "none", "in another"),
@@ -113,7 +113,7 @@ def test_why_steps_are_not_captured(model: Any, one: Any, overrides: list[str], 
     found = why_no_graphs(config, candidate(config, schedule), model, [one])
     assert found is None if why is None else why in (found or "")
     # What settings and plans know, plans and estimates say alike.
-    by_ranks = ("own forward", "how many rows", "8 x 8", "copies", "lengths of documents", "drop-out", "GPU", "some")
+    by_ranks = ("own forward", "how many rows", "8 x 8", "replicas", "lengths of documents", "drop-out", "GPU", "some")
     if why is None or not any(part in why for part in by_ranks):
         assert candidate(config, schedule).why_eager == found
 

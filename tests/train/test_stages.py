@@ -77,7 +77,7 @@ def test_round_trip(tmp_path: Path, value: str, comments: bool) -> None:
         (["moe.expert_kernel=measure"], "did you mean moe.expert_kernels?"),
         (
             ["moe.experts=reference", "memory.expert_activations=recompute"],
-            "memory.expert_activations = 'recompute' is of grouped experts",
+            "only grouped experts compute their activations again",
         ),
     ],
 )  # fmt: skip
