@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,12 @@ def test_a_replica_on_a_rank_that_is_visited_anyway_shares_the_ride() -> None:
     layout = ExpertLayout(((0,), (1,), (2,), (3,))).with_replicas([(0, 1), (0, 2)])
     routing = Routing(torch.tensor([[0, 2]] * 5, dtype=torch.int32), None)
     assert (assign(routing, layout, 3) // layout.slots_per_rank).tolist() == [[2, 2]] * 5
+
+
+def test_a_pickled_layout_has_no_tensors() -> None:
+    """They may be on a GPU, which the process that reads it does not see."""
+    layout = ExpertLayout(((0, 1), (2, 3)), ((0, 1, 2), (2, 3, 0)))
+    layout.copies_EC(torch.device("meta"))
+    layout.slot_EW(torch.device("meta"))
+    again = pickle.loads(pickle.dumps(layout))
+    assert again == layout and not again._copies_by_device and not again._slots_by_device

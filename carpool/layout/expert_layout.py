@@ -292,6 +292,10 @@ class ExpertLayout:
 
     # -- files ------------------------------------------------------------------------------------------------
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without its tensors on devices: a process that gets a pickled layout may see no GPU.
+        return type(self), (self.homes, self.slots, self.slices)
+
     def to_dict(self) -> dict[str, Any]:
         plain = {"homes": [list(r) for r in self.homes], "slots": [list(r) for r in self.slots]}
         return plain if self.slices == 1 else {**plain, "slices": self.slices}
