@@ -26,7 +26,7 @@ def test_a_budget_is_kept_by_what_was_measured(tmp_path: Path) -> None:
     info, steps = run("budget", tmp_path / "budget", f"memory.budget={int(0.9 * total)}B")
     assert info["decisions"]["memory"]["how"] == "measured"
     # A layer that is computed again takes longer. (Its activations alone may take too little to be measured.)
-    assert info["decisions"]["memory"]["milliseconds"]["dense"]["recompute"] > 0
+    assert info["decisions"]["memory"]["milliseconds"]["layer_activations"]["recompute"] > 0
     assert info["predicted"]["memory_per_rank_bytes"]["total"] <= 0.9 * total
     # The same bits, in less memory; the measurement before it has given all back.
     assert [one["loss"] for one in steps] == [one["loss"] for one in plain]
