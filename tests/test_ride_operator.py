@@ -26,7 +26,7 @@ from carpool.kernels.numbered import by_number
 from carpool.metrics.counters import LayerStats
 from carpool.ride import operator as ride_operator
 from carpool.ride.function import ride
-from carpool.ride.module import ride_module
+from carpool.ride.ride_module import ride_module
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import make_transport

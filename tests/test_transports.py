@@ -28,7 +28,7 @@ from carpool.layout.topology import Topology
 from carpool.metrics.counters import LayerStats, Traffic
 from carpool.placement import VERBS, predict
 from carpool.ride.function import ride
-from carpool.ride.module import ride_module
+from carpool.ride.ride_module import ride_module
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
 from carpool.transport import (

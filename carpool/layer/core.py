@@ -27,7 +27,7 @@ from carpool.planner.transports import automatic_transport
 from carpool.replicas.node_slots import make_filler
 from carpool.replicas.slots import fill_slots
 from carpool.ride.function import WaitingRides, ride
-from carpool.ride.module import ride_module
+from carpool.ride.ride_module import ride_module
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import NO_HOOKS, Owed, RideHooks, RideSetup
 from carpool.routing import DropOptions, Routing

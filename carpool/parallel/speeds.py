@@ -6,8 +6,8 @@ share), equal work makes all wait for them. HeterMoE (arXiv 2504.03871) and HEXA
     4 sequences on each of 4 ranks, speeds 1, 1, 0.5, 0.5    5, 5, 3 and 3 sequences
     experts with 60 choices on 2 ranks, speeds 1 and 0.5     a layout is as slow as max(load / speed): 40 and 20
 
-The loss and its gradient are sums over all tokens, divided by all tokens (`carpool.train.steps.objective`), so that who
-computes which token changes rounding alone.
+The loss and its gradient are sums over all tokens, divided by all tokens (`carpool.train.steps.training_objective`),
+so that who computes which token changes rounding alone.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Needs no accelerator and nothing that moves rows.
 from __future__ import annotations
 
 from carpool.placement.objective import Objective, evaluate
+from carpool.placement.predicted_volume import VERBS, Volume, predict
 from carpool.placement.trace import LayerTrace, Trace
-from carpool.placement.volume import VERBS, Volume, predict
 from carpool.planner.machine.cost import CostModel
 
 __all__ = ["VERBS", "CostModel", "LayerTrace", "Objective", "Trace", "Volume", "evaluate", "predict"]

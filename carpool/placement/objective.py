@@ -4,7 +4,7 @@ Every number follows from one table: the rank that `carpool.layout.assign` choos
 same function that decides during training. Replicas are therefore counted as they will serve.
 
     rows_WW   [i, j] tokens of rank i that visit rank j; the diagonal stays at home. One row for each of them is what
-              `dedup` and `nvlink` send. Equal to `carpool.placement.volume.predict("dedup", ...)`.
+              `dedup` and `nvlink` send. Equal to `carpool.placement.predicted_volume.predict("dedup", ...)`.
     sent_WW   [i, j] rows that the cost model's transport really sends: what modelled time and `rows_nodes` count
     rows_NN   tokens of one node that visit another: what `hierarchical` sends between nodes
     load_W    (token, choice) pairs that each rank computes; of sliced experts, (token, slice) pairs

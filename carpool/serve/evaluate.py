@@ -7,6 +7,9 @@ Perplexity, by sliding windows of L tokens that move by S, over each document by
 
 Each token but the first of a document is predicted once; where the tokenizer begins texts with a token of its own, that
 is the first. Windows are dealt to the ranks, and all ranks make equally many forwards.
+
+Tasks are those of lm-evaluation-harness (`eval_tasks.py`). Perplexity is not: the harness's windows share one token of
+context, so that a long document's tokens would see less than L - S others.
 """
 
 from __future__ import annotations

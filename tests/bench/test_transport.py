@@ -40,7 +40,7 @@ from carpool.bench.transport.transport_results import CaseResult, ContenderResul
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
-from carpool.placement.volume import predict
+from carpool.placement.predicted_volume import predict
 from carpool.train.config import Config
 from carpool.train.launch.start import local_ranks
 from carpool.train.launch.worker import find_entry

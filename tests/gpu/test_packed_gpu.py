@@ -9,7 +9,7 @@ import torch
 
 from carpool.hf.documents import DOCUMENTS, one_row_only, packed, packed_settings
 from carpool.train.data.sequences import IGNORED
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from examples.tiny_chat_model import write
 from tests.gpu.ranks import needs
 from tests.gpu.runs import train

@@ -21,7 +21,7 @@ from carpool.hf.context_parallel import ContextParallel, attention_heads, choose
 from carpool.hf.documents import packed, packed_settings, unpacked
 from carpool.hf.loss_head import next_tokens
 from carpool.parallel.context import Cut
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from tests.hf.parity import EXCEPTIONS, quiet
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
 from tests.ranks import Ranks

@@ -18,7 +18,7 @@ from carpool.train.blueprint import meta_model
 from carpool.train.config import load_config
 from carpool.train.plan.division import distributed_config
 from carpool.train.plan.dry_run import dry_run
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet
 from tests.hf.tiny_models import discover, tiny_config

@@ -18,7 +18,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import hardware_of
 from carpool.train.config import load_config
 from carpool.train.plan.division import distributed_config
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from carpool.transport import set_topology
 from carpool_systems.extensions import MoveSequences
 from carpool_systems.sequence_moves import MovingSequences, check_stays

@@ -25,7 +25,7 @@ from carpool.train.config import load_config
 from carpool.train.launch.machine import imagine_machine
 from carpool.train.plan.division import distributed_config
 from carpool.train.plan.start_checks import foresee
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from carpool_systems.mechanisms import load
 from carpool_systems.resolve import resolve
 from tests.hf.fake_ranks import PASSED, REFUSED

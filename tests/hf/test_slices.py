@@ -28,7 +28,7 @@ from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.plan.division import distributed_config
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, gradient_errors, quiet
 from tests.hf.test_build import COMMON

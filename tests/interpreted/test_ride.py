@@ -17,7 +17,7 @@ from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_
 from carpool.metrics.counters import LayerStats
 from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.ride.function import ride
-from carpool.ride.module import ride_module
+from carpool.ride.ride_module import ride_module
 from carpool.ride.setup import NO_HOOKS, RideSetup
 from carpool.routing import Routing
 from carpool.transport import make_transport

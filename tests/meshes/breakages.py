@@ -24,7 +24,7 @@ from carpool.optim import clip
 from carpool.parallel import fsdp, replicated, sequence
 from carpool.parallel.degrees import Degrees
 from carpool.replicas import slots
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from tests.meshes.cases import Case
 
 

@@ -11,14 +11,14 @@ import pytest
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate, served_by
+from carpool.placement.predicted_volume import predict
 from carpool.placement.trace import LayerTrace
-from carpool.placement.volume import predict
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import DEFAULT, LinkRate
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.placement.synthetic import layer
 
-# The example of `carpool/placement/volume.py`: rank 0 holds tokens {0, 1}, {1, 2}, {1, 2}, rank 1 holds token {0, 3}.
+# The example of placement/predicted_volume.py: rank 0 holds tokens {0, 1}, {1, 2}, {1, 2}, rank 1 holds token {0, 3}.
 EXAMPLE = LayerTrace(np.array([[0, 1], [1, 2], [1, 2], [0, 3]]), np.array([0, 0, 0, 1]), 4)
 
 

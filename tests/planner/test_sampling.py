@@ -9,8 +9,8 @@ import pytest
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
+from carpool.placement.predicted_volume import predict
 from carpool.placement.trace import Trace
-from carpool.placement.volume import predict
 from carpool.planner.machine.cost import RIDES, CostModel
 from carpool.planner.simulator.sampling import SampledRouting, Spread
 from carpool.planner.step.events import Group
@@ -137,8 +137,8 @@ def test_a_trace_of_another_model_is_refused() -> None:
     ("transport", "one_row_for"), [("dedup", "rank"), ("alltoall", "expert"), ("hierarchical", "node")]
 )
 def test_rows_and_times_are_those_of_transports_and_cost_model(transport: str, one_row_for: Any) -> None:
-    """Two nodes of three ranks: what `carpool.placement.volume` counts of the same tokens, and `CostModel` makes of
-    them."""
+    """Two nodes of three ranks: what `carpool.placement.predicted_volume` counts of the same tokens, and `CostModel`
+    makes of them."""
     trace, topology = _trace(layers=1), Topology.even(6, 2)
     spread = _spread(ranks=6, ranks_per_node=3, one_row_for=one_row_for)
     sampled = SampledRouting(spread, trace, layers=1)

@@ -24,8 +24,8 @@ from carpool.layout import ExpertLayout
 from carpool.metrics.counters import Traffic
 from carpool.parallel.degrees import Degrees
 from carpool.placement.objective import evaluate
+from carpool.placement.predicted_volume import predict
 from carpool.placement.trace import LayerTrace
-from carpool.placement.volume import predict
 from carpool.planner.machine.cost import CostModel
 from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run

@@ -17,7 +17,7 @@ from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.train.build import assemble
 from carpool.train.config.schema_moe import MoeSection
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from carpool.transport import Pending
 from tests.hf.parity import full_gradients
 from tests.ranks import Ranks

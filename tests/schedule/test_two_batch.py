@@ -33,7 +33,7 @@ from carpool.parallel.replicated import sharded_parameters
 from carpool.ride.turns import HALF, handover
 from carpool.ride.two_batch import TwoBatch
 from carpool.train.steps.graphs import StepGraphs
-from carpool.train.steps.objective import Objective, in_two
+from carpool.train.steps.training_objective import Objective, in_two
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet, relative_error
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config

@@ -29,9 +29,9 @@ from carpool.replicas.slot_steps import local
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.ride.turns import HALF
-from carpool.train.steps.objective import Objective
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
+from carpool.train.steps.training_objective import Objective
 from tests.full_tensor import full_tensor
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
 from tests.replayed import Again

@@ -28,7 +28,7 @@ from carpool.parallel.replicated import sharded_parameters
 from carpool.train.config import load_config
 from carpool.train.plan.division import distributed_config
 from carpool.train.plan.dry_run import dry_run
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import gradient_errors, quiet

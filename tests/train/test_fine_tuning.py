@@ -15,7 +15,7 @@ from carpool.train.blueprint import Blueprint
 from carpool.train.config import Config, TrainingSection, load_config, resolve_config
 from carpool.train.config.fine_tuning import defaults
 from carpool.train.plan.dry_run import dry_run
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 from examples.tiny_chat_model import make_tokenizer
 from tests.hf.tiny_models import discover, tiny_model
 

@@ -11,7 +11,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.adopt import aligned
 from carpool.placement.objective import evaluate
-from carpool.placement.volume import predict
+from carpool.placement.predicted_volume import predict
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import DEFAULT as H200
 from carpool.train.moving.runtime import load_ratio, newest, padded

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.train.steps import objective
-from carpool.train.steps.objective import Objective
+from carpool.train.steps import training_objective as objective
+from carpool.train.steps.training_objective import Objective
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 
 

@@ -4,7 +4,7 @@ For each shape and routing the ranks draw the same input, and every contender
 
     1  is checked: forward and backward against `gather` in float64 (`ride_check.py`); a wrong answer ends the benchmark
     2  rides: repetition by repetition, contender by contender, the order turned round each time (`timing.py`)
-    3  has its bytes compared: what `Traffic` counted equals what `carpool.placement.volume` predicts
+    3  has its bytes compared: what `Traffic` counted equals what `carpool.placement.predicted_volume` predicts
 
     section              what is timed
     plan_dispatch        plan and dispatch, until what arrived can be used: end to end
@@ -41,7 +41,7 @@ from carpool.bench.transport.transport_results import CaseResult, ContenderResul
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
-from carpool.placement.volume import predict
+from carpool.placement.predicted_volume import predict
 from carpool.routing import Routing
 from carpool.transport import (
     Codecs,

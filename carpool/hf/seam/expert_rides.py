@@ -7,7 +7,7 @@ tokens and the router's choices. FSDP2 has gathered the rank's experts, and shar
 
 Expert classes that carry transformers' experts decorator have two stacked weights, an activation or a gate function,
 maybe biases; Carpool computes those itself (`carpool.ride.function.ride`). Any other class, or one whose weights are no
-plain parameters any more, is called as it is on the tokens that arrived (`carpool.ride.module.ride_module`): its own
+plain parameters any more, is called as it is on the tokens that arrived (`carpool.ride.ride_module`): its own
 `forward(tokens, local ids, weights)` already means "the weighted sum over this token's local experts".
 """
 

@@ -132,7 +132,7 @@ class CostModel:
         return RIDES * self._of_links(times)
 
     def volume_seconds(self, volume: Volume, topology: Topology) -> dict[str, float]:
-        """What one forward and backward of a layer send, verb by verb; see `carpool.placement.volume.predict`."""
+        """What one forward and backward of a layer send, verb by verb (`carpool.placement.predicted_volume`)."""
         hops = volume.hops or (volume.bytes_WW,)
         return {
             verb: sum(self._of_links(self.link_seconds(hop[verb], topology).values()) for hop in hops)

@@ -66,9 +66,9 @@ from carpool.train.plan.resolve import Plan, check_offload_layouts, disk_folder
 from carpool.train.plan.transport_choice import choose_on_ranks
 from carpool.train.records.run_folder import ADAPTER
 from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
-from carpool.train.steps.objective import Objective
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
+from carpool.train.steps.training_objective import Objective
 from carpool.transport import TransportOptions, set_topology
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.

@@ -46,7 +46,7 @@ from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text
 from carpool.train.steps.capacity import full_capacity
-from carpool.train.steps.objective import Losses
+from carpool.train.steps.training_objective import Losses
 from carpool.transport import TransportOptions
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from carpool.train.run.finish import evaluate, leave, save
 from carpool.train.run.run_records import Records, record_plan
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.diagnose import NonFiniteError, explain
-from carpool.train.steps.objective import Batch, Losses
+from carpool.train.steps.training_objective import Batch, Losses
 
 T = TypeVar("T")
 

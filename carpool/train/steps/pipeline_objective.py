@@ -30,7 +30,7 @@ from carpool.parallel.sequence import gather_rows, num_rows
 from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.split_backward import SplitBackward
 from carpool.train.steps.graphs import Batch, BeforeBackward
-from carpool.train.steps.objective import Objective
+from carpool.train.steps.training_objective import Objective
 
 
 class PipelineObjective(Objective):
