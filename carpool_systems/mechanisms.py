@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -28,7 +28,6 @@ from carpool.experts import EXPERTS
 from carpool.experts.gemm.grouped import GroupedExperts, Stages
 from carpool.experts.host_experts import HostExperts
 from carpool.experts.on_host import FewOnHost
-from carpool.hf.routing.router_limits import _InFloat32
 from carpool.layout import ExpertLayout
 from carpool.memory.expert_cache import ExpertCache
 from carpool.optim.in_backward import ConsumedGradients
@@ -41,25 +40,34 @@ from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.priority import RidesFirst
 from carpool.ride.split_backward import SplitBackward
 from carpool.routing import limit
-from carpool.train.moving.runtime import Placement
 from carpool.train.moving.solve import solve
-from carpool.train.plan.division import _measured
 from carpool.transport import TRANSPORTS
 from carpool_systems.merging import LSH, Condense
-from carpool_systems.observe import Recorder
 from carpool_systems.predictors import ActivationMatrices, Popularity
 from carpool_systems.sequences import SequenceMoves
 from carpool_systems.tiles import TiledOrder
 
+if TYPE_CHECKING:  # these need Transformers, and comparing recipes on a recording does not
+    from carpool_systems.observe import Recorder
+
 __all__ = ["BY_NAME", "MECHANISMS", "find", "load", "shown"]
 
-Shown = Callable[[Recorder], Any]
+Shown = Callable[["Recorder"], Any]
+
+
+def _placement() -> Any:
+    from carpool.train.moving.runtime import Placement
+
+    return Placement
+
 
 # Kinds whose mechanisms are what a registry, a table or a plug-in has under that name.
 BY_NAME: Mapping[str, Callable[[Recorder, str], Any]] = MappingProxyType({
     "transport": lambda seen, name: all(name in seen.transports[verb] for verb in ("dispatch", "combine")),
     "experts": lambda seen, name: name in EXPERTS and seen.called(EXPERTS[name].forward),
-    "policy": lambda seen, name: name in POLICIES and seen.called(POLICIES[name].find) and seen.called(Placement._move),
+    "policy": lambda seen, name: (
+        name in POLICIES and seen.called(POLICIES[name].find) and seen.called(_placement()._move)
+    ),
     "solver": lambda seen, name: name in SOLVERS and seen.called(SOLVERS[name]),
     "predictor": lambda seen, name: name in PREDICTORS and seen.called(PREDICTORS[name]),
     "pipeline": lambda seen, name: seen.called(pipeline.Pipeline.step) and seen.made(pipeline._MADE_BY.get(name)),
@@ -84,15 +92,15 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     "capacity:first-choices-first": lambda seen: any(_first_came_first(*one) for one in seen.drops)
     and all(_first_came_first(*one) is not False for one in seen.drops),
     "second:random": lambda seen: any(_dropped_without_need(*one) for one in seen.drops),
-    "router:float32": lambda seen: seen.called(_InFloat32.__call__) and seen.dtype != torch.float32,
+    "router:float32": lambda seen: _routers_in_float32(seen),
     "init:small": lambda seen: 0.004 < seen.initial_std < 0.01,
     "limit:score": lambda seen: seen.called(limit._cover) and 0 < seen.ranks < max(seen.choices, default=0),
     "limit:groups": lambda seen: seen.called(limit.RoutingLimit._two_best)
     and 0 < seen.ranks < max(seen.choices, default=0),
     "freeze:non_expert": lambda seen: all(".gate." in name for name in seen.changed),
     # -- where experts live
-    "policy:migrate": lambda seen: seen.called(solve) and seen.called(Placement._use),
-    "policy:place": lambda seen: not seen.called(Placement._move) and any(
+    "policy:migrate": lambda seen: seen.called(solve) and seen.called(_placement()._use),
+    "policy:place": lambda seen: not seen.called(_placement()._move) and any(
         own.layout != ExpertLayout.contiguous(own.num_experts, own.num_ranks) for own in seen.rides
     ),
     "prefetch:blockwise": lambda seen: seen.events.count("fill"),
@@ -116,7 +124,7 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     "dropped:duplicates": lambda seen: 0 < max(seen.tokens, default=0) < min(seen.layer_tokens, default=0),
     "spread:node": lambda seen: seen.record["bytes_remote"] > 0 and not seen.record.get("bytes_network"),
     "parameters:sharded": lambda seen: seen.called(FSDPParamGroup.unshard),
-    "speeds:measured": lambda seen: seen.called(_measured),
+    "speeds:measured": lambda seen: _speeds_measured(seen),
     # -- what is saved, and where
     "experts:fp8": lambda seen: seen.called(EXPERTS["fp8"].forward),
     "saved:inputs-resent": lambda seen: seen.events.count("dispatch_again"),
@@ -150,6 +158,18 @@ def find(mechanism: str) -> Shown | None:
 def _between_tensor_ranks(seen: Recorder) -> int:
     """How many collectives ranks that divide attention's heads took."""
     return seen.called(sequence._all_reduce) + seen.called(sequence._all_gather)
+
+
+def _speeds_measured(seen: Recorder) -> Any:
+    from carpool.train.plan.division import _measured
+
+    return seen.called(_measured)
+
+
+def _routers_in_float32(seen: Recorder) -> Any:
+    from carpool.hf.routing.router_limits import _InFloat32
+
+    return seen.called(_InFloat32.__call__) and seen.dtype != torch.float32
 
 
 def _by_name(kind: str, name: str, seen: Recorder) -> Any:

@@ -160,7 +160,11 @@ def test_a_refusal_folds_ranks_of_refused_axes_until_it_works() -> None:
         ({"adapter.kind": "lora"}, "cut into slices have no adapters", "adapter.kind = 'none'"),
         ({"moe.limit_ranks": 2}, "a token visits every slice", "moe.limit_ranks = 'none'"),
         ({"training.optimizer_state_dtype": "int8"}, "blocks of int8", "training.optimizer_state_dtype = 'bfloat16'"),
-        ({"memory.experts": "host"}, "one by one", "memory.experts = 'device'"),
+        (
+            {"memory.experts": "host", "training.optimizer_in_backward": True, "training.max_grad_norm": 0.0},
+            "one by one",
+            "memory.experts = 'device'",
+        ),
         ({"placement.every": 5, "placement.policy": "migrate"}, "move whole experts", "placement.policy = 'degree'"),
     ],
 )

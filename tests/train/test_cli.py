@@ -64,7 +64,7 @@ def test_only_commands_that_exist_are_offered():
     measured = {command.name for command in cli.bench.registered_commands}
     assert measured == {"transport", "experts", "layer", "model", "generate"}
     recipes = {command.name for command in cli.recipes.registered_commands}
-    assert recipes == {"list", "show", "compare", "race"}
+    assert recipes == {"list", "show", "check", "compare", "race"}
     for group, names in (("bench", measured), ("recipes", recipes)):
         for name in names:
             assert carpool_command(group, name, "--help").exit_code == 0
