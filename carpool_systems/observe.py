@@ -105,6 +105,12 @@ class Recorder:
             weight before the first step.
     """
 
+    run: Run
+    rides: Sequence[Any]
+    away: HostExperts | None
+    ranks: int
+    initial_std: float
+
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
         self.callers: dict[CodeType, set[CodeType]] = defaultdict(set)
