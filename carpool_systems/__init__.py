@@ -8,8 +8,8 @@
     policies.py    where experts go, by their loads (`placement.policy`): FasterMoE, Prophet, FlexMoE, EPLB, ...
     predictors.py  which experts come ahead of their layer: MoE-Infinity, APTMoE
     disk.py        experts and optimizer state in files: ZeRO-Infinity, MoESys
-    eplb.py        DeepSeek's load balancer, as a solver (`carpool place --solvers eplb`)
-    mechanisms.py  what makes a system that system, and whether a recipe has it
+    eplb.py, occult.py   solvers of DeepSeek and Occult (`carpool place --solvers eplb`)
+    mechanisms.py  what a run under a recipe must do; observe.py records what it did (`carpool recipes check`)
     compare.py, replay.py   `carpool recipes compare`: a recording replayed under recipes; race.py: training steps
     planners.py    what published planners would choose (`carpool plan --policy alpa`)
 

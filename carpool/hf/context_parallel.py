@@ -8,7 +8,7 @@ part of every sequence, and its attention sees whole ones.
 The model asks transformers for an attention function (`AttentionInterface.get_interface`) and gets the one that it
 would have got between two all-to-alls: it runs on whole sequences with some of the heads. What the function reads of
 the attention layer, and what there is for each head (attention sinks), is of these heads. Ring attention
-(`carpool.parallel.ring`) takes the place of the function, and there are no masks."""
+(`carpool.parallel.context`) takes the place of the function, and there are no masks."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class RideSpans:
 
 # What rides send.
 VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
-# Whole sequences that move before a layer, and their gradients (`carpool.transport.sequences`).
+# Whole sequences that a plug-in moves before a layer, and their gradients.
 MOVES = ("sequences", "sequences_backward")
 
 
