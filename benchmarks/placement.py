@@ -85,7 +85,12 @@ def solvers(
                 "hidden": hidden,
                 "solver": row.solver,
             }
-            numbers = {"copies": row.copies, "remote": row.remote, "load": row.load, "solved_load": row.solved_load}
+            numbers = {
+                "ranks_per_token": row.ranks_per_token,
+                "remote": row.remote,
+                "load": row.load,
+                "solved_load": row.solved_load,
+            }
             rows.append({**about, **numbers, "layer_us": row.layer_us, "seconds": row.seconds})
     return rows
 

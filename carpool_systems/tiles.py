@@ -116,7 +116,9 @@ class TiledOrder:
         spans.begin("experts")
         with reserved(transport.processors):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
-            work = Forward(experts, arrivals, weights, partial_RH, arena_for("hidden", setup, backward), backward)
+            work = Forward(
+                experts, arrivals, weights, partial_RH, arena_for("expert_activations", setup, backward), backward
+            )
         for part in range(self.parts):
             spans.begin("experts", part)
             with reserved(transport.processors):
@@ -146,7 +148,7 @@ class TiledOrder:
         experts, hooks = setup.experts, setup.hooks
         assert isinstance(experts, GroupedExperts)
         spans = setup.stats.meter.ride(dy_TH.device, "backward", self.parts)
-        again, rows = route.again() if setup.policies.rows == "resend" else None, None
+        again, rows = route.again() if setup.policies.expert_inputs == "resend" else None, None
         sums: list[Pending] = []
         spans.begin("dispatch")
         coming = transport.dispatch_gradients(dy_TH.contiguous(), route)

@@ -33,7 +33,7 @@ CASES: list[tuple[str, Codecs, Schedule, ActivationPolicies]] = [
     ("alltoall", Codecs(dispatch="fp8", dispatch_backward="bf16"), Schedule(), ActivationPolicies()),
     ("hierarchical", FP8, Schedule(), ActivationPolicies()),
     ("hierarchical", MIXED, Schedule(), ActivationPolicies()),
-    ("dedup", FP8, Schedule("chunks", 3, 2), ActivationPolicies(rows="resend")),
+    ("dedup", FP8, Schedule("chunks", 3, 2), ActivationPolicies(expert_inputs="resend")),
 ]
 
 

@@ -658,7 +658,7 @@ def gradients_of(recompute: bool, transport: str, dtype: torch.dtype) -> list[to
     moe = build(
         transport=transport,
         bias=True,
-        kept=ActivationPolicies(hidden="recompute" if recompute else "save"),
+        kept=ActivationPolicies(expert_activations="recompute" if recompute else "save"),
         dtype=dtype,
     )
     assert isinstance(moe.experts, GroupedExperts) and moe.experts.recompute is recompute
@@ -691,7 +691,7 @@ def test_options_of_experts() -> None:
     torch.manual_seed(0)
     assert torch.equal(carpool.MoE(H, F, EXPERTS, K)(x), expected), "on a CPU there is one way"
     for name, options in (
-        ("reference", {"kept": ActivationPolicies(hidden="recompute")}),
+        ("reference", {"kept": ActivationPolicies(expert_activations="recompute")}),
         ("fp8", {"expert_choices": choices}),
     ):
         with pytest.raises(ValueError, match=f"experts='{name}' has no option"):

@@ -377,7 +377,7 @@ def test_inputs_may_be_overwritten_as_soon_as_the_operator_has_returned(transpor
     """A compiler that was told that an operator is functional uses its inputs' memory for others."""
     case = Case(transport)
     if again:
-        case.setup = replace(case.setup, policies=ActivationPolicies(rows="resend"))
+        case.setup = replace(case.setup, policies=ActivationPolicies(expert_inputs="resend"))
     _, *want = case.train(case.ride)
     x, weight, slot, *rest = arguments(case)
     inputs = [tensor.clone() for tensor in (x, weight, slot)]

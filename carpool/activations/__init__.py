@@ -1,17 +1,18 @@
 """What is saved for the backward pass, and where.
 
-A ride keeps two items for its backward, and each has policies:
+A ride saves two kinds of activations for its backward, and each has policies:
 
-    rows      the tokens that arrived                               save, resend, offload
-    hidden    the experts' pre-activations, one for each pair       save, recompute, offload
+    expert_inputs         the tokens that arrived at this rank                       save, resend, offload
+    expert_activations    the experts' pre-activations, one per (token, expert)      save, recompute, offload
 
     save        they stay in the memory of the device
-    recompute   the up projection is computed again, from the rows
-    resend      the rows are dispatched again in the backward (MPipeMoE's re-communication, IPDPS 2023)
-    offload     they are copied to host memory beside the computation, and come back ahead of the layer's backward
+    recompute   the up projection is computed again from the expert inputs
+    resend      the tokens are dispatched again in the backward (MPipeMoE's re-communication, IPDPS 2023)
+    offload     they are copied to host memory during the computation, and prefetched before the layer's backward
 
-All of them give the same bits. The activated rows are no item: experts compute them again from the pre-activations in
-any case (`carpool.experts.gemm.grouped`). Routes, orders of pairs and routing weights are small, and are always kept.
+All policies give the same bits. The outputs of the activation function have no policy, because experts always compute
+them again from the pre-activations (`carpool.experts.gemm.grouped`). Routes, orders of pairs and routing weights are
+small and always saved.
 """
 
 from __future__ import annotations
@@ -25,31 +26,35 @@ from carpool.activations.offload import Away, Offloader
 
 __all__ = ["KEEP", "ActivationPolicies", "Arena", "Arrivals", "Away", "Offloader", "Ready", "Rows"]
 
-RowsPolicy = Literal["save", "resend", "offload"]
-HiddenPolicy = Literal["save", "recompute", "offload"]
+InputsPolicy = Literal["save", "resend", "offload"]
+ActivationsPolicy = Literal["save", "recompute", "offload"]
 
 
 @dataclass(frozen=True)
 class ActivationPolicies:
-    """See the module's docstring.
+    """The policies of one MoE layer, or of all of them; see the module's docstring.
+
+    Attributes:
+        expert_inputs: for the (R, H) tokens that arrived at this rank.
+        expert_activations: for the (P, F) or (P, 2 F) pre-activations of the experts.
 
     Raises:
-        ValueError: a policy that the item does not have.
+        ValueError: a policy that these activations do not have.
 
-    Example: ActivationPolicies(rows="resend", hidden="recompute")
+    Example: ActivationPolicies(expert_inputs="resend", expert_activations="recompute")
     """
 
-    rows: RowsPolicy = "save"
-    hidden: HiddenPolicy = "save"
+    expert_inputs: InputsPolicy = "save"
+    expert_activations: ActivationsPolicy = "save"
 
     def __post_init__(self) -> None:
-        for name, policies in (("rows", RowsPolicy), ("hidden", HiddenPolicy)):
+        for name, policies in (("expert_inputs", InputsPolicy), ("expert_activations", ActivationsPolicy)):
             if (policy := getattr(self, name)) not in get_args(policies):
                 raise ValueError(f"{name}={policy!r} is not known; use one of {', '.join(get_args(policies))}")
 
     @property
     def offloads(self) -> bool:
-        return "offload" in (self.rows, self.hidden)
+        return "offload" in (self.expert_inputs, self.expert_activations)
 
 
 KEEP = ActivationPolicies()

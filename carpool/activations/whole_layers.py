@@ -13,7 +13,7 @@ the experts saved then.
     again       attention   router   y, saved
     backward    of the ride, of the router, of attention
 
-It costs memory for y, tokens and pre-activations; `ActivationPolicies(hidden="recompute")` makes that y and tokens.
+It costs memory for y, tokens and pre-activations; without the latter if `ActivationPolicies` recomputes them.
 Losses and gradients are the same, bit by bit. Experts that run a model's own forward are autograd's, not ours: they
 ride and compute again. PyTorch's selective checkpointing would do it too, but watches every operation of the layer, at
 some 10 us each, and refuses layers that FSDP2 shards, whose second forward has other profiler ranges than the first

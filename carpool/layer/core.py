@@ -153,7 +153,7 @@ class LayerCore:
             self.policies = before
             raise
         self.offloader = (offloader or self.offloader or Offloader()) if policies.offloads else None
-        if policies.rows != before.rows:
+        if policies.expert_inputs != before.expert_inputs:
             self.transport = None
         self._setup = None
 
@@ -167,7 +167,7 @@ class LayerCore:
         Raises ValueError for a name that is unknown, or for anything that cannot be used here."""
         self._experts_asked = name, {"choices": choices, **others}
         if self.function is not None:
-            recompute = self.policies.hidden == "recompute"
+            recompute = self.policies.expert_activations == "recompute"
             self.compute = make_experts(name, self.function, choices, recompute, **others)
         elif name != "auto":
             raise ValueError(f"{self.name} runs its own forward: experts={name!r} cannot replace it")
@@ -273,7 +273,7 @@ class LayerCore:
             options, note = options.settled(self.group, top_k, hidden, own)
             self.why += f"; {note}" if note else ""
         if options is not None and not own:
-            options = options.under(self.schedule, self.policies.rows == "resend")
+            options = options.under(self.schedule, self.policies.expert_inputs == "resend")
         # Its buffers serve training too, even if the first forward is in inference mode.
         with torch.inference_mode(False):
             transport = make_transport(name, self.group, self.layout.slots_per_rank, options)

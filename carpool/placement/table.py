@@ -32,10 +32,10 @@ class Row:
     """One solver on one layer. Unless said otherwise, of the held-out half.
 
     Attributes:
-        copies: ranks that serve a token, mean (rows per token, those that stay included).
-        remote, nodes: rows per token to other ranks, and to other nodes, as the cost model's transport sends them.
-        load: largest rank load by the mean.
-        intra: share of collaborating pairs that one rank serves.
+        ranks_per_token: mean number of ranks that a token visits, its own included if it has experts there.
+        remote, nodes: hidden states sent per token to other ranks, and to other nodes, by the cost model's transport.
+        load: largest rank load over the mean.
+        intra: share of pairs of a token's experts that one rank serves.
         layer_us: modelled microseconds of the layer, forward and backward.
         solved_*: the same of the half that was solved.
         replicas: slots beyond one per expert.
@@ -46,13 +46,13 @@ class Row:
 
     layer: str
     solver: str
-    copies: float = 0.0
+    ranks_per_token: float = 0.0
     remote: float = 0.0
     nodes: float = 0.0
     load: float = 0.0
     intra: float = 0.0
     layer_us: float = 0.0
-    solved_copies: float = 0.0
+    solved_ranks_per_token: float = 0.0
     solved_load: float = 0.0
     solved_layer_us: float = 0.0
     replicas: int = 0
@@ -211,8 +211,9 @@ def print_table(result: Placement, console: Console | None = None, *, every_laye
     for row in {row.solver: row for row in result.rows if row.unavailable}.values():
         console.print(f"{row.solver} is not available: {row.unavailable}", highlight=False, markup=False)
     console.print(
-        "copies: ranks that serve a token; remote, nodes: sends per token to other ranks and nodes; load: largest of a "
-        "rank by the mean (of several layers, the largest); intra: pairs of a token's experts that one rank serves; "
+        "ranks/token: ranks that a token visits, mean; remote, nodes: sends per token to other ranks and nodes; load: "
+        "largest of a rank over the mean (of several layers, the largest); intra: pairs of a token's experts that one "
+        "rank serves; "
         "modelled: one layer, forward and backward; in brackets: on the half that was solved"
         + ("; *: the best there" if every_layer else ""),
         highlight=False,
@@ -222,7 +223,7 @@ def print_table(result: Placement, console: Console | None = None, *, every_laye
 def _table(rows: Sequence[Row], settings: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("solver", no_wrap=True)
-    for name in ("copies", "remote", "nodes", "load", "intra", "replicas", "modelled us", "seconds"):
+    for name in ("ranks/token", "remote", "nodes", "load", "intra", "replicas", "modelled us", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if row.unavailable:
@@ -231,7 +232,7 @@ def _table(rows: Sequence[Row], settings: Mapping[str, Any]) -> Table:
         load = f"{row.load:.3f} ({row.solved_load:.3f})"
         table.add_row(
             f"{row.solver} *" if row.best else row.solver,
-            f"{row.copies:.3f} ({row.solved_copies:.3f})",
+            f"{row.ranks_per_token:.3f} ({row.solved_ranks_per_token:.3f})",
             f"{row.remote:.3f}",
             f"{row.nodes:.3f}" if settings["nodes"] > 1 else "-",
             f"[red]{load}[/]" if row.load > settings["load_limit"] else load,
@@ -247,13 +248,13 @@ def _row(layer: str, name: str, layout: ExpertLayout, here: Objective, there: Ob
     return Row(
         layer=layer,
         solver=name,
-        copies=there.copies_per_token,
+        ranks_per_token=there.copies_per_token,
         remote=there.rows_remote / there.tokens,
         nodes=there.rows_nodes / there.tokens,
         load=there.load_ratio,
         intra=there.intra_share,
         layer_us=1e6 * there.seconds,
-        solved_copies=here.copies_per_token,
+        solved_ranks_per_token=here.copies_per_token,
         solved_load=here.load_ratio,
         solved_layer_us=1e6 * here.seconds,
         replicas=layout.num_replicas,
@@ -269,7 +270,7 @@ def _mean(name: str, rows: Sequence[Row]) -> Row:
     def mean(what: str) -> float:
         return sum(float(getattr(row, what)) for row in present) / len(present)
 
-    means = ("copies", "remote", "nodes", "intra", "layer_us", "solved_copies", "solved_layer_us")
+    means = ("ranks_per_token", "remote", "nodes", "intra", "layer_us", "solved_ranks_per_token", "solved_layer_us")
     return Row(
         "all",
         name,

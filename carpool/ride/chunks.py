@@ -160,7 +160,7 @@ class ChunkedOrder:
             spans.begin("experts", piece)
             with self._beside(transport):
                 partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
-                arena = arena_for("hidden", setup, backward)
+                arena = arena_for("expert_activations", setup, backward)
                 saved = experts.forward(arrivals, weights, partial_RH, arena, backward)
                 if backward:
                     kept.append(Kept(route, kept_rows(x_TH, arrivals, setup), saved))
@@ -229,7 +229,7 @@ class ChunkedOrder:
             if last is not None:
                 compute = partial(_last_gradients, last, spans, piece, transport.processors)
                 # Only in one piece: and rows that were offloaded are in memory that the next backward's get.
-                waits = setup.owed is not None and self.pieces == 1 and setup.policies.rows == "save"
+                waits = setup.owed is not None and self.pieces == 1 and setup.policies.expert_inputs == "save"
                 dweights = compute if waits else _sum(dweights, compute())
         return Pending(partial(_finish, sums, spans, dtype)), dweights
 
@@ -271,16 +271,16 @@ def _sum(one: Any, other: ExpertWeights) -> ExpertWeights:
 
 def kept_rows(x_TH: torch.Tensor, arrivals: Arrivals, setup: RideSetup) -> Rows:
     """The rows that a ride keeps: those that arrived; of rows that will be sent again, those that are sent."""
-    if setup.policies.rows == "resend":
+    if setup.policies.expert_inputs == "resend":
         return Rows.of(x_TH)
-    return arrivals.rows.kept(arena_for("rows", setup))
+    return arrivals.rows.kept(arena_for("expert_inputs", setup))
 
 
 def start_backward(kept: Kept, dy_TH: torch.Tensor, setup: RideSetup) -> BackwardStarted:
     """Send the gradients to the experts, and the rows once more if they are not kept."""
     again = rows = None
     transport = setup.transport
-    if setup.policies.rows == "resend":
+    if setup.policies.expert_inputs == "resend":
         again = kept.route.again()
         rows = transport.dispatch_again(kept.x.data, again)
     return BackwardStarted(again, rows, transport.dispatch_gradients(dy_TH, kept.route))
@@ -296,7 +296,9 @@ def readable_gradients(dpartial: Rows, packets: bool, dtype: torch.dtype) -> Row
     return dpartial if packets else dpartial.widened(dtype)
 
 
-def arena_for(item: Literal["rows", "hidden"], setup: RideSetup, backward: bool = True) -> Arena | None:
+def arena_for(
+    item: Literal["expert_inputs", "expert_activations"], setup: RideSetup, backward: bool = True
+) -> Arena | None:
     """Where a ride writes an item whose rows only the device can count."""
     if not backward or getattr(setup.policies, item) != "offload":
         return setup.transport.arena
@@ -309,8 +311,8 @@ def put_away(kept: tuple[Kept, ...], setup: RideSetup) -> tuple[Kept, ...]:
     policies = setup.policies
     if setup.offloader is None:
         return kept
-    items = [one.x for one in kept if policies.rows == "offload"]
-    if policies.hidden == "offload":
+    items = [one.x for one in kept if policies.expert_inputs == "offload"]
+    if policies.expert_activations == "offload":
         items += [item for one in kept for item in one.saved if isinstance(item, Rows)]
     if not items:
         return kept
@@ -354,7 +356,7 @@ def save(ctx: Any, weights: ExpertWeights, kept: tuple[Kept, ...], setup: RideSe
             tensors += (None if shared else item.data, item.start, item.home, item.count)
             data: Any = item.data if shared else None
             items.append(replace(item, data=data, start=None, home=None, count=None))
-            policy = setup.policies.rows if item is one.x else setup.policies.hidden
+            policy = setup.policies.expert_inputs if item is one.x else setup.policies.expert_activations
             stay += (item.start, item.data if policy == "save" or isinstance(item, Away) else None)
         plan.append((one.route, items))
     if (layer := offloaded.get()) is not None:
@@ -387,7 +389,7 @@ def saved(ctx: Any) -> tuple[ExpertWeights, tuple[Kept, ...]]:
                 raise RuntimeError(
                     "rows in an arena were let go before their backward: a hook on saved tensors (save_on_cpu, "
                     "offloading) put a copy in the place of where they begin; leave out that hook, and offload them by "
-                    "carpool.ActivationPolicies (carpool train: memory.rows and memory.hidden)"
+                    "carpool.ActivationPolicies (carpool train: memory.expert_inputs and memory.expert_activations)"
                 )
             found.append(replace(item, start=start, home=home, count=count))
         kept.append(Kept(route, found[0], tuple(found[1:])))

@@ -27,7 +27,9 @@ def train(transport: NVLink, policies: ActivationPolicies, offloader: Offloader)
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda").mul_(0.05).bfloat16().requires_grad_()
 
-    experts = GroupedExperts(ExpertFunction(make_activation("silu", True)), recompute=policies.hidden == "recompute")
+    experts = GroupedExperts(
+        ExpertFunction(make_activation("silu", True)), recompute=policies.expert_activations == "recompute"
+    )
     setup = RideSetup(transport, experts, LayerStats(SLOTS, 1, 0), policies=policies, offloader=offloader)
     x, up, down = draw(TOKENS, H), draw(SLOTS, 2 * F, H), draw(SLOTS, H, F)
     y: Any = x

@@ -44,7 +44,7 @@ class Problem:
 
     def __init__(self, seed: int = 0, resend: bool = False, **options: Any) -> None:
         self.ranks, self.rank, self.device, group = world()
-        self.policies = ActivationPolicies(rows="resend" if resend else "save")
+        self.policies = ActivationPolicies(expert_inputs="resend" if resend else "save")
         common = NVLinkOptions(max_tokens=TOKENS, arena_bytes=1 << 28, num_leases=4, **options)
         ways = [Schedule(), Schedule("chunks", 3), *(Schedule("tiles", parts) for parts in PARTS)]
         self.transports = {str(way): (NVLink(group, SLOTS, common.under(way, resend)), way) for way in ways}

@@ -327,7 +327,7 @@ def test_rows_that_are_kept_stay() -> None:
         del loss
         assert not parcels, "nothing outlives its graph"
     assert len(set(map(tuple, sizes.values()))) == 1, "what layers offload does not depend on what rides do"
-    assert all(own.policies.rows == "offload" for own in rides(model).values())
+    assert all(own.policies.expert_inputs == "offload" for own in rides(model).values())
 
 
 def test_without_gradients_nothing_is_offloaded() -> None:

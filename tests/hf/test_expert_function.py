@@ -114,7 +114,7 @@ def test_recompute_gives_the_same_bits_from_less_memory(folder: str) -> None:
     install(model)
     batch = tiny_batch(model)
     kept, size = gradients(model, batch), saved_bytes(model, batch)
-    set_activation_policies(model, ActivationPolicies(hidden="recompute"))
+    set_activation_policies(model, ActivationPolicies(expert_activations="recompute"))
     assert all(own.compute.recompute for own in rides(model).values())  # type: ignore[union-attr]
     again = gradients(model, batch)
     assert list(again) == list(kept) and any("experts" in name for name in kept)
@@ -137,7 +137,7 @@ def test_choices_reach_every_layer() -> None:
         set_experts(model, "fp8", choices=choices)
     set_experts(model, "reference")
     with pytest.raises(ValueError, match="experts='reference' has no option 'recompute'"):
-        set_activation_policies(model, ActivationPolicies(hidden="recompute"))
+        set_activation_policies(model, ActivationPolicies(expert_activations="recompute"))
     assert all(own.policies == ActivationPolicies() for own in rides(model).values())
 
 
@@ -149,4 +149,4 @@ def test_own_forwards_have_no_stages_and_cannot_recompute() -> None:
     own.set_experts("auto", Choices.all("flat"))
     assert own.compute is None
     with pytest.raises(ValueError, match="runs its own forward, which keeps what it needs: keep rows and hidden"):
-        own.set_activation_policies(ActivationPolicies(hidden="recompute"))
+        own.set_activation_policies(ActivationPolicies(expert_activations="recompute"))

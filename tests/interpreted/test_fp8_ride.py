@@ -64,7 +64,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            policies = ActivationPolicies(rows="resend" if kept == "resend" else "save")
+            policies = ActivationPolicies(expert_inputs="resend" if kept == "resend" else "save")
             setup = RideSetup(transport, FP8Experts(FUNCTION), stats, policies=policies)
             y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
         assert kept_widths == (set() if kept == "resend" else {packet_bytes(HIDDEN)})

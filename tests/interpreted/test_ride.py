@@ -73,7 +73,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
             y = ride_module(leaves[0], routing, slot[mine], module, RideSetup(transport, None, stats))
         else:
             order = PLAIN if chunks == 1 else ChunkedOrder(chunks, chunks)
-            experts_made = GroupedExperts(FUNCTION, recompute=policies.hidden == "recompute")
+            experts_made = GroupedExperts(FUNCTION, recompute=policies.expert_activations == "recompute")
             setup = RideSetup(transport, experts_made, stats, order, NO_HOOKS, policies, Offloader())
             y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
         y.backward(dy[mine])

@@ -93,7 +93,7 @@ class Layer:
         ]
         self.slot = torch.rand(tokens, E, generator=generator).argsort(1)[:, :K].int()
         experts = GroupedExperts(
-            ExpertFunction(make_activation("silu", gated=True)), recompute=policies.hidden == "recompute"
+            ExpertFunction(make_activation("silu", gated=True)), recompute=policies.expert_activations == "recompute"
         )
         self.offloader = Offloader()
         transport = make_transport("dedup", None, E)
@@ -134,7 +134,7 @@ def test_what_is_not_kept_is_not_saved() -> None:
     kept = {policies: saved_bytes(policies) for policies in EVERY}
     rows, hidden = 11 * H * 4, 11 * K * 2 * F * 4
     for policies, size in kept.items():
-        gone = (policies.rows != "save") * rows + (policies.hidden != "save") * hidden
+        gone = (policies.expert_inputs != "save") * rows + (policies.expert_activations != "save") * hidden
         ticket = 8 if policies.offloads else 0
         assert kept[KEEP] - size == gone - ticket, policies
 
@@ -156,7 +156,7 @@ def test_hooks_never_see_an_arena() -> None:
 
 @pytest.mark.parametrize("policy", ["save", "offload"])
 def test_a_copy_in_the_place_of_a_handle_is_refused(policy: Any) -> None:
-    layer = Layer(ActivationPolicies(rows=policy, hidden=policy), Arena(1 << 20, CPU))
+    layer = Layer(ActivationPolicies(expert_inputs=policy, expert_activations=policy), Arena(1 << 20, CPU))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         y = layer()
     with pytest.raises(RuntimeError, match=r"let go before .* backward: a hook on saved tensors"):
@@ -208,10 +208,12 @@ def test_a_graph_that_is_retained_has_its_rows_again() -> None:
 
 
 def test_policies_that_are_none() -> None:
-    with pytest.raises(ValueError, match="rows='recompute' is not known; use one of save, resend, offload"):
-        ActivationPolicies(rows="recompute")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expert_inputs='recompute' is not known; use one of save, resend, offload"):
+        ActivationPolicies(expert_inputs="recompute")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="experts='reference' has no option 'recompute'"):
-        carpool.MoE(H, F, E, K, experts="reference").set_activation_policies(ActivationPolicies(hidden="recompute"))
+        carpool.MoE(H, F, E, K, experts="reference").set_activation_policies(
+            ActivationPolicies(expert_activations="recompute")
+        )
 
 
 # -- how many bytes that is -------------------------------------------------------------------------------------------
@@ -222,7 +224,9 @@ def test_predicted_bytes_are_those_that_are_saved() -> None:
     whole = dict.fromkeys(POLICIES, "save")
     for policies in EVERY:
         now, kept = (
-            saved_by_rides({**whole, "expert_inputs": p.rows, "expert_activations": p.hidden}, 1, *of_one)
+            saved_by_rides(
+                {**whole, "expert_inputs": p.expert_inputs, "expert_activations": p.expert_activations}, 1, *of_one
+            )
             for p in (policies, KEEP)
         )
         if not policies.offloads:
@@ -267,7 +271,7 @@ def test_what_is_none_is_kept() -> None:
         "layer_activations": "save",
         "moe_outputs": "save",
     }
-    assert memory.kept == ActivationPolicies(rows="resend")
+    assert memory.kept == ActivationPolicies(expert_inputs="resend")
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,13 @@ def test_place_judges_on_the_held_out_half_and_writes_the_best(tmp_path: Path) -
         assert layouts.about["solver"][name] == best.solver
         there = evaluate(held_out.layer(name), layouts[name], topology=Topology.even(4, 2))
         here = evaluate(solved.layer(name), layouts[name], topology=Topology.even(4, 2))
-        assert best.copies == there.copies_per_token and best.solved_copies == here.copies_per_token
+        assert best.ranks_per_token == there.copies_per_token and best.solved_ranks_per_token == here.copies_per_token
         assert best.nodes == there.rows_nodes / there.tokens and best.load == there.load_ratio
         within = [row for row in rows if row.solved_load <= 1.1] or rows
         assert best.solved_layer_us == min(row.solved_layer_us for row in within)
     means = {row.solver: row for row in result.means()}
-    ours = [row.copies for row in result.rows if row.solver == "occult"]
-    assert means["occult"].copies == pytest.approx(sum(ours) / 2)
+    ours = [row.ranks_per_token for row in result.rows if row.solver == "occult"]
+    assert means["occult"].ranks_per_token == pytest.approx(sum(ours) / 2)
     assert set(means) == {"contiguous", "occult", "search", "best of each layer"}
 
 
@@ -60,7 +60,7 @@ def test_the_table_shows_every_solver(tmp_path: Path) -> None:
         console = Console(file=io.StringIO(), width=160)
         print_table(result, console, every_layer=every_layer)
         text = console.file.getvalue()  # type: ignore[attr-defined]
-        assert "contiguous" in text and "lpt" in text and f"{result.rows[0].copies:.3f}" in text
+        assert "contiguous" in text and "lpt" in text and f"{result.rows[0].ranks_per_token:.3f}" in text
         assert (TRACE.layers[0] in text) == every_layer
 
 

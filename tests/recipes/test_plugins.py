@@ -99,7 +99,7 @@ def test_commands_know_them(tmp_path: Path) -> None:
     assert "reverse" in listed and "Backwards (a plug-in)" in listed
     assert shown == RECIPE
     rows = json.loads((tmp_path / "placed" / "place.json").read_text())["rows"]
-    assert [row["solver"] for row in rows] == ["backwards", "backwards+search"] and rows[0]["copies"] > 0
+    assert [row["solver"] for row in rows] == ["backwards", "backwards+search"] and rows[0]["ranks_per_token"] > 0
     compared = json.loads((tmp_path / "compared" / "recipes.json").read_text())["rows"]
     assert [row["name"] for row in compared] == ["experts in order", "reverse"]
 

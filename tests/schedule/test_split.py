@@ -41,7 +41,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_weights_wait_and_are_the_same(rows: str, again: bool) -> None:
     torch.manual_seed(0)
     model = Block().double()
-    model.moe.set_activation_policies(carpool.ActivationPolicies(rows=rows))
+    model.moe.set_activation_policies(carpool.ActivationPolicies(expert_inputs=rows))
     whole, x_NTH = copy.deepcopy(model), torch.randn(3, 17, 12, dtype=torch.float64, requires_grad=True)
 
     def loss(model: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:

@@ -182,7 +182,7 @@ def lossy_reasons(run: Run) -> list[str]:
 
 def _options(run: Run) -> TransportOptions:
     """Of the transport, under the schedule that the run has."""
-    return run.built.options.under(run.built.schedule.answer, run.config.memory.kept.rows == "resend")
+    return run.built.options.under(run.built.schedule.answer, run.config.memory.kept.expert_inputs == "resend")
 
 
 def write_files(run: Run, info: dict[str, Any]) -> None:
