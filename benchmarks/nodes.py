@@ -65,7 +65,7 @@ from carpool.transport import (
     set_topology,
     topology_of,
 )
-from carpool.transport.codecs import CODECS, ROW_VERBS, Codecs
+from carpool.transport.codecs import CODECS, TOKEN_VERBS, Codecs
 from tools.cluster import DEVICE, Cluster, why_not
 
 TRACE = Path(__file__).parents[1] / "docs" / "traces" / "e64-1435.npz"
@@ -100,7 +100,7 @@ class Contest:
         """(label, transport, layout, options) of each contender."""
         in_order = ExpertLayout.contiguous(self.shape.experts, self.num_ranks)
         plain, found = TransportOptions(self.args.tokens), []
-        coded = replace(plain, codecs=Codecs(**dict.fromkeys(ROW_VERBS, self.args.codec)))
+        coded = replace(plain, codecs=Codecs(**dict.fromkeys(TOKEN_VERBS, self.args.codec)))
         for name in TRANSPORTS:
             try:
                 check_transport(name, self.group)
@@ -115,7 +115,7 @@ class Contest:
         if any(name == PLACED for _, name, _, _ in found):
             placed = solve("search", self.solved, self.topology, cost=cost)
             found.append((f"{PLACED}, placed", PLACED, placed, plain))
-            sent_WW = TRANSPORTS[PLACED].rows_sent(self.rank_TK(placed), self.topology)
+            sent_WW = TRANSPORTS[PLACED].tokens_sent(self.rank_TK(placed), self.topology)
             most = int(sent_WW[self.topology.pairs["network"]].max())
             fixed = HierarchicalOptions(self.args.tokens, first_hop="fixed", capacity=max(1, most))
             found.append((f"{PLACED}, placed, fixed", PLACED, placed, fixed))

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from carpool.activations import KEEP, ActivationPolicies
+from carpool.activations import SAVE_ALL, ActivationPolicies
 from carpool.experts import Choices, ExpertFunction, make_activation
 from carpool.experts.slices import check_slices
 from carpool.layer.checks import check_dtype, check_replay, check_types
@@ -62,8 +62,8 @@ class MoE(LayerModule):
             travel while the experts compute on the other. The same sums; weight gradients to rounding. Default: in
             turn.
         experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8/fp8_experts.py).
-        kept: what is done about the rows and the pre-activations that the backward needs
-            (carpool/activations/__init__.py): they are kept, computed or sent again, or offloaded to host memory. The
+        activation_policies: what happens to the tokens and the pre-activations that the backward needs
+            (carpool/activations/__init__.py): they are saved, computed or sent again, or offloaded to host memory. The
             same bits.
         expert_choices: of "grouped", the way of each stage (carpool/experts/gemm/choices.py). Default: by the shape;
             `carpool.experts.measure_choices` finds the fastest.
@@ -103,7 +103,7 @@ class MoE(LayerModule):
         transport_options: TransportOptions | None = None,
         schedule: Schedule | None = None,
         experts: str = "auto",
-        kept: ActivationPolicies = KEEP,
+        activation_policies: ActivationPolicies = SAVE_ALL,
         expert_choices: Choices | None = None,
         activation: str = "silu",
         gated: bool = True,
@@ -163,7 +163,7 @@ class MoE(LayerModule):
         self._make_equal(edp_group)
 
         self.core.set_experts(experts, expert_choices)
-        self.core.set_activation_policies(kept)
+        self.core.set_activation_policies(activation_policies)
         self.core.set_schedule(schedule or Schedule())
         options = transport_options or TransportOptions()
         self.set_transport(transport, options if max_tokens is None else replace(options, max_tokens=max_tokens))

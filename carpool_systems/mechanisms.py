@@ -23,7 +23,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from carpool.activations.offload import Offloader
-from carpool.activations.whole_layers import KeptRides
+from carpool.activations.whole_layers import SavedRides
 from carpool.experts import EXPERTS
 from carpool.experts.gemm.grouped import GroupedExperts, Stages
 from carpool.experts.host_experts import HostExperts
@@ -131,7 +131,7 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     "saved:activations-recomputed": lambda seen: seen.called(Stages.up, by=GroupedExperts.backward),
     "saved:activations-offloaded": lambda seen: seen.called(Offloader.put) and seen.called(Offloader.get),
     "saved:layers-recomputed": lambda seen: seen.events.count("attention") > 1.5 * seen.events.count("dispatch"),
-    "saved:collectives": lambda seen: seen.called(KeptRides.ride, by=sequence),
+    "saved:collectives": lambda seen: seen.called(SavedRides.ride, by=sequence),
     "moments:bfloat16": lambda seen: torch.bfloat16 in seen.moments,
     "optimizer:in-backward": lambda seen: seen.called(ConsumedGradients._flush),
     "host:optimizer-state": lambda seen: min(seen.state_bytes("streamed")) > 0 == max(seen.state_bytes("disk")),

@@ -83,7 +83,7 @@ class _Merger(Merge):
         routing: Routing,
         slot_TK: torch.Tensor,
         setup: RideSetup,
-        ride_rows: Callable[[torch.Tensor, Routing, torch.Tensor, RideSetup], tuple[torch.Tensor, Any]],
+        ride_tokens: Callable[[torch.Tensor, Routing, torch.Tensor, RideSetup], tuple[torch.Tensor, Any]],
     ) -> tuple[torch.Tensor, Any]:
         transport, stats = setup.transport, setup.stats
         assert routing.weight_TK is not None
@@ -114,7 +114,7 @@ class _Merger(Merge):
         choices_W = torch.bincount(rank_N.long(), minlength=transport.num_ranks).tolist()
         counted = replace(setup, stats=_MergedStats(stats, choices_W))
         ones = Routing(of_group(routing.expert_TK), weight_TK.new_ones(x_CH.shape[0], 1))
-        y_CH, made = ride_rows(x_CH, ones, of_group(slot_TK), counted)
+        y_CH, made = ride_tokens(x_CH, ones, of_group(slot_TK), counted)
         y_NH = y_CH[group_N].float()
         if self.residual:
             y_NH = y_NH + (rows_NH - x_CH[group_N]).float()

@@ -5,7 +5,7 @@
         seen.begin(run)
         loop(run)
     seen.called(Merger._hashed)                       how often
-    seen.called(KeptRides.ride, by=sequence)          how often, if a function of that module called it
+    seen.called(SavedRides.ride, by=sequence)          how often, if a function of that module called it
     seen.events                                       ["attention", "dispatch", "dispatch came", "experts", ...]
 
 A recipe's mechanism is a predicate over this (`carpool_systems.mechanisms`), so that a mechanism counts if it happened,

@@ -200,10 +200,10 @@ def rows_of_sequences(visits_BLW: torch.Tensor, transport: str, topology: Topolo
     Args:
         visits_BLW: for each token, how many of its choices are on each rank."""
     way = find_transport(transport)
-    if not (way.one_row_per_rank or way.one_row_per_node):
+    if not (way.one_send_per_rank or way.one_send_per_node):
         return visits_BLW.sum(1)
     visits_BLW = visits_BLW.clamp(max=1)
-    if not way.one_row_per_node:
+    if not way.one_send_per_node:
         return visits_BLW.sum(1)
     node_W = torch.tensor(topology.node_of, device=visits_BLW.device)
     visits_BLN = torch.zeros_like(visits_BLW[..., : topology.num_nodes]).index_add_(2, node_W, visits_BLW).clamp(max=1)
@@ -212,7 +212,7 @@ def rows_of_sequences(visits_BLW: torch.Tensor, transport: str, topology: Topolo
 
 def seconds_per_row(seconds_WW: Floats, transport: str, topology: Topology) -> Floats:
     """(W, U) seconds per byte of the rows of `rows_of_sequences`, from each rank."""
-    if not find_transport(transport).one_row_per_node:
+    if not find_transport(transport).one_send_per_node:
         return seconds_WW
     # A row goes to the rank of its own rank's number in a node, and from there to others.
     ranks, per_node = np.arange(topology.num_ranks), topology.num_ranks // topology.even_nodes()

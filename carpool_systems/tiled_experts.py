@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from carpool.activations import Arena, Arrivals, Ready, Rows
+from carpool.activations import Arena, Arrivals, HiddenStates, Ready
 from carpool.experts.base import Activation, Experts, ExpertWeights
 from carpool.experts.gemm.choices import LIBRARY, Choices, default_choices
 from carpool.experts.gemm.grouped import GroupedExperts, Stages, has_kernels
@@ -69,15 +69,15 @@ class Forward:
         arena: Arena | None,
         backward: bool,
     ) -> None:
-        assert arrivals.ready is not None and arrivals.rows.gaps
+        assert arrivals.ready is not None and arrivals.tokens.gaps
         self.ready, self.partial_RH = arrivals.ready, partial_RH
         self.weight_RJ = arrivals.weight_RJ.contiguous()
         pairs, tiles = sort_parts(arrivals, weights.up_SFH.shape[0])
         self.stages = stages_of(experts, weights, pairs, tiles)
         keep = backward and not experts.recompute
-        self.h: Rows | None = None
+        self.h: HiddenStates | None = None
         if tiles is not None:
-            self.a_PF, self.h = self.stages.up(arrivals.rows, arena, keep, ready=self.ready)
+            self.a_PF, self.h = self.stages.up(arrivals.tokens, arena, keep, ready=self.ready)
             self.y_PH = self.a_PF.new_empty(self.a_PF.shape[0], partial_RH.shape[1])
         self.kept = keep and tiles is not None
 
@@ -107,9 +107,9 @@ class Backward:
         self,
         experts: GroupedExperts,
         saved: tuple[Any, ...],
-        x: Rows,
+        x: HiddenStates,
         weights: ExpertWeights,
-        dpartial: Rows,
+        dpartial: HiddenStates,
         ready: Ready,
         needs_dweights: bool,
     ) -> None:
@@ -142,7 +142,7 @@ class Backward:
         if self.weights.down_bias_SH is not None:
             self._ddown_bias = slot_sums(self.stages.dy(self.dpartial), self.pairs, self.weight_RJ)
 
-    def dweights(self, x: Rows) -> ExpertWeights | None:
+    def dweights(self, x: HiddenStates) -> ExpertWeights | None:
         """After `ddown`: the gradients of the weights, if they are needed. `x`: the rows that came in the forward."""
         if not self.needs_dweights:
             return None

@@ -44,14 +44,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.kernels import MAX_PARTS
 from carpool.kernels.device import reserved
 from carpool.metrics.counters import RideSpans
-from carpool.ride.chunks import arena_for, kept_rows
+from carpool.ride.chunks import arena_for, saved_inputs
 from carpool.ride.schedule import Schedule, ScheduleKind
-from carpool.ride.setup import Kept, Order, RideSetup
+from carpool.ride.setup import Order, RideSetup, SavedActivations
 from carpool.ride.turns import handover
 from carpool.transport import Pending, Transport, TransportOptions
 from carpool_systems.tiled_experts import Backward, Forward, why_no_parts
@@ -103,12 +103,12 @@ class TiledOrder:
 
     def forward(
         self, started: Started, weights: ExpertWeights, setup: RideSetup, backward: bool
-    ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+    ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
         transport: Any = setup.transport
         experts = setup.experts
         assert isinstance(experts, GroupedExperts)
         x_TH, route, coming, spans = started
-        kept: Rows | None = None
+        kept: HiddenStates | None = None
         sums: list[Pending] = []
         handover()
         spans.begin("dispatch")
@@ -124,7 +124,7 @@ class TiledOrder:
             with reserved(transport.processors):
                 if backward and part == self.parts - 1:
                     # Before the rows' buffer goes to others, and when combines have most to hide behind.
-                    kept = kept_rows(x_TH, arrivals, setup)
+                    kept = saved_inputs(x_TH, arrivals, setup)
                 work.part(part)
             spans.begin("combine", part)
             sums.append(transport.combine(route, partial_RH, part))
@@ -133,13 +133,13 @@ class TiledOrder:
         spans.begin("combine")
         y_TH = [one.wait() for one in sums][-1]
         spans.end()
-        return y_TH.to(x_TH.dtype), None if kept is None else (Kept(route, kept, work.saved),)
+        return y_TH.to(x_TH.dtype), None if kept is None else (SavedActivations(route, kept, work.saved),)
 
     def backward(
         self,
         dy_TH: torch.Tensor,
         weights: ExpertWeights,
-        kept: tuple[Kept, ...],
+        kept: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
     ) -> tuple[Pending, ExpertWeights | None]:

@@ -36,11 +36,11 @@ from carpool.metrics.counters import VERBS, Traffic
 from carpool.transport.alltoall import AllToAll
 from carpool.transport.base import bytes_of_rides
 from carpool.transport.codecs import PLAIN, Codecs
-from carpool.transport.exchange import COUNT_BYTES, ExchangeRoute, RowsToSend, Sizes
+from carpool.transport.exchange import COUNT_BYTES, ExchangeRoute, SendList, Sizes
 from carpool.transport.multi_hop import Hop, MultiHop
 from carpool.transport.nodes import hops_of, why_not_nodes, why_not_several
 from carpool.transport.options import TransportOptions
-from carpool.transport.volume import Counts, Volume, one_row_per_choice
+from carpool.transport.volume import Counts, Volume, one_send_per_choice
 
 SIZE_BYTES = 8
 
@@ -56,7 +56,7 @@ class AlignedAllToAll(AllToAll):
         together: tuple[int, int] = (1, 1),
     ) -> list[ExchangeRoute]:
         here_C = self.whether_here(slot_C)
-        count_CW = torch.stack([self.count_rows(here_WTK) for here_WTK in here_C])
+        count_CW = torch.stack([self.count_sends(here_WTK) for here_WTK in here_C])
         count_FW = count_CW  # first those of rank 0
         if self.num_ranks > 1:
             count_FW = count_CW.new_empty(self.num_ranks * len(slot_C), self.num_ranks)
@@ -72,7 +72,7 @@ class AlignedAllToAll(AllToAll):
         sizes = Sizes(size_CW, size_CW, counts[self.rank], pairs_C)
         return self._routes(slot_C, weight_C, here_C, sizes, traffic, together)
 
-    def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
+    def list_sends(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> SendList:
         choices, top_k, block = slot_TK.numel(), slot_TK.shape[1], num_rows // self.num_ranks
         key_C = slot_TK.reshape(-1)
         key_C = torch.where(key_C < 0, self.num_ranks * self.slots_per_rank, key_C)
@@ -86,19 +86,19 @@ class AlignedAllToAll(AllToAll):
         choice_N.scatter_(0, torch.where(rank_C == self.num_ranks, num_rows, place_C), order_C)
         choice_N = choice_N[:num_rows]
         slot_N = F.pad(slot_TK.reshape(-1), (0, 1), value=-1)[choice_N]
-        return RowsToSend(
+        return SendList(
             token_N=choice_N // max(1, top_k),
             slot_NJ=torch.where(slot_N < 0, -1, slot_N % self.slots_per_rank).int().unsqueeze(1),
             choice_NJ=choice_N.unsqueeze(1),
         )
 
-    def rows_of(self, x_TH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+    def select_tokens(self, x_TH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
         return F.pad(x_TH, (0, 0, 0, 1))[token_N]
 
-    def copy_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
-        return self.rows_of(x_TH, route.token_N)
+    def tokens_to_send(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
+        return self.select_tokens(x_TH, route.token_N)
 
-    def sum_rows(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
+    def sum_returned(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
         return ordered_sum(rows_NH, route.token_N, route.num_tokens + 1)[: route.num_tokens]
 
 
@@ -126,17 +126,17 @@ class Stepwise(MultiHop):
             rows_NLNL: rows from rank l of node n to rank l' of node n'."""
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
         total: Counts = np.sum([step.rows_WW for step in cls._steps(rank_TK, topology)], axis=0)
         return total
 
     @classmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
         """Rows that reach experts."""
         return float(top_k)
 
     @classmethod
-    def choices_per_row(cls, top_k: int) -> int:
+    def choices_per_send(cls, top_k: int) -> int:
         return 1
 
     @classmethod
@@ -157,13 +157,13 @@ class Stepwise(MultiHop):
             hops.append({"plan": step.joined_WW * step.size_bytes, **bytes_of_rides(step.rows_WW, row, 1)})
         bytes_WW = {verb: np.sum([hop[verb] for hop in hops], axis=0) for verb in VERBS}
         tokens_W = tuple(len(one) for one in rank_TK)
-        return Volume(cls.name, tokens_W, cls.rows_sent(rank_TK, topology), bytes_WW, tuple(hops))
+        return Volume(cls.name, tokens_W, cls.tokens_sent(rank_TK, topology), bytes_WW, tuple(hops))
 
     @classmethod
     def _steps(cls, rank_TK: Sequence[Counts], topology: Topology) -> list[Step]:
         num_ranks, num_nodes = topology.num_ranks, topology.even_nodes()
         shape = (num_nodes, num_ranks // num_nodes) * 2
-        return cls.steps(one_row_per_choice(rank_TK, num_ranks).reshape(shape))
+        return cls.steps(one_send_per_choice(rank_TK, num_ranks).reshape(shape))
 
     @classmethod
     def why_not(cls, group: dist.ProcessGroup | None) -> str | None:

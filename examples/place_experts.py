@@ -50,7 +50,7 @@ def main() -> None:
         in_order = ExpertLayout.contiguous(8, ranks)
         for name in trace.layers:
             old, new = (evaluate(trace.layer(name), layout) for layout in (in_order, layouts[name]))
-            print(f"{name}: ranks per token {old.copies_per_token:.3f} -> {new.copies_per_token:.3f}")
+            print(f"{name}: ranks per token {old.ranks_per_token:.3f} -> {new.ranks_per_token:.3f}")
     dist.destroy_process_group()
 
 

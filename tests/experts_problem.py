@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts import Activation, ExpertFunction, Experts, ExpertWeights, ReferenceExperts
 from carpool.experts.base import NUM_TRAINED, ActivationFunction, stand_in
 from carpool.experts.quantised import Kind, dequantised, quantise
@@ -145,7 +145,7 @@ class ExpertProblem:
 
         count = int((self.slot_RJ >= 0).sum())
         x_RH, dpartial_RH = put(self.x_RH), put(self.dpartial_RH)
-        rows = Rows(x_RH, x_RH.shape[1], gaps=not all_rows)
+        rows = HiddenStates(x_RH, x_RH.shape[1], gaps=not all_rows)
         arrivals = Arrivals(rows, self.slot_RJ.to(device), put(self.weight_RJ), 4 * count + 5)
         weights = ExpertWeights._make(None if w is None else put(w) for w in self.weights)
         partial, dx = (torch.full_like(x_RH, torch.nan) for _ in range(2))
@@ -162,7 +162,7 @@ class ExpertProblem:
         with no_host_synchronisation(device == "cuda" and not may_wait):
             saved = experts.forward(arrivals, weights, partial, arena)
             x_RH.fill_(torch.nan)  # it was leased
-            dweight, finish = experts.backward(saved, x, weights, Rows.of(dpartial_RH), dx, not self.frozen)
+            dweight, finish = experts.backward(saved, x, weights, HiddenStates.of(dpartial_RH), dx, not self.frozen)
             assert finish is not None
             dpartial_RH.fill_(torch.nan)  # it was leased too
             gradients = finish()

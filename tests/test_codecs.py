@@ -18,7 +18,7 @@ from carpool.planner.machine.cost import RIDES, CostModel
 from carpool.ride.schedule import Schedule
 from carpool.train.config import load_config
 from carpool.transport import Codecs, NVLinkOptions, TransportOptions, make_transport, unfit_transports
-from carpool.transport.codecs import CODECS, PLAIN, ROW_VERBS
+from carpool.transport.codecs import CODECS, PLAIN, TOKEN_VERBS
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 H, F, E, K = 200, 24, 8, 3
@@ -68,7 +68,15 @@ def ride_with_codecs(cases: list[Any]) -> list[dict[str, Any]]:
     for name, codecs, schedule, kept in cases:
         options = TransportOptions(codecs=codecs)
         moe = carpool.MoE(
-            H, F, E, K, ep_mesh=ep_mesh, transport=name, transport_options=options, schedule=schedule, kept=kept
+            H,
+            F,
+            E,
+            K,
+            ep_mesh=ep_mesh,
+            transport=name,
+            transport_options=options,
+            schedule=schedule,
+            activation_policies=kept,
         )
         with_weights(moe, given, homes)
         x_TH, weight_TK = (given[key][mine].clone().requires_grad_() for key in ("x_TH", "weight_TK"))
@@ -170,7 +178,7 @@ def test_counted_bytes_are_those_that_were_predicted(rides: list[list[dict[str, 
     shape: dict[str, Any] = {"hidden": H, "element_size": 4, "topology": NODES}
     volume = predict(name, routings, LAYOUT, **shape, options=TransportOptions(codecs=codecs))
     plain = predict(name, routings, LAYOUT, **shape)
-    for verb in ROW_VERBS:
+    for verb in TOKEN_VERBS:
         counted = np.array([of_rank[number]["bytes"][verb] for of_rank in rides])
         np.testing.assert_array_equal(counted, volume.bytes_WW[verb], err_msg=verb)
         assert (volume.bytes_remote(verb) < plain.bytes_remote(verb)) == (getattr(codecs, verb) != "none"), verb
@@ -204,8 +212,8 @@ def test_what_travels_otherwise_is_said() -> None:
         "sums of experts travel as bfloat16 between nodes",
         "gradients of sums travel as FP8 between nodes",
     ]
-    assert MIXED.for_rows_of(4) == MIXED
-    assert MIXED.for_rows_of(2).lossy_reasons == [MIXED.lossy_reasons[0], MIXED.lossy_reasons[2]]
+    assert MIXED.for_element_size(4) == MIXED
+    assert MIXED.for_element_size(2).lossy_reasons == [MIXED.lossy_reasons[0], MIXED.lossy_reasons[2]]
 
 
 def test_codecs_that_cannot_be_are_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts import (
     ACTIVATIONS,
     Activation,
@@ -107,11 +107,11 @@ def test_bf16_is_no_worse_than_a_path_that_nobody_fused(name: str, sizes: tuple[
 def test_gradients_of_weights_only_where_asked(name: str) -> None:
     spec = Spec(hidden=20, inner=12, bias=True)
     problem = problem_of("full", spec, torch.float32)
-    experts, x = make_experts(name, problem.function), Rows.of(problem.x_RH)
+    experts, x = make_experts(name, problem.function), HiddenStates.of(problem.x_RH)
     arrivals = Arrivals(x, problem.slot_RJ, problem.weight_RJ, problem.slot_RJ.numel())
     saved = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH))
     dx = torch.empty_like(problem.x_RH)
-    dweight, gradients = experts.backward(saved, x, problem.weights, Rows.of(problem.dpartial_RH), dx, False)
+    dweight, gradients = experts.backward(saved, x, problem.weights, HiddenStates.of(problem.dpartial_RH), dx, False)
     want = formulas(problem, spec)
     torch.testing.assert_close(dx.double(), want["dx"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dweight.double(), want["dweight"], rtol=1e-4, atol=1e-5)
@@ -132,7 +132,7 @@ def test_a_bound_instead_of_a_count_and_garbage_in_rows_that_nobody_wants(patter
 
 def test_without_room_in_the_arena_the_output_is_right() -> None:
     problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
-    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
+    arrivals = Arrivals(HiddenStates.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
     arena, want, got = Arena(256, torch.device("cpu")), torch.empty_like(problem.x_RH), torch.empty_like(problem.x_RH)
     arena.bytes.fill_(7)
     experts = make_experts("grouped", problem.function)
@@ -146,7 +146,7 @@ def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
     """What a layer keeps must not be refused because a later one wrote elsewhere in the same memory."""
     arena = Arena(10**6, torch.device("cpu"))
     problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
-    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
+    arrivals = Arrivals(HiddenStates.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
     experts = make_experts("grouped", problem.function)
     _, h, *_ = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
     version = h.data._version
@@ -332,7 +332,7 @@ def test_what_is_not_kept_is_computed_again(pattern: str, use_arena: bool) -> No
         kept, again = (GroupedExperts(problem.function, recompute=recompute) for recompute in (False, True))
         want, got = (problem.run(experts, use_arena, all_rows=True) for experts in (kept, again))
         assert all(torch.equal(got[key], want[key]) for key in want)
-    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
+    arrivals = Arrivals(HiddenStates.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
     arena = Arena(10**5, torch.device("cpu"))
     saved = again.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
     assert saved[1] is None and not arena.needed.item()

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts import (
     EXPERTS,
     ExpertFunction,
@@ -33,7 +33,7 @@ from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import Arrivals, make_transport
-from carpool.transport.nvlink.route import LeasedRows
+from carpool.transport.nvlink.route import LeasedStates
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,9 +69,9 @@ def test_packets_are_codes_and_scales(hidden: int) -> None:
 @pytest.mark.parametrize("leased", [False, True], ids=["tensor", "lease"])
 def test_rows_are_packed_with_those_at_home(leased: bool) -> None:
     x, home, came = torch.randn(9, 40), torch.randn(2, 40), torch.tensor([2, 0, 3])
-    rows = Rows(x, 40, home=home, home_row=9)
+    rows = HiddenStates(x, 40, home=home, home_row=9)
     if leased:
-        rows = LeasedRows(x, 40, home=home, home_row=9, came_W=came, capacity=3)
+        rows = LeasedStates(x, 40, home=home, home_row=9, came_W=came, capacity=3)
     packed = rows.packed()
     assert type(packed) is type(rows) and packed.gaps == leased and packed.packed() is packed
     assert packed.data.dtype == torch.uint8 and packed.width == packet_bytes(40)
@@ -81,7 +81,7 @@ def test_rows_are_packed_with_those_at_home(leased: bool) -> None:
 
 def test_rows_that_travelled_as_packets_stay_packets() -> None:
     x, home = pack(torch.randn(9, 40)), torch.randn(2, 40)
-    rows = LeasedRows(
+    rows = LeasedStates(
         x, x.shape[1], home=pack(home), home_row=9, came_W=torch.tensor([2, 0, 3]), capacity=3, wide_home=home
     )
     arrivals = Arrivals(rows, torch.zeros(11, 1, dtype=torch.int32), torch.ones(11, 1), 11)
@@ -148,7 +148,7 @@ def test_products_are_exact_where_codes_are() -> None:
     assert torch.equal(wide[:, :136, :200], up) and not wide[:, 136:].any() and not wide[:, :, 200:].any()
     assert torch.equal(turned.code.view(torch.uint8), code.code.view(torch.uint8).transpose(1, 2))
     pairs = sort_pairs(problem.slot_RJ, len(up), int((problem.slot_RJ >= 0).sum()))
-    got = fp8_stages.gathered_product(Rows.of(packets), 200, code, pairs, 136, torch.float32)
+    got = fp8_stages.gathered_product(HiddenStates.of(packets), 200, code, pairs, 136, torch.float32)
     want = torch.einsum("pk,pnk->pn", problem.x_RH[pairs.row_P], up[pairs.slot_P.long()])
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-3)
 
@@ -166,13 +166,13 @@ def test_columns_are_spread_and_gathered() -> None:
 def test_gradients_of_weights_only_where_asked() -> None:
     problem = ExpertProblem("random", 40, 24, make_activation("silu", True), True, torch.float32)
     wanted = problem.wanted_R
-    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 10**6)
+    arrivals = Arrivals(HiddenStates.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 10**6)
     experts = FP8Experts(problem.function)
     saved = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH))
     found = []
     for needed in (True, False):
         dx = torch.empty_like(problem.x_RH)
-        x, dpartial = Rows.of(problem.x_RH), Rows.of(problem.dpartial_RH)
+        x, dpartial = HiddenStates.of(problem.x_RH), HiddenStates.of(problem.dpartial_RH)
         dweight, finish = experts.backward(saved, x, problem.weights, dpartial, dx, needed)
         gradients = None if finish is None else finish()
         assert (gradients is not None) == needed
@@ -195,7 +195,7 @@ def same_codes(experts: FP8Experts, weights: ExpertWeights, columns: fp8_stages.
 def test_weights_that_do_not_change_are_quantised_once() -> None:
     problem = ExpertProblem("random", 40, 24, make_activation("silu", True), False, torch.float32)
     experts, weights, columns = FP8Experts(problem.function), problem.weights, fp8_stages.Columns(2, 24, False)
-    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 10**6)
+    arrivals = Arrivals(HiddenStates.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 10**6)
     assert experts._turned("up", weights) is not experts._turned("up", weights)
     with mock.patch.object(fp8, "quantise_weight", wraps=fp8_stages.quantise_weight) as spy:
         with experts.weights_unchanged():
@@ -336,7 +336,7 @@ def test_names_and_refusals() -> None:
 def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
     arena = Arena(10**6, torch.device("cpu"))
     problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
-    arrivals: Any = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
+    arrivals: Any = Arrivals(HiddenStates.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
     experts = FP8Experts(problem.function)
     _, h, *_ = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
     version = h.data._version

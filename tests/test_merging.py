@@ -14,7 +14,7 @@ from carpool import ExpertLayout, Routing
 from carpool.layout.topology import Topology
 from carpool.placement import predict
 from carpool.transport import Codecs, TransportOptions
-from carpool.transport.codecs import ROW_VERBS
+from carpool.transport.codecs import TOKEN_VERBS
 from carpool_systems.merging import LSH as Hashed
 from carpool_systems.merging import Condense
 from tests.ranks import WORLD_SIZE, Ranks, mesh
@@ -132,7 +132,7 @@ def test_each_gets_what_its_group_computed(rides: list[list[dict[str, Any]]], nu
     volume = predict(name, ridden, LAYOUT, **shape)
     every = [problem(rank)["expert_TK"] for rank in range(WORLD_SIZE)]
     baseline = predict("alltoall", every, LAYOUT, **shape)
-    for verb in ROW_VERBS:
+    for verb in TOKEN_VERBS:
         counted = np.array([found[number]["bytes"][verb] for found in rides])
         np.testing.assert_array_equal(counted, volume.bytes_WW[verb], err_msg=verb)
         assert sum(found[number]["baseline"][verb] for found in rides) == baseline.bytes_remote(verb)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool
 from carpool import ActivationPolicies, ExpertLayout, Routing
-from carpool.activations.whole_layers import KeptRides
+from carpool.activations.whole_layers import SavedRides
 from carpool.experts import Choices, GroupedExperts
 from carpool.layer.module import gather_homes
 from carpool.placement import predict
@@ -398,7 +398,7 @@ def test_kept_rides_notice_a_region_that_is_another_the_second_time() -> None:
     moe, x = carpool.MoE(H, F, EXPERTS, K), torch.randn(5, H, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"changed in place .*write y = y \+ z"):
         kept(lambda x: moe(x).add_(1).square(), x).sum().backward()
-    rides = KeptRides()
+    rides = SavedRides()
     rides.start(again=False)
     rides.ride(lambda: (x, "kept"))
     rides.start(again=True)
@@ -658,7 +658,7 @@ def gradients_of(recompute: bool, transport: str, dtype: torch.dtype) -> list[to
     moe = build(
         transport=transport,
         bias=True,
-        kept=ActivationPolicies(expert_activations="recompute" if recompute else "save"),
+        activation_policies=ActivationPolicies(expert_activations="recompute" if recompute else "save"),
         dtype=dtype,
     )
     assert isinstance(moe.experts, GroupedExperts) and moe.experts.recompute is recompute
@@ -691,7 +691,7 @@ def test_options_of_experts() -> None:
     torch.manual_seed(0)
     assert torch.equal(carpool.MoE(H, F, EXPERTS, K)(x), expected), "on a CPU there is one way"
     for name, options in (
-        ("reference", {"kept": ActivationPolicies(expert_activations="recompute")}),
+        ("reference", {"activation_policies": ActivationPolicies(expert_activations="recompute")}),
         ("fp8", {"expert_choices": choices}),
     ):
         with pytest.raises(ValueError, match=f"experts='{name}' has no option"):

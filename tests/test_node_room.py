@@ -19,7 +19,7 @@ from carpool.placement import VERBS, predict
 from carpool.ride.schedule import Schedule
 from carpool.routing import Routing
 from carpool.transport import BufferOverflowError, HierarchicalOptions, set_topology
-from carpool.transport.room import NodeRoom
+from carpool.transport.token_capacity import NodeCapacity
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, start, text
 
@@ -102,14 +102,14 @@ def test_rows_without_a_place_are_noticed_by_all_ranks(ranks: Ranks) -> None:
 
 
 def test_the_number_of_rows_follows_what_steps_need() -> None:
-    room = NodeRoom(2000, step_tokens=1000)
+    room = NodeCapacity(2000, step_tokens=1000)
     assert [room.fit(n) for n in (400, 600)] == [False, True] and room.capacity == 675
     assert [room.fit(610) for _ in range(4)] == [False] * 4 and room.capacity == 675, "it would save less than a tenth"
     assert not room.note(torch.tensor(225), 3) and room.needed.item() == 673 and room.note(torch.tensor(226), 3)
     room.grow(900)
     assert room.capacity == 900 and not room.overflowed()
     assert [room.fit(10) for _ in range(16)] == [False] * 15 + [True] and room.capacity == 12
-    stays = NodeRoom(1000)
+    stays = NodeCapacity(1000)
     assert not stays.counted and not any(stays.fit(10) for _ in range(99)) and stays.capacity == 1000
 
 

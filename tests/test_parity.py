@@ -231,7 +231,7 @@ def build(case: Case) -> carpool.MoE:
         max_tokens=MAX_TOKENS,
         schedule=schedule_of(case),
         experts=case.experts,
-        kept=ActivationPolicies(case.rows, case.hidden),  # type: ignore[arg-type]
+        activation_policies=ActivationPolicies(case.rows, case.hidden),  # type: ignore[arg-type]
         activation=spec.activation,
         gated=spec.gated,
         bias=spec.bias,

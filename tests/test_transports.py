@@ -142,7 +142,7 @@ def test_counted_rows_and_bytes_equal_the_predicted_ones(ranks: Ranks) -> None:
                 np.testing.assert_array_equal(got, volume.bytes_WW[verb], err_msg=f"{case}: {verb}")
                 assert sum(s["bytes_remote"][verb] for s in seen) == volume.bytes_remote(verb), f"{case}: {verb}"
             assert sum(s["rows_remote"] for s in seen) == volume.rows_remote
-            assert sum(s["rows_dispatched"] for s in seen) == volume.copies_per_token * max(1, sum(volume.tokens_W))
+            assert sum(s["rows_dispatched"] for s in seen) == volume.ranks_per_token * max(1, sum(volume.tokens_W))
             # What alltoall would have moved is counted beside every transport, so that savings are of the same ride.
             baseline = predict("alltoall", [routings[r] for r in group], layout_of(layout, ep), **shape)
             for verb in VERBS[1:]:
@@ -166,7 +166,7 @@ def test_predicted_rows_of_the_docstring() -> None:
     assert predict("alltoall", routings, plain, **shape).rows_WW.tolist() == [[4, 2], [1, 1]]
     assert predict("gather", routings, plain, **shape).rows_WW.tolist() == [[3, 3], [3, 3]]
     placed = predict("dedup", routings, ExpertLayout(((1, 2), (0, 3))), **shape)
-    assert placed.rows_WW.sum() == 5 and placed.copies_per_token == 5 / 4
+    assert placed.rows_WW.sum() == 5 and placed.ranks_per_token == 5 / 4
     assert placed.bytes_WW["dispatch"].tolist() == [[3 * 48, 48], [0, 48]]
     assert placed.bytes_WW["dispatch_backward"].tolist() == [[3 * 40, 0], [40, 40]]
     assert placed.bytes_remote("combine") == 32 and placed.bytes_remote("plan") == 32
@@ -363,7 +363,7 @@ def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
     traffic = Traffic(WORLD_SIZE, rank)
     route = transport.plan(slot_TK, weight_TK, traffic)
     arrivals: Arrivals = transport.dispatch(x_TH, route).wait()
-    filled, x_RH = arrivals.slot_RJ >= 0, arrivals.rows.contiguous(route.num_rows)
+    filled, x_RH = arrivals.slot_RJ >= 0, arrivals.tokens.contiguous(route.num_rows)
     partial_RH = route.new_partial(3, torch.float32, x_TH.device)
     partial_RH.copy_(x_RH * filled.any(1, keepdim=True))
     y_TH = transport.combine(route, partial_RH).wait()
@@ -375,7 +375,7 @@ def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
     assert route.num_rows == len(x_RH) and arrivals.num_pairs == route.num_pairs == int(filled.sum())
     assert arrivals.slot_RJ.dtype == torch.int32 and arrivals.weight_RJ.dtype == torch.float32
     assert (arrivals.weight_RJ[~filled] == 0).all()
-    assert arrivals.slot_RJ.shape[1] == route.choices_per_row
+    assert arrivals.slot_RJ.shape[1] == route.choices_per_send
     pairs = []
     for row, column in filled.nonzero().tolist():
         token = int(x_RH[row, 0])

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from carpool.activations.arena import Arena
-from carpool.activations.arrivals import Arrivals, Ready, Rows
-from carpool.activations.offload import Away, Offloader
+from carpool.activations.arrivals import Arrivals, HiddenStates, Ready
+from carpool.activations.offload import Offloaded, Offloader
 
-__all__ = ["KEEP", "ActivationPolicies", "Arena", "Arrivals", "Away", "Offloader", "Ready", "Rows"]
+__all__ = ["SAVE_ALL", "ActivationPolicies", "Arena", "Arrivals", "HiddenStates", "Offloaded", "Offloader", "Ready"]
 
 InputsPolicy = Literal["save", "resend", "offload"]
 ActivationsPolicy = Literal["save", "recompute", "offload"]
@@ -57,4 +57,4 @@ class ActivationPolicies:
         return "offload" in (self.expert_inputs, self.expert_activations)
 
 
-KEEP = ActivationPolicies()
+SAVE_ALL = ActivationPolicies()

@@ -1,24 +1,24 @@
-"""An arena: memory for rows whose number only the device knows.
+"""An arena: memory for saved activations whose number of rows only the device knows.
 
-What a layer keeps for its backward pass has one row per arrival, or one per (arrival, expert). A transport that never
-tells the host how many there are would force every layer to allocate for the worst case, which is W times the usual
-one. Instead all layers share one block of memory and a *bump pointer* that lives on the device:
+The activations that a layer saves have one row per arrived token, or one per (token, expert) pair. With a transport
+that does not report these numbers to the host, every layer would have to allocate for the worst case, which is W times
+the usual one. Instead all layers share one block of memory and a *bump pointer* on the device:
 
     reserve(count 3, 256 bytes a row)      start = 0      pointer -> 768
     reserve(count 5, 256 bytes a row)      start = 768    pointer -> 2048
     the second one is released             pointer -> 768, at the next reserve
 
-so memory follows the rows that came. The host knows the order of reservations, not their sizes, and that is enough to
-release them: backward passes run in the reverse order of forward passes, so what is released lies on top. What is
-released out of order is given back as soon as everything above it is.
+so memory use follows the tokens that arrived. The host knows the order of reservations, not their sizes. That suffices
+to release them: backward passes run in the reverse order of forward passes, so the last reservation is released first.
+One that is released out of order is reclaimed as soon as all reservations after it are.
 
-When the rows do not fit, the reservation's start is -1: nothing may be written or read there, what the step computes is
-worthless, and `needed` says how many bytes it would have taken. Somebody has to look, once per step, and repeat it.
-Other arenas that serve the same layers are *companions* of the first: whoever looks after it looks after them, too.
+When the activations do not fit, the reservation's start is -1: nothing may be written or read there, the step's results
+are invalid, and `needed` is the number of bytes that it would have taken. The caller checks this once per step and
+repeats the step. Other arenas that serve the same layers are *companions* of the first, and are checked with it.
 
-A pipeline has several micro-batches in flight, and the first one in is the first one out. In one block nothing would be
-given back before the last one is done, so each has a block of its own, a *lane*, and in a lane what is released lies on
-top:
+A pipeline has several micro-batches in flight, and the first one in is the first one out. In one block nothing could be
+reclaimed before the last one is done, so each micro-batch has a block of its own, a *lane*, in which reservations are
+released in reverse order:
 
     1F1B, 2 in flight     F0 F1 B0 F2 B1 F3 B2 B3
     in lane               0  1  0  0  1  1  0  1
@@ -31,14 +31,14 @@ from dataclasses import replace
 
 import torch
 
-from carpool.activations.arrivals import Rows
+from carpool.activations.arrivals import HiddenStates
 
 ALIGNMENT = 256  # bytes; also what an allocation of torch is aligned to
-COMPANION_BYTES = 64 * 2**20  # of a companion to start with; what the first step needs is measured in it
+COMPANION_BYTES = 64 * 2**20  # initial size of a companion; it grows after the first step has measured its need
 
 
 class _Held:
-    """Whether a reservation is still wanted."""
+    """Whether a reservation is still in use."""
 
     alive = True
 
@@ -51,9 +51,8 @@ class Arena:
 
     Args:
         capacity: bytes.
-        device: where. On the CPU the same arithmetic runs in PyTorch.
-        host: the bytes are in pinned host memory, which kernels of the device read and write; the pointer is on the
-            device.
+        device: of the pointer, and of the bytes. On the CPU the same arithmetic runs in PyTorch.
+        host: the bytes are in pinned host memory, which kernels of the device read and write.
 
     Attributes:
         companions: other arenas that serve the same layers.
@@ -63,15 +62,15 @@ class Arena:
         self.device, self.host = device, host
         self.companions: list[Arena] = []
         self._allocate(capacity)
-        # Those beside this one, and the one in use if it is one of them.
+        # All lanes but the first, which is this arena; and the one in use, None if it is the first.
         self._lanes: list[Arena] = []
         self._lane: Arena | None = None
-        # Where the next reservation starts, and the furthest that any has reached since `reset_peak`; in bytes.
+        # Start of the next reservation, and the largest end since `reset_peak`; in bytes.
         self.pointer = torch.zeros(1, dtype=torch.int64, device=device)
         self.peak = torch.zeros(1, dtype=torch.int64, device=device)
-        # In order of reservation: where it began, and whether somebody holds it.
+        # In order of reservation: its begin, and whether it is in use.
         self._stack: list[tuple[torch.Tensor, _Held]] = []
-        # Where the starts of reservations that somebody holds lie in memory.
+        # Addresses of the `start` tensors of reservations in use.
         self._starts: set[int] = set()
 
     def _allocate(self, capacity: int) -> None:
@@ -82,35 +81,35 @@ class Arena:
             self.bytes = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
 
     def companion(self, host: bool = False) -> Arena:
-        """One more arena for the same layers, which grows with what steps need."""
+        """Make one more arena for the same layers, which grows with the need of steps."""
         self.companions.append(Arena(min(self.capacity, COMPANION_BYTES), self.device, host))
         return self.companions[-1]
 
     def make_lanes(self, number: int) -> None:
-        """Have so many, of no size yet. The first is this arena itself."""
+        """Make lanes up to this number, empty at first. The first lane is this arena itself."""
         while len(self._lanes) < number - 1:
             self.companions.append(Arena(0, self.device, self.host))
             self._lanes.append(self.companions[-1])
 
     def use_lane(self, number: int) -> None:
-        """Reserve there from now on."""
+        """Make all further reservations in a lane."""
         self._lane = self._lanes[number - 1] if number else None
 
     def grow(self, capacity: int) -> None:
-        """Take so many bytes instead, once nobody holds anything here: between steps."""
-        del self.bytes  # first give back, then ask
+        """Replace the memory by so many bytes. Between steps, when no reservation is in use."""
+        del self.bytes  # free before allocating: both would not fit
         self._allocate(capacity)
         self.pointer.zero_()
         self.peak.zero_()
         self._stack.clear()
 
-    def reserve(self, width: int, dtype: torch.dtype, count: torch.Tensor, slab: int = 0) -> Rows:
-        """Room for rows; written by whoever asked.
+    def reserve(self, width: int, dtype: torch.dtype, count: torch.Tensor, slab: int = 0) -> HiddenStates:
+        """Reserve memory for a matrix; the caller writes it.
 
         Args:
             width, dtype: of a row.
-            count: (slabs,) integers on the device: how many rows there are in each slab.
-            slab: see `Rows`.
+            count: (slabs,) integers on the device: rows of each slab.
+            slab: see `HiddenStates`.
         """
         if self._lane is not None:
             return self._lane.reserve(width, dtype, count, slab)
@@ -139,18 +138,18 @@ class Arena:
 
         # On the storage: tensors that autograd and checkpointing hand back share it, but are not the same object.
         weakref.finalize(start.untyped_storage(), release).atexit = False
-        return Rows(self.bytes.view(dtype), width, start, slab, count=count, arena=self)
+        return HiddenStates(self.bytes.view(dtype), width, start, slab, count=count, arena=self)
 
     def holds(self, start: torch.Tensor) -> bool:
-        """Whether it is the start of a reservation that is still held. A copy of one holds nothing."""
+        """Whether `start` belongs to a reservation in use. A copy of the tensor does not keep one in use."""
         return start.data_ptr() in self._starts
 
     def restart(self) -> None:
-        """The next reservation, in each lane, begins at 0, whatever was there before. What a CUDA graph reserves must
-        not depend on where an earlier step has left off, nor a later step on what a graph has reserved.
+        """Let the next reservation of each lane begin at 0. The reservations of a CUDA graph must not depend on those
+        of earlier steps, nor those of a later step on the graph's.
 
         Raises:
-            RuntimeError: somebody still holds a reservation."""
+            RuntimeError: a reservation is still in use."""
         if any(held.alive for _, held in self._stack):
             raise RuntimeError("the arena cannot begin anew: a layer still keeps rows for a backward that has not run")
         self._stack.clear()
@@ -160,22 +159,23 @@ class Arena:
 
     @property
     def needed(self) -> torch.Tensor:
-        """(1,) int64 on the device: the most bytes that were wanted at one time; more than `capacity`: repeat."""
+        """(1,) int64 on the device: the peak of requested bytes. If it exceeds `capacity`, the step must be
+        repeated."""
         return self.peak
 
     def reset_peak(self) -> None:
         self.peak.zero_()
 
     def _drop_released(self) -> torch.Tensor:
-        """Where the next reservation begins: past what is still held."""
+        """Begin of the next reservation: behind the last one that is in use."""
         lowest = self.pointer
         while self._stack and not self._stack[-1][1].alive:
             lowest, _ = self._stack.pop()
         return lowest
 
 
-def copy_rows(rows: Rows, arena: Arena) -> Rows:
-    """The rows of one arena in another one: those that there are, and nothing else. On the current stream."""
+def copy_states(rows: HiddenStates, arena: Arena) -> HiddenStates:
+    """Copy the valid rows of a matrix from its arena into another one, on the current stream."""
     assert rows.start is not None and rows.count is not None
     kept = arena.reserve(rows.width, rows.data.dtype, rows.count, rows.slab)
     assert kept.start is not None
@@ -186,7 +186,7 @@ def copy_rows(rows: Rows, arena: Arena) -> Rows:
     else:
         for source, target, count in zip(rows.start.tolist(), kept.start.tolist(), rows.count.tolist(), strict=True):
             if min(source, target) >= 0:
-                # `.data`: what other layers keep in the arena must not look modified to autograd.
+                # `.data`: autograd must not see other layers' saved activations in the arena as modified.
                 size = count * rows.width
                 kept.data.data[target : target + size] = rows.data[source : source + size]
     return replace(rows, data=kept.data, start=kept.start, arena=arena)

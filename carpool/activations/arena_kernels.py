@@ -1,13 +1,13 @@
-"""The CUDA side of `Arena.reserve` and `copy_rows`.
+"""The CUDA side of `Arena.reserve` and `copy_states`.
 
 A reservation is one program, so that it is one launch.
 
-A copy takes what is in one arena into another one, which may be in pinned host memory. Rows of a slab lie one after the
-other, and begin at a multiple of 256 bytes. So a slab is a run of pieces of 16 bytes, whatever the rows' dtype, and the
-last piece may take some of the padding with it. A small grid walks the pieces that there are: a link to host memory is
-slower than a few multiprocessors, and the others compute meanwhile.
+A copy moves a matrix from one arena to another, which may be in pinned host memory. The rows of a slab are contiguous,
+and begin at a multiple of 256 bytes. So a slab is copied in words of 16 bytes, whatever its dtype, and the last word
+may contain some padding. A small grid suffices, because a link to host memory is slower than a few multiprocessors, and
+the other multiprocessors compute meanwhile.
 
-The copy engine would take no multiprocessor, but the host would have to know where rows begin and how many there are.
+The copy engine would take no multiprocessor, but the host would have to know the begin and the size of each slab.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.activations.arrivals import Rows
+from carpool.activations.arrivals import HiddenStates
 from carpool.kernels.quick import power_of_2, quick
 
 PROGRAMS = 8  # thread blocks; not tuned
@@ -50,8 +50,8 @@ def reserve(
     alignment: int,
     capacity: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(begin, start): where the reservation begins, in bytes, and its slabs, in elements. `from_here`: the pointer, or
-    where it is to be moved back to."""
+    """(begin, start): the begin of the reservation, in bytes, and of its slabs, in elements. `from_here`: the pointer,
+    or the earlier place to which it is reset first."""
     slabs = count.shape[0]
     begin, start = torch.empty_like(pointer), pointer.new_empty(slabs)
     _reserve[(1,)](
@@ -77,12 +77,12 @@ def _copy_slabs(  # type: ignore[no-untyped-def]
                 tl.store(write + word, tl.load(read + word, mask=word < words), mask=word < words)
 
 
-def copy_slabs(rows: Rows, kept: Rows) -> None:
-    """Copy the rows of an arena to a reservation of the same sizes in another one."""
-    assert rows.start is not None and kept.start is not None and rows.count is not None
-    element = rows.data.element_size()
-    source, target = (data.view(torch.uint8).view(torch.int32) for data in (rows.data, kept.data))
+def copy_slabs(states: HiddenStates, out: HiddenStates) -> None:
+    """Copy the valid rows of a matrix in an arena to a reservation of the same sizes in another one."""
+    assert states.start is not None and out.start is not None and states.count is not None
+    element = states.data.element_size()
+    source, target = (data.view(torch.uint8).view(torch.int32) for data in (states.data, out.data))
     _copy_slabs[(PROGRAMS,)](
-        source, target, rows.count, rows.start, kept.start, rows.start.shape[0], rows.width * element,
+        source, target, states.count, states.start, out.start, states.start.shape[0], states.width * element,
         ELEMENT=element, BLOCK=4096, num_warps=4,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Host memory that a device copies from and to by itself: page-locked, of exactly the size that is asked for.
+"""Page-locked host memory of exactly the requested size, for asynchronous copies from and to a device.
 
 PyTorch's own pinned allocator rounds sizes up to a power of two, which for the state of a large model may double it.
 Here memory is mapped, which the kernel fills with zeros, and then registered with CUDA. On a CPU device it stays plain
 memory.
 
-What a run wants there is added up before anything is allocated (`check_host_memory`): a machine that runs out of host
-memory ends processes without a message.
+A run adds up its need of host memory before it allocates any (`check_host_memory`), because a machine that runs out of
+host memory kills processes without a message.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, cast
 
 import torch
 
-# Of what is free. The rest is for data, checkpoints on their way to disk, and other processes.
+# Share of the free memory that may be taken. The rest is for data, checkpoints being written, and other processes.
 SHARE = 0.95
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros in host memory, which `device` copies from and to beside its computation.
+    """Zeros in page-locked host memory, which `device` copies asynchronously.
 
     Raises:
-        RuntimeError: CUDA cannot lock that much; says how much.
+        RuntimeError: CUDA cannot lock that much.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cuda" or size == 0:
@@ -50,7 +50,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 class _Mapping(mmap.mmap):
-    """Memory that CUDA forgets before it is given back."""
+    """Mapped memory that is unregistered from CUDA before it is unmapped."""
 
     unregister: Callable[[], object] | None = None
 
@@ -60,19 +60,19 @@ class _Mapping(mmap.mmap):
 
 
 def event_now(device: torch.device) -> Any:
-    """An event after what the current stream has been asked for so far; None on a CPU."""
+    """An event behind all work queued on the current stream so far; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def wait_for(*events: Any) -> None:
-    """The current stream goes on after these events; None: it need not wait."""
+    """Let the current stream wait for these events; None is skipped."""
     for event in events:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
 
 def on_stream(stream: Any, *events: Any) -> AbstractContextManager[Any]:
-    """Inside, a stream does what is asked for, after these events. None, on a CPU: at once."""
+    """Inside, work is queued on `stream`, behind these events. `stream` is None on a CPU, where work runs at once."""
     if stream is None:
         return nullcontext()
     for event in events:
@@ -85,7 +85,8 @@ class HostPool:
     """Buffers of host memory that are taken and given back. They keep their addresses and are never freed, so a CUDA
     graph may copy to them and from them at each replay, as long as the steps before it have taken as much.
 
-    One stream copies to all buffers and from them. So whoever gets one next comes after whoever had it.
+    One stream runs all copies to and from the buffers, so the copies of a buffer's next user run behind those of its
+    last one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,7 +103,7 @@ class HostPool:
             return torch.empty(0, dtype=torch.uint8)
         fit = [(one.numel(), place) for place, one in enumerate(self._free) if size <= one.numel() < 2 * size]
         if fit:
-            # What is given back meanwhile comes to the end.
+            # Buffers that are given back meanwhile are appended.
             return self._free.pop(min(fit)[1])
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("what goes to host memory is of other sizes than in the steps before")
@@ -116,7 +117,7 @@ class HostPool:
 
 
 def free_host_memory() -> int | None:
-    """Bytes that processes may still take on this machine, or in this container if it is given less; None: unknown."""
+    """Free bytes of this machine, or of this container if its limit is lower; None: unknown."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -129,7 +130,7 @@ def free_host_memory() -> int | None:
     except (OSError, ValueError):
         return free
     if limit != "max":
-        # File caches count as used, and go when memory is asked for.
+        # File caches count as used, but are evicted when memory is requested.
         used -= next((int(line.split()[1]) for line in caches if line.startswith("inactive_file ")), 0)
         left = max(0, int(limit) - used)
         free = left if free is None else min(free, left)
@@ -148,9 +149,9 @@ def check_host_memory(
 
     Args:
         needed: bytes of one rank.
-        what: is kept there, for the message.
-        ranks: of this machine.
-        free: bytes of this machine; None: what is free now.
+        what: what the memory is for, for the message.
+        ranks: on this machine.
+        free: free bytes of this machine; None: as measured now.
         advice: what to do, a sentence.
     """
     free = free_host_memory() if free is None else free

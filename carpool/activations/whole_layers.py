@@ -1,37 +1,38 @@
-"""What a whole layer of a model saves around its rides: all but them computed again, or all of it in host memory.
+"""Activation checkpointing of decoder layers that does not repeat their rides, and offloading of their activations.
 
-**Computed again, without the ride.** A checkpointed decoder layer saves its input and computes everything else a second
-time in the backward. For a ride that means that every token travels twice, and every expert computes twice. With
+**Checkpointing without the ride.** A checkpointed decoder layer saves its input and computes everything else a second
+time in the backward. With rides, that dispatches every token twice, and runs every expert twice. With
 
     checkpoint(layer, x, use_reentrant=False, context_fn=carpool.keep_rides)
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": carpool.keep_rides})    # transformers
 
-rides are left out of that: the layer that is computed again gets the outputs of the first time, and the backward what
-the experts saved then.
+rides are not repeated: the recomputed layer reuses the MoE output of the first forward, and the backward reuses the
+activations that the experts saved then.
 
-    forward     attention   router   ride -> y, saved      stays: the layer's input, y, and what the experts save
-    again       attention   router   y, saved
-    backward    of the ride, of the router, of attention
+    forward      attention   router   ride -> y, saved      saved: the layer's input, y, and the experts' activations
+    recompute    attention   router   y, saved
+    backward     of the ride, of the router, of attention
 
-It costs memory for y, tokens and pre-activations; without the latter if `ActivationPolicies` recomputes them.
-Losses and gradients are the same, bit by bit. Experts that run a model's own forward are autograd's, not ours: they
-ride and compute again. PyTorch's selective checkpointing would do it too, but watches every operation of the layer, at
-some 10 us each, and refuses layers that FSDP2 shards, whose second forward has other profiler ranges than the first
-(torch 2.13).
+This takes memory for y, tokens and pre-activations; for y and tokens alone with
+`ActivationPolicies(expert_activations="recompute")`. Losses and gradients are bit-identical. Experts that run a model's
+own forward are not covered, because autograd saves their activations: their rides are repeated. PyTorch's selective
+checkpointing could do the same, but it intercepts every operation of the layer, at some 10 us each, and refuses layers
+that FSDP2 shards, whose second forward has other profiler ranges than the first (torch 2.13).
 
-**In host memory.**
+**Offloading to host memory.**
 
     offload = ActivationOffload()
     with offload.layer(x.device):
         y = layer(x)
 
-Hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`) collect what the layer's operations save. At the end
-of the layer all of it goes to host memory together, each tensor once, however many operations have saved it. The first
-that the backward wants brings all of them back, and those of the layer before it are then under way: see
-`carpool.activations.offload`, which does both.
+Hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`) collect the tensors that the layer's operations
+save. At the end of the layer they are copied to host memory together, each once, however many operations have saved it.
+The first one that the backward reads brings all of them back, and starts the prefetch of the layer before
+(`carpool.activations.offload`).
 
-What stays: parameters and their copies in another dtype, tensors of fewer than `LEAST_BYTES`, tensors with gaps between
-their elements, and what a ride saves by a policy of its own (`carpool.activations`).
+Some tensors stay on the device: parameters and their casts to another dtype, tensors smaller than `LEAST_BYTES`,
+tensors with gaps between their elements, and activations of a ride that has a policy of its own
+(`carpool.activations`).
 """
 
 from __future__ import annotations
@@ -43,38 +44,38 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from carpool.activations.arrivals import Rows
-from carpool.activations.offload import Away, Offloader
+from carpool.activations.arrivals import HiddenStates
+from carpool.activations.offload import Offloaded, Offloader
 
-# Of what is offloaded, by the kind of device. On a GPU each copy costs some microseconds.
+# The smallest tensor that is offloaded, by device type. On a GPU each copy costs some microseconds.
 LEAST_BYTES = {"cuda": 64 * 1024, "cpu": 256}
-Kept = TypeVar("Kept")
+Saved = TypeVar("Saved")
 
 
-class KeptRides:
-    """The rides of one checkpointed region, in the order in which it takes them."""
+class SavedRides:
+    """The outputs and saved activations of the rides of one checkpointed region, in order."""
 
     def __init__(self) -> None:
         self._rides: list[tuple[torch.Tensor, int, object]] = []
         self._next: int | None = None
 
     def start(self, again: bool) -> None:
-        """The region runs, for the first time or again."""
+        """Called when the region begins to run: for the first time, or again."""
         self._next = 0 if again else None
 
     @property
     def again(self) -> bool:
         return self._next is not None
 
-    def ride(self, forward: Callable[[], tuple[torch.Tensor, Kept]]) -> tuple[torch.Tensor, Kept]:
-        """What `forward` returns, or what it returned in its place the first time.
+    def ride(self, forward: Callable[[], tuple[torch.Tensor, Saved]]) -> tuple[torch.Tensor, Saved]:
+        """Run `forward`; in the recomputation return what the same ride returned the first time.
 
         Raises:
-            RuntimeError: the region is not the same the second time, or has changed a ride's sums in place."""
+            RuntimeError: the recomputation has other rides, or the region has changed a MoE output in place."""
         if self._next is None:
-            y_TH, kept = forward()
-            self._rides.append((y_TH.detach(), y_TH._version, kept))
-            return y_TH, kept
+            y_TH, saved = forward()
+            self._rides.append((y_TH.detach(), y_TH._version, saved))
+            return y_TH, saved
         if self._next >= len(self._rides):
             raise RuntimeError(
                 f"a checkpointed region took {len(self._rides)} rides in the forward and more when it was computed "
@@ -87,13 +88,13 @@ class KeptRides:
                 "what a MoE layer returned was changed in place (such as by +=) in a checkpointed region that keeps "
                 "rides; write y = y + z there, or checkpoint it without carpool.keep_rides"
             )
-        return y_TH.detach(), again  # type: ignore[return-value]  # it is what the same place put there
+        return y_TH.detach(), again  # type: ignore[return-value]  # of the same ride, so of the same type
 
 
 class _Inside(AbstractContextManager[None]):
-    """Code that runs in a region. May be entered again: a retained graph computes it once more."""
+    """A region while it runs. It may be entered again, because a retained graph recomputes it for each backward."""
 
-    def __init__(self, rides: KeptRides, again: bool) -> None:
+    def __init__(self, rides: SavedRides, again: bool) -> None:
         self.rides, self.again = rides, again
 
     def __enter__(self) -> None:
@@ -104,24 +105,24 @@ class _Inside(AbstractContextManager[None]):
         checkpointed.reset(self._token)
 
 
-# The rides of the checkpointed region in which this code runs.
-checkpointed: ContextVar[KeptRides | None] = ContextVar("carpool_kept_rides", default=None)
+# The rides of the checkpointed region that is running, if any.
+checkpointed: ContextVar[SavedRides | None] = ContextVar("carpool_kept_rides", default=None)
 
 
 def taken_before() -> bool:
-    """Whether this code runs in a region that is computed again, whose rides are those of the first time."""
+    """Whether a checkpointed region is being recomputed, whose rides are not repeated."""
     region = checkpointed.get()
     return region is not None and region.again
 
 
 def keep_rides() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """`context_fn` of `torch.utils.checkpoint.checkpoint`; see the module's docstring."""
-    rides = KeptRides()
+    rides = SavedRides()
     return _Inside(rides, again=False), _Inside(rides, again=True)
 
 
 class _Packed(NamedTuple):
-    """What autograd holds of a tensor."""
+    """What autograd saves in place of an offloaded tensor."""
 
     layer: OffloadedLayer
     number: int
@@ -134,7 +135,7 @@ class OffloadedLayer:
 
     Attributes:
         device: whose tensors are offloaded.
-        stays: where the memory of tensors begins that stay there.
+        stays: addresses of the storages that stay on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,18 +143,18 @@ class OffloadedLayer:
         self.stays: set[int] = set()
         self.tensors: list[torch.Tensor] = []
         self.numbers: dict[Any, int] = {}
-        self.away: list[Away] = []
-        self.back: list[Rows] = []
+        self.offloaded: list[Offloaded] = []
+        self.back: list[HiddenStates] = []
 
     def stay_on_device(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """These are not offloaded, if autograd saves them."""
+        """Exclude tensors from offloading."""
         self.stays.update(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
         if self._stays(tensor):
-            # Not itself: it may be the output of the operation that saves it, which would then hold itself.
+            # Detached: it may be the output of the operation that saves it, which would be a reference cycle.
             return tensor.detach()
-        # Views of the same range of memory are one. It is held, so no other tensor can come to lie there.
+        # Views of the same memory are saved once. The reference prevents the reuse of that memory.
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor._version
         if key not in self.numbers:
             self.numbers[key] = len(self.tensors)
@@ -180,7 +181,7 @@ class ActivationOffload:
 
         Args:
             device: of the layer.
-            lane_number: which layers follow each other, as of `Offloader.put`."""
+            lane_number: as in `Offloader.put`."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -193,21 +194,21 @@ class ActivationOffload:
         finally:
             offloaded.reset(token)
         if layer.tensors:
-            layer.away = self.offloader.put([Rows(tensor, 0) for tensor in layer.tensors], lane_number)
+            layer.offloaded = self.offloader.put([HiddenStates(tensor, 0) for tensor in layer.tensors], lane_number)
             layer.tensors, layer.numbers = [], {}
 
     def _unpack(self, packed: torch.Tensor | _Packed) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         layer = packed.layer
-        if layer.away and not layer.back:
-            layer.back = self.offloader.get(layer.away)
-        # Else it is a backward inside the forward.
-        flat = layer.back[packed.number].data if layer.away else layer.tensors[packed.number]
+        if layer.offloaded and not layer.back:
+            layer.back = self.offloader.get(layer.offloaded)
+        # Without `offloaded` this is a backward inside the forward, before anything was offloaded.
+        flat = layer.back[packed.number].data if layer.offloaded else layer.tensors[packed.number]
         return flat.as_strided(packed.shape, packed.stride)
 
 
-# The layer in whose forward this code runs, if its activations are offloaded.
+# The layer whose forward is running, if its activations are offloaded.
 offloaded: ContextVar[OffloadedLayer | None] = ContextVar("carpool_offloaded_layer", default=None)
 
 
@@ -223,7 +224,7 @@ def _without_gaps(tensor: torch.Tensor) -> bool:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter, as it is or in autocast's dtype, or a view of one. What FSDP has gathered is one."""
+    """Whether it is a parameter, autocast's cast of one, or a view of one. Parameters that FSDP has gathered count."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, torch.nn.Parameter):
         return True

@@ -251,7 +251,7 @@ def ride(config: Any) -> None:
     slot_TK = torch.tensor([[0, 1]], dtype=torch.int32, device=device).repeat(rank + 1, 1)
     route = transport.plan(slot_TK, torch.ones(rank + 1, 2, device=device), Traffic(2, rank))
     arrivals = transport.dispatch(x_TH, route).wait()
-    partial_RH = route.new_partial(8, x_TH.dtype, device).copy_(arrivals.rows.contiguous(route.num_rows))
+    partial_RH = route.new_partial(8, x_TH.dtype, device).copy_(arrivals.tokens.contiguous(route.num_rows))
     y_TH = transport.combine(route, partial_RH).wait()
     if not torch.equal(y_TH, 2 * x_TH):
         raise RuntimeError(f"rank {rank} got back {y_TH[:, 0].tolist()} instead of {(2 * x_TH[:, 0]).tolist()}")

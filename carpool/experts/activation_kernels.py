@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts.base import Activation
 from carpool.experts.pair_kernels import accumulator, programs, tiling
 from carpool.kernels.quick import quick
@@ -236,7 +236,7 @@ def activate(
     slot_RJ: torch.Tensor,
     order_P: torch.Tensor,
     offsets_S: torch.Tensor,
-    kept: Rows,
+    kept: HiddenStates,
 ) -> torch.Tensor:
     """a_PF = activation(h + bias), and h + bias written to `kept`, which may be h itself. Rows past the count are not
     touched. Without an activation there is no a, and an empty tensor is returned."""
@@ -258,7 +258,7 @@ def activate(
 
 def activate_backward(
     activation: Activation,
-    h: Rows,
+    h: HiddenStates,
     dA_PF: torch.Tensor,
     dy_PH: torch.Tensor,
     bias_SH: torch.Tensor | None,

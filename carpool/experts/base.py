@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from carpool.activations import Arena, Arrivals, Rows
+from carpool.activations import Arena, Arrivals, HiddenStates
 from carpool.plugins.nearest import nearest
 
 
@@ -206,9 +206,9 @@ class Experts(Protocol):
     def backward(
         self,
         saved: tuple[Any, ...],
-        x: Rows,
+        x: HiddenStates,
         weights: ExpertWeights,
-        dpartial: Rows,
+        dpartial: HiddenStates,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
@@ -218,7 +218,7 @@ class Experts(Protocol):
         So the rows' gradients can leave first. What comes later may still read x, but dpartial no more.
 
         Args:
-            saved: what `forward` returned: tensors, `Rows`, or None.
+            saved: what `forward` returned: tensors, `HiddenStates`, or None.
             x: the rows that arrived in the forward, kept by the caller.
             dpartial: gradients of the partial sums, in the order of x.
             needs_dweights: whether those of the weights that are not adapters are needed."""

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from carpool.activations import Arena, Arrivals, Rows
+from carpool.activations import Arena, Arrivals, HiddenStates
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertFunction, Experts, ExpertWeights
 from carpool.experts.pairs import Pairs, gather_rows
 from carpool.experts.reference import expert_rows
@@ -75,7 +75,7 @@ class FewOnHost:
         row_r = few_RJ.any(1).nonzero().squeeze(1)
         slot_rJ, weight_rJ = torch.where(few_RJ[row_r], slot_RJ[row_r], -1), arrivals.weight_RJ[row_r]
         # To the CPU before the device has more to do.
-        given = _take(arrivals.rows, slot_RJ, row_r).to(CPU), slot_rJ.to(CPU), weight_rJ.to(CPU)
+        given = _take(arrivals.tokens, slot_RJ, row_r).to(CPU), slot_rJ.to(CPU), weight_rJ.to(CPU)
         experts = self._experts(slots, weights, CPU, here=False)
         saved = self.inner.forward(others, weights, partial_RH, arena, backward)
         with torch.no_grad():
@@ -85,9 +85,9 @@ class FewOnHost:
     def backward(
         self,
         saved: tuple[Any, ...],
-        x: Rows,
+        x: HiddenStates,
         weights: ExpertWeights,
-        dpartial: Rows,
+        dpartial: HiddenStates,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
@@ -139,7 +139,7 @@ class FewOnHost:
         return found
 
 
-def _take(rows: Rows, slot_RJ: torch.Tensor, row_r: torch.Tensor) -> torch.Tensor:
+def _take(rows: HiddenStates, slot_RJ: torch.Tensor, row_r: torch.Tensor) -> torch.Tensor:
     """Some of all rows. (There may be places for many more than came.)"""
     entry_r = (row_r * slot_RJ.shape[1]).int()
     count_1 = entry_r.new_full((1,), len(entry_r))

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.kernels.device import processors
 from carpool.kernels.quick import cdiv, power_of_2, quick
 
@@ -158,7 +158,7 @@ def _slot_sums(  # type: ignore[no-untyped-def]
 
 
 def gather_rows(
-    rows: Rows, order_P: torch.Tensor, offsets_S: torch.Tensor, columns: int, dtype: torch.dtype
+    rows: HiddenStates, order_P: torch.Tensor, offsets_S: torch.Tensor, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """(P, width): for each pair the row that it is of, `order_P // columns`. Rows past the count are not written."""
     data, width = rows.data.contiguous(), rows.width

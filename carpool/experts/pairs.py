@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts.base import Activation, ActivationFunction
 from carpool.kernels.device import ordered_sum
 
@@ -95,7 +95,7 @@ def sort_pairs(slot_RJ: torch.Tensor, num_slots: int, num_pairs: int) -> Pairs:
     return Pairs(slot_RJ, order_P, counts[:num_slots].cumsum(0).int(), position_RJ)
 
 
-def gather_rows(rows: Rows, pairs: Pairs, dtype: torch.dtype) -> torch.Tensor:
+def gather_rows(rows: HiddenStates, pairs: Pairs, dtype: torch.dtype) -> torch.Tensor:
     """(P, width): each pair's row, in `dtype`."""
     if on_gpu(rows.data):
         from carpool.experts import pair_kernels
@@ -110,17 +110,17 @@ def activate(
     bias_SF: torch.Tensor | None,
     pairs: Pairs,
     arena: Arena | None,
-) -> tuple[torch.Tensor, Rows]:
+) -> tuple[torch.Tensor, HiddenStates]:
     """(a_PF = activation(h + bias), h + bias as it is kept): in the arena if there is one, else in h_PF1's memory."""
     width = h_PF1.shape[1]
-    kept = Rows(h_PF1, width) if arena is None else arena.reserve(width, h_PF1.dtype, pairs.count_1)
+    kept = HiddenStates(h_PF1, width) if arena is None else arena.reserve(width, h_PF1.dtype, pairs.count_1)
     if on_gpu(h_PF1):
         from carpool.experts import activation_kernels
 
         if isinstance(activation, Activation):
             return activation_kernels.activate(activation, h_PF1, bias_SF, *pairs[:3], kept), kept
         if bias_SF is not None:
-            activation_kernels.activate(None, h_PF1, bias_SF, *pairs[:3], Rows(h_PF1, width))
+            activation_kernels.activate(None, h_PF1, bias_SF, *pairs[:3], HiddenStates(h_PF1, width))
         if arena is not None:
             activation_kernels.activate(None, h_PF1, None, *pairs[:3], kept)
         return activation(h_PF1), kept
@@ -134,7 +134,7 @@ def activate(
 
 def activate_backward(
     activation: ActivationFunction,
-    h: Rows,
+    h: HiddenStates,
     dA_PF: torch.Tensor,
     dy_PH: torch.Tensor,
     bias_SH: torch.Tensor | None,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from carpool.activations import Arena, Arrivals, Rows
+from carpool.activations import Arena, Arrivals, HiddenStates
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertFunction, ExpertWeights
 from carpool.experts.quantised import dequantised
 
@@ -70,15 +70,17 @@ class ReferenceExperts:
         backward: bool = True,
     ) -> tuple[Any, ...]:
         saved = (arrivals.slot_RJ, arrivals.weight_RJ)
-        partial_RH.copy_(reference_experts(arrivals.rows.contiguous(saved[0].shape[0]), *saved, weights, self.function))
+        partial_RH.copy_(
+            reference_experts(arrivals.tokens.contiguous(saved[0].shape[0]), *saved, weights, self.function)
+        )
         return saved
 
     def backward(
         self,
         saved: tuple[Any, ...],
-        x: Rows,
+        x: HiddenStates,
         weights: ExpertWeights,
-        dpartial: Rows,
+        dpartial: HiddenStates,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:

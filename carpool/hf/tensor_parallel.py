@@ -40,11 +40,11 @@ from carpool.hf.seam.find_modules import list_number
 from carpool.parallel.sequence import (
     Group,
     gather_features,
-    gather_rows,
-    own_rows,
+    gather_tokens,
+    own_tokens,
     scatter_sum,
     split_features,
-    split_rows,
+    split_tokens,
     sum_gradients,
     sum_over,
 )
@@ -212,7 +212,7 @@ class SequenceShard:
 
     def own(self, x_T: torch.Tensor) -> torch.Tensor:
         """This rank's rows of what every rank has of all tokens (dimension 0)."""
-        return own_rows(x_T, self.group)
+        return own_tokens(x_T, self.group)
 
     def sum_gradients(self) -> None:
         """Once a step, after its last backward. Collective."""
@@ -301,7 +301,7 @@ def _of_rows(own: Callable[..., Any], group: Group) -> Callable[..., Any]:
                 "false"
             )
         if group is not None:
-            hidden = split_rows(hidden.flatten(0, 1), group).unsqueeze(0)
+            hidden = split_tokens(hidden.flatten(0, 1), group).unsqueeze(0)
         token = _SHAPE.set(shape)
         try:
             return own(hidden, *args, **kwargs)
@@ -317,12 +317,12 @@ def _in_region(own: Callable[..., Any], group: Group, partial: bool) -> Callable
     def forward(*args: Any, **kwargs: Any) -> Any:
         batch, length = _SHAPE.get()
         x = args[0] if args else kwargs.pop("hidden_states")
-        whole = gather_rows(x.flatten(0, -2), batch * length, group, partial=partial).view(batch, length, -1)
+        whole = gather_tokens(x.flatten(0, -2), batch * length, group, partial=partial).view(batch, length, -1)
         out = own(whole, *args[1:], **kwargs)
         if partial:
             return out
         first, *others = out if isinstance(out, tuple) else (out,)
-        rows = split_rows(first.flatten(0, 1), group).unsqueeze(0)
+        rows = split_tokens(first.flatten(0, 1), group).unsqueeze(0)
         return (rows, *others) if isinstance(out, tuple) else rows
 
     return forward
@@ -336,7 +336,7 @@ class SequenceHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length = _SHAPE.get()
-        x_TH = gather_rows(hidden.flatten(0, -2), batch * length, self.shard.group, partial=False)
+        x_TH = gather_tokens(hidden.flatten(0, -2), batch * length, self.shard.group, partial=False)
         logits: torch.Tensor = self.own(x_TH.view(batch, length, -1))
         return logits
 

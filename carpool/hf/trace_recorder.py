@@ -64,10 +64,10 @@ class TraceRecorder(Recorder):
             raise ValueError(f"{type(model).__name__} has no experts whose choices could be recorded")
         experts = [model.get_submodule(name) for name in names]
         manager, self._shard = getattr(model, "_mesh_manager", None), sequence_shard(model)
-        copy, copies = 0, 1
+        replica, num_replicas = 0, 1
         if manager is not None and self._shard is None:
             mesh = manager.get_mesh("tp")
-            copy, copies = mesh.get_local_rank(), mesh.size()
+            replica, num_replicas = mesh.get_local_rank(), mesh.size()
         super().__init__(
             names,
             max(_num_experts(module, model) for module in experts),
@@ -78,8 +78,8 @@ class TraceRecorder(Recorder):
             whole=False,
             weights=weights,
             name=type(model).__name__,
-            copy=copy,
-            copies=copies,
+            replica=replica,
+            num_replicas=num_replicas,
         )
         self.model, self.evaluation = model, evaluation
         if not evaluation:

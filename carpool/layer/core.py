@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from carpool.activations import KEEP, ActivationPolicies, Offloader
+from carpool.activations import SAVE_ALL, ActivationPolicies, Offloader
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layout import ExpertLayout, assign
 from carpool.metrics.counters import LayerStats, add_once, new_counter
@@ -29,7 +29,7 @@ from carpool.replicas.slots import fill_slots
 from carpool.ride.function import WaitingRides, ride
 from carpool.ride.ride_module import ride_module
 from carpool.ride.schedule import Schedule
-from carpool.ride.setup import NO_HOOKS, Owed, RideHooks, RideSetup
+from carpool.ride.setup import NO_HOOKS, DeferredGradients, RideHooks, RideSetup
 from carpool.routing import DropOptions, Routing
 from carpool.routing.limit import LimitOptions, RoutingLimit
 from carpool.routing.router import count_choices
@@ -74,7 +74,7 @@ class LayerCore:
         drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
         dropped: how many were, since `reset_counts`: a scalar on the device; None before the first.
         hooks: told where the backwards of rides are.
-        owed: gets the gradients of weights; None: backwards compute them.
+        deferred: gets the gradients of weights; None: backwards compute them.
         stats: counters of this layer.
         load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases, until
             `update_biases` sets it to zero; None: not counted (`set_balance`). Evaluation and what activation
@@ -99,7 +99,7 @@ class LayerCore:
         self.filler = make_filler(layout, group, self.stats.meter)
         self.schedule = Schedule()
         self.hooks: RideHooks = NO_HOOKS
-        self.owed: Owed | None = None
+        self.deferred: DeferredGradients | None = None
         self._setup: RideSetup | None = None
         self.requested, self.why = "auto", ""
         self.options: TransportOptions | None = None
@@ -115,7 +115,7 @@ class LayerCore:
         self._beside: Callable[[Experts], Experts] | None = None
         self._computed_by: Experts | None = None
         self._waiting = WaitingRides()
-        self.policies = KEEP
+        self.policies = SAVE_ALL
         self.offloader: Offloader | None = None
         self._experts_asked: tuple[str, dict[str, Any]] = ("auto", {})
         self.set_experts("auto")
@@ -141,9 +141,9 @@ class LayerCore:
             offloader: shared by the layers of a model. None: this layer's own, if it takes one.
 
         Raises ValueError for what the experts cannot do."""
-        if self.function is None and policies != KEEP:
+        if self.function is None and policies != SAVE_ALL:
             raise ValueError(
-                f"{self.name} runs its own forward, which keeps what it needs: keep rows and hidden, or use activation "
+                f"{self.name} runs its own forward, whose activations autograd saves: save both, or use activation "
                 "checkpointing"
             )
         before, self.policies = self.policies, policies
@@ -290,7 +290,7 @@ class LayerCore:
         if experts is not None and self._beside is not None:
             experts = self._beside(experts)
         self._setup = RideSetup(
-            transport, experts, self.stats, order, self.hooks, self.policies, self.offloader, self.owed
+            transport, experts, self.stats, order, self.hooks, self.policies, self.offloader, self.deferred
         )
         return self._setup
 
@@ -306,7 +306,7 @@ class LayerCore:
         setup = self._setup
         if self.transport is None or setup is None or setup.transport is not self.transport:
             return False
-        return self._computed_by is self.compute and setup.hooks is self.hooks and setup.owed is self.owed
+        return self._computed_by is self.compute and setup.hooks is self.hooks and setup.deferred is self.deferred
 
     # -- the forward -----------------------------------------------------------------------------------------------
 

@@ -106,8 +106,8 @@ class Recorder:
         whole: bool,
         weights: bool,
         name: str,
-        copy: int = 0,
-        copies: int = 1,
+        replica: int = 0,
+        num_replicas: int = 1,
     ) -> None:
         if min(capacity_tokens, every, stretch) < 1:
             raise ValueError(
@@ -115,9 +115,9 @@ class Recorder:
             )
         self.layers, self.num_experts, self.device = tuple(layers), num_experts, device
         self.every, self.stretch, self.whole = every, min(stretch, capacity_tokens), whole
-        self.weights, self.name, self._copy = weights, name, copy
+        self.weights, self.name, self._replica = weights, name, replica
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        places = -(-capacity_tokens // (self.stretch * max(1, self._ranks // copies)))
+        places = -(-capacity_tokens // (self.stretch * max(1, self._ranks // num_replicas)))
         self.capacity = places * self.stretch
         # How many tokens each place of the ring holds. All places are of the same size.
         self._lengths = [0] * places
@@ -140,7 +140,7 @@ class Recorder:
             ValueError: nothing was recorded, or layers did not see the same tokens.
         """
         top_k, misfits = 0 if self._expert_LCK is None else self._expert_LCK.shape[2], int(self._misfit is not None)
-        facts = [*self._lengths, misfits, self._copy, self._recorded, top_k, int(self._token_C is not None)]
+        facts = [*self._lengths, misfits, self._replica, self._recorded, top_k, int(self._token_C is not None)]
         facts_R = [row.tolist() for row in self._gather(torch.tensor(facts, device=self.device))]
         # Only now: other ranks would wait for one that raised before.
         if bad := [rank for rank, row in enumerate(facts_R) if row[-5]]:
@@ -161,7 +161,7 @@ class Recorder:
             parts = self._gather(own)
             return torch.cat([parts[rank].narrow(axis, first, n) for rank, first, n in pieces], dim=axis).numpy()
 
-        self._make_room(top_k, self.device)
+        self._allocate_ring(top_k, self.device)
         if ids:
             self._token_ring(self.device)
         assert self._expert_LCK is not None
@@ -251,7 +251,7 @@ class Recorder:
                 "its choices belong to other tokens; name the layers to record with layers=[...]"
             )
             return
-        self._make_room(expert_TK.shape[1], expert_TK.device)
+        self._allocate_ring(expert_TK.shape[1], expert_TK.device)
         assert self._expert_LCK is not None
         for start, length, first in self._forward.stretches:
             chosen_TK = expert_TK[start : start + length]
@@ -266,7 +266,7 @@ class Recorder:
             chosen_TK = torch.where((chosen_TK >= 0) & (chosen_TK < self.num_experts), chosen_TK, _NO_EXPERT)
             self._expert_LCK[number, first : first + length].copy_(chosen_TK)
 
-    def _make_room(self, top_k: int, device: torch.device) -> None:
+    def _allocate_ring(self, top_k: int, device: torch.device) -> None:
         """The ring of choices, when K is known."""
         if self._expert_LCK is None:
             shape = (len(self.layers), self.capacity, top_k)

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-DENSE_AXES = ("pp", "dp_replicate", "fsdp", "cp", "tp")
+NON_EXPERT_AXES = ("pp", "dp_replicate", "fsdp", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 
 
@@ -77,7 +77,7 @@ class Degrees:
         return self.dp * self.cp
 
     @property
-    def dense_shards(self) -> int:
+    def non_expert_shards(self) -> int:
         """Ranks among which one copy of a dense parameter is divided."""
         return self.fsdp * self.cp * self.tp
 
@@ -87,7 +87,7 @@ class Degrees:
         return self.etp * self.ep * self.efsdp
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where a rank is along an axis (`DENSE_AXES`, `EXPERT_AXES`)."""
+        """Where a rank is along an axis (`NON_EXPERT_AXES`, `EXPERT_AXES`)."""
         return rank // self._stride(axis) % self.size(axis)
 
     def ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Degrees:
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks along the axes that are chosen: all but efsdp, which follows from them."""
-        return {axis: self.size(axis) for axis in (*DENSE_AXES, "ep", "etp")}
+        return {axis: self.size(axis) for axis in (*NON_EXPERT_AXES, "ep", "etp")}
 
     def size(self, axis: str) -> int:
         """Ranks along an axis."""
@@ -110,7 +110,7 @@ class Degrees:
         return found
 
     def _stride(self, axis: str) -> int:
-        axes = DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
+        axes = NON_EXPERT_AXES if axis in NON_EXPERT_AXES else EXPERT_AXES
         return math.prod(self.size(one) for one in axes[axes.index(axis) + 1 :])
 
     def dp_rank(self, rank: int) -> int:
@@ -128,7 +128,7 @@ class Degrees:
 
     def record(self) -> dict[str, int]:
         """As in run.json, with the names that the configuration and transformers use."""
-        names = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))
+        names = dict.fromkeys((*NON_EXPERT_AXES, *EXPERT_AXES))
         return {"world_size": self.world_size, **{f"{name}_size": self.size(name) for name in names}}
 
     def __str__(self) -> str:

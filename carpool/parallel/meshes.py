@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from carpool.parallel.degrees import DENSE_AXES, Degrees
+from carpool.parallel.degrees import NON_EXPERT_AXES, Degrees
 from carpool.transport.nodes import timeout_of
 
 
@@ -47,7 +47,7 @@ class Meshes:
 
     def stage_group(self) -> dist.ProcessGroup:
         """The ranks that have the same stages of the pipeline as this one, also if it is alone."""
-        axes = (axis for axis in DENSE_AXES if axis != "pp" and self.degrees.size(axis) > 1)
+        axes = (axis for axis in NON_EXPERT_AXES if axis != "pp" and self.degrees.size(axis) > 1)
         return self._group(tuple(axes))
 
     def mesh(self, **dims: tuple[str, ...]) -> DeviceMesh:

@@ -387,7 +387,7 @@ class Replicated:
             grad, place.whole.grad = place.whole.grad, None
             assert isinstance(place.shard, DTensor)
             if grad is not None:
-                _sum_over_copies(grad, place.shard)
+                _sum_over_replicas(grad, place.shard)
                 place.shard.grad = DTensor(grad, place.shard._spec, requires_grad=False)
         self._at_once = 0
 
@@ -448,7 +448,7 @@ def sharded_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
         yield
 
 
-def _sum_over_copies(grad: torch.Tensor, shard: DTensor) -> None:
+def _sum_over_replicas(grad: torch.Tensor, shard: DTensor) -> None:
     """Add up what the ranks that hold a copy of a shard have: of adapters of experts, which FSDP does not know."""
     mesh = shard.device_mesh
     for axis, placement in enumerate(shard.placements):

@@ -39,31 +39,31 @@ _reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist
 _all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def num_rows(tokens: int, group: Group) -> int:
+def tokens_per_rank(tokens: int, group: Group) -> int:
     """The most rows that a rank has of T."""
     return -(-tokens // dist.get_world_size(group))
 
 
-def own_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
+def own_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's rows of all T (dimension 0), without a gradient of its own: a view."""
-    each = num_rows(x.shape[0], group)
+    each = tokens_per_rank(x.shape[0], group)
     first = min(x.shape[0], dist.get_rank(group) * each)
     return x[first : first + each]
 
 
-def split_rows(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
+def split_tokens(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's rows of what every rank has alike. Backward: all ranks get all rows' gradients."""
     tokens = x_TH.shape[0]
-    return _apply(x_TH, lambda x: own_rows(x, group).clone(), lambda dy_RH: _all_gather(dy_RH, tokens, group))
+    return _apply(x_TH, lambda x: own_tokens(x, group).clone(), lambda dy_RH: _all_gather(dy_RH, tokens, group))
 
 
-def gather_rows(x_RH: torch.Tensor, tokens: int, group: Group, *, partial: bool) -> torch.Tensor:
+def gather_tokens(x_RH: torch.Tensor, tokens: int, group: Group, *, partial: bool) -> torch.Tensor:
     """All T rows, from each rank's own.
 
     Args:
         tokens: T.
         partial: the gradients that come back are terms of a sum over the ranks; else they are the same on all."""
-    backward = _reduce_scatter if partial else own_rows
+    backward = _reduce_scatter if partial else own_tokens
     return _apply(x_RH, lambda x: _all_gather(x, tokens, group), lambda dy_TH: backward(dy_TH, group), kept=True)
 
 
@@ -111,7 +111,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
 
 def _all_gather(x_RH: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
     ranks = dist.get_world_size(group)
-    each = num_rows(tokens, group)
+    each = tokens_per_rank(tokens, group)
     x_RH = x_RH.contiguous()
     if x_RH.shape[0] < each:
         x_RH = torch.cat([x_RH, x_RH.new_zeros(each - x_RH.shape[0], *x_RH.shape[1:])])
@@ -122,7 +122,7 @@ def _all_gather(x_RH: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
 
 def _reduce_scatter(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
     ranks, tokens = dist.get_world_size(group), x_TH.shape[0]
-    each = num_rows(tokens, group)
+    each = tokens_per_rank(tokens, group)
     x_TH = x_TH.contiguous()
     if ranks * each > tokens:
         x_TH = torch.cat([x_TH, x_TH.new_zeros(ranks * each - tokens, *x_TH.shape[1:])])

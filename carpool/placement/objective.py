@@ -59,7 +59,7 @@ class Objective:
         return int(self.sent_WW.sum() - self.sent_WW.trace())
 
     @property
-    def copies_per_token(self) -> float:
+    def ranks_per_token(self) -> float:
         """Ranks that serve a token, mean: λ, its own included."""
         return float(self.rows_WW.sum() / self.tokens)
 
@@ -124,8 +124,8 @@ def evaluate(
 
     scale = cost.tokens_per_rank * num_ranks / num_tokens
     sent_WW = rows_WW
-    if not (way := find_transport(cost.transport)).one_row_per_rank:
-        sent_WW = way.rows_sent([rank_TK[source_T == rank] for rank in range(num_ranks)], topology)
+    if not (way := find_transport(cost.transport)).one_send_per_rank:
+        sent_WW = way.tokens_sent([rank_TK[source_T == rank] for rank in range(num_ranks)], topology)
     return Objective(
         tokens=num_tokens,
         rows_WW=rows_WW,

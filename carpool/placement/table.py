@@ -248,13 +248,13 @@ def _row(layer: str, name: str, layout: ExpertLayout, here: Objective, there: Ob
     return Row(
         layer=layer,
         solver=name,
-        ranks_per_token=there.copies_per_token,
+        ranks_per_token=there.ranks_per_token,
         remote=there.rows_remote / there.tokens,
         nodes=there.rows_nodes / there.tokens,
         load=there.load_ratio,
         intra=there.intra_share,
         layer_us=1e6 * there.seconds,
-        solved_ranks_per_token=here.copies_per_token,
+        solved_ranks_per_token=here.ranks_per_token,
         solved_load=here.load_ratio,
         solved_layer_us=1e6 * here.seconds,
         replicas=layout.num_replicas,
@@ -305,7 +305,7 @@ def plot_coactivation(trace: LayerTrace, layout: ExpertLayout, path: str | Path)
         for end in np.cumsum([len(home) for home in one.homes])[:-1]:
             axis.axhline(end - 0.5, color="white", linewidth=0.6)
             axis.axvline(end - 0.5, color="white", linewidth=0.6)
-        copies = evaluate(trace, ExpertLayout(one.homes)).copies_per_token
+        copies = evaluate(trace, ExpertLayout(one.homes)).ranks_per_token
         axis.set_title(f"{title}: {copies:.2f} ranks per token")
         axis.set_xlabel("expert, by rank")
     axes[0].set_ylabel("expert, by rank")

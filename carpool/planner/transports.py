@@ -49,8 +49,8 @@ def planned_transports() -> tuple[str, ...]:
     not wait for the host come first, then those that send least between nodes."""
     from carpool.transport import between_ranks
 
-    ways = [way for way in map(transport_class, between_ranks()) if way.one_row_per_rank or way.one_row_per_node]
-    return tuple(way.name for way in sorted(ways, key=lambda way: (not way.graphable, not way.one_row_per_node)))
+    ways = [way for way in map(transport_class, between_ranks()) if way.one_send_per_rank or way.one_send_per_node]
+    return tuple(way.name for way in sorted(ways, key=lambda way: (not way.graphable, not way.one_send_per_node)))
 
 
 def usable_transports(degrees: Degrees, per_node: int, hardware: Hardware, among: Sequence[str]) -> list[str]:
@@ -79,11 +79,11 @@ def _usable(node_of: tuple[int, ...], nvlink: bool, among: tuple[str, ...]) -> l
         for way in map(transport_class, among)
         if not way.alone
         and (nvlink or not way.needs_nvlink)
-        and (several or not way.one_row_per_node)
+        and (several or not way.one_send_per_node)
         and way.why_not_on(topology) is None
     ]
-    sooner = any(way.one_row_per_rank and way.graphable for way in found)
-    return [way.name for way in found if way.graphable or not (sooner and way.one_row_per_rank)]
+    sooner = any(way.one_send_per_rank and way.graphable for way in found)
+    return [way.name for way in found if way.graphable or not (sooner and way.one_send_per_rank)]
 
 
 def foreseen_unfit(
@@ -104,7 +104,7 @@ def foreseen_unfit(
         reason = cls.why_not_on(topology)
         if reason is None and cls.needs_nvlink and hardware is not None and hardware.nvlink is None:
             reason = f"{hardware.name} has no NVLink"
-        if reason := reason or cls.why_no_rows(hidden, 2) or why_not(cls):
+        if reason := reason or cls.why_not_hidden(hidden, 2) or why_not(cls):
             found[cls.name] = reason
     return found
 
@@ -180,9 +180,9 @@ def _rows(topology: Topology, top_k: int, tokens: int, name: str) -> np.ndarray:
     """(W, W) rows that are expected from rank to rank."""
     num_ranks, num_nodes, way = topology.num_ranks, topology.num_nodes, transport_class(name)
     to_rank, to_node = (1 - (1 - 1 / number) ** top_k for number in (num_ranks, num_nodes))
-    if not way.one_row_per_node:
+    if not way.one_send_per_node:
         # One row for a rank, or for an expert.
-        each = to_rank if way.one_row_per_rank else top_k / num_ranks
+        each = to_rank if way.one_send_per_rank else top_k / num_ranks
         return np.full((num_ranks, num_ranks), each * tokens)
     same_WW = np.equal.outer(topology.node_of, topology.node_of)
     rail_WW = np.equal.outer(topology.number_of, topology.number_of) & ~same_WW

@@ -4,8 +4,8 @@
     backward          dispatch dy   experts' backward    combine (dx, dweight), beside it the last weight gradient
 
 With a transport that works on a stream of its own, the up projection's weight gradient hides the backward's combine
-(delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429). In one piece, and with `RideSetup.owed`, it is
-not computed here at all.
+(delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429). In one piece, and with `RideSetup.deferred`, it
+is not computed here at all.
 
 A rank's tokens are cut into r equal chunks, each with a route of its own. The verbs run in this order (D: dispatch,
 E: experts, C: combine; a transport that works on a stream of its own runs D and C beside E):
@@ -33,7 +33,7 @@ compute each row alone; weight gradients are equal to rounding.
 
 What the forward saves for its backward goes through autograd, to host memory, or into an arena:
 
-    kept = put_away(kept, setup)       after the forward: what is to be offloaded is under way to host memory
+    kept = offload_saved(kept, setup)       after the forward: what is to be offloaded is under way to host memory
     save(ctx, weights, kept, setup)    autograd holds the tensors
     weights, kept = saved(ctx)         in the backward
     kept = bring_back(kept, setup)     what was offloaded is on the device again
@@ -53,12 +53,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from carpool.activations import Arena, Arrivals, Away, Rows
+from carpool.activations import Arena, Arrivals, HiddenStates, Offloaded
 from carpool.activations.whole_layers import offloaded
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.device import reserved
 from carpool.metrics.counters import RideSpans
-from carpool.ride.setup import NO_HOOKS, Kept, RideSetup
+from carpool.ride.setup import NO_HOOKS, RideSetup, SavedActivations
 from carpool.ride.turns import HALF, half_number, handover
 from carpool.transport import Pending, Transport
 
@@ -142,7 +142,7 @@ class ChunkedOrder:
 
     def forward(
         self, started: Started, weights: ExpertWeights, setup: RideSetup, backward: bool
-    ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+    ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
         x_C, routes, coming, spans = started
         transport, experts = setup.transport, setup.experts
         assert experts is not None
@@ -163,7 +163,7 @@ class ChunkedOrder:
                 arena = arena_for("expert_activations", setup, backward)
                 saved = experts.forward(arrivals, weights, partial_RH, arena, backward)
                 if backward:
-                    kept.append(Kept(route, kept_rows(x_TH, arrivals, setup), saved))
+                    kept.append(SavedActivations(route, saved_inputs(x_TH, arrivals, setup), saved))
             spans.begin("combine", piece)
             sums.append(transport.combine(route, partial_RH))
             spans.end()
@@ -182,7 +182,7 @@ class ChunkedOrder:
         self,
         dy_TH: torch.Tensor,
         weights: ExpertWeights,
-        kept: tuple[Kept, ...],
+        kept: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
     ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
@@ -229,7 +229,7 @@ class ChunkedOrder:
             if last is not None:
                 compute = partial(_last_gradients, last, spans, piece, transport.processors)
                 # Only in one piece: and rows that were offloaded are in memory that the next backward's get.
-                waits = setup.owed is not None and self.pieces == 1 and setup.policies.expert_inputs == "save"
+                waits = setup.deferred is not None and self.pieces == 1 and setup.policies.expert_inputs == "save"
                 dweights = compute if waits else _sum(dweights, compute())
         return Pending(partial(_finish, sums, spans, dtype)), dweights
 
@@ -269,14 +269,14 @@ def _sum(one: Any, other: ExpertWeights) -> ExpertWeights:
     return one  # type: ignore[no-any-return]
 
 
-def kept_rows(x_TH: torch.Tensor, arrivals: Arrivals, setup: RideSetup) -> Rows:
+def saved_inputs(x_TH: torch.Tensor, arrivals: Arrivals, setup: RideSetup) -> HiddenStates:
     """The rows that a ride keeps: those that arrived; of rows that will be sent again, those that are sent."""
     if setup.policies.expert_inputs == "resend":
-        return Rows.of(x_TH)
-    return arrivals.rows.kept(arena_for("expert_inputs", setup))
+        return HiddenStates.of(x_TH)
+    return arrivals.tokens.saved(arena_for("expert_inputs", setup))
 
 
-def start_backward(kept: Kept, dy_TH: torch.Tensor, setup: RideSetup) -> BackwardStarted:
+def start_backward(kept: SavedActivations, dy_TH: torch.Tensor, setup: RideSetup) -> BackwardStarted:
     """Send the gradients to the experts, and the rows once more if they are not kept."""
     again = rows = None
     transport = setup.transport
@@ -286,12 +286,12 @@ def start_backward(kept: Kept, dy_TH: torch.Tensor, setup: RideSetup) -> Backwar
     return BackwardStarted(again, rows, transport.dispatch_gradients(dy_TH, kept.route))
 
 
-def readable(rows: Rows, packets: bool, dtype: torch.dtype) -> Rows:
+def readable(rows: HiddenStates, packets: bool, dtype: torch.dtype) -> HiddenStates:
     """Rows as the experts read them."""
     return rows.packed() if packets else rows.widened(dtype)
 
 
-def readable_gradients(dpartial: Rows, packets: bool, dtype: torch.dtype) -> Rows:
+def readable_gradients(dpartial: HiddenStates, packets: bool, dtype: torch.dtype) -> HiddenStates:
     """Gradients as the experts read them: as packets of FP8 only if they travelled so, else in `dtype`."""
     return dpartial if packets else dpartial.widened(dtype)
 
@@ -306,36 +306,36 @@ def arena_for(
     return setup.offloader.staging(setup.transport.arena, half_number())
 
 
-def put_away(kept: tuple[Kept, ...], setup: RideSetup) -> tuple[Kept, ...]:
-    """The same, with `Away` in the place of what is offloaded."""
+def offload_saved(kept: tuple[SavedActivations, ...], setup: RideSetup) -> tuple[SavedActivations, ...]:
+    """The same, with `Offloaded` in the place of what is offloaded."""
     policies = setup.policies
     if setup.offloader is None:
         return kept
     items = [one.x for one in kept if policies.expert_inputs == "offload"]
     if policies.expert_activations == "offload":
-        items += [item for one in kept for item in one.saved if isinstance(item, Rows)]
+        items += [item for one in kept for item in one.saved if isinstance(item, HiddenStates)]
     if not items:
         return kept
     away = dict(zip(map(id, items), setup.offloader.put(items, half_number()), strict=True))
     return tuple(_replaced(one, lambda item: away.get(id(item), item)) for one in kept)
 
 
-def bring_back(kept: tuple[Kept, ...], setup: RideSetup) -> tuple[Kept, ...]:
-    """The same, with rows on the device in the place of `Away`."""
+def bring_back(kept: tuple[SavedActivations, ...], setup: RideSetup) -> tuple[SavedActivations, ...]:
+    """The same, with rows on the device in the place of `Offloaded`."""
     if setup.offloader is None:
         return kept
-    away = [item for one in kept for item in (one.x, *one.saved) if isinstance(item, Away)]
+    away = [item for one in kept for item in (one.x, *one.saved) if isinstance(item, Offloaded)]
     if not away:
         return kept
     back = dict(zip(map(id, away), setup.offloader.get(away), strict=True))
     return tuple(_replaced(one, lambda item: back.get(id(item), item)) for one in kept)
 
 
-def _replaced(one: Kept, change: Any) -> Kept:
-    return Kept(one.route, change(one.x), tuple(map(change, one.saved)))
+def _replaced(one: SavedActivations, change: Any) -> SavedActivations:
+    return SavedActivations(one.route, change(one.x), tuple(map(change, one.saved)))
 
 
-def save(ctx: Any, weights: ExpertWeights, kept: tuple[Kept, ...], setup: RideSetup) -> None:
+def save(ctx: Any, weights: ExpertWeights, kept: tuple[SavedActivations, ...], setup: RideSetup) -> None:
     """Save what a ride keeps through autograd, which lets checkpointing and offloading see the tensors.
 
     Of rows in an arena they see where these begin. Its memory is all layers': a hook would copy it for each of them.
@@ -343,12 +343,12 @@ def save(ctx: Any, weights: ExpertWeights, kept: tuple[Kept, ...], setup: RideSe
     does what a policy of the ride keeps."""
     tensors: list[torch.Tensor | None] = list(weights)
     stay: list[torch.Tensor | None] = list(weights)
-    # Of each `Kept`, its route and items: `Rows` without tensors, or the place of a tensor.
-    plan: list[tuple[Any, list[Rows | None]]] = []
+    # Of each `SavedActivations`, its route and items: `HiddenStates` without tensors, or the place of a tensor.
+    plan: list[tuple[Any, list[HiddenStates | None]]] = []
     for one in kept:
-        items: list[Rows | None] = []
+        items: list[HiddenStates | None] = []
         for item in (one.x, *one.saved):
-            if not isinstance(item, Rows):
+            if not isinstance(item, HiddenStates):
                 tensors.append(item)
                 items.append(None)
                 continue
@@ -357,7 +357,7 @@ def save(ctx: Any, weights: ExpertWeights, kept: tuple[Kept, ...], setup: RideSe
             data: Any = item.data if shared else None
             items.append(replace(item, data=data, start=None, home=None, count=None))
             policy = setup.policies.expert_inputs if item is one.x else setup.policies.expert_activations
-            stay += (item.start, item.data if policy == "save" or isinstance(item, Away) else None)
+            stay += (item.start, item.data if policy == "save" or isinstance(item, Offloaded) else None)
         plan.append((one.route, items))
     if (layer := offloaded.get()) is not None:
         layer.stay_on_device(stay)
@@ -365,7 +365,7 @@ def save(ctx: Any, weights: ExpertWeights, kept: tuple[Kept, ...], setup: RideSe
     ctx.save_for_backward(*tensors)
 
 
-def saved(ctx: Any) -> tuple[ExpertWeights, tuple[Kept, ...]]:
+def saved(ctx: Any) -> tuple[ExpertWeights, tuple[SavedActivations, ...]]:
     """What `save` was given.
 
     Raises:
@@ -387,10 +387,10 @@ def saved(ctx: Any) -> tuple[ExpertWeights, tuple[Kept, ...]]:
                 item = replace(item, data=data)
             elif start is not None and not item.arena.holds(start):
                 raise RuntimeError(
-                    "rows in an arena were let go before their backward: a hook on saved tensors (save_on_cpu, "
-                    "offloading) put a copy in the place of where they begin; leave out that hook, and offload them by "
+                    "saved activations in an arena were freed before their backward: a hook on saved tensors "
+                    "(save_on_cpu, offloading) replaced their handle by a copy; leave out that hook, and offload by "
                     "carpool.ActivationPolicies (carpool train: memory.expert_inputs and memory.expert_activations)"
                 )
             found.append(replace(item, start=start, home=home, count=count))
-        kept.append(Kept(route, found[0], tuple(found[1:])))
+        kept.append(SavedActivations(route, found[0], tuple(found[1:])))
     return weights, tuple(kept)

@@ -31,9 +31,9 @@ from carpool.activations.whole_layers import checkpointed, taken_before
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
 from carpool.metrics.counters import in_recompute
-from carpool.ride.chunks import PLAIN, bring_back, put_away, save, saved
+from carpool.ride.chunks import PLAIN, bring_back, offload_saved, save, saved
 from carpool.ride.operator import ride_operator
-from carpool.ride.setup import Kept, RideSetup
+from carpool.ride.setup import RideSetup, SavedActivations
 from carpool.routing import Routing
 from carpool.transport import Pending
 
@@ -83,12 +83,12 @@ def ride(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
     compiling, trip, result = torch.compiler.is_compiling(), None, None
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
-    owed: ExpertWeights | None = None
+    deferred: ExpertWeights | None = None
     with torch.autocast(device, enabled=False):
         x_TH = x_TH.to(dtype)
         weights = weights.to(dtype)
-        if setup.owed is not None and not compiling and (x_TH.requires_grad or weight_TK.requires_grad):
-            owed, weights = weights, ExpertWeights._make(None if w is None else w.detach() for w in weights)
+        if setup.deferred is not None and not compiling and (x_TH.requires_grad or weight_TK.requires_grad):
+            deferred, weights = weights, ExpertWeights._make(None if w is None else w.detach() for w in weights)
         if beside is not None and not compiling and not taken_before():
             trip = _Trip()
             x_TH, weight_TK = _Start.apply(x_TH, weight_TK, slot_TK, weights, trip, setup)
@@ -101,7 +101,7 @@ def ride(
         )
         if compiling:
             return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, setup.number, backward)[0], result
-        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, setup, trip, owed, *weights), result
+        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, setup, trip, deferred, *weights), result
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,25 +194,25 @@ class _Ride(torch.autograd.Function):
         backward: bool,
         setup: RideSetup,
         trip: _Trip | None,
-        owed: ExpertWeights | None,
+        deferred: ExpertWeights | None,
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
         weights = ExpertWeights._make(tensors)
 
-        def take() -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+        def take() -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
             if trip is None:
                 started = (setup.order or PLAIN).start(x_TH, weight_TK, slot_TK, weights, setup)
             else:
                 started, trip.started = trip.started, None
             y_TH, kept = (setup.order or PLAIN).forward(started, weights, setup, backward)
-            return y_TH, None if kept is None else put_away(kept, setup)
+            return y_TH, None if kept is None else offload_saved(kept, setup)
 
         # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
         region = checkpointed.get() if backward else None
         y_TH, kept = take() if region is None else region.ride(take)
         if kept is not None:
             save(ctx, weights, kept, setup)
-            ctx.trip, ctx.owed = trip, owed
+            ctx.trip, ctx.deferred = trip, deferred
         return y_TH
 
     @staticmethod
@@ -221,14 +221,14 @@ class _Ride(torch.autograd.Function):
         setup: RideSetup = ctx.setup
         weights, kept = saved(ctx)
         kept = bring_back(kept, setup)
-        owed: ExpertWeights | None = ctx.owed
+        deferred: ExpertWeights | None = ctx.deferred
         needs_dweights = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + NUM_BASE])
-        if owed is not None:
-            needs_dweights = any(w is not None and w.requires_grad for w in owed[:NUM_BASE])
+        if deferred is not None:
+            needs_dweights = any(w is not None and w.requires_grad for w in deferred[:NUM_BASE])
         coming, dweights = (setup.order or PLAIN).backward(dy_TH, weights, kept, setup, needs_dweights)
-        if owed is not None and dweights is not None:
-            assert setup.owed is not None
-            setup.owed.put(owed, dweights if callable(dweights) else partial(_same, dweights))
+        if deferred is not None and dweights is not None:
+            assert setup.deferred is not None
+            setup.deferred.put(deferred, dweights if callable(dweights) else partial(_same, dweights))
             dweights = None
         dx_TH = dweight_TK = None
         if ctx.trip is not None and ctx.trip.apart and _reaches(ctx.next_functions[:2]):

@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.activations.whole_layers import checkpointed
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertWeights
 from carpool.kernels.numbered import by_number
-from carpool.ride.chunks import PLAIN, bring_back, put_away
+from carpool.ride.chunks import PLAIN, bring_back, offload_saved
 from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
 
@@ -75,7 +75,7 @@ def ride_operator(
         inputs = x_TH, weight_TK, slot_TK
         started = (found.order or PLAIN).start(*inputs, weights, found)
         y_TH, kept = (found.order or PLAIN).forward(started, weights, found, backward)
-        return y_TH, None if kept is None else _swap(put_away(kept, found), lambda tensor: _lend(tensor, inputs))
+        return y_TH, None if kept is None else _swap(offload_saved(kept, found), lambda tensor: _lend(tensor, inputs))
 
     region = checkpointed.get() if backward else None
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
@@ -186,10 +186,10 @@ class _Lent:
 
 
 def _swap(what: Any, change: Callable[[Any], Any]) -> Any:
-    """`what` with its tensors changed: those in tuples, `Rows` and routes."""
+    """`what` with its tensors changed: those in tuples, `HiddenStates` and routes."""
     if isinstance(what, (torch.Tensor, _Lent)):
         return change(what)
-    if isinstance(what, (Rows, Route)):
+    if isinstance(what, (HiddenStates, Route)):
         return replace(what, **{field.name: _swap(getattr(what, field.name), change) for field in fields(what)})
     if isinstance(what, tuple):
         items = [_swap(item, change) for item in what]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.metrics.counters import Meter
 from carpool.ride.function import first_order
 from carpool.ride.setup import RideSetup
@@ -66,7 +66,7 @@ class _ModuleTrip:
     route: Any
     wanted_R1: torch.Tensor | None = None
 
-    def defined(self, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+    def defined(self, rows: HiddenStates, dtype: torch.dtype) -> torch.Tensor:
         """(R, H): the rows, out of the transport's buffer, zero where no expert reads them."""
         rows_RH = rows.widened(dtype).contiguous(self.route.num_rows)
         return rows_RH if self.wanted_R1 is None else rows_RH.masked_fill(~self.wanted_R1, 0.0)
@@ -80,12 +80,12 @@ class _Dispatch(torch.autograd.Function):
         arrivals = coming.wait()
         ctx.trip = trip
         ctx.mark_non_differentiable(arrivals.slot_RJ)
-        if arrivals.rows.gaps:
+        if arrivals.tokens.gaps:
             # A module may well multiply rows that nobody wants by zero. The same for gradients.
             trip.wanted_R1 = (arrivals.slot_RJ >= 0).any(1, keepdim=True)
         # Fresh handles, for autograd hangs its graph on what is returned: that must be neither the input itself (which
         # a single rank's arrivals may be) nor a tensor of the route, which the graph holds: neither would be freed.
-        return trip.defined(arrivals.rows, x_TH.dtype).detach(), arrivals.weight_RJ.detach(), arrivals.slot_RJ
+        return trip.defined(arrivals.tokens, x_TH.dtype).detach(), arrivals.weight_RJ.detach(), arrivals.slot_RJ
 
     @staticmethod
     @first_order

@@ -15,24 +15,24 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from carpool.activations import KEEP, ActivationPolicies, Offloader, Rows
+from carpool.activations import SAVE_ALL, ActivationPolicies, HiddenStates, Offloader
 from carpool.experts import Experts, ExpertWeights
 from carpool.kernels.numbered import Numbered
 from carpool.metrics.counters import LayerStats
 from carpool.transport import Pending, Transport
 
 
-class Kept(NamedTuple):
+class SavedActivations(NamedTuple):
     """What the forward of a ride, or of one chunk of it, keeps for its backward besides the parameters.
 
     Attributes:
         route: as planned.
         x: the rows that arrived; the rows that were sent, if they will be sent again.
-        saved: what the experts keep: tensors, `Rows` and Nones. The `Rows` are pre-activations.
+        saved: what the experts keep: tensors, `HiddenStates` and Nones. The `HiddenStates` are pre-activations.
     """
 
     route: Any
-    x: Rows
+    x: HiddenStates
     saved: tuple[Any, ...]
 
 
@@ -63,7 +63,7 @@ class Order(Protocol):
 
     def forward(
         self, started: Any, weights: ExpertWeights, setup: RideSetup, backward: bool
-    ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+    ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
         """(y_TH, what is kept). `backward`: whether one will follow; if not, nothing is kept."""
         ...
 
@@ -71,12 +71,12 @@ class Order(Protocol):
         self,
         dy_TH: torch.Tensor,
         weights: ExpertWeights,
-        kept: tuple[Kept, ...],
+        kept: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
     ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
         """(the last combines, whose `wait()` gives dx_TH and dweight_TK; gradients of the weights if needed, or, with
-        `setup.owed`, what computes them)."""
+        `setup.deferred`, what computes them)."""
         ...
 
 
@@ -99,11 +99,11 @@ class _Item(NamedTuple):
     compute: Callable[[], Tensors]
 
 
-class Owed:
+class DeferredGradients:
     """Weight gradients as work of their own (`carpool.ride.split_backward`).
 
         backward               gradients of rows, routing weights, hidden states; those of weights are put here
-        weights = owed.take()  what this backward has put
+        weights = deferred.take()  what this backward has put
         weights()              computes it, and gives it to the parameters as autograd would: hooks are called
 
     A node that puts something here has the weights as they are after casts, slots and shards, and no edge to them: the
@@ -148,7 +148,7 @@ class RideSetup(Numbered):
         hooks: told where the backward is.
         policies: of what rides keep.
         offloader: where it goes, if a policy is "offload".
-        owed: gets the weights' gradients, to be computed later. None: they come with the backward.
+        deferred: gets the weights' gradients, to be computed later. None: they come with the backward.
     """
 
     transport: Transport
@@ -156,6 +156,6 @@ class RideSetup(Numbered):
     stats: LayerStats
     order: Order | None = None
     hooks: RideHooks = NO_HOOKS
-    policies: ActivationPolicies = KEEP
+    policies: ActivationPolicies = SAVE_ALL
     offloader: Offloader | None = None
-    owed: Owed | None = None
+    deferred: DeferredGradients | None = None

@@ -35,13 +35,13 @@ from torch.distributed.tensor import DTensor
 from carpool.activations.whole_layers import offloaded
 from carpool.parallel import fsdp
 from carpool.ride.function import first_order
-from carpool.ride.setup import Owed
+from carpool.ride.setup import DeferredGradients
 
 
 class Rides(Protocol):
     """A layer that rides."""
 
-    owed: Owed | None
+    deferred: DeferredGradients | None
 
 
 class SplitBackward:
@@ -53,14 +53,14 @@ class SplitBackward:
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[Rides]) -> None:
-        self.model, self.layers, self.owed = model, list(layers), Owed()
+        self.model, self.layers, self.deferred = model, list(layers), DeferredGradients()
         # What has a forward of its own, such as an adapter, does as ever.
         modules = (module for module in model.modules() if type(module) is nn.Linear)
         self.linears = [module for module in modules if "forward" not in vars(module)]
 
     def __enter__(self) -> SplitBackward:
         for layer in self.layers:
-            layer.owed = self.owed
+            layer.deferred = self.deferred
         for linear in self.linears:
             # nn.Module's call finds an attribute of the instance before the class's.
             linear.forward = partial(self._forward, linear)  # type: ignore[method-assign]
@@ -68,14 +68,14 @@ class SplitBackward:
 
     def __exit__(self, *_: object) -> None:
         for layer in self.layers:
-            layer.owed = None
+            layer.deferred = None
         for linear in self.linears:
             del linear.forward
-        self.owed.take()
+        self.deferred.take()
 
     def weights(self) -> Callable[[], None]:
         """What computes the weight gradients of the backwards since the last call."""
-        compute = self.owed.take()
+        compute = self.deferred.take()
 
         def weights() -> None:
             compute()
@@ -92,21 +92,21 @@ class SplitBackward:
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        y: torch.Tensor = _Linear.apply(x, self.owed, (weight, bias))
+        y: torch.Tensor = _Linear.apply(x, self.deferred, (weight, bias))
         return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, owed: Owed, parameters: tuple[torch.Tensor, torch.Tensor | None]
+        ctx: Any, x: torch.Tensor, deferred: DeferredGradients, parameters: tuple[torch.Tensor, torch.Tensor | None]
     ) -> torch.Tensor:
         weight, bias = (None if one is None else one.detach() for one in parameters)
         assert weight is not None
         if (layer := offloaded.get()) is not None:
             layer.stay_on_device((weight,))
         ctx.save_for_backward(x, weight)
-        ctx.owed, ctx.parameters = owed, parameters
+        ctx.deferred, ctx.parameters = deferred, parameters
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -115,5 +115,5 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy_TN, x_TH = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         biased = ctx.parameters[1] is not None
-        ctx.owed.put(ctx.parameters, lambda: (dy_TN.t() @ x_TH, dy_TN.sum(0) if biased else None))
+        ctx.deferred.put(ctx.parameters, lambda: (dy_TN.t() @ x_TH, dy_TN.sum(0) if biased else None))
         return (dy_TN @ weight).view(x.shape), None, None

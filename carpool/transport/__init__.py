@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from carpool.activations import Arrivals, Rows
+from carpool.activations import Arrivals, HiddenStates
 from carpool.layout.topology import Topology
 from carpool.plugins import Registry, unknown
 from carpool.transport.alltoall import AllToAll
@@ -48,12 +48,12 @@ __all__ = [
     "Arrivals",
     "BufferOverflowError",
     "Codecs",
+    "HiddenStates",
     "HierarchicalOptions",
     "NVLinkOptions",
     "Pending",
     "RankMissingError",
     "Route",
-    "Rows",
     "Transport",
     "TransportOptions",
     "between_ranks",
@@ -135,9 +135,9 @@ def choose_transport(name: str, num_ranks: int, top_k: int, unfit: Mapping[str, 
     fits = [cls for cls in ways if (cls.anywhere if unfit is None else cls.name not in unfit)]
     # Which of them sends fewest does not depend on the number of experts.
     experts = num_ranks * max(top_k, 8)
-    best = min(fits, key=lambda cls: round(cls.copies_per_token(experts, top_k, num_ranks), 6))
+    best = min(fits, key=lambda cls: round(cls.ranks_per_token(experts, top_k, num_ranks), 6))
     unused = "".join(f"; not {one}: {reason}" for one, reason in (unfit or {}).items())
-    if best.one_row_per_rank:
+    if best.one_send_per_rank:
         why = f"one row per token for each rank that holds any of its {top_k} experts, not one for each expert"
         if not best.anywhere:
             why = f"the {num_ranks} ranks can use it; {why}"
@@ -172,14 +172,14 @@ def unfit_transports(
             continue
         if alone:
             reason = "one rank has nobody to send to"
-        elif own_forward and not cls.knows_rows:
+        elif own_forward and not cls.knows_counts:
             # Their own forward would see all rows that the buffers have, and most are empty.
             reason = "the experts run their own forward"
         else:
             reason = (
                 cls.why_no_codecs(PLAIN if options is None else options.codecs)
                 or cls.why_not_automatic(cls.own_options(options))
-                or cls.why_no_rows(hidden, element_size)
+                or cls.why_not_hidden(hidden, element_size)
                 or _why_not(cls, group)
             )
         if reason:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from carpool.layout.topology import Topology
-from carpool.transport.exchange import ExchangeTransport, RowsToSend
-from carpool.transport.volume import Counts, one_row_per_choice
+from carpool.transport.exchange import ExchangeTransport, SendList
+from carpool.transport.volume import Counts, one_send_per_choice
 
 
 class AllToAll(ExchangeTransport):
@@ -27,26 +27,26 @@ class AllToAll(ExchangeTransport):
     name = "alltoall"
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
-        return one_row_per_choice(rank_TK, topology.num_ranks)
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        return one_send_per_choice(rank_TK, topology.num_ranks)
 
     @classmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
         return float(top_k)
 
     @classmethod
-    def choices_per_row(cls, top_k: int) -> int:
+    def choices_per_send(cls, top_k: int) -> int:
         return 1
 
-    def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
+    def count_sends(self, here_WTK: torch.Tensor) -> torch.Tensor:
         return here_WTK.sum((1, 2))
 
-    def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
+    def list_sends(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> SendList:
         # Slot ids count over ranks, so that sorting by slot sorts by rank; choices without an expert sort to the end.
         key_C = slot_TK.reshape(-1)
         key_C = torch.where(key_C < 0, self.num_ranks * self.slots_per_rank, key_C)
         choice_N = torch.argsort(key_C, stable=True)[:num_rows]
-        return RowsToSend(
+        return SendList(
             token_N=choice_N // max(1, slot_TK.shape[1]),
             slot_NJ=(key_C[choice_N] % self.slots_per_rank).int().unsqueeze(1),
             choice_NJ=choice_N.unsqueeze(1),

@@ -34,8 +34,8 @@ from carpool.layout.topology import Topology
 from carpool.metrics.counters import VERBS, Traffic
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import TransportOptions
-from carpool.transport.room import Room
-from carpool.transport.volume import Counts, MeanRows, Volume
+from carpool.transport.token_capacity import TokenCapacity
+from carpool.transport.volume import Counts, MeanTraffic, Volume
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
 # weight's float32 gradient on the way back in the backward.
@@ -73,7 +73,7 @@ class Route:
     Attributes:
         num_tokens, top_k: T and K of this rank.
         num_rows: R, rows that this rank receives.
-        choices_per_row: J.
+        choices_per_send: J.
         num_pairs: P, (row, slot) pairs among them: the rows that the experts' matrix products see; an upper bound where
             only the device knows.
         traffic: where the verbs count what they send.
@@ -84,7 +84,7 @@ class Route:
     num_tokens: int
     top_k: int
     num_rows: int
-    choices_per_row: int
+    choices_per_send: int
     num_pairs: int
     traffic: Traffic
     choices_W: tuple[int, ...] = ()
@@ -124,7 +124,7 @@ class Route:
         sent_bytes = row_bytes
         if codecs is not PLAIN:
             sent_bytes = codecs.of(verb).row_bytes(row.shape[1], row.element_size())
-        sent_bytes += self.choices_per_row * choice_bytes
+        sent_bytes += self.choices_per_send * choice_bytes
         self.traffic.add(verb, rows_W, sent_bytes, self.choices_W, row_bytes + choice_bytes)
 
 
@@ -152,9 +152,9 @@ def bytes_of_rides(rows_WW: Counts, row: Mapping[str, int], choices: int) -> dic
 class Transport(ABC):
     """One way for rows to travel: what the class says about itself, and the verbs of an instance.
 
-    A subclass has a `name`, says which rows it sends (`rows_sent`), and implements the five verbs and `plan`. All else
-    has a default. Where `options_class` is set, instances are constructed with options as a third argument. A transport
-    reads its own kind of route, the one that its `plan` made; hence `Any`.
+    A subclass has a `name`, says which rows it sends (`tokens_sent`), and implements the five verbs and `plan`. All
+    else has a default. Where `options_class` is set, instances are constructed with options as a third argument. A
+    transport reads its own kind of route, the one that its `plan` made; hence `Any`.
 
     Args:
         group: the expert-parallel process group; None for one rank.
@@ -166,14 +166,14 @@ class Transport(ABC):
         automatic: whether "auto" may pick it.
         anywhere: whether any ranks can use it. If not, `why_not` looks at a group.
         alone: whether it is for one rank, and "auto" takes it there.
-        one_row_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
-        one_row_per_node: whether it is sent once to each other node instead, and passed on there.
+        one_send_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
+        one_send_per_node: whether it is sent once to each other node instead, and passed on there.
         hops_in_turn: whether a row takes links of several kinds one after the other.
         between_nodes: whether "auto" takes it on several nodes where the model of costs says that it is faster.
         writes_to_peers: whether it writes rows into the memory of GPUs of its node, if they reach each other.
         needs_nvlink: whether GPUs without NVLink cannot use it.
         rides_in_parts: whether `plan` and the combines take parts (`carpool_systems.tiles`).
-        knows_rows: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
+        knows_counts: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
             that run a model's own forward would compute them.
         graphable: whether it asks nothing of the host, so that a CUDA graph can hold its rides.
         plan_bytes: what each rank sends to each other one before rows travel.
@@ -184,14 +184,14 @@ class Transport(ABC):
     automatic: ClassVar[bool] = False
     anywhere: ClassVar[bool] = True
     alone: ClassVar[bool] = False
-    one_row_per_rank: ClassVar[bool] = False
-    one_row_per_node: ClassVar[bool] = False
+    one_send_per_rank: ClassVar[bool] = False
+    one_send_per_node: ClassVar[bool] = False
     hops_in_turn: ClassVar[bool] = False
     between_nodes: ClassVar[bool] = False
     writes_to_peers: ClassVar[bool] = False
     needs_nvlink: ClassVar[bool] = False
     rides_in_parts: ClassVar[bool] = False
-    knows_rows: ClassVar[bool] = True
+    knows_counts: ClassVar[bool] = True
     graphable: bool = False
     plan_bytes: ClassVar[int] = 0
 
@@ -211,7 +211,7 @@ class Transport(ABC):
 
     @classmethod
     @abstractmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
         """(W, W) rows that rank [i] dispatches to rank [j], the diagonal included. Over a kind of link go those of its
         `topology.pairs`.
 
@@ -221,29 +221,30 @@ class Transport(ABC):
 
     @classmethod
     @abstractmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
         """Expected rows per token if experts are chosen uniformly."""
 
     @classmethod
-    def mean_rows(
+    def mean_traffic(
         cls, reached: Callable[[int], float], num_experts: int, top_k: int, num_ranks: int, per_node: int
-    ) -> MeanRows:
+    ) -> MeanTraffic:
         """Rows of one dispatch, for plans, which know no routing but how far a token's choices are spread.
 
         Args:
             reached: of so many equal parts of the experts, the share that a token visits.
             per_node: ranks of the group on each node.
 
-        Example: one row to each rank, 4 ranks on 2 nodes, half of which a token visits: `MeanRows(0.5, 1.0, 2.0)`."""
+        Example: one row to each rank, 4 ranks on 2 nodes, half of which a token visits: `MeanTraffic(0.5, 1.0,
+        2.0)`."""
         nodes, each = num_ranks // per_node, reached(num_ranks)
-        if cls.one_row_per_node and nodes > 1:
-            return MeanRows(nodes * (per_node - 1) * each, (nodes - 1) * reached(nodes), each * num_ranks)
-        if not (cls.one_row_per_rank or cls.one_row_per_node):
-            each = cls.copies_per_token(num_experts, top_k, num_ranks) / num_ranks
-        return MeanRows((per_node - 1) * each, (num_ranks - per_node) * each, each * num_ranks)
+        if cls.one_send_per_node and nodes > 1:
+            return MeanTraffic(nodes * (per_node - 1) * each, (nodes - 1) * reached(nodes), each * num_ranks)
+        if not (cls.one_send_per_rank or cls.one_send_per_node):
+            each = cls.ranks_per_token(num_experts, top_k, num_ranks) / num_ranks
+        return MeanTraffic((per_node - 1) * each, (num_ranks - per_node) * each, each * num_ranks)
 
     @classmethod
-    def choices_per_row(cls, top_k: int) -> int:
+    def choices_per_send(cls, top_k: int) -> int:
         """J: how many of its token's choices a row may serve."""
         return top_k
 
@@ -264,7 +265,7 @@ class Transport(ABC):
         options: Any = None,
     ) -> Volume:
         """Rows and bytes of one forward and backward; what comes back takes the same ways as what went out."""
-        rows_WW, choices = cls.rows_sent(rank_TK, topology), cls.choices_per_row(top_k)
+        rows_WW, choices = cls.tokens_sent(rank_TK, topology), cls.choices_per_send(top_k)
         row = {verb: cls.row_bytes(verb, hidden, element_size, options) for verb in VERBS}
         return Volume(
             transport=cls.name,
@@ -295,7 +296,7 @@ class Transport(ABC):
         return None
 
     @classmethod
-    def why_no_rows(cls, hidden: int, element_size: int) -> str | None:
+    def why_not_hidden(cls, hidden: int, element_size: int) -> str | None:
         """Why rows of H elements cannot travel so, or None if they can."""
         return None
 
@@ -332,7 +333,7 @@ class Transport(ABC):
         return None
 
     @property
-    def rooms(self) -> tuple[Room, ...]:
+    def capacities(self) -> tuple[TokenCapacity, ...]:
         """What may have too few places for rows; empty if nothing."""
         return ()
 
@@ -377,7 +378,7 @@ class Transport(ABC):
 
     @abstractmethod
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Pending:
-        """The backward of `combine`: rows only, their slots are known. `wait()` gives them as `Rows`."""
+        """The backward of `combine`: rows only, their slots are known. `wait()` gives them as `HiddenStates`."""
 
     @abstractmethod
     def combine_gradients(self, route: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
@@ -385,12 +386,12 @@ class Transport(ABC):
 
     def dispatch_again(self, x_TH: torch.Tensor, route: Any) -> Pending:
         """Send the rows of a forward a second time, for its backward. Their slots and weights are known. `wait()` gives
-        them as `Rows`; once they have been read, `discard` ends the ride.
+        them as `HiddenStates`; once they have been read, `discard` ends the ride.
 
         Args:
             route: of the forward, `again()`. Pieces come in the order of the backward."""
         coming = self.dispatch(x_TH, route)
-        return Pending(lambda: coming.wait().rows)
+        return Pending(lambda: coming.wait().tokens)
 
     def discard(self, route: Any, x_TH: torch.Tensor) -> Pending:
         """End a ride of x_TH whose rows have been read, when no combine will follow."""

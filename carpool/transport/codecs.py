@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from carpool.ride.setup import RideSetup
     from carpool.routing import Routing
 
-__all__ = ["CODECS", "HOPS", "MERGES", "PLAIN", "ROW_VERBS", "Codec", "Codecs", "Merge"]
+__all__ = ["CODECS", "HOPS", "MERGES", "PLAIN", "TOKEN_VERBS", "Codec", "Codecs", "Merge"]
 
 
 class Codec(ABC):
@@ -134,7 +134,7 @@ class FP8(Codec):
 
 CODECS: MappingProxyType[str, Codec] = MappingProxyType({one.name: one for one in (AsTheyAre(), BF16(), FP8())})
 # The verbs of `carpool.metrics.counters.VERBS` that carry rows, with what they carry.
-ROW_VERBS = {
+TOKEN_VERBS = {
     "dispatch": "rows to experts",
     "combine": "sums of experts",
     "dispatch_backward": "gradients of rows",
@@ -161,9 +161,9 @@ class Merge(ABC):
         routing: Routing,
         slot_TK: torch.Tensor,
         setup: RideSetup,
-        ride_rows: Callable[[torch.Tensor, Routing, torch.Tensor, RideSetup], tuple[torch.Tensor, Any]],
+        ride_tokens: Callable[[torch.Tensor, Routing, torch.Tensor, RideSetup], tuple[torch.Tensor, Any]],
     ) -> tuple[torch.Tensor, Any]:
-        """y_TH, and what else `ride_rows` returned, which is a ride of fewer rows.
+        """y_TH, and what else `ride_tokens` returned, which is a ride of fewer rows.
 
         Args: as of `carpool.ride.function.ride`."""
 
@@ -195,7 +195,7 @@ class Codecs:
 
     def __post_init__(self) -> None:
         merges = ("none",) if self.merge == "none" else ("none", *MERGES)
-        for key, known in (*((verb, tuple(CODECS)) for verb in ROW_VERBS), ("inter_node", HOPS), ("merge", merges)):
+        for key, known in (*((verb, tuple(CODECS)) for verb in TOKEN_VERBS), ("inter_node", HOPS), ("merge", merges)):
             if (name := getattr(self, key)) not in known:
                 near = nearest(name, known)
                 hint = f"; did you mean {near}?" if near else ""
@@ -206,7 +206,7 @@ class Codecs:
     @property
     def plain(self) -> bool:
         """Whether all rows travel, as they are."""
-        return self.merge == "none" and all(getattr(self, verb) == "none" for verb in ROW_VERBS)
+        return self.merge == "none" and all(getattr(self, verb) == "none" for verb in TOKEN_VERBS)
 
     def merger(self) -> Merge | None:
         """What merges rows.
@@ -219,18 +219,18 @@ class Codecs:
         """The codec of a verb; a plan carries no rows, and has none."""
         return CODECS[getattr(self, verb, "none")]
 
-    def for_rows_of(self, element_size: int) -> Codecs:
+    def for_element_size(self, element_size: int) -> Codecs:
         """The same for rows of so many bytes an element: "bf16" means nothing to rows of 16 bits."""
         if element_size > 2:
             return self
-        meaningless: Any = {verb: "none" for verb in ROW_VERBS if getattr(self, verb) == "bf16"}
+        meaningless: Any = {verb: "none" for verb in TOKEN_VERBS if getattr(self, verb) == "bf16"}
         return replace(self, **meaningless)
 
     @property
     def lossy_reasons(self) -> list[str]:
         """What is lost, for logs and reports."""
         where = " between nodes" if self.inter_node == "nodes" else ""
-        coded = {what: self.of(verb).lossy for verb, what in ROW_VERBS.items()}
+        coded = {what: self.of(verb).lossy for verb, what in TOKEN_VERBS.items()}
         merged = [] if self.merge == "none" else [f"similar rows for an expert travel as one ({self.merge})"]
         return merged + [f"{what} travel {how}{where}" for what, how in coded.items() if how]
 

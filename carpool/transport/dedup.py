@@ -21,28 +21,28 @@ from collections.abc import Sequence
 import torch
 
 from carpool.layout.topology import Topology
-from carpool.transport.exchange import ExchangeTransport, RowsToSend
-from carpool.transport.volume import Counts, one_row_per_rank, uniform_copies
+from carpool.transport.exchange import ExchangeTransport, SendList
+from carpool.transport.volume import Counts, one_send_per_rank, uniform_ranks_per_token
 
 
 class Dedup(ExchangeTransport):
     """One row per (token, rank); J = K."""
 
     name = "dedup"
-    one_row_per_rank = True
+    one_send_per_rank = True
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
-        return one_row_per_rank(rank_TK, topology.num_ranks)
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        return one_send_per_rank(rank_TK, topology.num_ranks)
 
     @classmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
-        return uniform_copies(num_experts, top_k, num_ranks)
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        return uniform_ranks_per_token(num_experts, top_k, num_ranks)
 
-    def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
+    def count_sends(self, here_WTK: torch.Tensor) -> torch.Tensor:
         return here_WTK.any(-1).sum(1)
 
-    def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
+    def list_sends(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> SendList:
         num_tokens, top_k = slot_TK.shape
         # The places of the wanted (rank, token) pairs in order: a stable sort of "not wanted", since `nonzero` would
         # make the host wait once more.
@@ -50,7 +50,7 @@ class Dedup(ExchangeTransport):
         rank_N, token_N = place_N // max(1, num_tokens), place_N % max(1, num_tokens)
         here_NK = here_WTK[rank_N, token_N]
         choice_NK = token_N.unsqueeze(1) * top_k + torch.arange(top_k, device=slot_TK.device)
-        return RowsToSend(
+        return SendList(
             token_N=token_N,
             slot_NJ=torch.where(here_NK, slot_TK[token_N] % self.slots_per_rank, -1).int(),
             choice_NJ=torch.where(here_NK, choice_NK, num_tokens * top_k),

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from carpool.activations import Arrivals, Rows
+from carpool.activations import Arrivals, HiddenStates
 from carpool.kernels.device import ordered_sum
 from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
-from carpool.transport.codecs import PLAIN, ROW_VERBS, Codec, Codecs
+from carpool.transport.codecs import PLAIN, TOKEN_VERBS, Codec, Codecs
 from carpool.transport.options import TransportOptions
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come of a piece: two int64.
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass
-class RowsToSend:
+class SendList:
     """The list of rows of one rank, sorted by destination.
 
     Attributes:
@@ -78,7 +78,7 @@ class RowsToSend:
 @dataclass(kw_only=True)
 class ExchangeRoute(Route):
     """Attributes:
-    token_N, choice_NJ: of `RowsToSend`.
+    token_N, choice_NJ: of `SendList`.
     send, receive: rows to and from each rank.
     number: which piece of its ride it is; the first is dispatched first.
     messages: of its ride.
@@ -217,7 +217,7 @@ class ExchangeTransport(Transport):
         # By what messages carry, where it is not sent as it is.
         self._codec_of: dict[str, Codec] = {}
         if self.num_ranks > 1:
-            self._codec_of = {verb: codec for verb in ROW_VERBS if (codec := self.codecs.of(verb)).lossy}
+            self._codec_of = {verb: codec for verb in TOKEN_VERBS if (codec := self.codecs.of(verb)).lossy}
         if "dispatch" in self._codec_of:
             self._codec_of["dispatch_again"] = self._codec_of["dispatch"]
 
@@ -226,12 +226,12 @@ class ExchangeTransport(Transport):
         return NCCL_PROCESSORS if self.group is not None and dist.get_backend(self.group) == "nccl" else 0
 
     @abstractmethod
-    def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
+    def count_sends(self, here_WTK: torch.Tensor) -> torch.Tensor:
         """(W,) rows to each rank, from (W, T, K) bool: whether a choice is on a rank."""
 
     @abstractmethod
-    def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
-        """Which rows go where; `num_rows` is the sum of what `count_rows` said."""
+    def list_sends(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> SendList:
+        """Which rows go where; `num_rows` is the sum of what `count_sends` said."""
 
     def whether_here(self, slot_C: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of each piece, (W, T, K) bool: whether a choice is on a rank."""
@@ -239,15 +239,15 @@ class ExchangeTransport(Transport):
         # -1 stays -1.
         return [slot_TK.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11 for slot_TK in slot_C]
 
-    def rows_of(self, x_TH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+    def select_tokens(self, x_TH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
         """The rows of these tokens, of which a list may name one past the last where there is none."""
         return x_TH[token_N]
 
-    def copy_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
+    def tokens_to_send(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
         """(N, H) the rows that travel."""
         return x_TH[route.token_N]
 
-    def sum_rows(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
+    def sum_returned(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
         """(T, H) float32, of rows that came back for those that travelled."""
         return ordered_sum(rows_NH, route.token_N, route.num_tokens)
 
@@ -262,7 +262,7 @@ class ExchangeTransport(Transport):
         together: tuple[int, int] = (1, 1),
     ) -> list[ExchangeRoute]:
         here_C = self.whether_here(slot_C)
-        counts = [count for here_WTK in here_C for count in (self.count_rows(here_WTK), here_WTK.sum((1, 2)))]
+        counts = [count for here_WTK in here_C for count in (self.count_sends(here_WTK), here_WTK.sum((1, 2)))]
         counts_WN = torch.stack(counts, dim=1)
         received_WN = counts_WN
         if self.num_ranks > 1:
@@ -292,7 +292,7 @@ class ExchangeTransport(Transport):
         messages = Messages(self._start, send_CW, receive_CW, together)
         routes: list[ExchangeRoute] = []
         for number, (slot_TK, weight_TK) in enumerate(zip(slot_C, weight_C, strict=True)):
-            rows = self.list_rows(slot_TK, here_C[number], sum(send_CW[number]))
+            rows = self.list_sends(slot_TK, here_C[number], sum(send_CW[number]))
             # One place more than there are choices: the empty entries point at it.
             padded = torch.cat([weight_TK.reshape(-1), weight_TK.new_zeros(1)])
             weight_NJ = padded[rows.choice_NJ].float()
@@ -302,7 +302,7 @@ class ExchangeTransport(Transport):
                 num_tokens=slot_TK.shape[0],
                 top_k=slot_TK.shape[1],
                 num_rows=sum(receive_CW[number]),
-                choices_per_row=rows.slot_NJ.shape[1],
+                choices_per_send=rows.slot_NJ.shape[1],
                 num_pairs=sizes.pairs_C[number],
                 choices_W=tuple(sizes.chosen_CW[number]) if sizes.chosen_CW else (),
                 traffic=traffic,
@@ -326,8 +326,8 @@ class ExchangeTransport(Transport):
         slot_RJ, weight_RJ = self._choices(route)
         return Arrivals(self._rows(x_TH, route, "dispatch"), slot_RJ, weight_RJ, route.num_pairs)
 
-    def dispatch_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        """A dispatch whose choices travel apart. `wait()` gives the `Rows`."""
+    def dispatch_tokens(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
+        """A dispatch whose choices travel apart. `wait()` gives the `HiddenStates`."""
         self._send_rows(x_TH, route, "dispatch", CHOICE_BYTES)
         return Pending(partial(self._rows, x_TH, route, "dispatch"))
 
@@ -338,7 +338,7 @@ class ExchangeTransport(Transport):
 
     def _choices(self, route: ExchangeRoute) -> tuple[torch.Tensor, torch.Tensor]:
         packed_R2J = route.messages.take("choices", route.number)
-        slot_RJ, weight_bits_RJ = packed_R2J.split(route.choices_per_row, dim=1)
+        slot_RJ, weight_bits_RJ = packed_R2J.split(route.choices_per_send, dim=1)
         return slot_RJ.contiguous(), weight_bits_RJ.contiguous().view(torch.float32)
 
     def dispatch_again(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
@@ -374,16 +374,16 @@ class ExchangeTransport(Transport):
         codec = self._codec_of.get(verb)
         # A token is encoded once, however many rows copy it.
         rows_TH = x_TH if codec is None else codec.encode(x_TH)
-        route.messages.put(verb, route.number, self.copy_rows(rows_TH, route))
+        route.messages.put(verb, route.number, self.tokens_to_send(rows_TH, route))
         route.count("out", route.send, x_TH, choice_bytes, self.codecs)
 
-    def _rows(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str) -> Rows:
+    def _rows(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str) -> HiddenStates:
         rows_RH = route.messages.take(verb, route.number)
         if (codec := self._codec_of.get(verb)) is not None:
             rows_RH = codec.decode(rows_RH, x_TH.shape[1], x_TH.dtype)
             own_N = route.token_N[_share(route.send, self.rank)]
-            rows_RH[_share(route.receive, self.rank)] = self.rows_of(x_TH, own_N)
-        return Rows.of(rows_RH)
+            rows_RH[_share(route.receive, self.rank)] = self.select_tokens(x_TH, own_N)
+        return HiddenStates.of(rows_RH)
 
     def _send_sums(self, partial_RH: torch.Tensor, route: ExchangeRoute, verb: str, choice_bytes: int) -> None:
         codec = self._codec_of.get(verb)
@@ -395,7 +395,7 @@ class ExchangeTransport(Transport):
         if (codec := self._codec_of.get(verb)) is not None:
             rows_NH = codec.decode(rows_NH, partial_RH.shape[1], partial_RH.dtype)
             rows_NH[_share(route.send, self.rank)] = partial_RH[_share(route.receive, self.rank)]
-        return self.sum_rows(rows_NH, route)
+        return self.sum_returned(rows_NH, route)
 
     def _start(self, rows: torch.Tensor, send_W: Sequence[int], receive_W: Sequence[int]) -> tuple[torch.Tensor, Any]:
         """Start an all-to-all of rows: where they arrive, and what waits for them. None: they are there."""

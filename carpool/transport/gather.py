@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from carpool.activations import Arrivals, Rows
+from carpool.activations import Arrivals, HiddenStates
 from carpool.kernels.device import ordered_sum
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
@@ -50,7 +50,7 @@ class Gather(Transport):
     plan_bytes = COUNT_BYTES
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
         padded_tokens, num_ranks = max(map(len, rank_TK)), topology.num_ranks
         return np.array([_around(padded_tokens, rank, num_ranks) for rank in range(num_ranks)], dtype=np.int64)
 
@@ -70,7 +70,7 @@ class Gather(Transport):
         return replace(volume, bytes_WW={**volume.bytes_WW, **back})
 
     @classmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
         return float(num_ranks)
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> GatherRoute:
@@ -92,7 +92,7 @@ class Gather(Transport):
             num_tokens=num_tokens,
             top_k=top_k,
             num_rows=self.num_ranks * padded_tokens,
-            choices_per_row=top_k,
+            choices_per_send=top_k,
             num_pairs=int(mine_RK.sum().item()),
             choices_W=tuple(choices_W.tolist()),
             traffic=traffic,
@@ -104,13 +104,13 @@ class Gather(Transport):
     def dispatch(self, x_TH: torch.Tensor, route: GatherRoute) -> Pending:
         x_RH = self._gather(F.pad(x_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
         route.count("out", _around(route.padded_tokens, self.rank, self.num_ranks), x_TH, CHOICE_BYTES)
-        return Pending(lambda: Arrivals(Rows.of(x_RH), route.slot_RK, route.weight_RK, route.num_pairs))
+        return Pending(lambda: Arrivals(HiddenStates.of(x_RH), route.slot_RK, route.weight_RK, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: GatherRoute) -> Pending:
         route.backward = True
         dpartial_RH = self._gather(F.pad(dy_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
         route.count("out", _around(route.padded_tokens, self.rank, self.num_ranks), dy_TH, 0)
-        return Pending(lambda: Rows.of(dpartial_RH))
+        return Pending(lambda: HiddenStates.of(dpartial_RH))
 
     def combine(self, route: GatherRoute, partial_RH: torch.Tensor) -> Pending:
         return self._combine(route, partial_RH, 0)

@@ -14,8 +14,8 @@ dtype, and sends one row for each (token, node). Gradients go the same ways.
 Cost per token: one row for each other node, and one for each rank that it visits, both ways. With 8 of 128 experts on
 2 nodes of 8 ranks that is 1.0 row between nodes instead of 3.3 with `dedup`, if experts are chosen uniformly.
 
-    hop 1    fixed      all tokens to each other node, or as many rows as steps need (`FixedRows`): no counts, the host
-                        waits for nothing
+    hop 1    fixed      all tokens to each other node, or as many as steps need (`FixedSizeDedup`): nothing is counted,
+                        and the host does not wait
              counted    those that chose experts there (`dedup.py`): the host waits for their number
     hop 2    nvlink     where every rank of every node can use it: the host waits for nothing either
              dedup      elsewhere
@@ -24,7 +24,7 @@ Which of them is taken is written in one place, `HierarchicalOptions.settled`. A
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) sends a token once per node; HierMoE and Hybrid-EP sum there.
 
-Hop 1 may be of fixed size (`FixedRows`): rows to every rank, a fixed number of them: no counts.
+Hop 1 may be of fixed size (`FixedSizeDedup`): rows to every rank, a fixed number of them: no counts.
 
 A rank sends another at most one row for each of its tokens. So it sends them all, token i as row i, filled up to the
 largest number of tokens of any rank, and nobody has to be told how many come:
@@ -38,8 +38,8 @@ Nothing is exchanged but rows and choices, the host waits for nothing, and shape
 nobody reads. If K experts of many are chosen uniformly from N ranks, the share (1 - 1/N)^K of them is empty: with K = 8
 0.4 % for 2 ranks, 10 % for 4. Placement makes it larger.
 
-So there may be room for fewer rows than tokens (`carpool.transport.room`). Then those of the tokens that chose experts
-there travel, in order, and the rest of the room is filled up with any row, or zeros:
+So there may be room for fewer rows than tokens (`carpool.transport.token_capacity`). Then those of the tokens that
+chose experts there travel, in order, and the rest of the room is filled up with any row, or zeros:
 
     room for 2      rank 1          x_0  x_2       its slots are [4, .], [9, .]
 
@@ -63,14 +63,14 @@ from carpool.metrics.counters import VERBS, Traffic
 from carpool.transport.base import BufferOverflowError, bytes_of_rides
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.dedup import Dedup
-from carpool.transport.exchange import COUNT_BYTES, ExchangeRoute, RowsToSend, Sizes
+from carpool.transport.exchange import COUNT_BYTES, ExchangeRoute, SendList, Sizes
 from carpool.transport.hierarchical_options import HierarchicalOptions
 from carpool.transport.multi_hop import Hop, MultiHop
 from carpool.transport.nodes import hops_of, why_not_nodes, why_not_several
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
-from carpool.transport.room import NodeRoom, Room, node_room
-from carpool.transport.volume import Counts, Volume, one_row_per_rank, uniform_copies
+from carpool.transport.token_capacity import NodeCapacity, TokenCapacity, node_capacity
+from carpool.transport.volume import Counts, Volume, one_send_per_rank, uniform_ranks_per_token
 
 
 class Hierarchical(MultiHop):
@@ -82,7 +82,7 @@ class Hierarchical(MultiHop):
 
     name = "hierarchical"
     options_class = HierarchicalOptions
-    one_row_per_node = True
+    one_send_per_node = True
     between_nodes = True
     writes_to_peers = True
 
@@ -94,15 +94,15 @@ class Hierarchical(MultiHop):
         return own
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
         """With counts in hop 1: what placement can improve."""
         topology.even_nodes()
         return _between(rank_TK, topology) + _inside(rank_TK, topology)
 
     @classmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
         """Rows that reach experts. How many cross to other nodes depends on the topology as well."""
-        return uniform_copies(num_experts, top_k, num_ranks)
+        return uniform_ranks_per_token(num_experts, top_k, num_ranks)
 
     @classmethod
     def volume(
@@ -166,11 +166,11 @@ class Hierarchical(MultiHop):
         options = options or HierarchicalOptions()
         hops = hops_of(group)
         node_slots = slots_per_rank * len(hops.node_ranks)
-        between: FixedRows | Dedup
+        between: FixedSizeDedup | Dedup
         if options.first_hop == "fixed":
             assert options.max_tokens is not None
-            room = node_room(hops.rail, options.max_tokens, options.capacity, options.step_tokens)
-            between = FixedRows(hops.rail, node_slots, options, room)
+            room = node_capacity(hops.rail, options.max_tokens, options.capacity, options.step_tokens)
+            between = FixedSizeDedup(hops.rail, node_slots, options, room)
         else:
             between = Dedup(hops.rail, node_slots, options)
         inside: Dedup | NVLink
@@ -180,7 +180,7 @@ class Hierarchical(MultiHop):
             inside = Dedup(hops.node, slots_per_rank, TransportOptions(codecs=options.codecs_inside))
         super().__init__(group, slots_per_rank, (Hop(between, hops.rail_ranks), Hop(inside, hops.node_ranks)))
         self.between, self.inside = between, inside
-        self.graphable = isinstance(between, FixedRows) and isinstance(inside, NVLink)
+        self.graphable = isinstance(between, FixedSizeDedup) and isinstance(inside, NVLink)
 
     @property
     def buffers(self) -> Buffers | None:
@@ -192,20 +192,20 @@ class Hierarchical(MultiHop):
         return self.inside.arena
 
     @property
-    def node_room(self) -> NodeRoom | None:
+    def node_capacity(self) -> NodeCapacity | None:
         """Of hop 1, if it has a fixed size."""
-        return self.between.room if isinstance(self.between, FixedRows) else None
+        return self.between.room if isinstance(self.between, FixedSizeDedup) else None
 
     @property
-    def rooms(self) -> tuple[Room, ...]:
-        room = self.node_room
-        return (*(() if room is None or not room.counted else (room,)), *self.inside.rooms)
+    def capacities(self) -> tuple[TokenCapacity, ...]:
+        room = self.node_capacity
+        return (*(() if room is None or not room.counted else (room,)), *self.inside.capacities)
 
     def check(self) -> None:
         """Raises:
         BufferOverflowError: more rows for another node than hop 1 has room for. All ranks of a group alike."""
         self.inside.check()
-        if (room := self.node_room) is None or not (room.counted and room.noted):
+        if (room := self.node_capacity) is None or not (room.counted and room.noted):
             return
         needed = room.needed.clone()
         if self.group is not None:
@@ -233,11 +233,11 @@ def _between(rank_TK: Sequence[Counts], topology: Topology) -> Counts:
 def _inside(rank_TK: Sequence[Counts], topology: Topology) -> Counts:
     """(W, W) rows of hop 2: what came for a node from a rail, own tokens among them, goes on from there."""
     rail_WW, node_WW = (np.equal.outer(of, of) for of in (topology.number_of, topology.node_of))
-    sent_WW: Counts = (rail_WW @ one_row_per_rank(rank_TK, len(rank_TK))) * node_WW
+    sent_WW: Counts = (rail_WW @ one_send_per_rank(rank_TK, len(rank_TK))) * node_WW
     return sent_WW
 
 
-class FixedRows(Dedup):
+class FixedSizeDedup(Dedup):
     """`Dedup` without counts: equally many rows to each other rank of the group.
 
     Args:
@@ -250,11 +250,11 @@ class FixedRows(Dedup):
         group: dist.ProcessGroup | None,
         slots_per_rank: int,
         options: TransportOptions,
-        room: NodeRoom | None = None,
+        room: NodeCapacity | None = None,
     ) -> None:
         super().__init__(group, slots_per_rank, options)
         assert options.max_tokens is not None
-        self.room = NodeRoom(options.max_tokens) if room is None else room
+        self.room = NodeCapacity(options.max_tokens) if room is None else room
 
     def plan_pieces(
         self,
@@ -273,7 +273,7 @@ class FixedRows(Dedup):
             )
         here_C = self.whether_here(slot_C)
         if room.counted and self.num_ranks > 1:
-            rows_CW = torch.stack([self.count_rows(here_WTK) for here_WTK in here_C])
+            rows_CW = torch.stack([self.count_sends(here_WTK) for here_WTK in here_C])
             others = rows_CW[:, : self.rank], rows_CW[:, self.rank + 1 :]
             lost = room.note(torch.cat(others, dim=1).max(), pieces)
             weight_C = [torch.where(lost, torch.nan, weight_TK) for weight_TK in weight_C]
@@ -283,7 +283,7 @@ class FixedRows(Dedup):
         pairs_C = [sum(size_W) * slot_TK.shape[1] for size_W, slot_TK in zip(size_CW, slot_C, strict=True)]
         return self._routes(slot_C, weight_C, here_C, Sizes(size_CW, size_CW, (), pairs_C), traffic, together)
 
-    def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
+    def list_sends(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> SendList:
         num_tokens, top_k = slot_TK.shape
         most = (num_rows - num_tokens) // max(1, self.num_ranks - 1)
         every_T = torch.arange(num_tokens, device=slot_TK.device)
@@ -296,7 +296,7 @@ class FixedRows(Dedup):
         place_N = torch.cat([token_R + rank * (num_tokens + 1) for rank, token_R in enumerate(token_W)])
         token_N, slot_NJ = torch.cat(token_W), slot_WTK.flatten(0, 1)[place_N].int()
         choice_NJ = token_N.unsqueeze(1) * top_k + torch.arange(top_k, device=slot_TK.device)
-        return RowsToSend(token_N, slot_NJ, torch.where(slot_NJ < 0, num_tokens * top_k, choice_NJ))
+        return SendList(token_N, slot_NJ, torch.where(slot_NJ < 0, num_tokens * top_k, choice_NJ))
 
     def _tokens(self, wanted_T: torch.Tensor, most: int) -> torch.Tensor:
         """(most,) the token of each row to another rank, T where there is none."""
@@ -307,10 +307,10 @@ class FixedRows(Dedup):
         place_T = torch.where(wanted_T, wanted_T.cumsum(0) - 1, most).clamp(max=most)
         return token_T.new_full((most + 1,), num_tokens).scatter_(0, place_T, token_T)[:most]
 
-    def copy_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
+    def tokens_to_send(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
         return _one_more(x_TH, 0)[route.token_N]
 
-    def sum_rows(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
+    def sum_returned(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
         first, *others = (
             _of_tokens(block_RH, token_R, route.num_tokens)
             for block_RH, token_R in zip(

@@ -3,9 +3,9 @@
     HierarchicalOptions(max_tokens=8192).settled(group, 8, 2048)    the options, and a sentence for the log
 
 Where steps are repeated if rows had no place (`step_tokens`), and the host waits for nothing inside nodes either, hop 1
-has a fixed size, which follows what steps need (`carpool.transport.room`). Elsewhere it has a fixed size unless too
-many of its rows would be empty: as measured (`node_rows`), or as expected of uniform choices. With K = 8, of 2 nodes
-0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
+has a fixed size, which follows what steps need (`carpool.transport.token_capacity`). Elsewhere it has a fixed size
+unless too many of its rows would be empty: as measured (`node_rows`), or as expected of uniform choices. With K = 8, of
+2 nodes 0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.nodes import hops_of, topology_of
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from carpool.transport.options import RunSizes, TransportOptions
-from carpool.transport.room import GROWN
+from carpool.transport.token_capacity import GROWN
 
 if TYPE_CHECKING:
     from carpool.ride.schedule import Schedule
@@ -102,7 +102,9 @@ class HierarchicalOptions(TransportOptions):
         inside, first_hop, notes = self.inside, self.first_hop, []
         if inside == "auto":
             # Of two bytes an element: rows of four are no worse.
-            reason = _why_not_nvlink(group) or NVLink.why_no_codecs(self.codecs_inside) or NVLink.why_no_rows(hidden, 2)
+            reason = (
+                _why_not_nvlink(group) or NVLink.why_no_codecs(self.codecs_inside) or NVLink.why_not_hidden(hidden, 2)
+            )
             if own_forward:
                 reason = "the experts run their own forward"
             elif self.max_tokens is None:

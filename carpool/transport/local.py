@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.activations import Arrivals, Rows
+from carpool.activations import Arrivals, HiddenStates
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
@@ -36,7 +36,7 @@ class Local(Transport):
     name = "local"
     anywhere = False
     alone = True
-    one_row_per_rank = True
+    one_send_per_rank = True
     graphable = True
 
     @classmethod
@@ -48,11 +48,11 @@ class Local(Transport):
         return _why_not_among(topology.num_ranks)
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
         return np.diag([len(one) for one in rank_TK])
 
     @classmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
         return 1.0
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> LocalRoute:
@@ -61,7 +61,7 @@ class Local(Transport):
             num_tokens=num_tokens,
             top_k=top_k,
             num_rows=num_tokens,
-            choices_per_row=top_k,
+            choices_per_send=top_k,
             num_pairs=slot_TK.numel(),
             choices_W=(slot_TK.numel(),),
             traffic=traffic,
@@ -87,10 +87,10 @@ class Local(Transport):
         return Pending(lambda: (dx_RH, dweight_RJ))
 
 
-def _at_home(x_TH: torch.Tensor) -> Rows:
+def _at_home(x_TH: torch.Tensor) -> HiddenStates:
     """Rows that never left their rank: autograd keeps them anyway, so there is nothing to offload."""
     x_TH = x_TH.contiguous()
-    return Rows(x_TH.new_empty(0, x_TH.shape[1]), x_TH.shape[1], home=x_TH)
+    return HiddenStates(x_TH.new_empty(0, x_TH.shape[1]), x_TH.shape[1], home=x_TH)
 
 
 def _why_not_among(ranks: int) -> str | None:

@@ -256,7 +256,7 @@ class MultiHop(Transport):
                 num_tokens=num_tokens,
                 top_k=top_k,
                 num_rows=hops[-1].num_rows,
-                choices_per_row=hops[-1].choices_per_row,
+                choices_per_send=hops[-1].choices_per_send,
                 num_pairs=hops[-1].num_pairs,
                 traffic=traffic,
                 hops=hops,
@@ -275,7 +275,7 @@ class MultiHop(Transport):
 
         def start(hop: Any, own: Any, last: bool) -> Start:
             # Choices of all hops but the last have travelled with the plan.
-            return lambda rows: hop.dispatch(rows, own) if last else hop.dispatch_rows(rows, own)
+            return lambda rows: hop.dispatch(rows, own) if last else hop.dispatch_tokens(rows, own)
 
         return self._out("dispatch", x_TH, route, start)
 

@@ -6,7 +6,7 @@
         one per rank      3, 2                           1, 1
         one per choice    4, 2                           1, 1
 
-Every transport says which of these it sends, or computes its own (`Transport.rows_sent`).
+Every transport says which of these it sends, or computes its own (`Transport.tokens_sent`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Volume:
         return int(self.rows_WW.sum() - self.rows_WW.trace())
 
     @property
-    def copies_per_token(self) -> float:
+    def ranks_per_token(self) -> float:
         """Rows dispatched per token, those that stay on their rank included."""
         return float(self.rows_WW.sum() / max(1, sum(self.tokens_W)))
 
@@ -57,7 +57,7 @@ class Volume:
         return sum(int(self.bytes_WW[verb].sum() - self.bytes_WW[verb].trace()) for verb in verbs or VERBS)
 
 
-class MeanRows(NamedTuple):
+class MeanTraffic(NamedTuple):
     """Expected rows of one dispatch, for each token of a rank.
 
     Attributes:
@@ -71,19 +71,19 @@ class MeanRows(NamedTuple):
     arrive: float
 
 
-def one_row_per_choice(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+def one_send_per_choice(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
     """(W, W) rows from rank [i] to rank [j]. rank_TK: for each source rank, (T, K) the rank that serves each choice,
     -1: none."""
     return np.array([[np.sum(ranks == to) for to in range(num_ranks)] for ranks in rank_TK], dtype=np.int64)
 
 
-def one_row_per_rank(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-    """As `one_row_per_choice`: one row to each rank that serves any choice of the token."""
+def one_send_per_rank(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+    """As `one_send_per_choice`: one row to each rank that serves any choice of the token."""
     visits = [[np.sum(np.any(ranks == to, axis=1)) for to in range(num_ranks)] for ranks in rank_TK]
     return np.array(visits, dtype=np.int64)
 
 
-def uniform_copies(num_experts: int, top_k: int, num_ranks: int) -> float:
+def uniform_ranks_per_token(num_experts: int, top_k: int, num_ranks: int) -> float:
     """Expected ranks that a token visits if its K distinct experts are drawn uniformly from E, which are spread evenly.
 
     Rank w, with E_w experts, is left out with probability C(E - E_w, K) / C(E, K).

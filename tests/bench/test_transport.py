@@ -44,7 +44,7 @@ from carpool.placement.predicted_volume import predict
 from carpool.train.config import Config
 from carpool.train.launch.start import local_ranks
 from carpool.train.launch.worker import find_entry
-from carpool.transport import Arrivals, Dedup, Pending, Rows, make_transport
+from carpool.transport import Arrivals, Dedup, HiddenStates, Pending, make_transport
 from tests.bench.commands import lines_of, printed, result_of
 from tests.ranks import WORLD_SIZE, Ranks, free_port, mesh
 
@@ -255,13 +255,13 @@ class Quantised(Dedup):
 
         def finish() -> Arrivals:
             arrivals = pending.wait()
-            x_RH = arrivals.rows.data
+            x_RH = arrivals.tokens.data
             hidden = x_RH.shape[1]
             x_RGC = F.pad(x_RH.float(), (0, -hidden % 128)).unflatten(1, (-1, 128))
             scale_RG1 = x_RGC.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448
             code_RGC = (x_RGC / scale_RG1).to(torch.float8_e4m3fn).float()
             rows_RH = (code_RGC * scale_RG1).flatten(1)[:, :hidden]
-            return replace(arrivals, rows=Rows.of(rows_RH.to(x_RH.dtype)))
+            return replace(arrivals, tokens=HiddenStates.of(rows_RH.to(x_RH.dtype)))
 
         return Pending(finish)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import carpool
 from carpool.transport import TRANSPORTS, HierarchicalOptions
-from carpool.transport.hierarchical import FixedRows, Hierarchical
+from carpool.transport.hierarchical import FixedSizeDedup, Hierarchical
 from carpool.transport.nvlink import NVLink
 from tests.gpu.ranks import run_mode
 from tests.hf.test_sequence_moves import step
@@ -97,7 +97,7 @@ def sync() -> tuple[bool, str]:
         moe(x).square().sum().backward()
     transport = moe.transport
     assert isinstance(transport, Hierarchical)
-    both = isinstance(transport.between, FixedRows) and isinstance(transport.inside, NVLink)
+    both = isinstance(transport.between, FixedSizeDedup) and isinstance(transport.inside, NVLink)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -35,7 +35,7 @@ PATTERNS = ("aaaabbbb", "ababbaba", "abbaabba", "aababbab")
 
 def rows_of(arrivals: Arrivals, dtype: torch.dtype) -> torch.Tensor:
     """(R, H) rows that came, those at home included, in the dtype of the layer if they came as FP8."""
-    return arrivals.rows.widened(dtype).contiguous(arrivals.slot_RJ.shape[0])
+    return arrivals.tokens.widened(dtype).contiguous(arrivals.slot_RJ.shape[0])
 
 
 def gradient_rows(result: Any, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -193,7 +193,7 @@ class Ride:
         sender_W = (torch.arange(self.shape.ranks, device=self.device) + self.rank + 1) % self.shape.ranks
         came_W = self.want_WT.sum(1)[sender_W]
         came_W[-1] = 0  # the own rows are at home
-        self.found.add("counts", arrivals.rows.came_W != came_W)
+        self.found.add("counts", arrivals.tokens.came_W != came_W)
         self._write_partial(rows_RH)
 
     def _combine(self) -> Pending:

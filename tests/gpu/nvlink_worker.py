@@ -68,8 +68,8 @@ def leases() -> tuple[bool, str]:
         dist.barrier()  # nobody is still reading what others wrote
         for lease in buffers._leases:
             # Signals, before the rows, count on from use to use.
-            lease.bytes[lease.regions.rows :].fill_(0xFF)
-            overwritten += lease.bytes.numel() - lease.regions.rows
+            lease.bytes[lease.regions.tokens :].fill_(0xFF)
+            overwritten += lease.bytes.numel() - lease.regions.tokens
         torch.cuda.synchronize()
         dist.barrier()
 

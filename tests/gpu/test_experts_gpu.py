@@ -209,7 +209,7 @@ def test_sums_of_tiles_that_run_into_each_other(m: int, n: int, gathered_first: 
 def test_ends_of_tiles_beside_products(hidden: int, inner: int, activation: str, transposed: bool) -> None:
     """dact by warps of its own, against the kernel whose warps do all in turn: of slots with no pairs, with halves of
     tiles that nobody wants, and many tiles; NaN lies past the last pair, and in rows that nobody wants."""
-    from carpool.activations import Rows
+    from carpool.activations import HiddenStates
     from carpool.experts.gemm import dact_hopper_kernels, dact_kernels, gemm_tiles, table_kernels
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -234,7 +234,7 @@ def test_ends_of_tiles_beside_products(hidden: int, inner: int, activation: str,
 
     def run(way: str, wants_scaled: bool = True) -> list[torch.Tensor]:
         dh, scaled, shares = dact_kernels.down_backward(
-            addresses_P, down, transposed, how, Rows.of(h), weight_RJ, order_P, tiles_M4, wants_scaled,
+            addresses_P, down, transposed, how, HiddenStates.of(h), weight_RJ, order_P, tiles_M4, wants_scaled,
             gemm_tiles.TILINGS[way],
         )  # fmt: skip
         return [dh[:total], scaled[:total], shares.sum(0)[:total]]

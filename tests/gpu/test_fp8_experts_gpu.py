@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts import FP8Experts
 from carpool.experts.fp8 import fp8_products as fp8_stages
 from carpool.experts.fp8.fp8_products import Columns, Quantised
@@ -86,7 +86,7 @@ def test_products_of_gathered_packets(hidden: int, home_row: int | None) -> None
     if home_row is not None:
         data, home = packets[:home_row].clone(), packets[home_row:].clone()
         data = data if len(data) else packets.new_empty(1, packets.shape[1])
-    rows = Rows(data, packets.shape[1], home=home, home_row=home_row or 0)
+    rows = HiddenStates(data, packets.shape[1], home=home, home_row=home_row or 0)
     weight = torch.randn(slots, 384, hidden, generator=generator).cuda()
     w = fp8_stages.quantise_weight(weight, Columns(1, 384, False), True, False).straight
     assert w is not None

@@ -7,7 +7,7 @@ import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation, reference_experts
 from carpool.kernels.device import ordered_sum
-from carpool.transport import Arrivals, Rows
+from carpool.transport import Arrivals, HiddenStates
 from tests.gpu.ranks import needs, torchrun
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def test_grouped_experts_against_the_reference(dtype: torch.dtype, hidden: int) 
     slot[slot == 3] = -1  # a slot that nobody wants
     exact = ExpertWeights._make(None if w is None else w.double() for w in weights)
     want = reference_experts(x.double(), slot, weight, exact, function)
-    arrivals = Arrivals(Rows.of(x.to(dtype).cuda()), slot.cuda(), weight.cuda(), int((slot >= 0).sum()))
+    arrivals = Arrivals(HiddenStates.of(x.to(dtype).cuda()), slot.cuda(), weight.cuda(), int((slot >= 0).sum()))
     partial = torch.full((rows, hidden), torch.nan, dtype=dtype, device="cuda")
     on_gpu = ExpertWeights._make(None if w is None else w.to(dtype).cuda() for w in weights)
     GroupedExperts(function).forward(arrivals, on_gpu, partial)

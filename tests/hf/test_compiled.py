@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeC
 import carpool.hf
 from carpool import ActivationPolicies
 from carpool.activations.host_memory import HostPool
-from carpool.activations.offload import Away, Offloader
+from carpool.activations.offload import Offloaded, Offloader
 from carpool.hf import install, offload_layers, rides, set_activation_policies
 from carpool.hf.build_model import build_model
 from carpool.hf.decoder_layers import (
@@ -283,7 +283,7 @@ def test_steps_copy_to_the_same_host_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert of_layers is not of_rides
     plain = Offloader.put
 
-    def put(offloader: Offloader, *args: Any) -> list[Away]:
+    def put(offloader: Offloader, *args: Any) -> list[Offloaded]:
         away = plain(offloader, *args)
         found.append([item.data.data_ptr() for item in offloader._parcels[int(away[0].data)].host])
         return away

@@ -148,5 +148,5 @@ def test_own_forwards_have_no_stages_and_cannot_recompute() -> None:
     own.function = own.compute = None  # as of experts that only their own forward knows
     own.set_experts("auto", Choices.all("flat"))
     assert own.compute is None
-    with pytest.raises(ValueError, match="runs its own forward, which keeps what it needs: keep rows and hidden"):
+    with pytest.raises(ValueError, match="runs its own forward, whose activations autograd saves"):
         own.set_activation_policies(ActivationPolicies(expert_activations="recompute"))

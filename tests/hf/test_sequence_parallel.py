@@ -165,7 +165,7 @@ def _partial_taken_for_whole(objective: Objective) -> None:
 
     def wrong(x_TH: torch.Tensor, group: Any) -> torch.Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
-        return sequence.own_rows(x_TH, group) if in_backward else own(x_TH, group)
+        return sequence.own_tokens(x_TH, group) if in_backward else own(x_TH, group)
 
     _PATCHED.append(own)
     sequence._reduce_scatter = wrong

@@ -65,7 +65,7 @@ def emulate(
     for _ in range(num_leases):
         parts = [torch.full((regions.total,), 0xF9, dtype=torch.uint8) for _ in range(num_ranks)]
         for part in parts:
-            part[: regions.rows] = 0
+            part[: regions.tokens] = 0
         addresses = tuple(part.data_ptr() for part in parts)
         bases = torch.tensor(addresses)
         for owner, part in zip(owners, parts, strict=True):

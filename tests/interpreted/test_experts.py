@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts import Activation, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts import pairs as sides
 from carpool.experts.base import ActivationFunction
@@ -182,12 +182,12 @@ def test_gather(width: int) -> None:
     kept = arena.reserve(width, torch.float64, torch.tensor([len(rows)]))
     assert kept.start is not None
     kept.data[int(kept.start) : int(kept.start) + rows.numel()] = rows.flatten()
-    want = sides.gather_rows(Rows(rows, width), exact, torch.float32)
+    want = sides.gather_rows(HiddenStates(rows, width), exact, torch.float32)
     with kernels():
-        for source in (Rows(rows, width), kept):
+        for source in (HiddenStates(rows, width), kept):
             got = sides.gather_rows(source, pairs, torch.float32)
             assert torch.equal(got[:count], want) and got[count:].isnan().all(), "nothing past the count is written"
-        nowhere = Rows(kept.data, width, torch.tensor([-1]))
+        nowhere = HiddenStates(kept.data, width, torch.tensor([-1]))
         got = sides.gather_rows(nowhere, pairs, torch.float32)
         assert not got[:count].any() and got[count:].isnan().all(), "no room: zeros, and nothing is read"
 
@@ -235,7 +235,7 @@ def test_clamped_and_infinite_and_nan_values_go_through_as_in_pytorch() -> None:
     gate = torch.tensor([1.0, 1.5, torch.nan, torch.inf, -3.0, 0.0], dtype=torch.float64)
     up = torch.tensor([-1.0, -1.5, 1.0, 2.0, torch.nan, -torch.inf], dtype=torch.float64)
     h, d = torch.stack([gate, up], 1), torch.ones(6, 1, dtype=torch.float64)
-    arguments = (Rows(h, 2), d, d, None, torch.full((6, 1), 0.5), pairs, True)
+    arguments = (HiddenStates(h, 2), d, d, None, torch.full((6, 1), 0.5), pairs, True)
     want = (*sides.activate_backward(activation, *arguments), sides.activate(activation, h, None, pairs, None)[0])
     with kernels():
         got = (*sides.activate_backward(activation, *arguments), sides.activate(activation, h, None, pairs, None)[0])

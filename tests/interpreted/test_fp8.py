@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts import Activation, FP8Experts
 from carpool.experts.fp8 import fp8_products as fp8
 from carpool.experts.fp8.fp8_products import Columns, Quantised
@@ -142,8 +142,8 @@ def test_products_and_rows_of_packets(hidden: int, home_row: int | None) -> None
     data, home = packets.clone(), None
     if home_row is not None:
         data, home = packets[:home_row].clone(), packets[home_row:].clone()
-    source = Rows(data, data.shape[1], home=home, home_row=home_row or 0)
-    plain = Rows.of(packets)
+    source = HiddenStates(data, data.shape[1], home=home, home_row=home_row or 0)
+    plain = HiddenStates.of(packets)
     weight = straight(draw(5, 136, hidden), Columns(1, 136, False))
     want = fp8.gathered_product(plain, hidden, weight, exact, 136, torch.float32)
     wide = fp8.gather_wide(plain, hidden, exact, torch.bfloat16)
@@ -165,10 +165,10 @@ def test_rows_of_packets_in_an_arena(hidden: int) -> None:
     assert kept.start is not None
     for number, part in enumerate(packets.split(20)):
         kept.data[int(kept.start[number]) :][: part.numel()] = part.flatten()
-    want = fp8.gather_wide(Rows.of(packets), hidden, exact, torch.float32)
+    want = fp8.gather_wide(HiddenStates.of(packets), hidden, exact, torch.float32)
     with kernels():
         got = fp8.gather_wide(kept, hidden, pairs, torch.float32)
-        nowhere = Rows(kept.data, kept.width, torch.tensor([-1]))
+        nowhere = HiddenStates(kept.data, kept.width, torch.tensor([-1]))
         none = fp8.gather_wide(nowhere, hidden, pairs, torch.float32)
     assert torch.equal(got[:count], want)
     assert not none[:count].any(), "no room: zeros, and nothing is read"
@@ -222,7 +222,7 @@ def test_without_room_in_the_arena_the_output_is_right() -> None:
     exact, pairs, count = two_sorts("random")
     up = straight(problem.weights.up_SFH, Columns(2, 24, False))
     packets = pack(draw(len(pairs.slot_RJ), 40))
-    run = functools.partial(fp8.up_and_activate, Activation("silu", gated=True), Rows.of(packets), 40, up, None)
+    run = functools.partial(fp8.up_and_activate, Activation("silu", gated=True), HiddenStates.of(packets), 40, up, None)
     want, _ = run(exact, torch.float32, None)
     with kernels():
         got, h = run(pairs, torch.float32, arena)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts import GroupedExperts, make_activation
 from carpool.experts.gemm.choices import STAGES, Choices
 from carpool.experts.pairs import Pairs, gather_rows, sort_pairs
@@ -143,7 +143,7 @@ def test_what_is_kept(recompute: bool) -> None:
     with tiny_tiles():
         from carpool.transport import Arrivals
 
-        arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 500)
+        arrivals = Arrivals(HiddenStates.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 500)
         experts = GroupedExperts(problem.function, Choices.all("wide"), recompute=recompute)
         saved = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
     assert (saved[1] is None) == recompute
@@ -185,7 +185,7 @@ def test_more_tiles_than_a_program_writes() -> None:
     assert int(tiles[0, 0]) == count and tiles[1 : 1 + count, 1].tolist() == list(range(count))
 
 
-def places(rows_RH: torch.Tensor, home: slice) -> dict[str, Rows]:
+def places(rows_RH: torch.Tensor, home: slice) -> dict[str, HiddenStates]:
     """The same rows in a tensor, in slabs of an arena, and partly at home."""
     width, slab = rows_RH.shape[1], 5
     arena = Arena(10**5, torch.device("cpu"))
@@ -199,17 +199,19 @@ def places(rows_RH: torch.Tensor, home: slice) -> dict[str, Rows]:
     missing = rows_RH.clone()
     missing[home] = torch.nan
     at_home = rows_RH[home].clone()
-    slabs_missing = Rows(kept.data.clone(), width, kept.start, slab, at_home, home.start)
+    slabs_missing = HiddenStates(kept.data.clone(), width, kept.start, slab, at_home, home.start)
     for row in range(home.start, home.stop):
         start = int(kept.start[row // slab]) + row % slab * width
         slabs_missing.data[start : start + width] = torch.nan
     return {
-        "tensor": Rows.of(rows_RH),
-        "home": Rows(missing, width, home=at_home, home_row=home.start),
-        "shorter": Rows(rows_RH[: home.start].clone(), width, home=rows_RH[home.start :].clone(), home_row=home.start),
+        "tensor": HiddenStates.of(rows_RH),
+        "home": HiddenStates(missing, width, home=at_home, home_row=home.start),
+        "shorter": HiddenStates(
+            rows_RH[: home.start].clone(), width, home=rows_RH[home.start :].clone(), home_row=home.start
+        ),
         "slabs": kept,
         "slabs and home": slabs_missing,
-        "nowhere": Rows(kept.data, width, torch.full_like(kept.start, -1), slab),
+        "nowhere": HiddenStates(kept.data, width, torch.full_like(kept.start, -1), slab),
     }
 
 
@@ -224,7 +226,7 @@ def test_rows_are_read_where_they_are(place: str) -> None:
     with tiny_tiles():
         addresses = table_kernels.row_addresses(rows, pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1])
         tiles, ranked = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
-        h = Rows(torch.empty(len(pairs.order_P), 24), 24)
+        h = HiddenStates(torch.empty(len(pairs.order_P), 24), 24)
         a = up_kernels.up(addresses.address_P, weights.up_SFH, False, None, activation, h, tiles, True, TINY)
         dup = outer_kernels.outer(values, addresses.address_P, (24, 40), ranked, torch.float32, TINY)
         gathered = gather_rows(rows, pairs, torch.float32)[:count]
@@ -250,7 +252,9 @@ def test_without_room_in_the_arena_the_output_is_right_and_nothing_is_touched() 
     arena.bytes.fill_(7)
     h = arena.reserve(48, torch.float32, pairs.count_1)
     with tiny_tiles():
-        addresses = table_kernels.row_addresses(Rows.of(x), pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1])
+        addresses = table_kernels.row_addresses(
+            HiddenStates.of(x), pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1]
+        )
         tiles, _ = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
         weights = problem.weights
         a = up_kernels.up(

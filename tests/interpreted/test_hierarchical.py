@@ -26,9 +26,9 @@ from carpool.ride.schedule import Schedule
 from carpool.ride.setup import NO_HOOKS, RideSetup
 from carpool.routing import Routing
 from carpool.transport import HierarchicalOptions, make_transport
-from carpool.transport.hierarchical import FixedRows, Hierarchical
+from carpool.transport.hierarchical import FixedSizeDedup, Hierarchical
 from carpool.transport.multi_hop import Hop, MultiHop
-from carpool.transport.room import NodeRoom
+from carpool.transport.token_capacity import NodeCapacity
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
@@ -72,8 +72,8 @@ def two_hops(pieces: int, resend: bool, rows: int) -> list[Hierarchical]:
             transport._run = meeting  # type: ignore[method-assign]
             transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
             for lease in transport.buffers._leases:
-                lease.bytes[lease.regions.rows :] = 0xFF  # NaN, in every place that nobody writes
-            between = FixedRows(None, PER_NODE * SLOTS, HierarchicalOptions(MOST), NodeRoom(MOST, rows))
+                lease.bytes[lease.regions.tokens :] = 0xFF  # NaN, in every place that nobody writes
+            between = FixedSizeDedup(None, PER_NODE * SLOTS, HierarchicalOptions(MOST), NodeCapacity(MOST, rows))
             between.num_ranks, between.rank = NODES, node
             between._start = lambda *rows, rail=rails[number], own=node: rail.start(own, *rows)  # type: ignore[assignment, misc]
             both = Hierarchical.__new__(Hierarchical)

@@ -11,14 +11,14 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from carpool.activations import Arena, Rows
-from carpool.activations.arena import copy_rows
+from carpool.activations import Arena, HiddenStates
+from carpool.activations.arena import copy_states
 from carpool.activations.arena_kernels import copy_slabs as copy_arenas
 from carpool.activations.arena_kernels import reserve
 from carpool.experts.pair_kernels import gather_rows
 from carpool.experts.pairs import sort_pairs
 from carpool.transport.nvlink.keep_kernel import copy_slabs
-from carpool.transport.nvlink.route import LeasedRows
+from carpool.transport.nvlink.route import LeasedStates
 
 CPU = torch.device("cpu")
 
@@ -47,18 +47,18 @@ def test_what_came_is_kept_and_found(width: int, room: int) -> None:
     valid = torch.tensor([*range(4), *range(12, 18), *range(18, 23)])
     slot_RJ = torch.full((24, 2), -1, dtype=torch.int32)
     slot_RJ[valid] = torch.randint(0, 3, (len(valid), 2), generator=generator, dtype=torch.int32)
-    leased = LeasedRows(x_RH, width, home=home_TH, home_row=home_row, came_W=came, capacity=slab)
+    leased = LeasedStates(x_RH, width, home=home_TH, home_row=home_row, came_W=came, capacity=slab)
     want = torch.cat([x_RH, home_TH, torch.zeros(1, width)])
     arena = Arena(room, CPU) if room else None
     if arena is not None:
         arena.bytes.fill_(255)
-    kept = leased.kept(arena)
+    kept = leased.saved(arena)
     by_kernel = replace(kept, data=torch.full_like(kept.data, torch.nan))
     copy_slabs(x_RH, came, slab, by_kernel)
     x_RH.fill_(torch.nan)  # the lease goes to others
     pairs = sort_pairs(slot_RJ, 3, 99)
     count = int(pairs.offsets_S[-1])
-    assert type(kept) is Rows and kept.gaps
+    assert type(kept) is HiddenStates and kept.gaps
     for rows in (kept, by_kernel):
         if room == 256:
             assert rows.start is not None and (rows.start == -1).all()
@@ -79,7 +79,7 @@ def test_rows_are_copied_to_another_arena(width: int, dtype: torch.dtype) -> Non
     first.reserve(3, torch.float32, torch.tensor([1]))
     rows = first.reserve(width, dtype, count, slab=32)
     first.bytes.random_(generator=torch.Generator().manual_seed(width))
-    kept = copy_rows(rows, second)
+    kept = copy_states(rows, second)
     second.bytes.fill_(7)
     copy_arenas(rows, kept)
     valid = torch.tensor([*range(5), *range(64, 83), 96])
@@ -92,6 +92,6 @@ def test_rows_are_copied_to_another_arena(width: int, dtype: torch.dtype) -> Non
 
 def test_rows_of_a_tensor_with_others_at_home() -> None:
     data, home = torch.arange(12.0).view(6, 2), -torch.ones(2, 2)
-    rows = Rows(data, 2, home=home, home_row=3)
+    rows = HiddenStates(data, 2, home=home, home_row=3)
     assert rows.contiguous(6).tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1], [-1, -1], [10, 11]]
     assert data[3, 0] == 6, "the rows themselves are left alone"

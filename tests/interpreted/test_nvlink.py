@@ -100,7 +100,7 @@ def plan(setting: Setting, transports: list[NVLink]) -> tuple[list, list[Traffic
 
 
 def rows_of(arrivals: Arrivals) -> torch.Tensor:
-    return arrivals.rows.contiguous(arrivals.slot_RJ.shape[0])
+    return arrivals.tokens.contiguous(arrivals.slot_RJ.shape[0])
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

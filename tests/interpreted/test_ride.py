@@ -91,7 +91,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
         transport._run = meeting  # type: ignore[method-assign]
         transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
         for lease in transport.buffers._leases:
-            lease.bytes[lease.regions.rows :] = 0xFF  # NaN, in every place that nobody writes
+            lease.bytes[lease.regions.tokens :] = 0xFF  # NaN, in every place that nobody writes
         if "arena" in kept:
             transport.buffers.arena = Arena(1 << 16, torch.device("cpu"))
             transport.buffers.arena.bytes.fill_(0xFF)

@@ -202,7 +202,7 @@ class Layer:
         for transport in self.transports:
             transport._run = transport._run_here = self.meeting  # type: ignore[method-assign]
             for lease in transport.buffers._leases:
-                lease.bytes[lease.regions.rows :] = 0xFF  # NaN, in every place that nobody writes
+                lease.bytes[lease.regions.tokens :] = 0xFF  # NaN, in every place that nobody writes
             if arena:
                 transport.buffers.arena = Arena(1 << 18, CPU)
                 transport.buffers.arena.bytes.fill_(0xFF)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import carpool
 from carpool import ExpertLayout
 from carpool.placement import predict
-from carpool.transport.codecs import ROW_VERBS
+from carpool.transport.codecs import TOKEN_VERBS
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 H, SENT, F, E, K, T = 24, 8, 20, 8, 3, 7
@@ -61,7 +61,7 @@ def test_ranks_compute_what_one_process_does_and_send_short_rows(ranks: Ranks) -
 
     routings = [got["expert_TK"] for got in found]
     volume = predict("dedup", routings, ExpertLayout.contiguous(E, WORLD_SIZE), hidden=SENT, element_size=4)
-    for verb in ROW_VERBS:
+    for verb in TOKEN_VERBS:
         np.testing.assert_array_equal([got["bytes"][verb] for got in found], volume.bytes_WW[verb])
 
 

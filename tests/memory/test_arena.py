@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 
 CPU = torch.device("cpu")
 
@@ -15,12 +15,12 @@ def count(n: int) -> torch.Tensor:
     return torch.tensor([n])
 
 
-def start(rows: Rows) -> int:
+def start(rows: HiddenStates) -> int:
     assert rows.start is not None
     return int(rows.start)
 
 
-def write(rows: Rows, value: float, n: int) -> None:
+def write(rows: HiddenStates, value: float, n: int) -> None:
     # As a kernel does: autograd does not see it.
     rows.data.data[start(rows) : start(rows) + n * rows.width] = value
 
@@ -69,7 +69,7 @@ def test_autograd_and_checkpointing_hold_the_place_just_as_long_as_they_need_it(
         @staticmethod
         def backward(ctx, dy):  # type: ignore[no-untyped-def]
             data, where = ctx.saved_tensors
-            write(Rows(data, 4, where), 3.0, 2)
+            write(HiddenStates(data, 4, where), 3.0, 2)
             used.append(sum(held.alive for _, held in arena._stack))
             return dy * 2
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import carpool
-from carpool.activations import KEEP, ActivationPolicies, Arena, Offloader
+from carpool.activations import SAVE_ALL, ActivationPolicies, Arena, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.metrics.counters import LayerStats
 from carpool.planner.candidate import POLICIES
@@ -66,7 +66,7 @@ def differing(transport: str) -> list[str]:
     wrong = []
     for schedule in (SCHEDULES[transport], *([Schedule()] if transport == "dedup" else [])):
         net = layers(transport, schedule, mesh((2,), ("ep",)))
-        want = train(net, KEEP)
+        want = train(net, SAVE_ALL)
         for policies in EVERY[1:]:
             got = train(net, policies)
             if len(got) != len(want) or not all(map(torch.equal, got, want)):
@@ -136,12 +136,12 @@ def test_what_is_not_kept_is_not_saved() -> None:
     for policies, size in kept.items():
         gone = (policies.expert_inputs != "save") * rows + (policies.expert_activations != "save") * hidden
         ticket = 8 if policies.offloads else 0
-        assert kept[KEEP] - size == gone - ticket, policies
+        assert kept[SAVE_ALL] - size == gone - ticket, policies
 
 
 def test_hooks_never_see_an_arena() -> None:
     arena, seen = Arena(1 << 20, CPU), []
-    layer = Layer(KEEP, arena)
+    layer = Layer(SAVE_ALL, arena)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: seen.append(t.untyped_storage().nbytes()) or t, lambda t: t
     ):
@@ -149,7 +149,7 @@ def test_hooks_never_see_an_arena() -> None:
     assert int(arena.needed) > 0 and max(seen) < arena.capacity
     y.sum().backward()
     want = [leaf.grad.clone() for leaf in layer.leaves if leaf.grad is not None]
-    plain = Layer(KEEP)
+    plain = Layer(SAVE_ALL)
     plain().sum().backward()
     assert all(map(torch.equal, want, [leaf.grad for leaf in plain.leaves]))
 
@@ -159,7 +159,7 @@ def test_a_copy_in_the_place_of_a_handle_is_refused(policy: Any) -> None:
     layer = Layer(ActivationPolicies(expert_inputs=policy, expert_activations=policy), Arena(1 << 20, CPU))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         y = layer()
-    with pytest.raises(RuntimeError, match=r"let go before .* backward: a hook on saved tensors"):
+    with pytest.raises(RuntimeError, match=r"freed before .* backward: a hook on saved tensors"):
         y.sum().backward()
 
 
@@ -227,10 +227,10 @@ def test_predicted_bytes_are_those_that_are_saved() -> None:
             saved_by_rides(
                 {**whole, "expert_inputs": p.expert_inputs, "expert_activations": p.expert_activations}, 1, *of_one
             )
-            for p in (policies, KEEP)
+            for p in (policies, SAVE_ALL)
         )
         if not policies.offloads:
-            saved = saved_bytes(KEEP) - saved_bytes(policies)
+            saved = saved_bytes(SAVE_ALL) - saved_bytes(policies)
             assert sum(kept.values()) - sum(now.values()) == saved, policies
 
 
@@ -271,7 +271,7 @@ def test_what_is_none_is_kept() -> None:
         "layer_activations": "save",
         "moe_outputs": "save",
     }
-    assert memory.kept == ActivationPolicies(expert_inputs="resend")
+    assert memory.activation_policies == ActivationPolicies(expert_inputs="resend")
 
 
 @pytest.mark.parametrize(

@@ -226,12 +226,12 @@ def travelling_rows_added() -> Iterator[None]:
     sum."""
     from carpool.train.steps import pipeline_objective as pipeline
 
-    right = pipeline.gather_rows
+    right = pipeline.gather_tokens
 
     def wrong(*args: Any, partial: bool) -> torch.Tensor:
         return right(*args, partial=True)
 
-    with mock.patch.object(pipeline, "gather_rows", wrong):
+    with mock.patch.object(pipeline, "gather_tokens", wrong):
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
+from carpool.parallel.degrees import EXPERT_AXES, NON_EXPERT_AXES, Degrees
 
 ALL = Degrees(pp=2, dp_replicate=2, fsdp=2, cp=2, tp=2, ep=4, etp=2)
 
@@ -12,7 +12,7 @@ ALL = Degrees(pp=2, dp_replicate=2, fsdp=2, cp=2, tp=2, ep=4, etp=2)
 def test_sizes_of_an_example() -> None:
     degrees = Degrees(dp_replicate=2, fsdp=4, tp=2, ep=4)
     assert (degrees.world_size, degrees.efsdp, degrees.dp) == (16, 2, 8)
-    assert degrees.dense_shards == degrees.expert_shards == 8
+    assert degrees.non_expert_shards == degrees.expert_shards == 8
     assert [degrees.dp_rank(rank) for rank in (0, 1, 2, 15)] == [0, 0, 1, 7]
     assert degrees.tokens_per_rank(99) == 50
     assert degrees.record() == {
@@ -22,7 +22,7 @@ def test_sizes_of_an_example() -> None:
     assert str(degrees) == "fsdp 4 x tp 2, experts ep 4 x efsdp 2, replicas 2"
 
 
-@pytest.mark.parametrize("axes", [DENSE_AXES, EXPERT_AXES])
+@pytest.mark.parametrize("axes", [NON_EXPERT_AXES, EXPERT_AXES])
 def test_coordinates_count_ranks_the_last_axis_fastest(axes: tuple[str, ...]) -> None:
     for rank in range(ALL.world_size):
         number = 0

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from carpool.layout.topology import Topology
 from carpool.parallel import meshes
-from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
+from carpool.parallel.degrees import EXPERT_AXES, NON_EXPERT_AXES, Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.train.config.declarations import Declared, Excludes, declared
 from carpool.train.config.schema import Config
@@ -33,7 +33,7 @@ EVERY = [
 
 def _members(degrees: Degrees) -> None:
     meshes, rank = Meshes(degrees, "cpu"), dist.get_rank()
-    for axis in (*DENSE_AXES, *EXPERT_AXES):
+    for axis in (*NON_EXPERT_AXES, *EXPERT_AXES):
         group = meshes.group(axis)
         expected = degrees.ranks_along(rank, axis)
         assert (group is None) == (len(expected) == 1)

@@ -24,7 +24,7 @@ EXAMPLE = LayerTrace(np.array([[0, 1], [1, 2], [1, 2], [0, 3]]), np.array([0, 0,
 
 def test_the_example_of_volume() -> None:
     plain = evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2))
-    assert plain.rows_WW.tolist() == [[3, 2], [1, 1]] and plain.copies_per_token == 7 / 4 and plain.rows_remote == 3
+    assert plain.rows_WW.tolist() == [[3, 2], [1, 1]] and plain.ranks_per_token == 7 / 4 and plain.rows_remote == 3
     assert plain.load_W.tolist() == [5, 3] and plain.load_ratio == 1.25 and plain.intra_share == 1 / 4
     better = evaluate(EXAMPLE, ExpertLayout(((1, 2), (0, 3))))
     assert better.rows_WW.sum() == 5 and better.intra_share == 3 / 4
@@ -38,7 +38,7 @@ def test_rows_are_those_of_volume(name: str, ranks: int) -> None:
     volume = predict("dedup", routings, layout, hidden=8, element_size=2)
     found = evaluate(trace, layout)
     np.testing.assert_array_equal(found.rows_WW, volume.rows_WW)
-    assert found.copies_per_token == volume.copies_per_token and found.rows_remote == volume.rows_remote
+    assert found.ranks_per_token == volume.ranks_per_token and found.rows_remote == volume.rows_remote
     alltoall = predict("alltoall", routings, layout, hidden=8, element_size=2)
     np.testing.assert_array_equal(found.load_W, alltoall.rows_WW.sum(0))
 

@@ -106,7 +106,7 @@ def test_search_is_below_occult_and_within_the_load_limit_on_text_it_never_saw()
     solved, held_out = (half.layer(0) for half in trace.split())
     occult, found = (evaluate(held_out, solve(name, solved, Topology.even(8))) for name in ("occult", "search"))
     plain = evaluate(held_out, solve("contiguous", solved, Topology.even(8)))
-    assert found.copies_per_token < occult.copies_per_token < plain.copies_per_token
+    assert found.ranks_per_token < occult.ranks_per_token < plain.ranks_per_token
     assert found.load_ratio <= 1.1 < occult.load_ratio
     assert found.intra_share > plain.intra_share
 

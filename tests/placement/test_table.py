@@ -44,7 +44,7 @@ def test_place_judges_on_the_held_out_half_and_writes_the_best(tmp_path: Path) -
         assert layouts.about["solver"][name] == best.solver
         there = evaluate(held_out.layer(name), layouts[name], topology=Topology.even(4, 2))
         here = evaluate(solved.layer(name), layouts[name], topology=Topology.even(4, 2))
-        assert best.ranks_per_token == there.copies_per_token and best.solved_ranks_per_token == here.copies_per_token
+        assert best.ranks_per_token == there.ranks_per_token and best.solved_ranks_per_token == here.ranks_per_token
         assert best.nodes == there.rows_nodes / there.tokens and best.load == there.load_ratio
         within = [row for row in rows if row.solved_load <= 1.1] or rows
         assert best.solved_layer_us == min(row.solved_layer_us for row in within)

@@ -17,7 +17,7 @@ from carpool.layout.topology import Topology
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, find_hardware, hardware_of
 from carpool.transport import find_transport
-from carpool.transport.volume import uniform_copies
+from carpool.transport.volume import uniform_ranks_per_token
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(6, 2, 3), (6, 3, 2), (7, 3, 3), (4, 4, 2), (5, 1, 5)])
@@ -25,12 +25,12 @@ def test_uniform_copies_are_the_mean_over_all_choices(experts: int, top_k: int, 
     rank_of = [rank for rank, _ in ExpertLayout.contiguous(experts, ranks).home_of]
     choices = list(itertools.combinations(range(experts), top_k))
     visits = [len({rank_of[expert] for expert in chosen}) for chosen in choices]
-    assert uniform_copies(experts, top_k, ranks) == pytest.approx(np.mean(visits))
+    assert uniform_ranks_per_token(experts, top_k, ranks) == pytest.approx(np.mean(visits))
 
 
 def test_uniform_copies_draw_without_replacement() -> None:
-    assert round(uniform_copies(64, 8, 4), 2) == 3.66  # with replacement it would be 3.60
-    assert uniform_copies(16, 4, 1) == 1
+    assert round(uniform_ranks_per_token(64, 8, 4), 2) == 3.66  # with replacement it would be 3.60
+    assert uniform_ranks_per_token(16, 4, 1) == 1
 
 
 def test_links_of_different_kinds_work_at_the_same_time() -> None:

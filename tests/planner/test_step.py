@@ -74,7 +74,7 @@ def test_the_steps_parts_are_the_profiled_ones() -> None:
 def test_rows_are_those_that_transports_expect(transport: str) -> None:
     for ranks in (2, 8):
         rows = Routes().rows(transport, Choice(128, 8), ranks, ranks)
-        copies = find_transport(transport).copies_per_token(128, 8, ranks)
+        copies = find_transport(transport).ranks_per_token(128, 8, ranks)
         assert rows.arrive == pytest.approx(copies) and rows.inside == pytest.approx(copies * (ranks - 1) / ranks)
     inside, between, arrive = Routes().rows("hierarchical", Choice(128, 8), 16, 8)
     assert between == pytest.approx(1, abs=0.01) and inside == pytest.approx(arrive * 7 / 8)

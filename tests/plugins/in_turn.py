@@ -15,7 +15,7 @@ import torch
 from carpool.experts import ExpertWeights
 from carpool.ride.chunks import PLAIN
 from carpool.ride.schedule import Schedule, ScheduleKind, register
-from carpool.ride.setup import Kept, RideSetup
+from carpool.ride.setup import RideSetup, SavedActivations
 from carpool.transport import Pending, Transport
 
 Gradients = ExpertWeights | Callable[[], ExpertWeights] | None
@@ -38,9 +38,9 @@ class InTurnOrder:
 
     def forward(
         self, started: list[tuple[torch.Tensor, ...]], weights: ExpertWeights, setup: RideSetup, backward: bool
-    ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+    ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
         y_C: list[Any] = [None] * self.chunks
-        kept: list[Kept] = []
+        kept: list[SavedActivations] = []
         for chunk in self._order():
             ride = PLAIN.start(*started[chunk], weights, setup)
             y_C[chunk], saved = PLAIN.forward(ride, weights, setup, backward)
@@ -51,7 +51,7 @@ class InTurnOrder:
         self,
         dy_TH: torch.Tensor,
         weights: ExpertWeights,
-        kept: tuple[Kept, ...],
+        kept: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
     ) -> tuple[Pending, Gradients]:

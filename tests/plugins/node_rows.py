@@ -14,8 +14,8 @@ class NodeRows(Dedup):
     name = "node-rows"
     automatic = False
     anywhere = False
-    one_row_per_rank = False
-    one_row_per_node = True
+    one_send_per_rank = False
+    one_send_per_node = True
 
     @classmethod
     def why_not_on(cls, topology: Topology) -> str | None:

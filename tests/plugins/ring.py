@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
-from carpool.transport import Arrivals, Pending, Route, Rows, Transport, TransportOptions, register
+from carpool.transport import Arrivals, HiddenStates, Pending, Route, Transport, TransportOptions, register
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
 from carpool.transport.volume import Counts, Volume
 
@@ -43,7 +43,7 @@ class Ring(Transport):
     plan_bytes = 8
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
         num_ranks = topology.num_ranks
         longest = max(len(ranks) for ranks in rank_TK)
         to_next = np.roll(np.eye(num_ranks, dtype=np.int64), 1, axis=1)
@@ -51,7 +51,7 @@ class Ring(Transport):
             np.full((1, 1), longest))  # fmt: skip
 
     @classmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
         return float(num_ranks)
 
     @classmethod
@@ -89,19 +89,19 @@ class Ring(Transport):
         choices_W = (slot_TK.div(self.slots_per_rank, rounding_mode="floor").reshape(-1, 1) == ranks_W).sum(0)
         return RingRoute(
             num_tokens=len(slot_TK), top_k=slot_TK.shape[1], num_rows=self.num_ranks * length,
-            choices_per_row=slot_TK.shape[1], num_pairs=int(mine_RK.sum()), choices_W=tuple(choices_W.tolist()),
+            choices_per_send=slot_TK.shape[1], num_pairs=int(mine_RK.sum()), choices_W=tuple(choices_W.tolist()),
             traffic=traffic, length=length, weight_RK=weight_RK,
             slot_RK=torch.where(mine_RK, slot_RK % self.slots_per_rank, -1).int(),
         )  # fmt: skip
 
     def dispatch(self, x_TH: torch.Tensor, route: RingRoute) -> Pending:
         x_RH = self._rows(x_TH, route, CHOICE_BYTES)
-        return Pending(lambda: Arrivals(Rows.of(x_RH), route.slot_RK, route.weight_RK, route.num_pairs))
+        return Pending(lambda: Arrivals(HiddenStates.of(x_RH), route.slot_RK, route.weight_RK, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: RingRoute) -> Pending:
         route.backward = True
         dpartial_RH = self._rows(dy_TH, route, 0)
-        return Pending(lambda: Rows.of(dpartial_RH))
+        return Pending(lambda: HiddenStates.of(dpartial_RH))
 
     def combine(self, route: RingRoute, partial_RH: torch.Tensor) -> Pending:
         y_TH = self._sums(route, partial_RH, 0)

@@ -184,7 +184,7 @@ def test_a_class_that_lacks_something_is_refused_when_it_is_registered() -> None
     class Nothing:
         name = "nothing"
 
-    with pytest.raises(ValueError, match=r"transport 'half' \(Half\) does not implement combine, .*rows_sent"):
+    with pytest.raises(ValueError, match=r"transport 'half' \(Half\) does not implement combine, .*tokens_sent"):
         transport.register(Half)
     with pytest.raises(ValueError, match="transport 'nothing' must be a subclass"):
         transport.register(Nothing)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ def layer(recipe: str, policies: ActivationPolicies | None = None) -> carpool.Mo
     config = resolve(read(recipe))
     torch.manual_seed(0)
     moe = carpool.MoE(H, F, E, K, experts=config.moe.experts, schedule=config.moe.asked_schedule(), transport="dedup")
-    moe.set_activation_policies(config.memory.kept if policies is None else policies, Offloader())
+    moe.set_activation_policies(config.memory.activation_policies if policies is None else policies, Offloader())
     return moe
 
 

@@ -96,7 +96,7 @@ def test_hiermoe_moves_experts_to_where_fewer_rows_cross() -> None:
     crossing = []
     for layout in (ExpertLayout.contiguous(shown.num_experts, 8), placed):
         rank_TK = served_by(shown, layout)
-        rows_WW = TRANSPORTS[config.moe.transport].rows_sent([rank_TK[source_T == rank] for rank in range(8)], nodes)
+        rows_WW = TRANSPORTS[config.moe.transport].tokens_sent([rank_TK[source_T == rank] for rank in range(8)], nodes)
         crossing.append(rows_WW[nodes.pairs["network"]].sum())
     assert crossing[1] < 0.92 * crossing[0]
 

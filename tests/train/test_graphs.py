@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd import profiler
 
 from carpool.activations import Arena
-from carpool.activations.arrivals import Rows
+from carpool.activations.arrivals import HiddenStates
 from carpool.activations.offload import Offloader
 from carpool.optim import AdamW
 from carpool.optim import in_backward as consumed
@@ -199,7 +199,8 @@ def test_steps_that_a_profiler_watches(replays: bool) -> None:
 
 
 def test_a_capture_that_fails_lets_go_of_what_layers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in an arena, and what was offloaded: the eager steps after it find both as if there had been no capture."""
+    """Hidden states in an arena, and what was offloaded: the eager steps after it find both as if there had been no
+    capture."""
     told: list[str | None] = []
     arena, offloader = Arena(1 << 12, torch.device("cpu")), Offloader()
     steps = StepGraphs(nn.Linear(2, 2), [], lambda *_: None, told.append)
@@ -209,7 +210,7 @@ def test_a_capture_that_fails_lets_go_of_what_layers_keep(monkeypatch: pytest.Mo
     def backward(*_: Any) -> None:
         rows = arena.reserve(8, torch.float32, torch.tensor([3]))
         offloader.staging(None)
-        away = offloader.put([Rows(torch.ones(4), 0)])
+        away = offloader.put([HiddenStates(torch.ones(4), 0)])
         # As an event of a capture, for which nobody may wait.
         offloader._lanes[0].here[0] = offloader._lanes[0].here[0][0], Unreached()
         assert rows.start is not None and away
@@ -220,7 +221,7 @@ def test_a_capture_that_fails_lets_go_of_what_layers_keep(monkeypatch: pytest.Mo
     assert not arena._stack and not offloader._parcels
     for _ in range(3):
         offloader.staging(None)
-        away = offloader.put([Rows(torch.ones(4), 0)])
+        away = offloader.put([HiddenStates(torch.ones(4), 0)])
     assert offloader.get(away)[0].data.sum() == 4
 
 

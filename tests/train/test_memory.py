@@ -47,7 +47,7 @@ def run(output: str, settings: list[str]) -> dict[str, Any]:
     one = start_run(config, None, "test")
     one.close()
     kept = {own.policies for own in one.built.rides}
-    assert len(kept) == 1 and kept.pop() == one.config.memory.kept
+    assert len(kept) == 1 and kept.pop() == one.config.memory.activation_policies
     info: dict[str, Any] = json.loads((Path(output) / "run.json").read_text()) if one.main else {}
     return info
 

@@ -117,7 +117,7 @@ class Cramped(Buffers):
 
 def _train(output: str, settings: list[str], cramped: bool) -> int:
     buffers: list[Any] = [Cramped()] if cramped else []
-    with unittest.mock.patch("carpool.train.run.loop.rooms_of_rides", lambda layers: buffers):
+    with unittest.mock.patch("carpool.train.run.loop.capacities_of_rides", lambda layers: buffers):
         train(load_config(None, [*MODEL, *settings, *CUT, f"training.output_dir={output}"]))
     return buffers[0].capacity if cramped else 0
 

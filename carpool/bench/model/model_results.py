@@ -282,12 +282,12 @@ def work_of(sizes: Sizes) -> dict[str, Work]:
     model, degrees, tokens = sizes.model, sizes.degrees, sizes.tokens
     visited = model.active - (model.total - model.experts)
     attention = flops_per_token(model, sizes.sequence) - 6 * model.multiplied
-    dense_own = (model.total - model.experts) / degrees.dense_shards
+    dense_own = (model.total - model.experts) / degrees.non_expert_shards
     experts_own = model.experts / degrees.expert_shards
-    copies = degrees.etp * find_transport("dedup").copies_per_token(sizes.num_experts, sizes.top_k, degrees.ep)
+    copies = degrees.etp * find_transport("dedup").ranks_per_token(sizes.num_experts, sizes.top_k, degrees.ep)
     remote = copies * (degrees.expert_ranks - 1) / degrees.expert_ranks
     row = sizes.hidden * sizes.number_bytes
-    shared_dense = (model.total - model.experts) * (degrees.dense_shards - 1) / degrees.dense_shards
+    shared_dense = (model.total - model.experts) * (degrees.non_expert_shards - 1) / degrees.non_expert_shards
     shared_experts = model.experts / degrees.expert_ranks * (degrees.efsdp - 1) / degrees.efsdp
     return {
         "experts": Work(flops=6 * tokens * visited),

@@ -207,7 +207,7 @@ class Contest(ABC):
         if contender.transport is None or contender.theirs:
             return None
         way = find_transport(contender.transport)
-        return way.why_no_rows(case.x_TH.shape[1], self.dtype.itemsize) or way.why_not(self.group)
+        return way.why_not_hidden(case.x_TH.shape[1], self.dtype.itemsize) or way.why_not(self.group)
 
 
 def forward_backward(forward: Forward, case: Case) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

@@ -103,7 +103,7 @@ def forward_and_backward(
 def multiply(
     arrivals: Arrivals, gradient_RH: torch.Tensor | None, factor_S: torch.Tensor, out_RH: torch.Tensor
 ) -> None:
-    """The experts of the check, forward (of `arrivals.rows`) or backward (of `gradient_RH`).
+    """The experts of the check, forward (of `arrivals.tokens`) or backward (of `gradient_RH`).
 
     out = row * (sum over its wanted slots of weight * f(slot)), and 0 where nobody wants a row.
     """
@@ -122,7 +122,7 @@ def multiply(
 
 def rows_of(arrivals: Arrivals, dtype: torch.dtype) -> torch.Tensor:
     """(R, H) all rows that came, those at home included."""
-    return arrivals.rows.widened(dtype).contiguous(arrivals.slot_RJ.shape[0])
+    return arrivals.tokens.widened(dtype).contiguous(arrivals.slot_RJ.shape[0])
 
 
 def _factors_of(slot_RJ: torch.Tensor, factor_S: torch.Tensor) -> torch.Tensor:

@@ -241,7 +241,7 @@ def list_contenders(settings: TransportSettings) -> list[Contender]:
 def why_unavailable(name: str, group: dist.ProcessGroup | None, shape: RideShape, dtype: torch.dtype) -> str | None:
     """Why transport `name` cannot run here, or None. Collective over the group."""
     way = find_transport(name)
-    return way.why_no_rows(shape.hidden, dtype.itemsize) or way.why_not(group)
+    return way.why_not_hidden(shape.hidden, dtype.itemsize) or way.why_not(group)
 
 
 def build(contender: Contender, group: dist.ProcessGroup | None, layout: ExpertLayout, tokens: int) -> Transport:

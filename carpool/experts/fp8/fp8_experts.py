@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from carpool.activations import Arena, Arrivals, Rows
+from carpool.activations import Arena, Arrivals, HiddenStates
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.fp8.fp8_products import (
     Columns,
@@ -116,7 +116,7 @@ class FP8Experts:
         arena: Arena | None = None,
         backward: bool = True,
     ) -> tuple[Any, ...]:
-        x, weight_RJ = arrivals.rows.packed(), arrivals.weight_RJ.contiguous()
+        x, weight_RJ = arrivals.tokens.packed(), arrivals.weight_RJ.contiguous()
         hidden, dtype = partial_RH.shape[1], weights.up_SFH.dtype
         num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
         pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
@@ -131,9 +131,9 @@ class FP8Experts:
     def backward(
         self,
         saved: tuple[Any, ...],
-        x: Rows,
+        x: HiddenStates,
         weights: ExpertWeights,
-        dpartial: Rows,
+        dpartial: HiddenStates,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _value
 from carpool.kernels import GROUP
 from carpool.kernels.device import processors
@@ -298,7 +298,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def takes(out: torch.Tensor, h: Rows | None, packets: Rows | None, hidden: int) -> bool:
+def takes(out: torch.Tensor, h: HiddenStates | None, packets: HiddenStates | None, hidden: int) -> bool:
     """Whether this kernel computes such a product: on Hopper, with results of two bytes, and packets that can be copied
     in pieces of 16."""
     if not out.is_cuda or torch.cuda.get_device_capability(out.device)[0] != 9:
@@ -313,7 +313,7 @@ def takes(out: torch.Tensor, h: Rows | None, packets: Rows | None, hidden: int) 
 def launch(
     data: torch.Tensor,
     scale_PG: torch.Tensor | None,
-    packets: Rows | None,
+    packets: HiddenStates | None,
     inner: int,
     code_SNK: torch.Tensor,
     weight_scale: torch.Tensor,
@@ -325,7 +325,7 @@ def launch(
     out_columns: int,
     out_scale: torch.Tensor | None,
     bias_SW: torch.Tensor | None,
-    h: Rows | None,
+    h: HiddenStates | None,
     activation: dict[str, Any],
     activates: bool,
 ) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts.base import Activation
 from carpool.experts.pairs import Pairs, gather_rows, on_gpu
 from carpool.kernels import FP8_MAX, GROUP
@@ -96,14 +96,14 @@ def quantise_weight(weight_SOI: torch.Tensor, columns: Columns, straight: bool, 
 
 def up_and_activate(
     activation: Activation,
-    rows: Rows,
+    rows: HiddenStates,
     hidden: int,
     up: Quantised,
     bias_SW: torch.Tensor | None,
     pairs: Pairs,
     dtype: torch.dtype,
     arena: Arena | None,
-) -> tuple[Quantised, Rows]:
+) -> tuple[Quantised, HiddenStates]:
     """(a, h): h = rows @ up + bias in `dtype`, as it is kept, in the arena if there is one; a = act(h) quantised.
 
     Args:
@@ -114,14 +114,14 @@ def up_and_activate(
         from carpool.experts.fp8 import gemm_kernels as fp8_gemm_kernels
 
         h_PW = torch.empty(num_pairs if arena is None else 0, width, dtype=dtype, device=rows.data.device)
-        h = Rows(h_PW, width) if arena is None else arena.reserve(width, dtype, pairs.count_1)
+        h = HiddenStates(h_PW, width) if arena is None else arena.reserve(width, dtype, pairs.count_1)
         a = fp8_gemm_kernels.up_and_activate(activation, rows, hidden, *up, bias_SW, pairs.slot_RJ, *pairs[1:3], h)
         return Quantised(*a), h
     h_PW = _product(_widened(rows, hidden, pairs), up, pairs)
     if bias_SW is not None:
         h_PW += bias_SW[pairs.slot_P].float()
     h_PW = h_PW.to(dtype)
-    h = Rows(h_PW, width)
+    h = HiddenStates(h_PW, width)
     if arena is not None:
         h = arena.reserve(width, dtype, pairs.count_1)
         assert h.start is not None
@@ -141,7 +141,7 @@ def product(x: Quantised, weight: Quantised, pairs: Pairs, out_columns: int, dty
 
 
 def gathered_product(
-    rows: Rows, hidden: int, weight: Quantised, pairs: Pairs, out_columns: int, dtype: torch.dtype
+    rows: HiddenStates, hidden: int, weight: Quantised, pairs: Pairs, out_columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """As `product`, of packets of `hidden` columns."""
     if on_gpu(rows.data):
@@ -151,7 +151,7 @@ def gathered_product(
     return _product(_widened(rows, hidden, pairs), weight, pairs)[:, :out_columns].to(dtype)
 
 
-def gather_wide(rows: Rows, hidden: int, pairs: Pairs, dtype: torch.dtype) -> torch.Tensor:
+def gather_wide(rows: HiddenStates, hidden: int, pairs: Pairs, dtype: torch.dtype) -> torch.Tensor:
     """(P, hidden): each pair's row in `dtype`, be they packets or not."""
     if rows.data.dtype != torch.uint8:
         return gather_rows(rows, pairs, dtype)
@@ -165,7 +165,7 @@ def gather_wide(rows: Rows, hidden: int, pairs: Pairs, dtype: torch.dtype) -> to
 def activate_backward(
     activation: Activation,
     columns: Columns,
-    h: Rows,
+    h: HiddenStates,
     dA_PF: torch.Tensor,
     dy_PH: torch.Tensor | None,
     bias_SH: torch.Tensor | None,
@@ -211,7 +211,7 @@ def _in_halves(activation: Activation) -> Activation:
     return Activation(**fields | {"interleaved": False})
 
 
-def _widened(rows: Rows, hidden: int, pairs: Pairs) -> torch.Tensor:
+def _widened(rows: HiddenStates, hidden: int, pairs: Pairs) -> torch.Tensor:
     """(P, hidden) float32 of packets, in plain PyTorch."""
     return unpack(rows.contiguous(pairs.slot_RJ.shape[0])[pairs.row_P], hidden)
 

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
 from carpool.kernels import GROUP
@@ -187,7 +187,7 @@ def _gemm(  # type: ignore[no-untyped-def]
 
 def up_and_activate(
     activation: Activation,
-    rows: Rows,
+    rows: HiddenStates,
     hidden: int,
     code_SNK: torch.Tensor,
     scale: torch.Tensor,
@@ -195,7 +195,7 @@ def up_and_activate(
     slot_RJ: torch.Tensor,
     order_P: torch.Tensor,
     offsets_S: torch.Tensor,
-    h: Rows,
+    h: HiddenStates,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(code, scale) of a, and h written where it is kept; rows past the count are not written."""
     columns = code_SNK.shape[1] // 2 if activation.gated else code_SNK.shape[1]
@@ -228,7 +228,7 @@ def product(
 
 
 def gathered_product(
-    rows: Rows,
+    rows: HiddenStates,
     hidden: int,
     code_SNK: torch.Tensor,
     scale: torch.Tensor,
@@ -254,7 +254,7 @@ def tiling(activates: bool) -> Tiling:
 def _launch(
     data: torch.Tensor,
     scale_PG: torch.Tensor | None,
-    packets: Rows | None,
+    packets: HiddenStates | None,
     inner: int,
     code_SNK: torch.Tensor,
     weight_scale: torch.Tensor,
@@ -266,7 +266,7 @@ def _launch(
     tile: Tiling,
     out_scale: torch.Tensor | None = None,
     bias_SW: torch.Tensor | None = None,
-    h: Rows | None = None,
+    h: HiddenStates | None = None,
     activation: dict[str, Any] | None = None,
 ) -> None:
     slots, height, width = code_SNK.shape

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.fp8.gemm_kernels import _write_group
@@ -173,7 +173,12 @@ def quantise_weight(
 
 
 def gather_wide(
-    rows: Rows, hidden: int, slot_RJ: torch.Tensor, order_P: torch.Tensor, offsets_S: torch.Tensor, dtype: torch.dtype
+    rows: HiddenStates,
+    hidden: int,
+    slot_RJ: torch.Tensor,
+    order_P: torch.Tensor,
+    offsets_S: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """(P, hidden) of packets; zeros where there was no room, and rows past the count are not written."""
     out_PH = torch.empty(order_P.shape[0], hidden, dtype=dtype, device=order_P.device)
@@ -193,7 +198,7 @@ def gather_wide(
 def activate_backward(
     activation: Activation,
     inner: int,
-    h: Rows,
+    h: HiddenStates,
     dA_PF: torch.Tensor,
     dy_PH: torch.Tensor | None,
     bias_SH: torch.Tensor | None,

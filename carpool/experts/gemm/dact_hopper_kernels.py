@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, in_out
@@ -328,7 +328,7 @@ def down_backward(
     down_weight: torch.Tensor,
     transposed: bool,
     activation: Activation,
-    h: Rows,
+    h: HiddenStates,
     weight_RJ: torch.Tensor,
     order_P: torch.Tensor,
     tiles_M4: torch.Tensor,

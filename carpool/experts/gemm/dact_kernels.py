@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.gemm.adapter_kernels import Share, share_arguments, stages
@@ -181,7 +181,7 @@ def down_backward(
     down_weight: torch.Tensor,
     transposed: bool,
     activation: Activation,
-    h: Rows,
+    h: HiddenStates,
     weight_RJ: torch.Tensor,
     order_P: torch.Tensor,
     tiles_M4: torch.Tensor,

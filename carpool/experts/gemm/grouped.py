@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from carpool.activations import Arena, Arrivals, Ready, Rows
+from carpool.activations import Arena, Arrivals, HiddenStates, Ready
 from carpool.experts import pairs as sides
 from carpool.experts.base import NUM_BASE, Activation, ExpertFunction, ExpertWeights
 from carpool.experts.gemm.choices import LIBRARY, Choices, default_choices
@@ -97,17 +97,17 @@ class GroupedExperts:
         stages = Stages(self.function, weights, pairs, self.choices)
 
         keep = backward and not self.recompute
-        a_PF, h = stages.up(arrivals.rows, arena, keep)
+        a_PF, h = stages.up(arrivals.tokens, arena, keep)
         y_PH = stages.down(a_PF)
-        sum_pairs(y_PH, pairs, partial_RH, not arrivals.rows.gaps, weight_RJ, weights.down_bias_SH)
+        sum_pairs(y_PH, pairs, partial_RH, not arrivals.tokens.gaps, weight_RJ, weights.down_bias_SH)
         return weight_RJ, h if keep else None, *(stages.tiles or (None, None)), *pairs
 
     def backward(
         self,
         saved: tuple[Any, ...],
-        x: Rows,
+        x: HiddenStates,
         weights: ExpertWeights,
-        dpartial: Rows,
+        dpartial: HiddenStates,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
@@ -168,8 +168,8 @@ class Stages:
         self._dy_address_P: torch.Tensor | None = None
 
     def up(
-        self, x: Rows, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
-    ) -> tuple[torch.Tensor, Rows]:
+        self, x: HiddenStates, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
+    ) -> tuple[torch.Tensor, HiddenStates]:
         """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only fused: h is not written
         unless it is to be kept, a is empty unless wanted, and rows that are under way are waited for (`ready`)."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
@@ -180,9 +180,11 @@ class Stages:
 
             width = weights.up_SFH.shape[2 if function.transposed else 1]
             if not keep:
-                h = Rows(x.data[:0], width)
+                h = HiddenStates(x.data[:0], width)
             elif arena is None:
-                h = Rows(torch.empty(pairs.order_P.shape[0], width, dtype=self.dtype, device=x.data.device), width)
+                h = HiddenStates(
+                    torch.empty(pairs.order_P.shape[0], width, dtype=self.dtype, device=x.data.device), width
+                )
             else:
                 h = arena.reserve(width, self.dtype, pairs.count_1)
             rows = table_kernels.row_addresses(x, *self._order)
@@ -207,14 +209,19 @@ class Stages:
             thin = (self._thin(a_PF, a_SQF, turned=True), b_SHQ, True)
         return self._product(self.choices.down, a_PF, self._down(), self.function.transposed, part, out_PH, thin)
 
-    def dy(self, dpartial: Rows) -> torch.Tensor:
+    def dy(self, dpartial: HiddenStates) -> torch.Tensor:
         """(P, H), each pair's row of the gradients; gathered once."""
         if self._dy_PH is None:
             self._dy_PH = gather_rows(dpartial, self.pairs, self.dtype)
         return self._dy_PH
 
     def dact(
-        self, h: Rows, dpartial: Rows, weight_RJ: torch.Tensor, wants_scaled: bool, ready: Ready | None = None
+        self,
+        h: HiddenStates,
+        dpartial: HiddenStates,
+        weight_RJ: torch.Tensor,
+        wants_scaled: bool,
+        ready: Ready | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
@@ -252,7 +259,7 @@ class Stages:
             thin = (self._du_up_PQ, a_SQH, False)
         return self._product(self.choices.dx, dh_PF1, self._up(), not self.function.transposed, part, out_PH, thin)
 
-    def up_adapter_gradients(self, dh_PF1: torch.Tensor, x: Rows) -> OfAdapter:
+    def up_adapter_gradients(self, dh_PF1: torch.Tensor, x: HiddenStates) -> OfAdapter:
         """Of up's adapter, in the shapes of a and b, after `dx`; Nones without an adapter."""
         if self.weights.up_a_SQH is None:
             return None, None
@@ -268,7 +275,7 @@ class Stages:
         u_PQ = self._thin(rows, self.weights.up_a_SQH, turned=True)
         return self._thin_outer(self._du_up_PQ, rows, x.width), self._thin_outer(u_PQ, dh_PF1, turned=True)
 
-    def down_adapter_gradients(self, dpartial: Rows, scaled_a_PF: torch.Tensor) -> OfAdapter:
+    def down_adapter_gradients(self, dpartial: HiddenStates, scaled_a_PF: torch.Tensor) -> OfAdapter:
         """Of down's adapter, in the shapes of a and b, after `dact`; Nones without an adapter."""
         if self.weights.down_a_SQF is None:
             return None, None
@@ -297,14 +304,14 @@ class Stages:
         pair = (rows, inner_PQ) if turned else (inner_PQ, rows)
         return grouped_outer(*pair, self.pairs.offsets_S)
 
-    def dup(self, dh_PF1: torch.Tensor, x: Rows) -> torch.Tensor:
+    def dup(self, dh_PF1: torch.Tensor, x: HiddenStates) -> torch.Tensor:
         """The gradient of up, in its shape."""
         if way := self._fused(self.choices.dup, x):
             return self._outer(way, x, dh_PF1, self.function.transposed)
         dup = grouped_outer(dh_PF1, gather_rows(x, self.pairs, self.dtype), self.pairs.offsets_S)
         return dup.transpose(1, 2) if self.function.transposed else dup
 
-    def ddown(self, dpartial: Rows, scaled_a_PF: torch.Tensor) -> torch.Tensor:
+    def ddown(self, dpartial: HiddenStates, scaled_a_PF: torch.Tensor) -> torch.Tensor:
         """The gradient of down, in its shape."""
         if way := self._fused(self.choices.ddown, dpartial):
             return self._outer(way, dpartial, scaled_a_PF, not self.function.transposed)
@@ -360,7 +367,7 @@ class Stages:
             self._add_thin(product_PN, *thin)
         return product_PN
 
-    def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
+    def _outer(self, way: str, gathered: HiddenStates, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
         """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
         from carpool.experts.gemm import gemm_tiles, outer_kernels, table_kernels
 
@@ -370,11 +377,11 @@ class Stages:
         tiling = gemm_tiles.TILINGS[way]
         return outer_kernels.outer(a, b, (m, n), self._tiles()[1], self.dtype, tiling)
 
-    def _fused(self, way: str, rows: Rows | None = None) -> str:
+    def _fused(self, way: str, rows: HiddenStates | None = None) -> str:
         """The tiling of the kernel, or "" where the library is chosen, or the kernels do not take what they get."""
         return way if way != LIBRARY and self._kernels_take(rows) else ""
 
-    def _kernels_take(self, rows: Rows | None = None) -> bool:
+    def _kernels_take(self, rows: HiddenStates | None = None) -> bool:
         """Whether there are kernels for these sizes, and for rows where they lie."""
         hidden, inner = self.weights.down_SHF.shape[1:]
         ours = rows is None or rows.data.dtype == self.dtype

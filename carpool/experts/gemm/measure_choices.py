@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from carpool.activations import Arena, Rows
+from carpool.activations import Arena, HiddenStates
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, Choices
 from carpool.experts.gemm.grouped import Stages
@@ -117,9 +117,9 @@ class _Problem:
         slot_RJ = scores.topk(slots_per_row, 1).indices.int()
         num_pairs = slot_RJ.numel()
         self.function, self.pairs = function, sort_pairs(slot_RJ, slots, num_pairs)
-        self.x, self.dy = Rows.of(draw(rows, hidden)), Rows.of(draw(rows, hidden))
+        self.x, self.dy = HiddenStates.of(draw(rows, hidden)), HiddenStates.of(draw(rows, hidden))
         self.weight_RJ = torch.rand(slot_RJ.shape, generator=generator, device=device)
-        self.arena, self.h = None, Rows.of(draw(num_pairs, width))
+        self.arena, self.h = None, HiddenStates.of(draw(num_pairs, width))
         if use_arena:
             # Room for h twice: what `up` keeps, and what `dact` reads.
             self.arena = Arena(4 * num_pairs * width + 2**16, device)

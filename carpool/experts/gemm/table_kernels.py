@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts.pair_kernels import programs
 from carpool.kernels.quick import cdiv, power_of_2, quick
 
@@ -133,7 +133,7 @@ class RowAddresses(NamedTuple):
     sources: tuple[torch.Tensor, ...]
 
 
-def row_addresses(rows: Rows, order_P: torch.Tensor, offsets_S: torch.Tensor, columns: int) -> RowAddresses:
+def row_addresses(rows: HiddenStates, order_P: torch.Tensor, offsets_S: torch.Tensor, columns: int) -> RowAddresses:
     """Of rows whose width is a multiple of 16 bytes. Nothing is written past the count."""
     data = aligned(rows.data)
     home = None if rows.home is None else aligned(rows.home)

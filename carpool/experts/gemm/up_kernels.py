@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
 from carpool.experts.gemm.adapter_kernels import Share, share_arguments, stages
@@ -174,7 +174,7 @@ def up(
     transposed: bool,
     bias_SF: torch.Tensor | None,
     activation: Activation,
-    h: Rows | None,
+    h: HiddenStates | None,
     tiles_M4: torch.Tensor,
     wants_a: bool,
     tiling: Tiling,

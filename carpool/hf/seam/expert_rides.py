@@ -42,7 +42,7 @@ from carpool.ride.turns import HALF
 from carpool.routing import Routing
 from carpool.transport import Transport
 from carpool.transport.nvlink import Buffers
-from carpool.transport.room import Room
+from carpool.transport.token_capacity import TokenCapacity
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -237,15 +237,15 @@ def required_rides(model: nn.Module) -> dict[str, ExpertRides]:
     raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
 
 
-def rooms_of_rides(layers: Iterable[ExpertRides]) -> list[Room]:
+def capacities_of_rides(layers: Iterable[ExpertRides]) -> list[TokenCapacity]:
     """What may have too few places for the rows of these layers, each once."""
-    rooms = (room for own in layers if own.transport is not None for room in own.transport.rooms)
-    return list({id(one): one for one in rooms}.values())
+    capacities = (capacity for own in layers if own.transport is not None for capacity in own.transport.capacities)
+    return list({id(one): one for one in capacities}.values())
 
 
 def buffers_of_rides(layers: Iterable[ExpertRides]) -> list[Buffers]:
-    """Those of `rooms_of_rides` that are buffers of `nvlink`."""
-    return [one for one in rooms_of_rides(layers) if isinstance(one, Buffers)]
+    """Those of `capacities_of_rides` that are buffers of `nvlink`."""
+    return [one for one in capacities_of_rides(layers) if isinstance(one, Buffers)]
 
 
 def why_experts_wait(own: ExpertRides) -> str | None:

@@ -22,7 +22,7 @@ from carpool.activations import ActivationPolicies, Offloader
 from carpool.experts import Choices
 from carpool.hf.seam.expert_rides import ExpertRides, Forward, required_rides, rides
 from carpool.hf.seam.shared import compute_shared_beside
-from carpool.parallel.sequence import gather_rows, own_rows, split_rows
+from carpool.parallel.sequence import gather_tokens, own_tokens, split_tokens
 from carpool.ride.schedule import Schedule
 from carpool.transport import TRANSPORTS, TransportOptions
 
@@ -46,9 +46,9 @@ class CarpoolEP(EPImplementation):
         # computed tp times and the router's gradient counted tp times: duplicate token dropping (DeepSpeed-TED, arXiv
         # 2303.06318, section 4.2).
         group, tokens = self.tp_mesh.get_group(), hidden_states.shape[0]
-        x_RH, index_RK = split_rows(hidden_states, group), own_rows(top_k_index, group)
-        y_RH = self.rides.forward(x_RH, index_RK, split_rows(top_k_weights, group))
-        return gather_rows(y_RH, tokens, group, partial=False)
+        x_RH, index_RK = split_tokens(hidden_states, group), own_tokens(top_k_index, group)
+        y_RH = self.rides.forward(x_RH, index_RK, split_tokens(top_k_weights, group))
+        return gather_tokens(y_RH, tokens, group, partial=False)
 
 
 def install(model: PreTrainedModel) -> None:

@@ -81,7 +81,7 @@ class CostModel:
         """Whether the transport sends one row per (token, node) between nodes, not one per (token, rank)."""
         from carpool.transport import find_transport
 
-        return find_transport(self.transport).one_row_per_node
+        return find_transport(self.transport).one_send_per_node
 
     @property
     def row_bytes(self) -> float:
@@ -92,9 +92,9 @@ class CostModel:
         """Of a row between nodes, or inside one, the mean over its four rides."""
         if self.codecs is None or (self.codecs.inter_node == "nodes" and not network):
             return self.hidden * self.element_size
-        from carpool.transport.codecs import ROW_VERBS
+        from carpool.transport.codecs import TOKEN_VERBS
 
-        return sum(self.codecs.of(verb).row_bytes(self.hidden, self.element_size) for verb in ROW_VERBS) / RIDES
+        return sum(self.codecs.of(verb).row_bytes(self.hidden, self.element_size) for verb in TOKEN_VERBS) / RIDES
 
     @property
     def pair_seconds(self) -> float:

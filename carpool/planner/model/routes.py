@@ -24,7 +24,7 @@ from carpool.planner.transports import transport_class
 
 if TYPE_CHECKING:
     from carpool.placement.trace import Trace
-    from carpool.transport.volume import MeanRows
+    from carpool.transport.volume import MeanTraffic
 
 
 def check_trace(trace: Trace, num_experts: int, top_k: int) -> None:
@@ -126,7 +126,7 @@ class Routes:
         found: float = self._found[key]
         return found
 
-    def rows(self, transport: str, choice: Choice, ranks: int, per_node: int) -> MeanRows:
+    def rows(self, transport: str, choice: Choice, ranks: int, per_node: int) -> MeanTraffic:
         """Of one dispatch over a group of `ranks` ranks, `per_node` of them on each node."""
         way = transport_class(transport)
-        return way.mean_rows(partial(self.reached, choice), choice.num_experts, choice.top_k, ranks, per_node)
+        return way.mean_traffic(partial(self.reached, choice), choice.num_experts, choice.top_k, ranks, per_node)

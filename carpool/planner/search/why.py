@@ -44,7 +44,7 @@ def in_words(plan: Plan, per_node: int) -> list[str]:
             f"The experts of a layer are spread over {degrees.expert_ranks} ranks of {where}; tokens travel there and "
             f"back by transport {one.transport}."
         )
-    shards = degrees.dense_shards // degrees.tp
+    shards = degrees.non_expert_shards // degrees.tp
     if one.gathers:
         what = "Parameters are" if one.data_parallel == "fsdp" and degrees.efsdp > 1 else "Some parameters are"
         said.append(

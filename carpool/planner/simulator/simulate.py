@@ -121,7 +121,7 @@ def step_on(shape: ModelShape, hardware: Hardware, candidate: Candidate, per_nod
     group = lengths.members_per_node("ep")[0] if degrees.ep > 1 else Group(1)
     halves = candidate.schedule == "two-batch" and candidate.accumulation == 1
     way = transport_class(candidate.transport)
-    each = way.choices_per_row(max(2, shape.top_k)) == 1
+    each = way.choices_per_send(max(2, shape.top_k)) == 1
     spread = Spread(
         ranks=degrees.stage_size,
         group=group,
@@ -129,7 +129,7 @@ def step_on(shape: ModelShape, hardware: Hardware, candidate: Candidate, per_nod
         top_k=shape.top_k,
         tokens=candidate.rank_tokens // (2 if halves else 1),
         ranks_per_node=per_node,
-        one_row_for="expert" if each else "node" if way.one_row_per_node else "rank",
+        one_row_for="expert" if each else "node" if way.one_send_per_node else "rank",
     )
     memory = memory_of(shape, candidate).total
     label = candidate.label.partition(",")[0]

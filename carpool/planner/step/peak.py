@@ -105,7 +105,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
         (dense + (experts if together else 0)) if replicated else 0
         for dense, experts in zip(sizes.dense, sizes.experts, strict=True)
     )
-    dense_own, dense_trained = (one / degrees.dense_shards for one in sizes.dense)
+    dense_own, dense_trained = (one / degrees.non_expert_shards for one in sizes.dense)
     experts_own = sizes.expert_bytes / degrees.expert_shards
     experts_trained = sizes.experts.trained / degrees.expert_shards
     layer_total, layer_trained = (one / max(1, moe_layers) / degrees.expert_ranks for one in sizes.experts)

@@ -175,7 +175,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
     return RankSizes(
         dense=Parameters(dense, dense), experts=Parameters(moe_layers * one_layer, moe_layers * one_layer),
         expert_bytes=moe_layers * one_layer * stored,
-        largest=max(2 / 3 * one_layer / degrees.expert_shards, head / degrees.dense_shards),
+        largest=max(2 / 3 * one_layer / degrees.expert_shards, head / degrees.non_expert_shards),
         ends=ends, has_head=part.last, num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden,
         row=shape.hidden, width=shape.expert_hidden, words=shape.vocabulary,
         layers=tuple(kept[layer] for layer in layers), moe_layers=moe_layers,

@@ -283,7 +283,7 @@ def _set_rides(
 ) -> tuple[Chosen[str], TransportOptions, Chosen[Choices] | None, Chosen[Schedule]]:
     """Choose how tokens travel, which kernels compute experts, and what runs beside what, and let the layers do so."""
     config, moe = plan.config, plan.config.moe
-    set_activation_policies(model, config.memory.kept)
+    set_activation_policies(model, config.memory.activation_policies)
     if config.memory.layer_activations == "recompute":
         recompute_layers(model, config.memory.moe_outputs == "recompute")
     name_layers(model)

@@ -45,7 +45,7 @@ from carpool.experts import Activation, Choices, ExpertWeights, GroupedExperts, 
 from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, default_choices
 from carpool.experts.gemm.measure_choices import Measured, pick
 from carpool.experts.reference import expert_rows
-from carpool.hf.seam.expert_rides import ExpertRides, rooms_of_rides
+from carpool.hf.seam.expert_rides import ExpertRides, capacities_of_rides
 from carpool.hf.seam.experts_module import weight_names
 from carpool.layout import assign
 from carpool.metrics.counters import LayerStats
@@ -58,7 +58,7 @@ from carpool.train.launch.machine import device_name
 from carpool.train.plan.resolve import Plan
 from carpool.train.steps.capacity import grow_if_short
 from carpool.transport import TransportOptions
-from carpool.transport.volume import uniform_copies
+from carpool.transport.volume import uniform_ranks_per_token
 
 log = logging.getLogger("carpool")
 BY_SHAPE = "by the shape"
@@ -149,9 +149,9 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
         hidden, inner = inner, hidden
     # Replicas come and go while a run goes on, and what was chosen must not depend on when it was resumed.
     slots, per_row = own.num_local_experts, 1
-    if own.transport.choices_per_row(top_k) > 1:
+    if own.transport.choices_per_send(top_k) > 1:
         groups = own.num_ranks // own.layout.slices
-        per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, groups))))
+        per_row = min(slots, max(1, round(top_k / uniform_ranks_per_token(own.num_experts, top_k, groups))))
     rows = -(-tokens * top_k * own.layout.slices // per_row)
     ranks = [a.shape[1] for a in (() if own.adapters is None else own.adapters.factors()[::2]) if a is not None]
     name = str(dtype).removeprefix("torch.")
@@ -339,11 +339,11 @@ def _milliseconds(
     slot_TK = assign(routing, own.layout, own.rank)
     x_TH = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
     weights = ExpertWeights.of(_like(own, name, dtype, device) for name in weight_names(own.experts))
-    times, rooms = [], rooms_of_rides([own])
+    times, capacities = [], capacities_of_rides([own])
     for number in range(WARM_UP + REPETITIONS):
         took = timed(lambda: ride(x_TH, routing, slot_TK, weights, setup)[0].backward(x_TH.detach()), device)
         # What has no place is not computed, and would be timed as nothing.
-        if rooms and grow_if_short(rooms, device) is not None:
+        if capacities and grow_if_short(capacities, device) is not None:
             assert number < WARM_UP, "the same rows had a place before"
         if number >= WARM_UP:
             times.append(took.ms)

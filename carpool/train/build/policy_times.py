@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 from carpool.activations import ActivationPolicies
 from carpool.hf import set_activation_policies
 from carpool.hf.decoder_layers import offload_layers, recompute_layers
-from carpool.hf.seam.expert_rides import rooms_of_rides
+from carpool.hf.seam.expert_rides import capacities_of_rides
 from carpool.hf.seam.experts_module import row_size
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.metrics.host import timed
@@ -117,7 +117,7 @@ def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], 
     batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
     tokens = batch["labels"][:, 1:].numel() * plan.degrees.dp_cp
     whole = replicated(model)
-    rooms, graphs = rooms_of_rides(built.rides), built.objective.graphs
+    capacities, graphs = capacities_of_rides(built.rides), built.objective.graphs
 
     def forget() -> None:
         if graphs is not None:
@@ -135,7 +135,7 @@ def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], 
             if whole is not None:
                 whole.finish()
             model.zero_grad(set_to_none=True)
-            if not rooms or grow_if_short(rooms, device, forget) is None:
+            if not capacities or grow_if_short(capacities, device, forget) is None:
                 return
 
     def least(count: int, warm_up: int = WARM_UP) -> float:

@@ -149,7 +149,7 @@ class MemorySection(Section):
         return None if self.budget is None else size_of(self.budget, "memory.budget")
 
     @property
-    def kept(self) -> ActivationPolicies:
+    def activation_policies(self) -> ActivationPolicies:
         """What rides do."""
         from carpool.activations import ActivationPolicies
 

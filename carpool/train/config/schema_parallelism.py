@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.parallel.degrees import DENSE_AXES, Degrees, chunks
+from carpool.parallel.degrees import NON_EXPERT_AXES, Degrees, chunks
 from carpool.parallel.speeds import data_speeds, shares
 from carpool.parallel.world import find_world
 from carpool.train.config.declarations import Excludes, Needs, Was
@@ -138,7 +138,7 @@ class ParallelismSection(Section):
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks by axis, of those that are known before the number of ranks is."""
-        sizes = {axis: getattr(self, f"{axis}_size") for axis in dict.fromkeys((*DENSE_AXES, "ep", "etp"))}
+        sizes = {axis: getattr(self, f"{axis}_size") for axis in dict.fromkeys((*NON_EXPERT_AXES, "ep", "etp"))}
         return {axis: size for axis, size in sizes.items() if size is not None}
 
     @property

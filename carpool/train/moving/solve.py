@@ -79,7 +79,7 @@ def outlook(found: Sequence[Objective], facts: Facts) -> dict[str, float]:
     """What is foretold of all layers, as the metrics measure it: remote rows per token and the fullest rank's load,
     mean over layers; remote bytes per token, over all layers. Rows that fill up a fixed number, as of
     `hierarchical`, are not foretold."""
-    cost, choices = facts.cost, find_transport(facts.cost.transport).choices_per_row(facts.top_k)
+    cost, choices = facts.cost, find_transport(facts.cost.transport).choices_per_send(facts.top_k)
     near, far = (
         RIDES * cost.row_bytes_over(network) + choices * (CHOICE_BYTES + GRADIENT_BYTES) for network in (False, True)
     )

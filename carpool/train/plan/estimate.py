@@ -184,7 +184,7 @@ class MemoryEstimate:
         self.divided = divides_tokens(config, degrees, model).answer
         over_words = degrees.tp > 1 and not self.divided
         self.whole_logits = training.loss_chunk_size == 0 or over_words or why_whole(model) is not None
-        self.trained = math.ceil(self.dense.trained / degrees.dense_shards / degrees.pp)
+        self.trained = math.ceil(self.dense.trained / degrees.non_expert_shards / degrees.pp)
         self.trained += math.ceil(self.experts.trained / degrees.expert_shards / degrees.pp)
 
     def changed(self, config: Config) -> MemoryEstimate:
@@ -280,7 +280,7 @@ class MemoryEstimate:
         options = transport_options(config, degrees, candidate.transport)
         row, rows = row_size(self.model.config), self.num_experts * degrees.etp
         # A token chooses every slice of its experts, which are on neighbouring ranks.
-        copies = degrees.etp * way.copies_per_token(self.num_experts, self.top_k, degrees.ep)
+        copies = degrees.etp * way.ranks_per_token(self.num_experts, self.top_k, degrees.ep)
         of_replicas = replica_bytes(
             config, degrees, self.experts.total * self.computed / (rows * self.moe_layers), rows, moe_layers, self.nodes
         )
@@ -298,7 +298,7 @@ class MemoryEstimate:
             dense=Parameters(*(one * share for one in self.dense)),
             experts=Parameters(*(one * of_experts for one in self.experts)),
             expert_bytes=self.expert_bytes * of_experts,
-            largest=max(self.largest_expert / degrees.expert_shards, head / degrees.dense_shards),
+            largest=max(self.largest_expert / degrees.expert_shards, head / degrees.non_expert_shards),
             ends=ends, has_head=part.last, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
             row=row, width=self.width, words=self.words,
             layers=tuple(self.kept.layers[i] for i in own), moe_layers=moe_layers,

@@ -81,7 +81,7 @@ def choose_on_ranks(plan: Plan, layer: ExpertRides, own_forward: bool = False) -
         ValueError: an unknown transport, or options that it cannot have."""
     config, machine, asked = plan.config, plan.machine, plan.config.moe.transport
     hidden, top_k = plan.blueprint.row_size, plan.blueprint.top_k
-    codecs = config.codec.codecs.for_rows_of(plan.dtype.itemsize)
+    codecs = config.codec.codecs.for_element_size(plan.dtype.itemsize)
     assert machine.device is not None, "ranks choose"
     unfit: dict[str, str] | None = None
     nodes: Topology | None = None

@@ -29,7 +29,7 @@ from carpool.hf.decoder_layers import eagerly
 from carpool.hf.documents import attention_of_any_length
 from carpool.hf.generation import Sampling, generate
 from carpool.hf.ride_metrics import RideMetrics
-from carpool.hf.seam.expert_rides import buffers_of_rides, rooms_of_rides
+from carpool.hf.seam.expert_rides import buffers_of_rides, capacities_of_rides
 from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.metrics.host import timed
 from carpool.report import text_block
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 def evaluate(run: Run) -> None:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
-    with full_capacity(rooms_of_rides(run.built.rides)):
+    with full_capacity(capacities_of_rides(run.built.rides)):
         _evaluate(run)
 
 

@@ -28,7 +28,7 @@ import torch
 
 from carpool.hf.decoder_layers import eagerly
 from carpool.hf.ride_metrics import LaterRecord
-from carpool.hf.seam.expert_rides import buffers_of_rides, rooms_of_rides
+from carpool.hf.seam.expert_rides import buffers_of_rides, capacities_of_rides
 from carpool.hf.seam.moved_experts import current_layouts, slots_kept
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import peak_memory
@@ -132,13 +132,13 @@ class Run:
     def with_capacity(self, compute: Callable[[], T]) -> T:
         """What `compute` returns once all tokens had a place in the transport's buffers. Until then the buffers grow,
         and it is repeated from the same random state."""
-        rooms, device = rooms_of_rides(self.built.rides), self.built.device
-        if not rooms:
+        capacities, device = capacities_of_rides(self.built.rides), self.built.device
+        if not capacities:
             return compute()
         before, mark = random_state(device), self.placement.mark()
         while True:
             result = compute()
-            made = grow_if_short(rooms, device, self.forget_graphs)
+            made = grow_if_short(capacities, device, self.forget_graphs)
             if made is None:
                 return result
             self.built.model.zero_grad(set_to_none=True)
@@ -153,8 +153,8 @@ class Run:
 
     def fit_capacity(self) -> None:
         """After a step: from now on send as many tokens to each other node as steps need, if these are fewer."""
-        rooms = rooms_of_rides(self.built.rides)
-        if rooms and (rows := fewer_node_tokens(rooms)) is not None:
+        capacities = capacities_of_rides(self.built.rides)
+        if capacities and (rows := fewer_node_tokens(capacities)) is not None:
             self.forget_graphs()
             self.records.write("node_rows", self.step, rows=rows)
             self.records.say(f"step {self.step}: from now on {rows:,} tokens travel to each other node")
@@ -296,7 +296,7 @@ def _consume(built: Built, loss: torch.Tensor) -> None:
     """Gradients that come from now on are used at once, unless tokens had no place or the loss is not finite."""
     assert built.consumed is not None
     fine = torch.isfinite(loss)
-    for room in rooms_of_rides(built.rides):
+    for room in capacities_of_rides(built.rides):
         fine &= ~room.overflowed().to(fine.device)
     built.consumed.begin(fine)
 

@@ -28,7 +28,7 @@ from carpool.train.records.metrics_writer import Recorder
 from carpool.train.records.run_folder import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.steps.graphs import describe_graphs, note_graphs
 from carpool.transport import TransportOptions
-from carpool.transport.volume import uniform_copies
+from carpool.transport.volume import uniform_ranks_per_token
 
 if TYPE_CHECKING:
     from carpool.train.run.loop import Run
@@ -152,7 +152,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
         "predicted": {
             "memory_per_rank_bytes": plan.estimate(layer.transport.name, plan.data_parallel.answer),
             "copies_per_token_uniform": degrees.etp
-            * layer.transport.copies_per_token(layer.num_experts, blueprint.top_k, degrees.ep),
+            * layer.transport.ranks_per_token(layer.num_experts, blueprint.top_k, degrees.ep),
             "flops_per_token": flops_per_token(blueprint.size, plan.sequence_length),
         },
         "peak_flops": peak,
@@ -182,7 +182,9 @@ def lossy_reasons(run: Run) -> list[str]:
 
 def _options(run: Run) -> TransportOptions:
     """Of the transport, under the schedule that the run has."""
-    return run.built.options.under(run.built.schedule.answer, run.config.memory.kept.expert_inputs == "resend")
+    return run.built.options.under(
+        run.built.schedule.answer, run.config.memory.activation_policies.expert_inputs == "resend"
+    )
 
 
 def write_files(run: Run, info: dict[str, Any]) -> None:
@@ -273,7 +275,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         rate = decimal(int(size / built.load_seconds))
         say(f"weights: {decimal(size)} loaded in {built.load_seconds:.1f} s by all ranks together, {rate}/s")
     say(f"transport {transport['name']}: {built.transport.why}")
-    visits = degrees.etp * uniform_copies(info["model"]["num_experts"], blueprint.top_k, degrees.ep)
+    visits = degrees.etp * uniform_ranks_per_token(info["model"]["num_experts"], blueprint.top_k, degrees.ep)
     expected = "if its experts are chosen uniformly and stay in order"
     say(f"a token visits {visits:.2f} of {degrees.expert_ranks} ranks, {expected}")
     if (copies := info["predicted"]["copies_per_token_uniform"]) > visits + 0.005:

@@ -10,7 +10,8 @@ have been enough.
 
 The same holds for the arena in which layers save what their backward needs: it starts small, and after the first step
 it has the size that this step would have taken, and a quarter more. And for the tokens that hierarchical sends to each
-other node, which become fewer, too, where steps need fewer (`carpool.transport.room`). The host looks once per step.
+other node, which become fewer, too, where steps need fewer (`carpool.transport.token_capacity`). The host looks once
+per step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from carpool.activations import Arena
 from carpool.planner.step.sizes import ARENA_ROOM
 from carpool.transport.nvlink import Buffers
-from carpool.transport.room import GROWN, NodeRoom, Room
+from carpool.transport.token_capacity import GROWN, NodeCapacity, TokenCapacity
 
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -41,7 +42,7 @@ class Made(NamedTuple):
 
 
 def grow_if_short(
-    rooms: Sequence[Room], device: torch.device, before: Callable[[], None] = lambda: None
+    capacities: Sequence[TokenCapacity], device: torch.device, before: Callable[[], None] = lambda: None
 ) -> Made | None:
     """If tokens had no place since the last call, enlarge what was too small, on all ranks.
 
@@ -51,12 +52,12 @@ def grow_if_short(
     Returns:
         The new sizes: what was computed since the last call is void. None: all tokens had a place.
     """
-    buffers, nodes = _kinds(rooms)
+    buffers, nodes = _kinds(capacities)
     # Arenas serve the same layers on all ranks, so there are equally many.
     arenas = [arena for one in buffers for arena in one.arenas]
     if not arenas and not nodes and all(one.capacity >= one.most for one in buffers):
         return None
-    asked: list[Room | Arena] = [*rooms, *arenas]
+    asked: list[TokenCapacity | Arena] = [*capacities, *arenas]
     needs = torch.cat([one.needed.to(device, torch.int64) for one in asked])
     if dist.is_initialized():
         # Afterwards all ranks have come here, so nobody reads any more what is about to be freed.
@@ -83,17 +84,17 @@ def grow_if_short(
     return Made(buffers[0].capacity if buffers else None, max(grown, default=0), nodes[0].capacity if nodes else None)
 
 
-def fewer_node_tokens(rooms: Sequence[Room]) -> int | None:
+def fewer_node_tokens(capacities: Sequence[TokenCapacity]) -> int | None:
     """After a step whose tokens all had a place: how many travel to each other node from now on, if they become fewer.
     The same on all ranks."""
-    return max((one.capacity for one in _kinds(rooms)[1] if one.fit(one.agreed)), default=None)
+    return max((one.capacity for one in _kinds(capacities)[1] if one.fit(one.agreed)), default=None)
 
 
 @contextmanager
-def full_capacity(rooms: Sequence[Room]) -> Iterator[None]:
+def full_capacity(capacities: Sequence[TokenCapacity]) -> Iterator[None]:
     """Inside, each token has a place to each other node. For evaluations: a sample cannot be drawn from NaN and
     repeated, and their batches are of another size than a step's."""
-    nodes = _kinds(rooms)[1]
+    nodes = _kinds(capacities)[1]
     for one in nodes:
         one.whole = True
     try:
@@ -103,8 +104,10 @@ def full_capacity(rooms: Sequence[Room]) -> Iterator[None]:
             one.whole = False
 
 
-def _kinds(rooms: Sequence[Room]) -> tuple[list[Buffers], list[NodeRoom]]:
-    return [one for one in rooms if isinstance(one, Buffers)], [one for one in rooms if isinstance(one, NodeRoom)]
+def _kinds(capacities: Sequence[TokenCapacity]) -> tuple[list[Buffers], list[NodeCapacity]]:
+    return [one for one in capacities if isinstance(one, Buffers)], [
+        one for one in capacities if isinstance(one, NodeCapacity)
+    ]
 
 
 def random_state(device: torch.device) -> RandomState:

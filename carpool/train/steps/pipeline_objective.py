@@ -26,7 +26,7 @@ from carpool.hf.pipeline_stages import Part, Stages
 from carpool.hf.routing.router_balance import RouterLogits, loss_of_statistics, router_statistics
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES
-from carpool.parallel.sequence import gather_rows, num_rows
+from carpool.parallel.sequence import gather_tokens, tokens_per_rank
 from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.split_backward import SplitBackward
 from carpool.train.steps.graphs import Batch, BeforeBackward
@@ -137,7 +137,7 @@ class PipelineObjective(Objective):
         with self.inputs(batch) as (part, _):
             shape = part["input_ids"].shape
         if self.shard is not None:
-            shape = torch.Size((1, num_rows(shape.numel(), self.shard.group)))
+            shape = torch.Size((1, tokens_per_rank(shape.numel(), self.shard.group)))
         hidden = torch.empty(*shape, self.hidden, dtype=self.dtype, device="meta")
         if not self.aux_coef:
             return (hidden,)
@@ -160,7 +160,7 @@ class PipelineObjective(Objective):
                 hidden_BLH = self.stages.hidden(stage, input_ids=ids_BL, **settings).to(self.dtype)
                 if self.shard is not None:
                     # Equally many on all ranks, also where the last ones have fewer tokens.
-                    most = num_rows(batch["input_ids"].numel(), self.shard.group)
+                    most = tokens_per_rank(batch["input_ids"].numel(), self.shard.group)
                     hidden_BLH = F.pad(hidden_BLH, (0, 0, 0, most - hidden_BLH.shape[1]))
         found: Tensors = (self._add_statistics(stage, received, logits, self.padding(batch)),) if aux else ()
         if not part.last:
@@ -177,7 +177,7 @@ class PipelineObjective(Objective):
         if self.shard is None:
             return hidden
         rows = hidden.shape[1] * self.shard.ranks
-        whole_TH = gather_rows(hidden.flatten(0, 1), rows, self.shard.group, partial=False)
+        whole_TH = gather_tokens(hidden.flatten(0, 1), rows, self.shard.group, partial=False)
         return whole_TH[: shape.numel()].view(*shape, -1)
 
     def _add_statistics(

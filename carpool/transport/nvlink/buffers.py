@@ -45,7 +45,7 @@ class Regions:
     written: int
     counts: int
     begins: int
-    rows: int
+    tokens: int
     choices: int
     partial: int
     dweight: int
@@ -62,7 +62,7 @@ class Regions:
             "written": num_ranks * 4,
             "counts": 2 * num_ranks * 4,
             "begins": (MAX_PARTS + 1) * num_ranks * 4,
-            "rows": away * row_bytes,
+            "tokens": away * row_bytes,
             "choices": rows * 2 * top_k * 4,
             "partial": rows * row_bytes,
             "dweight": rows * top_k * 4,
@@ -297,7 +297,7 @@ class Buffers:
         else:
             memory = torch.empty(regions.total, dtype=torch.uint8, device=self.device)
             addresses = [memory.data_ptr()]
-        memory[: regions.rows].zero_()
+        memory[: regions.tokens].zero_()
         bases = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         if self.group is not None:
             # Nobody may raise a signal here before it was set to zero.

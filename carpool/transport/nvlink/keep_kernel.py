@@ -1,4 +1,4 @@
-"""The CUDA side of `LeasedRows.kept`: copy the rows that are in each slab, and nothing of the rest.
+"""The CUDA side of `LeasedStates.saved`: copy the rows that are in each slab, and nothing of the rest.
 
 A persistent grid walks tiles of ROWS x BLOCK over all slabs; a tile past its slab's count costs one read of that count.
 """
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.activations import Rows
+from carpool.activations import HiddenStates
 from carpool.kernels.quick import power_of_2, quick
 
 
@@ -37,7 +37,7 @@ def _copy_slabs(  # type: ignore[no-untyped-def]
             tl.store(out + target + at, tl.load(x + begin + at, mask=mask), mask=mask)
 
 
-def copy_slabs(x_RH: torch.Tensor, came_W: torch.Tensor, slab: int, kept: Rows) -> None:
+def copy_slabs(x_RH: torch.Tensor, came_W: torch.Tensor, slab: int, kept: HiddenStates) -> None:
     """Copy row i of each slab of x_RH to row i of the same slab of `kept`, for i below the slab's count."""
     rows, width = x_RH.shape
     slabs = came_W.shape[0]

@@ -105,7 +105,7 @@ def launch_dispatch(
         slot_RJ if choices else route.slot_TK, weight_RJ if choices else route.weight_TK, route.received_W,
         tokens, route.choices_BW.shape[0], capacity, lease.regions.most, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("dispatch_gradients" if route.backward and not choices else "dispatch"), max(1, route.part_length),
-        at.rows, at.choices, at.counts, at.arrived,
+        at.tokens, at.choices, at.counts, at.arrived,
         PITCH=words, MAIN=main, S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks,
         WP=power_of_2(num_ranks), ROWS=rows, OTHERS=others if choices else 0, CHOICES=choices,
         PARTED=route.parts > 1, MAX_CTAS=MAX_CTAS,

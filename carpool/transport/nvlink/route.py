@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from carpool.activations import Ready, Rows
+from carpool.activations import HiddenStates, Ready
 from carpool.activations.arrivals import Memory
 from carpool.kernels.packets import pack
 from carpool.transport.base import Route
@@ -74,7 +74,7 @@ class NVLinkRoute(Route):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeasedRows(Rows):
+class LeasedStates(HiddenStates):
     """See the module's docstring.
 
     Attributes:
@@ -88,16 +88,16 @@ class LeasedRows(Rows):
     wide_home: torch.Tensor | None = None
     gaps: bool = True
 
-    def widened(self, dtype: torch.dtype) -> Rows:
+    def widened(self, dtype: torch.dtype) -> HiddenStates:
         if self.wide_home is None:
             return self
         from carpool.kernels.packet_kernel import launch_dequantise
 
         hidden = self.wide_home.shape[1]
         data = launch_dequantise(self.data, self.came_W, self.capacity, hidden, dtype)
-        return Rows(data, hidden, home=self.wide_home, home_row=self.home_row, gaps=self.gaps)
+        return HiddenStates(data, hidden, home=self.wide_home, home_row=self.home_row, gaps=self.gaps)
 
-    def packed(self) -> Rows:
+    def packed(self) -> HiddenStates:
         if self.data.dtype == torch.uint8:
             return self
         home = None if self.home is None else pack(self.home)
@@ -105,10 +105,10 @@ class LeasedRows(Rows):
         data = pack(self.data, self.came_W, self.capacity)
         return replace(self, data=data, width=data.shape[1], home=home)
 
-    def kept(self, arena: Memory | None) -> Rows:
+    def saved(self, arena: Memory | None) -> HiddenStates:
         data, came_W, width = self.data, self.came_W, self.width
         if arena is None:
-            kept = Rows(torch.empty_like(data), width)
+            kept = HiddenStates(torch.empty_like(data), width)
         else:
             kept = arena.reserve(width, data.dtype, came_W, self.capacity)
         if data.is_cuda:

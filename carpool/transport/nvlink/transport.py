@@ -47,8 +47,8 @@ from carpool.transport.codecs import Codecs
 from carpool.transport.exchange import ONE_HOP
 from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, Lease, Regions, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions, why_not
-from carpool.transport.nvlink.route import LeasedRows, NVLinkRoute
-from carpool.transport.volume import Counts, one_row_per_rank, uniform_copies
+from carpool.transport.nvlink.route import LeasedStates, NVLinkRoute
+from carpool.transport.volume import Counts, one_send_per_rank, uniform_ranks_per_token
 
 
 def _nothing() -> None:
@@ -133,20 +133,20 @@ class NVLink(VerbRunner, Transport):
     options_class = NVLinkOptions
     automatic = True
     anywhere = False
-    one_row_per_rank = True
+    one_send_per_rank = True
     writes_to_peers = True
     needs_nvlink = True
     rides_in_parts = True
-    knows_rows = False
+    knows_counts = False
     graphable = True
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
-        return one_row_per_rank(rank_TK, topology.num_ranks)
+    def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        return one_send_per_rank(rank_TK, topology.num_ranks)
 
     @classmethod
-    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
-        return uniform_copies(num_experts, top_k, num_ranks)
+    def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        return uniform_ranks_per_token(num_experts, top_k, num_ranks)
 
     @classmethod
     def buffer_bytes(cls, options: NVLinkOptions, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
@@ -170,7 +170,7 @@ class NVLink(VerbRunner, Transport):
         return topology.why_no_peer_memory()
 
     @classmethod
-    def why_no_rows(cls, hidden: int, element_size: int) -> str | None:
+    def why_not_hidden(cls, hidden: int, element_size: int) -> str | None:
         row = hidden * element_size
         return f"rows travel in pieces of 16 bytes, and {row} bytes ({hidden} elements) are none" if row % 16 else None
 
@@ -224,7 +224,7 @@ class NVLink(VerbRunner, Transport):
         return self.buffers.arena
 
     @property
-    def rooms(self) -> tuple[Buffers, ...]:
+    def capacities(self) -> tuple[Buffers, ...]:
         return (self.buffers,)
 
     def check(self) -> None:
@@ -264,7 +264,7 @@ class NVLink(VerbRunner, Transport):
             num_tokens=num_tokens,
             top_k=top_k,
             num_rows=num_rows,
-            choices_per_row=top_k,
+            choices_per_send=top_k,
             # A row wants no slot twice.
             num_pairs=num_rows * min(top_k, self.slots_per_rank),
             traffic=traffic,
@@ -335,7 +335,7 @@ class NVLink(VerbRunner, Transport):
         slot_RJ: torch.Tensor | None = None,
         weight_RJ: torch.Tensor | None = None,
     ) -> Pending:
-        """`wait()` gives the rows that come, as `LeasedRows`."""
+        """`wait()` gives the rows that come, as `LeasedStates`."""
         from carpool.kernels.packet_kernel import launch_quantise
         from carpool.transport.nvlink.launch import launch_dispatch
 
@@ -363,11 +363,11 @@ class NVLink(VerbRunner, Transport):
         if route.parts:
             finish = self._awaited_by_readers(finish)
 
-        def rows() -> LeasedRows:
+        def rows() -> LeasedStates:
             finish()
             buffers, width = self.buffers, sent.shape[1]
-            return LeasedRows(
-                lease.view(lease.regions.rows, (buffers.home_row, width), sent.dtype), width,
+            return LeasedStates(
+                lease.view(lease.regions.tokens, (buffers.home_row, width), sent.dtype), width,
                 home=sent[: buffers.most], home_row=buffers.home_row, came_W=route.received_W,
                 capacity=buffers.capacity, wide_home=x_TH[: buffers.most] if fp8 else None,
             )  # fmt: skip

@@ -21,7 +21,7 @@ WORTH = 0.1
 FIRST_WINDOW = 2
 
 
-class Room(Protocol):
+class TokenCapacity(Protocol):
     """Places for rows of one other rank, or node, shared by all layers of a process group.
 
     Attributes:
@@ -45,8 +45,8 @@ class Room(Protocol):
         ...
 
 
-class NodeRoom:
-    """How many rows each rank sends to each other node, in `FixedRows`.
+class NodeCapacity:
+    """How many rows each rank sends to each other node, in `FixedSizeDedup`.
 
     Where steps are repeated, the number follows what they need: after 2, 4, 8, ... steps it becomes an eighth more than
     the most of these, if that saves a tenth; and a quarter more than was needed after too few.
@@ -120,18 +120,18 @@ class NodeRoom:
 
 
 # Facts of a group: transports that are made anew, because experts moved, go on with the same. They go when it goes.
-_NODE_ROOMS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int | None, ...], NodeRoom]] = (
+_NODE_CAPACITIES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int | None, ...], NodeCapacity]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def node_room(
+def node_capacity(
     group: dist.ProcessGroup | None, most: int, capacity: int | None = None, step_tokens: int | None = None
-) -> NodeRoom:
+) -> NodeCapacity:
     """That of a rail's group, made at the first call with these numbers."""
     if group is None:
-        return NodeRoom(most, capacity, step_tokens)
-    made, key = _NODE_ROOMS.setdefault(group, {}), (most, capacity, step_tokens)
+        return NodeCapacity(most, capacity, step_tokens)
+    made, key = _NODE_CAPACITIES.setdefault(group, {}), (most, capacity, step_tokens)
     if key not in made:
-        made[key] = NodeRoom(most, capacity, step_tokens)
+        made[key] = NodeCapacity(most, capacity, step_tokens)
     return made[key]
