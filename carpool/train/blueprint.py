@@ -66,6 +66,11 @@ class ModelSize:
     windowed: int = 0
     window: int = 0
 
+    @property
+    def visited(self) -> int:
+        """Parameters of the experts that one token chooses."""
+        return self.active - (self.total - self.experts)
+
 
 # Names in transformers' `layer_types` of layers without a score matrix, and of those that see a window of it.
 _WITHOUT_SCORES = ("linear_attention", "conv", "moe")
@@ -97,8 +102,27 @@ def model_size(model: nn.Module, expert_modules: dict[str, int], top_k: int) -> 
     )  # fmt: skip
 
 
-def flops_per_token(size: ModelSize, sequence_length: int) -> int:
-    """Operations of one token's forward and backward.
+@dataclass(frozen=True)
+class Trained:
+    """Of the parameters that one token meets: matrices whose gradients are not computed, and adapters beside them.
+
+    Attributes:
+        frozen_experts, frozen: of routed experts, and of all else that multiplies.
+        expert_adapters, adapters: the same of adapters, which `ModelSize` does not count.
+        updated: all elements that are trained, of all experts.
+    """
+
+    updated: int
+
+    frozen_experts: int = 0
+    frozen: int = 0
+    expert_adapters: int = 0
+    adapters: int = 0
+
+
+def flops_per_token(size: ModelSize, sequence_length: int, trained: Trained | None = None) -> int:
+    """Operations of one token's forward and backward: 6 for each parameter that multiplies it, and 4 for one that is
+    frozen, which has no gradient of its own. `trained`: None: all of the model.
 
     Example: 1000 parameters, 2 layers of 8 heads * 4, sequence 16: 6 * 1000 + 12 * 64 * 8 = 12,144. The scores and
     their product with the values take 2 * heads * head size each for a token that is seen, and twice that in the
@@ -106,7 +130,10 @@ def flops_per_token(size: ModelSize, sequence_length: int) -> int:
     """
     beyond = max(sequence_length - size.window, 0)
     seen, seen_through_window = sequence_length / 2, (sequence_length**2 - beyond**2) / (2 * sequence_length)
-    return int(6 * size.multiplied + 12 * (size.attention * seen + size.windowed * seen_through_window))
+    weights = 6 * size.multiplied
+    if trained is not None:
+        weights += 6 * (trained.expert_adapters + trained.adapters) - 2 * (trained.frozen_experts + trained.frozen)
+    return int(weights + 12 * (size.attention * seen + size.windowed * seen_through_window))
 
 
 def peak_flops(device: torch.device, override: float | None) -> tuple[float | None, str]:

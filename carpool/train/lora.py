@@ -6,6 +6,7 @@ frozen model -> peft injects the adapters -> Carpool takes over those of experts
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
+from carpool.train.blueprint import Blueprint, Trained
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_adapter import GROUPS, AdapterSection, adapts_experts
 
@@ -142,6 +144,22 @@ def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
     experts = model.get_submodule(next(iter(experts_modules(model))))
     weights = [weight for weight in experts.parameters() if weight.dim() == 3]
     return sum(section.rank * sum(weight.shape[1:]) for weight in weights)
+
+
+def trained_of(blueprint: Blueprint, config: Config) -> Trained:
+    """What a run trains of its model, and of its adapters."""
+    size, freeze = blueprint.size, config.training.freeze
+    experts, other = size.visited, size.multiplied - size.visited
+    if not config.adapter.is_used:
+        frozen, held = {"experts": (experts, 0), "non_expert": (0, other)}.get(freeze or "", (0, 0)), 0
+        if freeze is not None:
+            held = size.experts if freeze == "experts" else size.total - size.experts
+        return Trained(size.total - held, *frozen)
+    model = copy.deepcopy(blueprint.model)
+    one, layers = outline_adapter(model, config.adapter), len(blueprint.expert_counts)
+    added = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    everything = added + one * sum(blueprint.expert_counts.values())
+    return Trained(everything, experts, other, one * blueprint.top_k * layers, added)
 
 
 def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[list[str], list[str]]:

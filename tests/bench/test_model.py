@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, Times, 
 from carpool.bench.timing import host_waits
 from carpool.hf.context_parallel import _interface
 from carpool.hf.routing.router_answers import balanced_choices, force_choices
+from carpool.hf.seam.find_modules import experts_modules
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.planner.machine.hardware import CPU, HARDWARE
 from carpool.profile.kinds import IDLE, KINDS
-from carpool.train.blueprint import ModelSize, model_config
+from carpool.train.blueprint import ModelSize, Trained, flops_per_token, meta_model, model_config, model_size
 from tests.bench.commands import printed, result_of
 from tests.ranks import Ranks
 
@@ -175,6 +177,7 @@ def test_contenders_that_fit_together_take_turns():
 
 SIZES = Sizes(
     model=ModelSize(total=1000, experts=800, active=400, multiplied=350, attention=64),
+    trained=Trained(1000),
     degrees=Degrees(fsdp=4, ep=4),
     tokens=10, sequence=16, hidden=8, vocabulary=50, layers=3, moe_layers=2, num_experts=4, top_k=4,
     number_bytes=2, parameter_bytes=4,
@@ -186,6 +189,10 @@ def test_a_roofline_is_what_the_configuration_needs():
     assert work["experts"] == Work(flops=6 * 10 * 200)
     assert work["dense"] == Work(flops=6 * 10 * 150)
     assert work["attention"] == Work(flops=10 * 6 * 16 * 64)
+    adapted = dataclasses.replace(SIZES, trained=Trained(60, 200, 150, 30, 20))
+    assert work_of(adapted)["experts"] == Work(flops=10 * (4 * 200 + 6 * 30))
+    assert work_of(adapted)["dense"] == Work(flops=10 * (4 * 150 + 6 * 20))
+    assert work_of(adapted)["optimizer"] == Work(memory_bytes=8 * 60 / 4 * 4)
     assert work["loss"] == Work(memory_bytes=2 * 10 * 50 * 2)
     assert work["optimizer"] == Work(memory_bytes=8 * (1000 / 4) * 4)
     assert work["elementwise"] == Work(memory_bytes=16 * 10 * 8 * 2 * 3)
@@ -249,8 +256,8 @@ def test_what_the_host_waits_is_known():
 # -- on ranks ------------------------------------------------------------------------------------------------------
 
 
-def _measure(settings: Settings) -> dict[str, Any]:
-    case = ModelBenchmark(settings.resolve(cuda=False, num_ranks=2), torch.device("cpu"), "test").measure()
+def _measure(settings: Settings, num_ranks: int = 2) -> dict[str, Any]:
+    case = ModelBenchmark(settings.resolve(cuda=False, num_ranks=num_ranks), torch.device("cpu"), "test").measure()
     return dataclasses.asdict(case)
 
 
@@ -262,6 +269,43 @@ def test_contenders_with_settings_of_their_own(tiny: str):
     assert (own.moe.schedule, own.moe.chunks, own.training.torch_compile) == ("chunks", 4, True)
     assert (plain.parallelism.data_parallel, own.parallelism.data_parallel) == ("auto", "fsdp")
     assert plain.training.output_dir != own.training.output_dir
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+ADAPTED = ("adapter.kind=lora", "adapter.rank=4")
+
+
+@pytest.mark.usefixtures("alone")
+def test_adapters_beside_those_of_peft(tiny: str, tmp_path: Path):
+    """Random weights, the same for both."""
+    settings = Settings(
+        model=tiny, layers=2, device="cpu", sequence=16, batch=2, steps=1, rounds=1, json_only=True,
+        contenders=("carpool", "transformers"), overrides=ADAPTED, out=str(tmp_path),
+    )  # fmt: skip
+    case = _measure(settings, 1)
+    ours, theirs = case["rows"]
+    assert case["different"] == [] and theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3) and "peft" in theirs["what"]
+    model = meta_model(model_config({"from": tiny, "num_hidden_layers": 2}))
+    size = model_size(model, experts_modules(model), 3)
+    attention, experts = 4 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32), 3 * 4 * (32 + 32 + 16 + 32)
+    whole = flops_per_token(size, 16)
+    assert case["flops_per_token"] == whole - 2 * size.multiplied + 6 * 2 * (attention + experts)
+
+
+def test_peft_on_several_ranks_is_refused(two_ranks: Ranks, tiny: str, tmp_path: Path):
+    settings = Settings(
+        model=tiny, layers=1, device="cpu", sequence=16, batch=1, steps=1, rounds=1, json_only=True,
+        contenders=("carpool", "transformers"), overrides=ADAPTED, out=str(tmp_path),
+    )  # fmt: skip
+    ours, theirs = two_ranks(_measure, settings)[0]["rows"]
+    assert ours["unavailable"] is None and "use one rank" in theirs["unavailable"]
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

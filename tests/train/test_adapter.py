@@ -238,9 +238,13 @@ def test_settings_that_make_no_sense(base: Path, overrides: list[str], says: str
         load_config(None, [f"model.path={base}", "data.train=a.txt", *overrides])
 
 
-def test_an_adapter_needs_a_model() -> None:
+def test_an_adapter_needs_a_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a model to adapt"):
         load_config(None, ["adapter.kind=lora"])
+    (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
+    with pytest.raises(ValueError, match="has no weights"):
+        load_config(None, ["adapter.kind=lora", f"model.path={tmp_path}"])
+    load_config(None, ["adapter.kind=lora", "model.config=olmoe-1b-7b"])  # to see speed and memory
 
 
 def test_targets_that_the_model_does_not_have() -> None:

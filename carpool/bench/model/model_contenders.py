@@ -4,7 +4,7 @@
     carpool-compiled        the same with training.torch_compile
     transformers            transformers' own expert parallelism (`all_to_all`) with its grouped experts, FSDP2 through
                             its `DistributedConfig`, its loss, and what its Trainer does then: the norm over all meshes,
-                            clipping, fused AdamW
+                            clipping, fused AdamW. With [adapter], peft on Transformers' model, on one rank
     transformers-compiled   the same with each decoder layer's forward compiled
 
 A step is data, forward, loss over the whole vocabulary (and the balance loss, if the configuration has one), backward,
@@ -46,6 +46,7 @@ from carpool.train.data.corpus import Corpus
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.launch.machine import find_machine, rank_device
 from carpool.train.launch.ranks import from_rank_0
+from carpool.train.lora import add_adapter
 from carpool.train.plan.division import distributed_config
 from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.records.run_folder import CONFIG, INFO, LAYOUT, METRICS
@@ -194,11 +195,14 @@ class TransformersContender(Contender):
     def _build_model(self) -> PreTrainedModel:
         config, training = self.config, self.config.training
         bf16 = training.computes_in_bf16(self.device.type == "cuda")
+        parallel = dataclasses.replace(distributed_config(self.degrees, bf16), ep_implementation="all_to_all")
+        if config.adapter.is_used and self.degrees.world_size > 1:
+            raise ValueError("peft does not adapt the sharded experts of Transformers: use one rank")
+        if config.adapter.base_dtype is not None:
+            raise ValueError("Transformers does not store experts in adapter.base_dtype")
         model = build_model(
             self.plan.blueprint.source,
-            distributed_config=dataclasses.replace(
-                distributed_config(self.degrees, bf16), ep_implementation="all_to_all"
-            ),
+            distributed_config=None if config.adapter.is_used else parallel,
             dtype=getattr(torch, config.model.stored_dtype),
             seed=training.seed,
             attn_implementation=self.plan.attention,
@@ -206,6 +210,8 @@ class TransformersContender(Contender):
         )
         if config.memory.layer_activations == "recompute":
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.adapter.is_used:
+            add_adapter(model, config.adapter, training.seed, replicate=False)
         return model
 
     def _balance(self) -> float:
@@ -238,7 +244,8 @@ class TransformersContender(Contender):
     def state(self) -> State:
         names = {type(self.model.get_submodule(name)).__name__ for name in experts_modules(self.model)}
         experts = getattr(self.model.config, "_experts_implementation", None) or "eager"
-        parts = [f"{self.degrees}", "all_to_all", f"{experts} experts ({', '.join(sorted(names))})"]
+        how = "peft" if self.config.adapter.is_used else "all_to_all"
+        parts = [f"{self.degrees}", how, f"{experts} experts ({', '.join(sorted(names))})"]
         return State(", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"]))
 
     def close(self) -> None:
@@ -279,7 +286,7 @@ class _InRange:
 def _meshes(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
     """Parameters by mesh: neither one fused update nor one norm goes over several."""
     groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in (one for one in model.parameters() if one.requires_grad):
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     return groups
 

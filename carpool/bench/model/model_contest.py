@@ -41,6 +41,7 @@ from carpool.train.blueprint import Blueprint, flops_per_token, peak_flops
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.launch.machine import find_machine
 from carpool.train.launch.ranks import gather
+from carpool.train.lora import trained_of
 from carpool.train.plan.estimate import Memory, MemoryEstimate
 from carpool.train.plan.transport_choice import expected_transport
 from carpool.train.steps.diagnose import determinism
@@ -67,6 +68,7 @@ class _Running:
     own_bytes: int
     rounds: list[tuple[float, float, float]] = field(default_factory=list)
     peak_bytes: int = 0
+    reserved_bytes: int = 0
 
 
 class ModelBenchmark:
@@ -81,6 +83,7 @@ class ModelBenchmark:
         tokenizer = tokenizer_of(config)
         self.blueprint = Blueprint.of_config(config, tokenizer)
         self.counts, self.size = self.blueprint.expert_counts, self.blueprint.size
+        self.adapted, self.trained = config.adapter.is_used, trained_of(self.blueprint, config)
         check_routing(self.counts, self.blueprint.top_k, settings.routing, self.world)
         self.degrees = config.parallelism.resolve(self.world, min(self.counts.values()))
         self.machine = find_machine(config.parallelism, device)
@@ -131,6 +134,7 @@ class ModelBenchmark:
         text = self.blueprint.model.config.get_text_config()
         sizes = Sizes(
             model=self.size,
+            trained=self.trained,
             degrees=self.degrees,
             tokens=self.tokens,
             sequence=self.length,
@@ -141,7 +145,7 @@ class ModelBenchmark:
             num_experts=max(self.counts.values()),
             top_k=self.blueprint.top_k,
             number_bytes=2 if self.bf16 else 4,
-            parameter_bytes={"bfloat16": 2, "float16": 2}.get(self.dtype, 4),
+            parameter_bytes=4 if self.adapted else {"bfloat16": 2, "float16": 2}.get(self.dtype, 4),
         )
         rooflines = {
             kind: roofline_ms(work, self.machine.hardware, self.machine.topology, self.peak)
@@ -166,7 +170,7 @@ class ModelBenchmark:
             tokens=self.tokens,
             sequence=self.length,
             routing=self.settings.routing,
-            flops_per_token=flops_per_token(self.size, self.length),
+            flops_per_token=flops_per_token(self.size, self.length, self.trained),
             peak_flops=self.peak,
             peak_source=self.peak_source,
             rooflines=rooflines,
@@ -225,6 +229,7 @@ class ModelBenchmark:
             torch.cuda.reset_peak_memory_stats(self.device)
         one.rounds.append(time_steps(one.contender, self.settings.steps, self.device))
         if self.device.type == "cuda":
+            one.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
             other = before - one.own_bytes
             peak = torch.cuda.max_memory_allocated(self.device) - other + one.contender.state().buffer_bytes
             one.peak_bytes = max(one.peak_bytes, peak)
@@ -239,6 +244,8 @@ class ModelBenchmark:
         row.mfu = rate * case.flops_per_token / self.peak if self.peak else None
         if self.device.type == "cuda":
             row.peak_bytes = int(slowest([one.peak_bytes], self.device)[0])
+            if [row.label] in case.groups:
+                row.reserved_bytes = int(slowest([one.reserved_bytes], self.device)[0])
         found = self._profile(one.contender)
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, found)

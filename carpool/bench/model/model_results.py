@@ -14,7 +14,7 @@ from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import Hardware
 from carpool.profile.kinds import IDLE, KINDS
-from carpool.train.blueprint import ModelSize, flops_per_token
+from carpool.train.blueprint import ModelSize, Trained, flops_per_token
 from carpool.transport import find_transport
 
 NAMES = {
@@ -67,6 +67,8 @@ class Row:
         bytes_remote: of a step, between ranks, forward and backward; None if nobody counted.
         first_step_seconds: how long that took, compiling included.
         peak_bytes: of the largest rank, in PyTorch's memory and in buffers. None on CPU.
+        reserved_bytes: what PyTorch's allocator had from the device then, graphs' pools included. None on CPU, and of
+            contenders that share a process, as they take turns.
         ratio: how many times faster than the first contender that ran.
         kinds: the time of a step by kind; profiled_ms: of that step, under the profiler.
         captured: its steps are CUDA graphs.
@@ -87,6 +89,7 @@ class Row:
     tflops: float | None = None
     mfu: float | None = None
     peak_bytes: int | None = None
+    reserved_bytes: int | None = None
     ratio: float | None = None
     kinds: list[KindRow] = field(default_factory=list)
     profiled_ms: float | None = None
@@ -158,7 +161,7 @@ def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
     """Headings and rows."""
     headings = [
         "contender", "tokens/s\nper rank", "step\nms", "host\nms", "host\nwaits", "MFU", "TFLOP/s", "peak\nGiB",
-        "first\nstep s", "loss", "speed",
+        "reserved\nGiB", "first\nstep s", "loss", "speed",
     ]  # fmt: skip
     rows = []
     for row in case.rows:
@@ -172,7 +175,7 @@ def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
             f"{row.times.host_waits_ms:.1f}",
             "-" if row.mfu is None else f"{row.mfu:.1%}",
             f"{row.tflops:.3g}",
-            "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
+            *("-" if size is None else f"{size / 2**30:.1f}" for size in (row.peak_bytes, row.reserved_bytes)),
             f"{row.first_step_seconds:.1f}",
             f"{row.loss:.4f}",
             f"{row.ratio:.2f}x",
@@ -237,10 +240,11 @@ class Sizes:
     Attributes:
         tokens: T, of one rank in the whole step.
         layers, moe_layers: all of them, and those with experts.
-        number_bytes: e of activations; parameter_bytes: of parameters.
+        number_bytes: e of activations; parameter_bytes: of parameters that are trained.
     """
 
     model: ModelSize
+    trained: Trained
     degrees: Degrees
     tokens: int
     sequence: int
@@ -267,8 +271,9 @@ def work_of(sizes: Sizes) -> dict[str, Work]:
     """The least that a step must do, by kind of `carpool.profile.kinds.KINDS`; kinds that nothing needs (copies) are
     missing. With T tokens of a rank, H hidden, V words, L layers, W ranks, e bytes of a number:
 
-        experts         6 operations for each parameter of the K experts that a token visits
-        dense           6 for each other parameter that multiplies it, the output head's included
+        experts         6 operations for each parameter of the K experts that a token visits, 4 for a frozen one, and 6
+                        for each of their adapters
+        dense           the same for all others that multiply it, the output head's included
         attention       6 S heads head_dim for each token and layer: causal, at half
         loss            logits are read once, and their gradients written once: 2 e T V bytes
         optimizer       8 numbers of each of the rank's own parameters: the parameter and two moments read and written,
@@ -277,27 +282,30 @@ def work_of(sizes: Sizes) -> dict[str, Work]:
                         in the backward: 16 e T H L bytes
         rides           one row of H for each token and rank that it visits, if choices are uniform, there and back, and
                         the same for gradients
-        communication   gradients of parameters that several ranks hold go out once, and parameters come back once
+        communication   gradients of parameters that several ranks hold go out once, and parameters come back once;
+                        without those of adapters
     """
     model, degrees, tokens = sizes.model, sizes.degrees, sizes.tokens
-    visited = model.active - (model.total - model.experts)
     attention = flops_per_token(model, sizes.sequence) - 6 * model.multiplied
-    dense_own = (model.total - model.experts) / degrees.non_expert_shards
-    experts_own = model.experts / degrees.expert_shards
+    trained = sizes.trained
+    # Adapters are small, and whole on each rank or with their experts.
+    whole, own = trained.updated == model.total, trained.updated / degrees.ep
+    if whole:
+        own = (model.total - model.experts) / degrees.non_expert_shards + model.experts / degrees.expert_shards
     copies = degrees.etp * find_transport("dedup").ranks_per_token(sizes.num_experts, sizes.top_k, degrees.ep)
     remote = copies * (degrees.expert_ranks - 1) / degrees.expert_ranks
     row = sizes.hidden * sizes.number_bytes
     shared_dense = (model.total - model.experts) * (degrees.non_expert_shards - 1) / degrees.non_expert_shards
     shared_experts = model.experts / degrees.expert_ranks * (degrees.efsdp - 1) / degrees.efsdp
     return {
-        "experts": Work(flops=6 * tokens * visited),
-        "dense": Work(flops=6 * tokens * (model.multiplied - visited)),
+        "experts": Work(flops=tokens * (6 * (model.visited + trained.expert_adapters) - 2 * trained.frozen_experts)),
+        "dense": Work(flops=tokens * (6 * (model.multiplied - model.visited + trained.adapters) - 2 * trained.frozen)),
         "attention": Work(flops=tokens * attention),
         "loss": Work(memory_bytes=2 * tokens * sizes.vocabulary * sizes.number_bytes),
-        "optimizer": Work(memory_bytes=8 * (dense_own + experts_own) * sizes.parameter_bytes),
+        "optimizer": Work(memory_bytes=8 * own * sizes.parameter_bytes),
         "elementwise": Work(memory_bytes=16 * tokens * row * sizes.layers),
         "rides": Work(sent_bytes=4 * tokens * remote * row * sizes.moe_layers),
-        "communication": Work(sent_bytes=2 * (shared_dense + shared_experts) * sizes.parameter_bytes),
+        "communication": Work(sent_bytes=2 * whole * (shared_dense + shared_experts) * sizes.parameter_bytes),
     }
 
 

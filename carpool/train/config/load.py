@@ -123,6 +123,11 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
         sources.pop(("training", "max_steps"), None)
     model = settings.setdefault("model", {})
     if not _names_a_model(model):
+        if settings.get("adapter", {}).get("kind") is not None:
+            raise ValueError(
+                "adapter.kind needs a model to adapt: name a checkpoint's folder in model.path, or, to see speed and "
+                "memory alone, a published configuration in model.config, whose weights are then random"
+            )
         settings["model"] = _merged(DEMO_MODEL, model)
         sources |= {("model", key): FROM_DEMO for key in DEMO_MODEL if ("model", key) in sources}
     try:

@@ -105,8 +105,8 @@ class Config(Section):
         if self.parallelism.pp_size > 1 and self.parallelism.plan is None:  # which chooses how many
             micro_batches = self.training.gradient_accumulation_steps
             check_micro_batches(self.parallelism.pp_schedule, self.parallelism.pp_size, micro_batches)
-        if self.adapter.kind is not None and self.model.from_scratch:
-            raise ValueError("adapter.kind needs a model to adapt: name a checkpoint's folder in model.path")
+        if self.adapter.kind is not None and (folder := self.model.bare_folder) is not None:
+            raise ValueError(f"adapter.kind needs a model to adapt, and model.path = {folder} has no weights")
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.lengths import break_even_tokens
 from carpool.planner.step.prediction import predict
-from carpool.train.blueprint import flops_per_token, planned_attention
+from carpool.train.blueprint import planned_attention
 from carpool.train.config.schema import Config, keys
 from carpool.train.launch.machine import imagine_machine
 from carpool.train.plan.estimate import state_bytes
@@ -92,8 +92,7 @@ def _decided(plan: Plan) -> list[str]:
     policies = ", ".join(f"{item} {policy}" for item, policy in plan.policies.answer.items())
     return [
         *plan.describe(),
-        f"{sequences * degrees.dp * length:,} tokens per step, {flops_per_token(plan.blueprint.size, length):,} "
-        "operations per token",
+        f"{sequences * degrees.dp * length:,} tokens per step, {plan.flops_per_token:,} operations per token",
         f"{sequences * degrees.dp:,} sequences per step: {degrees.dp} data-parallel ranks x "
         f"{plan.candidate.accumulation} micro-batches x {training.per_device_train_batch_size}",
         f"transport {plan.transport.answer}: {plan.transport.why}",
@@ -142,8 +141,7 @@ def _needed(plan: Plan) -> tuple[list[str], list[str]]:
     if host := plan.estimate.host_bytes(plan.transport.answer):
         lines.append(f"host memory of one rank: {_mib(host)}")
     if cuda and (state := plan.estimate.trained * state_bytes(plan.config)):
-        flops = flops_per_token(plan.blueprint.size, plan.sequence_length)
-        tokens = break_even_tokens(state, flops, plan.machine.hardware, "in the backward")
+        tokens = break_even_tokens(state, plan.flops_per_token, plan.machine.hardware, "in the backward")
         lines.append(
             f"optimizer state of {state / 1e9:,.1f} GB in host memory would cost no time from {tokens:,.0f} tokens of "
             "a rank and step, if parameters are updated in the backward (modelled)"

@@ -33,12 +33,12 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
 from carpool.planner.decisions.chosen import Chosen, Decisions
 from carpool.planner.decisions.rules import Policies
-from carpool.train.blueprint import Blueprint, attention_of, check_implementations
+from carpool.train.blueprint import Blueprint, attention_of, check_implementations, flops_per_token
 from carpool.train.config.schema import Config
 from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
-from carpool.train.lora import check_adapter
+from carpool.train.lora import check_adapter, trained_of
 from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
 from carpool.train.plan.division import (
     SEQUENCE_KIND,
@@ -123,6 +123,11 @@ class Plan:
     def needs(self) -> Memory:
         """Predicted bytes of a rank, by component."""
         return self.estimate(self.transport.answer, self.data_parallel.answer)
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """Operations of one token's forward and backward; of frozen parameters, without their gradients."""
+        return flops_per_token(self.blueprint.size, self.sequence_length, trained_of(self.blueprint, self.config))
 
     @property
     def balance_loss(self) -> tuple[float, str]:

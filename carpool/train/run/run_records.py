@@ -18,7 +18,7 @@ from carpool.hf.decoder_layers import shards_inside
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import environment
-from carpool.train.blueprint import flops_per_token, peak_flops
+from carpool.train.blueprint import peak_flops
 from carpool.train.build.measured_choices import FEW_KIND, describe_kernels
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.launch.ranks import from_rank_0, together
@@ -153,7 +153,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
             "memory_per_rank_bytes": plan.estimate(layer.transport.name, plan.data_parallel.answer),
             "copies_per_token_uniform": degrees.etp
             * layer.transport.ranks_per_token(layer.num_experts, blueprint.top_k, degrees.ep),
-            "flops_per_token": flops_per_token(blueprint.size, plan.sequence_length),
+            "flops_per_token": plan.flops_per_token,
         },
         "peak_flops": peak,
         "peak_flops_source": peak_source,
@@ -268,6 +268,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
             f"{f', from {adapter.path}' if adapter.path else ''}: trains {built.adapted:,} "
             f"parameters, {built.adapted / blueprint.size.total:.2%} of the model's"
         )
+        if config.model.from_scratch:
+            say("RANDOM WEIGHTS under the adapter (model.config, not model.path): good to measure speed and memory")
     sequences, held_out = run.data.sequences.describe(), len(run.data.corpus.eval)
     say(f"data: {info['data']['source']}, {sequences}; {held_out:,} tokens held out")
     if isinstance(blueprint.source, Path):
