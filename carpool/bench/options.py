@@ -179,8 +179,9 @@ def find_ranks(device: str, asked: int | None) -> tuple[bool, int]:
     """
     import torch
 
+    from carpool.parallel.world import find_world
     from carpool.train.config import load_config
-    from carpool.train.launch.start import find_world, local_ranks
+    from carpool.train.launch.start import local_ranks
 
     if asked is not None and asked < 1:
         raise ValueError(f"--ranks {asked} must be at least 1")

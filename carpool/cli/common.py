@@ -88,10 +88,8 @@ def check_run(path: Path) -> None:
 @contextlib.contextmanager
 def errors(debug: bool) -> Iterator[None]:
     """Turns what a user can put right into one line, and a failed rank into its traceback and one message."""
-    from carpool.train.launch.failure import Interrupted, RankFailure
-    from carpool.train.launch.start import text_of
+    from carpool.train.launch.failure import Interrupted, RankFailure, is_user_error, text_of
     from carpool.train.launch.stopping import Stopped
-    from carpool.train.launch.worker import is_user_error
 
     try:
         yield

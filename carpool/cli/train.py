@@ -179,7 +179,7 @@ def _recipe(name: str) -> Path:
 
 def _check_output(config: Config) -> None:
     """Refuses a folder that cannot be written, or in which another run is."""
-    from carpool.train.launch.start import find_world
+    from carpool.parallel.world import find_world
     from carpool.train.records.run_folder import check_no_run, why_not_writable
 
     folder = config.training.folder
@@ -193,7 +193,8 @@ def _check_output(config: Config) -> None:
 def check_ahead(resolved: Resolved, entry: str, debug: bool, **kwargs: Any) -> None:
     """Refuses what ranks would refuse, by `entry`, and data that cannot be used, while there are no ranks. Those of
     torchrun and Slurm find it themselves."""
-    from carpool.train.launch.start import find_world, startable_ranks
+    from carpool.parallel.world import find_world
+    from carpool.train.launch.start import startable_ranks
 
     if find_world(os.environ) is not None:
         return

@@ -9,8 +9,9 @@ import sys
 from typing import Any
 
 from carpool.train.config import load_config
-from carpool.train.launch.start import Interrupted, RankFailure, Stopped, run
-from carpool.train.launch.stopping import EXIT_STOPPED
+from carpool.train.launch.failure import Interrupted, RankFailure
+from carpool.train.launch.start import run
+from carpool.train.launch.stopping import EXIT_STOPPED, Stopped
 
 
 def main() -> None:

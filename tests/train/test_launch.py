@@ -17,13 +17,20 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from carpool.parallel.world import first_host
+from carpool.parallel.world import find_world, first_host
 from carpool.train.config import Config, load_config
 from carpool.train.launch import start, stopping
-from carpool.train.launch.failure import first_cause, is_consequence, rank_failure, resume_hint
-from carpool.train.launch.start import RankFailure, find_world, local_ranks, run
+from carpool.train.launch.failure import (
+    RankFailure,
+    first_cause,
+    is_consequence,
+    rank_failure,
+    record_error,
+    resume_hint,
+)
+from carpool.train.launch.start import local_ranks, run
 from carpool.train.launch.stopping import STOP_SIGNALS, Relay, StopRequest
-from carpool.train.launch.worker import _meeting, entry_name, record_error
+from carpool.train.launch.worker import _meeting, entry_name
 from carpool.transport import RankMissingError
 from tests.ranks import free_port
 from tests.train import launch_entries

@@ -34,11 +34,11 @@ from carpool.bench.timing import Clock, rounds
 from carpool.experts import EXPERTS, ExpertWeights, FP8Experts, make_experts
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.metrics.counters import LayerStats
+from carpool.parallel.world import find_world
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.train.blueprint import peak_flops
-from carpool.train.launch.start import find_world
 from carpool.transport import find_transport
 from carpool.transport.local import Local
 

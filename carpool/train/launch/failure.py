@@ -1,17 +1,21 @@
-"""Which rank failed first, and the one message about it that a user sees.
+"""An error of a rank: how the rank records it, which rank failed first, and the one message that a user sees.
 
-When a rank dies, the others fail too: their collectives break, or the agent stops them. `first_cause` tells the cause
-from these consequences. `rank_failure` makes the message: what happened to that rank, what it wrote, and how to go on.
+When a rank dies, the others fail too: their collectives break, or the agent stops them. PyTorch's agent names the rank
+whose failure it dates first, in whole seconds. `first_cause` tells the cause from these consequences, and
+`rank_failure` makes the message: what happened to that rank, what it wrote, and how to go on.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import signal
+import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from carpool.train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -20,34 +24,20 @@ if TYPE_CHECKING:
 
 # A crash shows where each thread was.
 _LOG_TAIL_LINES = 40
-
 # The agent waits longer than that before it kills a rank that does not stop.
 _PATIENCE_SECONDS = 5
 # What peers of a failed rank raise: consequences, never the cause that a person looks for.
-_CONSEQUENCES = (
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "ConnectionError",
-    "ConnectionResetError",
+_CONSEQUENCES = {
+    "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "ConnectionResetError",
     "BrokenPipeError",
-)
+}  # fmt: skip
+# The last is what a second collective says after the first one took too long.
+_CONSEQUENCE_TEXTS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport",
+    "Application timeout caused pair closure",
+)  # fmt: skip
 # What says itself which rank is missing.
 _MISSING = ("RankMissingError", "RanksLostError")
-_CONSEQUENCE_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "gloo/transport",
-    # What a second collective says after the first one took too long.
-    "Application timeout caused pair closure",
-)
-
-
-_LESS_MEMORY = (
-    "Memory was not enough. --dry-run predicts what a rank needs. Less is needed with memory=auto, with a lower "
-    "training.per_device_train_batch_size (and more training.gradient_accumulation_steps), or with more ranks"
-)
 
 
 class RankFailure(RuntimeError):
@@ -75,6 +65,55 @@ class Interrupted(RuntimeError):
         self.signum = signum
 
 
+def is_user_error(error: BaseException) -> bool:
+    """Is the text of this error meant for users, and says what to do? Others are shown with a traceback.
+
+    These are refused input (ValueError), a full disk and the like (OSError), and a loss that is not a number
+    (ArithmeticError), but not a lost connection.
+    """
+    return isinstance(error, (ValueError, OSError, ArithmeticError)) and not isinstance(
+        error, (ConnectionError, TimeoutError)
+    )
+
+
+def text_of(error: BaseException) -> str:
+    """An error that a user can put right, in words."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def is_consequence(kind: str, text: str) -> bool:
+    """Whether an error, by the name of its class and its text, is what a rank raises because another has failed."""
+    return kind in _CONSEQUENCES or any(one in text for one in _CONSEQUENCE_TEXTS)
+
+
+def record_error(error: BaseException) -> None:
+    """Write an error where the agent (ours or torchrun's) looks for it, as `torch.distributed.elastic` does, with what
+    `first_cause` and `rank_failure` need. The first error stays: what fails after it fails because of it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or Path(path).exists():
+        return
+    now, lines, kind = time.time_ns(), "".join(traceback.format_exception(error)), type(error).__name__
+    text = text_of(error) or kind
+    ours = {"type": kind, "text": text, "traceback": lines, "time_ns": now, "user_error": is_user_error(error)}
+    extra = {"py_callstack": lines, "timestamp": str(now // 10**9)}
+    message = {"message": f"{kind}: {text}", "extraInfo": extra}
+    # Written beside and renamed: the agent may look, or kill, at any time.
+    part = Path(f"{path}.part")
+    try:
+        part.write_text(json.dumps({"message": message, "carpool": ours}))
+        part.replace(path)
+    except OSError as full:  # nobody would see the cause behind this one
+        logging.getLogger("carpool").error("%s\n%s cannot be written (%s)", lines, path, full.strerror)
+
+
+def recorded(failure: ProcessFailure) -> dict[str, Any]:
+    """What the rank recorded of its own error, or {}."""
+    error = failure.error_file_data.get("carpool")
+    return error if isinstance(error, dict) else {}
+
+
 def first_cause(failures: Mapping[int, ProcessFailure]) -> int:
     """The rank whose failure caused the others, of failures in the order in which they were noticed.
 
@@ -88,37 +127,15 @@ def first_cause(failures: Mapping[int, ProcessFailure]) -> int:
 
     def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
-        error = _error_of(failure)
-        if error:
-            kind = 3 if error["type"] in _MISSING else 4 if _is_consequence(error) else 1
-            return kind, int(error.get("time_ns", 0))
+        if error := recorded(failure):
+            kind = 3 if error["type"] in _MISSING else 4 if is_consequence(error["type"], error["text"]) else 1
+            return kind, error["time_ns"]
         told = failure.exitcode == -signal.SIGTERM and rank != first
         if told or (failure.exitcode == -signal.SIGKILL and failure.timestamp - began >= _PATIENCE_SECONDS):
             return 5, 0
         return (0 if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT else 2), 0
 
     return min(failures, key=order)
-
-
-def stopped_text(failures: Mapping[int, ProcessFailure]) -> str | None:
-    """What the ranks say if they have stopped because they were asked to, after a checkpoint; None if they failed."""
-    error = _error_of(failures[first_cause(failures)])
-    return str(error["text"]) if error.get("type") == Stopped.__name__ else None
-
-
-def _error_of(failure: ProcessFailure) -> dict[str, Any]:
-    """What the rank recorded of its own error (`carpool.train.launch.worker.record_error`), or {}."""
-    error = failure.error_file_data.get("carpool")
-    return error if isinstance(error, dict) else {}
-
-
-def _is_consequence(error: Mapping[str, Any]) -> bool:
-    return is_consequence(error["type"], error["text"])
-
-
-def is_consequence(kind: str, text: str) -> bool:
-    """Whether an error, by the name of its class and its text, is what a rank raises because another has failed."""
-    return kind in _CONSEQUENCES or any(one in text for one in _CONSEQUENCE_TEXTS)
 
 
 def rank_failure(
@@ -134,83 +151,56 @@ def rank_failure(
         started: When the ranks were started, in seconds since the epoch.
     """
     rank = first_cause(failures)
-    failure = failures[rank]
-    error = _error_of(failure)
+    failure, error, hint = failures[rank], recorded(failures[rank]), resume_hint(config)
+    hint = hint[0].upper() + hint[1:]
     user_error = bool(error.get("user_error"))
     if user_error:
         lines = [error["text"]]
         # The run may have got far before it met the error (a full disk, a loss that is not a number).
-        if any(_changed(path) >= started for path in _checkpoints(config)):
-            lines.append(_sentence(resume_hint(config)))
+        if any(path.stat().st_mtime >= started for path in _checkpoints(config)):
+            lines.append(hint)
     else:
         stopped = {1: "", 2: "; the other rank was stopped"}.get(ranks, f"; the other {ranks - 1} ranks were stopped")
-        lines = [f"rank {rank} (pid {failure.pid}) {_what_happened(failure, error)}{stopped}"]
-        if error and _lacked_memory(error):
-            lines.append(_LESS_MEMORY)
-        if not error:
-            lines += [f"  {line}" for line in _log_tail(logs, failure.local_rank)]
-        lines.append(_sentence(resume_hint(config)))
+        lines = [f"rank {rank} (pid {failure.pid}) {_what_happened(failure)}{stopped}"]
+        # Of the device, or of the host, as PyTorch's allocator and Python say it.
+        if error and (error["type"] in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in error["text"]):
+            lines.append(
+                "Memory was not enough. --dry-run predicts what a rank needs. Less is needed with memory=auto, with a "
+                "lower training.per_device_train_batch_size (and more training.gradient_accumulation_steps), or with "
+                "more ranks"
+            )
+        for file in [] if error else sorted(logs.glob(f"*/attempt_*/{failure.local_rank}/*.log")):
+            lines += [f"  {line}" for line in file.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]]
+        lines.append(hint)
     return RankFailure(
-        "\n".join(lines),
-        rank=rank,
-        pid=failure.pid,
-        exit_code=failure.exitcode,
-        user_error=user_error,
-        traceback=str(error.get("traceback", "")),
-    )
+        "\n".join(lines), rank=rank, pid=failure.pid, exit_code=failure.exitcode, user_error=user_error,
+        traceback=error.get("traceback", ""),
+    )  # fmt: skip
 
 
-def _lacked_memory(error: Mapping[str, Any]) -> bool:
-    """As of the device (`torch.OutOfMemoryError`) or of the host (PyTorch's allocator, Python's)."""
-    return error["type"] in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in error["text"]
-
-
-def _what_happened(failure: ProcessFailure, error: Mapping[str, Any]) -> str:
-    if error:
+def _what_happened(failure: ProcessFailure) -> str:
+    if error := recorded(failure):
         return f"failed: {error['type']}: {error['text']}"
     if failure.exitcode >= 0:
         return f"exited with code {failure.exitcode}"
     number = -failure.exitcode
-    names = {known.value: known.name for known in signal.Signals}
     hint = " (by hand, or by the kernel for lack of memory: see dmesg)" if number == signal.SIGKILL else ""
-    return f"was killed by {names.get(number, f'signal {number}')}{hint}"
+    return f"was killed by {({one.value: one.name for one in signal.Signals}).get(number, f'signal {number}')}{hint}"
 
 
 def resume_hint(config: Config) -> str:
     """How to go on after a failure, depending on what has been saved."""
-    saved = _checkpoints(config)
-    if saved:
-        return f"continue from {saved[-1]} with the same command and training.resume_from_checkpoint=last"
     from carpool.train.records.run_folder import METRICS
 
+    if saved := _checkpoints(config):
+        return f"continue from {saved[-1]} with the same command and training.resume_from_checkpoint=last"
     folder = config.training.folder
+    again = ", so start again"
     if (folder / METRICS).exists():
-        return (
-            f"no checkpoint was written to {folder} yet: begin again with the same command and "
-            "training.resume_from_checkpoint=auto"
-        )
-    return f"no checkpoint was written to {folder} yet, so start again"
+        again = ": begin again with the same command and training.resume_from_checkpoint=auto"
+    return f"no checkpoint was written to {folder} yet{again}"
 
 
 def _checkpoints(config: Config) -> list[Path]:
     folder = config.training.folder / "checkpoints"
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdigit())
-
-
-def _changed(path: Path) -> float:
-    """When a folder last changed, in seconds since the epoch; 0 if it is gone by now."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _log_tail(logs: Path, local_rank: int) -> list[str]:
-    lines: list[str] = []
-    for file in sorted(logs.glob(f"*/attempt_*/{local_rank}/*.log")):
-        lines += file.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-    return lines
+    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())

@@ -14,7 +14,8 @@ from carpool.planner.machine.hardware import HARDWARE, Hardware, find_hardware, 
 from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config, ParallelismSection
 from carpool.train.launch.ranks import from_rank_0
-from carpool.train.launch.start import local_ranks, use_cuda
+from carpool.train.launch.start import local_ranks
+from carpool.train.launch.worker import use_cuda
 from carpool.transport.nodes import find_topology
 
 # GPUs of a node, where nobody says how many there are.

@@ -1,6 +1,7 @@
 """Stopping a run without losing a step: what SIGTERM and SIGUSR1 do.
 
 Slurm sends SIGTERM when it takes nodes away, and the signal that `--signal=USR1@120` names some time before the end.
+PyTorch's agent would end ranks at once.
 
     1. the signal is noted: by Carpool's agent, which passes it on to its ranks, or by the ranks themselves
     2. at the end of the step all ranks learn of it, from one more number in a reduction that they do anyway
@@ -29,14 +30,11 @@ from typing import Any
 
 EXIT_STOPPED = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# The folder in which a rank leaves its process id while it listens; set by Carpool's agent.
-LISTENERS = "CARPOOL_LISTENERS"
+# The folder in which a rank leaves its process id while it listens, with this suffix after its last step; set by the
+# agent.
+LISTENERS, _DONE = "CARPOOL_LISTENERS", ".done"
 # Whoever signals a whole process group reaches a rank twice, once through the agent. That is one wish, not two.
 _SAME_WISH_SECONDS = 1.0
-
-
-# What a rank's file among the listeners is called after its last step.
-_DONE = ".done"
 
 
 class Stopped(RuntimeError):
@@ -58,18 +56,8 @@ def in_setup(name: str) -> str:
     )
 
 
-# Taken by the first that leaves: the handler and the thread that the signal wakes may come at the same time.
-_LEAVING = threading.Lock()
-
-
-def _leave_setup(number: int, frame: FrameType | None) -> None:
-    if not _LEAVING.acquire(blocking=False):
-        return
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        with contextlib.suppress(OSError):
-            show_cursor = "\x1b[?25h" if os.isatty(2) else ""
-            os.write(2, f"{show_cursor}{in_setup(signal.Signals(number).name)}\n".encode())
-    os._exit(EXIT_STOPPED)
+def _leaves_setup(number: int, frame: FrameType | None) -> None:
+    """While this is the handler, the thread of `leaves_setup` ends the process."""
 
 
 @contextlib.contextmanager
@@ -83,13 +71,18 @@ def leaves_setup() -> Iterator[None]:
     os.set_blocking(write, False)
 
     def watch() -> None:
-        while (came := os.read(read, 1)) and came != b"\0":
-            if came[0] in STOP_SIGNALS and signal.getsignal(came[0]) is _leave_setup:
-                _leave_setup(came[0], None)
+        while number := os.read(read, 1)[0]:
+            if signal.getsignal(number) is not _leaves_setup:
+                continue
+            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+                with contextlib.suppress(OSError):
+                    show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+                    os.write(2, f"{show_cursor}{in_setup(signal.Signals(number).name)}\n".encode())
+            os._exit(EXIT_STOPPED)
 
     def forget() -> None:
         # A forked process has no such thread; what it is sent is not for this one, whose pipe it would write to.
-        if signal.getsignal(signal.SIGTERM) is _leave_setup:
+        if signal.getsignal(signal.SIGTERM) is _leaves_setup:
             signal.set_wakeup_fd(-1)
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
@@ -98,12 +91,12 @@ def leaves_setup() -> Iterator[None]:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, _leave_setup) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, _leaves_setup) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) is _leave_setup:
+            if signal.getsignal(number) is _leaves_setup:
                 signal.signal(number, handler)
         signal.set_wakeup_fd(woken)
         os.write(write, b"\0")
@@ -137,8 +130,7 @@ class StopRequest:
             self._listener.rename(self._listener.with_suffix(_DONE))
         for number, handler in self._before.items():
             # What is left is to leave; that is no set-up.
-            signal.signal(number, signal.SIG_IGN if handler is _leave_setup else handler)
-        self._before = {}
+            signal.signal(number, signal.SIG_IGN if handler is _leaves_setup else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.signum:
@@ -149,7 +141,8 @@ class StopRequest:
 
 
 class Relay:
-    """In the agent: passes the first SIGTERM or SIGUSR1 on to its ranks, and calls `leave` if that is not enough.
+    """In the agent: passes the first SIGTERM or SIGUSR1 on to its ranks, and calls `leave` if that is not enough. At
+    the end all handlers are as before: PyTorch's agent sets some, too.
 
     Args:
         folder: where ranks say that they listen (`LISTENERS`).
@@ -165,16 +158,20 @@ class Relay:
         self.folder, self.ranks, self.leave = folder, ranks, leave
         self.signum, self.in_setup = 0, False
         self._since: float | None = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Relay:
         self.folder.mkdir(exist_ok=True)
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            others = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+            self._before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, *others)}
             for number in STOP_SIGNALS:
                 signal.signal(number, self._pass_on)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Handlers are put back by whoever starts the agent, which installs some of its own."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

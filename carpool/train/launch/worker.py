@@ -1,10 +1,11 @@
-"""One rank: joins the process group, does its work, leaves the group. `carpool.train.launch.start` starts these.
+"""A process of a run, most often a rank: joins the process group, does its work, leaves the group.
 
     python -m carpool.train.launch.worker JOB.json
 
-A rank has three duties beside its work. It ends when its agent ends, because nobody else would stop it. It leaves the
-process group, on errors too, because processes that exit inside one abort now and then. If it fails, it writes the
-reason to a file and not to the terminal, where the other ranks write as well; the agent tells the user, once.
+`carpool.train.launch.start` starts these. A rank has three duties beside its work. It ends when its agent ends, because
+nobody else would stop it. It leaves the process group, on errors too, because processes that exit inside one abort now
+and then. If it fails, it writes the reason to a file and not to the terminal, where the other ranks write as well; the
+agent tells the user, once.
 """
 
 from __future__ import annotations
@@ -15,82 +16,65 @@ import ctypes
 import datetime
 import faulthandler
 import gc
-import importlib
 import json
 import logging
 import os
+import pkgutil
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from carpool.train.launch.failure import is_consequence
+from carpool.train.launch.failure import is_consequence, record_error
 from carpool.train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
-    from carpool.train.config import Config, ParallelismSection
-    from carpool.train.launch.roll_call import RollCall
-    from carpool.transport import RankMissingError
+    from carpool.train.config import Config
     from carpool.transport.nvlink import Buffers
 
-log = logging.getLogger("carpool")
-
 _PR_SET_PDEATHSIG = 1
-_LEAVE_SECONDS = 5.0
-_END_SECONDS = 20.0
+_LEAVE_SECONDS, _END_SECONDS = 5.0, 20.0
 # After which a rank says that it waits for others at the start.
 _MEETING_SECONDS = 20.0
 # NCCL cannot say which rank it waits for; so much later than the kernels of transport nvlink, which can, it gives up.
 _NCCL_EXTRA_SECONDS = 30
-
 # Between two looks of the watchdog, and what it leaves the main thread to fail by itself.
-WATCHDOG_SECONDS = 0.2
-WATCHDOG_GRACE_SECONDS = 10.0
+WATCHDOG_SECONDS, WATCHDOG_GRACE_SECONDS = 0.2, 10.0
 
 
 def main() -> None:
-    """Runs the job whose file is the first argument."""
+    """Do the job whose file is the first argument: as a rank, if the agent says which, else for `look_ahead`."""
     job = json.loads(Path(sys.argv[1]).read_text())
     die_with(job["agent"])
     sys.path[:] = job["path"]
     faulthandler.enable()
     # Ctrl-C is the agent's to handle. Python's own handler would wait for a collective that may never end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from carpool.train.config.schema import (
-        config_type,
-    )  # the command line imports this module, and need not wait for PyTorch
+    from carpool.train.config.schema import config_type  # the command line imports this module, and need not wait
 
+    code = 0
     try:
         with lasting_output():
             config = config_type().model_validate_json(json.dumps(job["config"]))
-            run_rank(config, find_entry(job["entry"]), job["kwargs"])
+            entry, kwargs = find_entry(job["entry"]), job["kwargs"]
+            if "RANK" in os.environ:
+                run_rank(config, entry, kwargs)
+            else:
+                entry(config, **kwargs)
+        # What asked to be called at the end is called.
+        _within(_END_SECONDS, atexit._run_exitfuncs)
     except BaseException as error:
         record_error(error)
-        leave(error.exit_code if isinstance(error, Stopped) else 1)
-    # The same for a run that went well: while Python is taken down, a library's thread now and then aborts the process,
-    # and the agent would call the run failed. What asked to be called at the end is called.
-    _within(_END_SECONDS, atexit._run_exitfuncs)
-    leave(0)
-
-
-def job_of(config: Config, entry: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a process needs to call `entry(config, **kwargs)`, as JSON: this process is its agent."""
-    return {
-        "entry": entry,
-        "config": config.model_dump(mode="json"),
-        "kwargs": kwargs,
-        "agent": os.getpid(),
-        "path": [str(Path(p).absolute()) for p in sys.path],
-    }
+        code = error.exit_code if isinstance(error, Stopped) else 1
+    leave(code)
 
 
 def leave(code: int) -> NoReturn:
     """End the process. Not by sys.exit: it waits for threads, and one that is stuck in a collective would keep this
-    rank alive."""
+    rank alive; and while Python is taken down, a library's thread now and then aborts the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -98,7 +82,7 @@ def leave(code: int) -> NoReturn:
 
 def end_process(error: BaseException) -> NoReturn:
     """Log and record an error, and leave, whatever the main thread waits for."""
-    log.error("%s", error)
+    logging.getLogger("carpool").error("%s", error)
     record_error(error)
     leave(1)
 
@@ -108,14 +92,11 @@ class Watchdog:
 
     A kernel that waits in vain for a peer gives up and writes so to host memory (`Buffers.host_status`). The main
     thread looks there at its next ride, and raises. But it may be inside a collective with the same peer, which never
-    gives up and cannot be interrupted. So this thread looks too.
-
-    If a rank is missing and `stop` has not been called `grace` seconds later, it logs and records which, and ends the
-    process with exit code 1.
+    gives up and cannot be interrupted. So this thread looks too: if a rank is missing and `stop` has not been called
+    `grace` seconds later, it logs and records which, and ends the process with exit code 1.
 
     Args:
         buffers: gives the buffers of the moment.
-        grace: seconds for the main thread to raise the same by itself, and to stop this thread on its way out.
     """
 
     def __init__(self, buffers: Callable[[], Sequence[Buffers]], grace: float = WATCHDOG_GRACE_SECONDS) -> None:
@@ -136,50 +117,38 @@ class Watchdog:
         from carpool.transport import RankMissingError  # ranks that have no such transport need not import it
 
         while not self._stopped.wait(WATCHDOG_SECONDS):
-            for buffers in self._buffers():
-                try:
+            try:
+                for buffers in self._buffers():
                     buffers.check()
-                except RankMissingError as error:
-                    self._end(error)
-
-    def _end(self, error: RankMissingError) -> None:
-        if not self._stopped.wait(self._grace):
-            end_process(error)
+            except RankMissingError as error:
+                if not self._stopped.wait(self._grace):
+                    end_process(error)
 
 
 def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:
-    """Calls `entry(config, **kwargs)` inside the process group that RANK, WORLD_SIZE and the like describe."""
-    with process_group(config), roll_call(config.parallelism) as roll:
-        try:
-            entry(config, **kwargs)
-        except BaseException as error:
-            if roll is not None and is_consequence(type(error).__name__, str(error)):
-                lost = roll.explain(error)
-                record_error(lost)
-                raise lost from error
-            # Before the group is left: that makes the peers fail, and this is the cause.
-            record_error(error)
-            raise
-
-
-@contextlib.contextmanager
-def roll_call(section: ParallelismSection) -> Iterator[RollCall | None]:
-    """Says that this rank is there, and sees who is, while the process group lasts. None: it is alone."""
+    """Call `entry(config, **kwargs)` inside the process group that RANK, WORLD_SIZE and the like describe."""
     import torch.distributed as dist
 
     from carpool.train.launch.roll_call import RollCall
 
-    if dist.get_world_size() == 1:
-        yield None
-        return
-    store: Any = dist.distributed_c10d._get_default_store()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    roll = RollCall(store.clone(), rank, world, section.timeout_seconds, end_process, section.ranks_per_node)
-    roll.start()
-    try:
-        yield roll
-    finally:
-        roll.stop()
+    with process_group(config), contextlib.ExitStack() as stack:
+        roll, section = None, config.parallelism
+        if (ranks := dist.get_world_size()) > 1:
+            store: Any = dist.distributed_c10d._get_default_store()
+            seconds, per_node = section.timeout_seconds, section.ranks_per_node
+            roll = RollCall(store.clone(), dist.get_rank(), ranks, seconds, end_process, per_node)
+            roll.start()
+            stack.callback(roll.stop)
+        try:
+            entry(config, **kwargs)
+        except BaseException as error:
+            # Recorded before the group is left: that makes the peers fail, and this is the cause.
+            if roll is not None and is_consequence(type(error).__name__, str(error)):
+                lost = roll.explain(error)
+                record_error(lost)
+                raise lost from error
+            record_error(error)
+            raise
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:
@@ -189,41 +158,45 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
     thread.join(seconds)
 
 
+def use_cuda(config: Config) -> bool:
+    """Does this run use GPUs? ValueError if it is told to and there are none."""
+    import torch
+
+    if config.parallelism.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("parallelism.device = 'cuda', but PyTorch finds no GPU here; see `carpool doctor`")
+    return config.parallelism.device != "cpu" and torch.cuda.is_available()
+
+
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[None]:
     """The default process group: NCCL with this rank's GPU, or gloo; left at the end, on errors too.
 
     Raises:
-        ValueError: this rank has no GPU of its own.
+        ValueError: this rank has no GPU of its own, or the ranks do not meet.
     """
     import torch
     import torch.distributed as dist
 
     seconds = config.parallelism.timeout_seconds
-    timeout = datetime.timedelta(seconds=seconds)
-    if config.parallelism.device != "cpu" and torch.cuda.is_available():
+    options: dict[str, Any] = {"backend": "gloo", "timeout": datetime.timedelta(seconds=seconds)}
+    if use_cuda(config):
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         # A launcher may show each rank its own GPU only: then that one is number 0.
         index = 0 if gpus == 1 else local_rank
         if index >= gpus:
             raise ValueError(f"rank {os.environ['RANK']} is number {local_rank} on its machine, which has {gpus} GPUs")
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-        later = timeout + datetime.timedelta(seconds=_NCCL_EXTRA_SECONDS)
-        with _meeting(seconds):
-            dist.init_process_group("nccl", timeout=later, device_id=device)
-    else:
-        with _meeting(seconds):
-            dist.init_process_group("gloo", timeout=timeout)
+        torch.cuda.set_device(index)
+        options = {"backend": "nccl", "timeout": datetime.timedelta(seconds=seconds + _NCCL_EXTRA_SECONDS)}
+        options["device_id"] = torch.device("cuda", index)
+    with _meeting(seconds):
+        dist.init_process_group(**options)
+    patience = _LEAVE_SECONDS  # peers may be gone or stuck, and leaving may wait for them
     try:
         yield
-    except BaseException:
-        # Peers may be gone or stuck, and leaving may wait for them: it gets a few seconds.
-        _within(_LEAVE_SECONDS, dist.destroy_process_group)
-        raise
-    # All is done and written. What a library waits for now must not keep the job.
-    if dist.is_initialized():
-        _within(_END_SECONDS, dist.destroy_process_group)
+        patience = _END_SECONDS  # all is done and written: what a library waits for now must not keep the job
+    finally:
+        if dist.is_initialized():
+            _within(patience, dist.destroy_process_group)
 
 
 @contextlib.contextmanager
@@ -238,22 +211,23 @@ def _meeting(timeout: float) -> Iterator[None]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield
         return
-    where, ranks = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ["WORLD_SIZE"]
-    text = f"rank {os.environ['RANK']} waits for all {ranks} ranks at {where} (MASTER_ADDR, MASTER_PORT)\n"
-    note = threading.Timer(_MEETING_SECONDS, sys.stderr.write, (text,))
+    rank, ranks = f"rank {os.environ['RANK']}", f"{os.environ['WORLD_SIZE']} ranks"
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
 
     def unmet(why: str) -> ValueError:
         return ValueError(
-            f"the {ranks} ranks did not meet at {where} (MASTER_ADDR, MASTER_PORT): {why}. Was each rank started, with "
-            "its own RANK and the same WORLD_SIZE; is the address that of rank 0, and the port free there and open to "
-            "all nodes?"
+            f"the {ranks} did not meet at {where}: {why}. Was each rank started, with its own RANK and the same "
+            "WORLD_SIZE; is the address that of rank 0, and the port free there and open to all nodes?"
         )
 
     # Where another program has the port and says nothing, PyTorch waits without end.
     late = timeout + _MEETING_SECONDS + _NCCL_EXTRA_SECONDS
-    silent = f"rank {os.environ['RANK']} got no answer there in {late:.0f} s; another program may have the port"
-    end = threading.Timer(late, lambda: end_process(unmet(silent)))
-    for timer in (note, end):
+    silent = f"{rank} got no answer there in {late:.0f} s; another program may have the port"
+    timers = (
+        threading.Timer(_MEETING_SECONDS, sys.stderr.write, (f"{rank} waits for all {ranks} at {where}\n",)),
+        threading.Timer(late, lambda: end_process(unmet(silent))),
+    )
+    for timer in timers:
         timer.daemon = True
         timer.start()
     try:
@@ -261,8 +235,8 @@ def _meeting(timeout: float) -> Iterator[None]:
     except RuntimeError as error:
         raise unmet(str(error).strip().splitlines()[0].rstrip(".")) from error
     finally:
-        note.cancel()
-        end.cancel()
+        for timer in timers:
+            timer.cancel()
 
 
 def die_with(agent: int) -> None:
@@ -281,46 +255,6 @@ def die_with(agent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def is_user_error(error: BaseException) -> bool:
-    """Is the text of this error meant for users, and says what to do? Others are shown with a traceback.
-
-    These are refused input (ValueError), a full disk and the like (OSError), and a loss that is not a number
-    (ArithmeticError), but not a lost connection.
-    """
-    return isinstance(error, (ValueError, OSError, ArithmeticError)) and not isinstance(
-        error, (ConnectionError, TimeoutError)
-    )
-
-
-def record_error(error: BaseException) -> None:
-    """Writes what happened where the agent (ours or torchrun's) looks for it, in its format and with our details.
-
-    The first error stays: what fails after it fails because of it.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or Path(path).exists():
-        return
-    now = time.time_ns()
-    lines = "".join(traceback.format_exception(error))
-    text = str(error) or type(error).__name__
-    ours = {
-        "type": type(error).__name__,
-        "text": text,
-        "traceback": lines,
-        "time_ns": now,
-        "user_error": is_user_error(error),
-    }
-    extra = {"py_callstack": lines, "timestamp": str(now // 10**9)}
-    message = {"message": f"{type(error).__name__}: {text}", "extraInfo": extra}
-    # Written beside and renamed: the agent may look, or kill, at any time.
-    part = Path(f"{path}.part")
-    try:
-        part.write_text(json.dumps({"message": message, "carpool": ours}))
-        part.replace(path)
-    except OSError as full:  # nobody would see the cause behind this one
-        log.error("%s\n%s cannot be written (%s)", lines, path, full.strerror)
-
-
 def entry_name(entry: Callable[..., None]) -> str:
     """`module:function`, by which another process finds the function."""
     module, name = entry.__module__, entry.__qualname__
@@ -334,9 +268,8 @@ def entry_name(entry: Callable[..., None]) -> str:
 
 def find_entry(name: str) -> Callable[..., None]:
     """The function that `entry_name` named."""
-    module, _, function = name.partition(":")
     with collector_paused():
-        found: Callable[..., None] = getattr(importlib.import_module(module), function)
+        found: Callable[..., None] = pkgutil.resolve_name(name)
     return found
 
 
@@ -366,19 +299,13 @@ class _Lasting:
     def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
-            return
-        except OSError as failed:
-            error = failed
-        # Below Python: what is buffered still has to go somewhere, and native code writes, too.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
-        other = getattr(sys, self._other)
-        other.write(
-            f"warning: standard {self._name} cannot be written any more ({error.strerror}); the run goes on, and its "
-            "numbers are in metrics.jsonl\n"
-        )
-        other.flush()
+        except OSError as error:
+            # Below Python: what is buffered still has to go somewhere, and native code writes, too.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+            text = f"warning: standard {self._name} cannot be written any more ({error.strerror}); the run goes on, and"
+            print(text, "its numbers are in metrics.jsonl", file=getattr(sys, self._other), flush=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -398,9 +325,8 @@ def lasting_output() -> Iterator[None]:
     # Python has None for what was closed, and libraries write to it.
     null: TextIO = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
     before = sys.stdout or null, sys.stderr or null
-    out: Any = _Lasting(before[0], "output", "stderr")
-    error: Any = _Lasting(before[1], "error", "stdout")
-    sys.stdout, sys.stderr = out, error
+    lasting: tuple[Any, Any] = _Lasting(before[0], "output", "stderr"), _Lasting(before[1], "error", "stdout")
+    sys.stdout, sys.stderr = lasting
     try:
         yield
     finally:
