@@ -95,6 +95,7 @@ class Family:
         output_bias: where attention has biases, its output projection has one.
         router_bias, expert_biases: routers and experts have biases.
         float_router: routers compute with float32 copies of their inputs and weights.
+        mxfp4: Transformers reads its experts from files in MXFP4.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Family:
     router_bias: bool = False
     expert_biases: bool = False
     float_router: bool = False
+    mxfp4: bool = False
 
     def top_k_key(self, config: Any) -> str | None:
         """The key under which a configuration says K as a whole number."""
@@ -189,7 +191,7 @@ _TABLE = (
     Family("glm_moe_dsa", shared_after_routed=True),
     Family(
         "gpt_oss", pipeline=True, gate=_CLAMPED, masks_without_positions=True, sinks=True, router_bias=True,
-        expert_biases=True,
+        expert_biases=True, mxfp4=True,
     ),
     Family("granitemoe", logits=_DIVIDED),
     Family("granitemoe_swa", logits=_DIVIDED),

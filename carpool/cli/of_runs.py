@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -149,18 +149,32 @@ def merge(
     base: Annotated[
         Path | None, typer.Option("--base", metavar="DIR", help="The adapted model, if it is no longer where it was.")
     ] = None,
+    into: Annotated[
+        Literal["trained", "original"],
+        typer.Option("--into", help="With adapter.base_dtype: the dequantised weights, or those of the model's files."),
+    ] = "trained",
+    dtype: Annotated[
+        Literal["mxfp4", "nf4", "int8"] | None,
+        typer.Option("--dtype", help="Of the experts written. Default: as in the model's files."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Merge a run's adapter into its model, and write that as a model folder with the model's own names and dtypes.
 
     One process does it, and holds no more than one layer's experts in memory. It reads back what it wrote and compares
-    it with the model plus the adapter: tensor by tensor, and the logits of the whole model if that fits in memory.
+    it with what was trained: tensor by tensor, and the logits of the whole model if that fits in memory. It says how
+    far the merged model is from the trained one if they differ by more than rounding (--into original, --dtype).
     """
     with errors(debug):
         require((*TRAIN_PACKAGES, "peft"))
         check_run(run)
         check_new_folder("--out", out)
+        if dtype in ("nf4", "int8"):
+            raise ValueError(
+                f"--dtype {dtype}: Transformers reads bitsandbytes' weights of linear layers, and not of stacked "
+                "experts, so nobody could load the model; leave it out, and quantise where it is served"
+            )
         from carpool.train.checkpoints.adapter_files import merge_adapter
 
-        merged = merge_adapter(run, out, base=base, logits=True)
+        merged = merge_adapter(run, out, base=base, logits=True, into=into, dtype=dtype)
         typer.echo(f"merged model of {run}: {merged._replace(folder=out)}\n{merged.checked}")

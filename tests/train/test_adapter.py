@@ -138,9 +138,9 @@ def test_other_adapters_merge(ranks: Ranks, base: Path, text: list[str], tmp_pat
     check_merged(base, tmp_path / "run", tmp_path / "merged")
 
 
-def check_merged(base: Path, output: Path, merged: Path) -> None:
+def check_merged(base: Path, output: Path, merged: Path, *options: str) -> None:
     """The merged model is that of plain transformers and peft, with the base's names and dtypes."""
-    result = CliRunner().invoke(app, ["merge", str(output), "--out", str(merged)])
+    result = CliRunner().invoke(app, ["merge", str(output), "--out", str(merged), *options])
     assert result.exit_code == 0, result.output
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (merged, base))
     assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
@@ -184,7 +184,7 @@ def test_merges_beside_files_that_cut_experts(base: Path, reference: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_base_in_8_bits(ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path) -> None:
-    """What is resumed goes on with the same bits, and what is merged are the files that the base was made of."""
+    """What is resumed goes on with the same bits, and what is merged is what was trained, not the files."""
     first, second = tmp_path / "first", tmp_path / "second"
     assert start(ranks, base, first, text, ["adapter.base_dtype=int8"]) == [""] * 4
     settings = ["adapter.base_dtype=int8", f"training.resume_from_checkpoint={first}/checkpoints/step-00000002"]
@@ -192,7 +192,16 @@ def test_a_base_in_8_bits(ranks: Ranks, base: Path, reference: Path, text: list[
     assert errors(adapter(second), adapter(first)) == 0
     assert 0 < errors(adapter(first), adapter(reference)) < 0.1
     assert json.loads((first / "run.json").read_text())["lossy_reasons"] == ["the frozen experts are stored in int8"]
-    check_merged(base, second, tmp_path / "merged")
+    check_merged(base, second, tmp_path / "original", "--into", "original")
+    result = CliRunner().invoke(app, ["merge", str(second), "--out", str(tmp_path / "merged")])
+    assert result.exit_code == 0 and "base in int8 plus adapter" in result.output, result.output
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    ids = torch.arange(34).view(2, 17) * 7 % 256
+    source = find_source(second)
+    with torch.no_grad():
+        trained = open_model(source, max_tokens=34)(ids).logits
+        found = load(tmp_path / "merged", dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-4)
 
 
 def test_modules_that_are_trained_themselves_are_whole_and_get_rows_of_their_dtype() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.peaks import growth
+from carpool.experts.quantised import quantise
+from carpool.hf import install, quantised_while_loading
+from carpool.hf.weights import original_layout
+from carpool.hf.weights.mxfp4_files import check_blocks, pack, unpack
 from carpool.hf.weights.original_layout import OriginalLayout
+from carpool.hf.weights.weight_files import stored_weights
 from carpool.train.checkpoints import adapter_files as merging
 from carpool.train.checkpoints import adapter_files as unmerged
+from carpool.train.checkpoints import trained_base
 from carpool.train.checkpoints.adapter_files import merge_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
@@ -39,8 +46,11 @@ KINDS = {
 }
 
 
-def make_run(folder: Path, model: Any, kind: dict[str, Any], cut: str | None = None) -> Path:
-    """A run directory with an adapter of random values, beside a base model, whose files are cut so."""
+def make_run(
+    folder: Path, model: Any, kind: dict[str, Any], cut: str | None = None, base_dtype: str | None = None
+) -> Path:
+    """A run directory with an adapter of random values, beside a base model, whose files are cut so. `base_dtype`: how
+    it says that it has stored the experts."""
     base, run = folder / "base", folder / "run"
     model.save_pretrained(base, max_shard_size="500KB")
     if cut is not None:
@@ -53,6 +63,12 @@ def make_run(folder: Path, model: Any, kind: dict[str, Any], cut: str | None = N
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(run / "adapter", save_embedding_layers=False)
     keep_source(run, base, None)
+    if base_dtype is not None:
+        dtype = str(model.dtype).removeprefix("torch.")
+        (run / "config.toml").write_text(
+            f'[model]\npath = "{base}"\ndtype = "{dtype}"\n[adapter]\nkind = "lora"\nbase_dtype = "{base_dtype}"\n'
+            '[data]\ntrain = "none.jsonl"\n'
+        )
     return run
 
 
@@ -202,6 +218,107 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     run = make_run(tmp_path / "b", model, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]})
     with pytest.raises(ValueError, match=r"changes one of .*embed_tokens.weight, which are one tensor"):
         merge_adapter(run, tmp_path / "again")
+
+
+def wide(family: str, dtype: torch.dtype) -> Any:
+    """With rows that nf4 can divide into blocks."""
+    return tiny_model(discover()[family], hidden_size=64, intermediate_size=64, moe_intermediate_size=64).to(dtype)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    ids = torch.randint(90, (3, 17), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "nf4"), ("gpt_oss", "nf4"), ("olmoe", "int8")])
+def test_what_is_merged_is_what_was_trained(family: str, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Beside a quantised base, and the files' own weights are as far away as quantising has moved them."""
+    run = make_run(tmp_path, wide(family, dtype), KINDS[family], "turns", kind)
+    exact = merge_adapter(run, tmp_path / "exact", logits=True)
+    assert f"differ from base in {kind} plus adapter" in exact.checked and "LOSSY" not in exact.checked
+    original = merge_adapter(run, tmp_path / "original", logits=True, into="original")
+    assert re.search(
+        r"LOSSY: from what was trained, logits differ by .* \(median token; .* at most\), KL", original.checked
+    )
+    load: Any = AutoModelForCausalLM.from_pretrained
+    with quantised_while_loading(kind):
+        model = load(tmp_path / "base", dtype=torch.float32)
+    install(model)
+    trained = logits_of(PeftModel.from_pretrained(model, str(run / "adapter")))
+    far = {
+        name: ((logits_of(load(tmp_path / name, dtype=torch.float32)) - trained).norm() / trained.norm()).item()
+        for name in ("exact", "original")
+    }
+    assert far["exact"] < (1e-5 if dtype == torch.float32 else 0.035) and far["original"] > 1.5 * far["exact"], far
+    assert stored_weights(tmp_path / "exact") == stored_weights(tmp_path / "base")
+
+
+@pytest.mark.parametrize("wrong", ["other", "none", "adapter"])
+def test_a_merge_into_other_weights_than_the_trained_ones_is_found(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, wide("olmoe", torch.float32), KINDS["olmoe"], None, "nf4")
+    if wrong == "adapter":  # the code that trains reads columns in another order
+
+        def mixed(base: Path, adapter: Path, trained: Any, real: Any = merging.load_trained) -> Any:
+            model = real(base, adapter, trained)
+            for name, module in model.named_modules():
+                if name.endswith("experts.lora_B.default"):
+                    module.weight.data = module.weight.data.roll(1, 0)
+            return model
+
+        monkeypatch.setattr(merging, "load_trained", mixed)
+    else:
+        read = {"other": lambda value, _: quantise(value, "int8"), "none": lambda value, _: (value, value)}[wrong]
+        monkeypatch.setattr(trained_base, "quantise", read)
+        if wrong == "none":
+            monkeypatch.setattr(trained_base, "dequantise", lambda value, *_: value)
+    with pytest.raises(CheckpointWriteError, match="the base in nf4 plus the adapter is not what was trained"):
+        merge_adapter(run, tmp_path / "merged", logits=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+
+
+def test_experts_are_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In MXFP4, which Transformers reads; what it cannot represent is said, and what is wrong leaves no folder."""
+    run = make_run(tmp_path, tiny_model(discover()["gpt_oss"]).bfloat16(), KINDS["gpt_oss"])
+    merged = merge_adapter(run, tmp_path / "merged", logits=True, dtype="mxfp4")
+    assert "LOSSY: from what was trained" in merged.checked
+    stored = stored_weights(tmp_path / "merged")
+    assert stored["model.layers.1.mlp.experts.down_proj_blocks"].shape == (8, 32, 1, 16)
+    assert "model.layers.1.mlp.experts.down_proj" not in stored
+    assert json.loads((merged.folder / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    whole = PeftModel.from_pretrained(whole, str(run / "adapter")).merge_and_unload()
+    for name, value in whole.named_parameters():
+        most = 0.25 * value.abs().max() if "experts." in name and "bias" not in name else 2**-7 * value.abs().max()
+        assert (loaded.get_parameter(name) - value).abs().max() <= most, name
+    with pytest.raises(ValueError, match="in MXFP4 of gpt-oss alone"):
+        merge_adapter(
+            make_run(tmp_path / "b", tiny_model(discover()["olmoe"]), KINDS["olmoe"]), tmp_path / "c", dtype="mxfp4"
+        )
+    real = original_layout.pack
+    monkeypatch.setattr(original_layout, "pack", lambda value: (real(value)[0].roll(1, 3), real(value)[1]))
+    with pytest.raises(CheckpointWriteError, match="more than by packing to MXFP4"):
+        merge_adapter(run, tmp_path / "wrong", dtype="mxfp4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "base", "merged", "run"]
+
+
+def test_what_comes_from_mxfp4_goes_back_without_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (2, 40, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(1, 250, (2, 40, 3), dtype=torch.uint8, generator=generator)
+    blocks[0, 0], blocks[1, 7, 1] = 0, 0x11  # zeros, and small values alone
+    weight = unpack(blocks, scales)
+    assert torch.equal(unpack(*pack(weight)), weight)
+    rough = torch.randn(2, 64, 5, generator=generator)
+    found = unpack(*pack(rough), torch.float32)
+    assert check_blocks("", found.transpose(1, 2), rough.transpose(1, 2)) < 0.13
+    with pytest.raises(ValueError, match="have 48"):
+        pack(torch.zeros(1, 48, 2))
 
 
 def deep_model() -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.logging import disable_progress_bar
 
+from carpool.hf.weights.mxfp4_files import BLOCKS, SCALES, pack, packed_shape, unpack, unpacked_names
 from carpool.hf.weights.weight_files import Entry, Stored, split_by_size, stored_weights, write_index, write_tensor_file
 
 
@@ -55,6 +56,7 @@ class OriginalLayout:
         source: the weights of the checkpoint that the model was loaded from: names, files and dtypes will be the same.
             Empty: names as Transformers publishes them, dtypes as in `tensors`.
         shard_bytes: the most that a file holds, if not all names are in `source`.
+        packed: names in the model of what the files hold in MXFP4 (`carpool.hf.weights.mxfp4_files`).
 
     Attributes:
         files: names, dtypes and shapes of what each file holds.
@@ -70,6 +72,7 @@ class OriginalLayout:
         tensors: Mapping[str, Entry] | None,
         source: Mapping[str, Stored],
         shard_bytes: int = 5 * 10**9,
+        packed: Collection[str] = (),
     ) -> None:
         if tensors is None:
             # Of a tied weight the first name, as in `named_parameters`.
@@ -77,13 +80,14 @@ class OriginalLayout:
             tied -= {name for name, _ in model.named_parameters()}
             state = {name: value for name, value in model.state_dict().items() if name not in tied}
             tensors = {name: Entry(value.dtype, tuple(value.shape)) for name, value in state.items()}
-        self._model, self.tensors = model, dict(tensors)
+        self._model, self.tensors, self.packed = model, dict(tensors), frozenset(packed)
         if source:
             # As `from_pretrained` does it: the conversions that the names in the files call for.
             model._weight_conversions = _conversions(model, source)
         ignored = model._keys_to_ignore_on_save or ()
         self.groups = [
-            _group(model, inputs, tensors) for inputs in _inputs(model, [n for n in tensors if n not in ignored])
+            _packed_group(inputs[0], tensors[inputs[0]]) if inputs[0] in packed else _group(model, inputs, tensors)
+            for inputs in _inputs(model, [n for n in tensors if n not in ignored])
         ]
         entries = {
             name: Entry(source[name].dtype, entry.shape) if name in source else entry
@@ -95,7 +99,7 @@ class OriginalLayout:
         for entry in entries.values():
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.bytes
         self.dtype = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
-        self.left_out = sorted(source.keys() - entries.keys())
+        self.left_out = sorted(unpacked_names(source) - unpacked_names(entries))
         self.files: dict[str, dict[str, Entry]] = {}
         if entries.keys() <= source.keys():
             for name, entry in entries.items():
@@ -134,7 +138,11 @@ class OriginalLayout:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for group in self.groups:
             if wanted := [name for name in group.outputs if name in entries]:
-                values = revert_weight_conversion(self._model, {name: read(name) for name in group.inputs})
+                tensors = {name: read(name) for name in group.inputs}
+                if (name := group.inputs[0]) in self.packed:
+                    values = dict(zip(group.outputs, pack(tensors[name]), strict=True))
+                else:
+                    values = revert_weight_conversion(self._model, tensors)
                 yield from ((name, values.pop(name)) for name in wanted)
 
 
@@ -147,7 +155,7 @@ class OriginalWeights:
     ) -> None:
         # Tensors are put into it, and taken out again.
         self._model, self._folder, self.stored = copy.deepcopy(model), folder, stored
-        self._groups = {name: group for group in layout.groups for name in group.inputs}
+        self._groups, self._packed = {name: group for group in layout.groups for name in group.inputs}, layout.packed
         self._latest: dict[str, torch.Tensor] = {}
 
     def read(self, name: str) -> torch.Tensor:
@@ -171,6 +179,8 @@ class OriginalWeights:
         files = dict.fromkeys(self.stored[name].file for name in group.outputs)
         opened = {file: safe_open(self._folder / file, framework="pt") for file in files}
         tensors = {name: opened[self.stored[name].file].get_tensor(name) for name in group.outputs}
+        if (name := group.inputs[0]) in self._packed:
+            return {name: unpack(*tensors.values())}
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
         if dtype.is_floating_point:
             self._model.to(dtype)  # of which Transformers makes what it loads
@@ -207,6 +217,12 @@ def _inputs(model: PreTrainedModel, names: list[str]) -> list[tuple[str, ...]]:
         target, pattern = apply_converters(name, converters)
         together.setdefault(name if pattern is None else target, []).append(name)
     return [tuple(inputs) for inputs in together.values()]
+
+
+def _packed_group(name: str, entry: Entry) -> Group:
+    shape = packed_shape(entry.shape)
+    outputs = {f"{name}{BLOCKS}": Entry(torch.uint8, shape), f"{name}{SCALES}": Entry(torch.uint8, shape[:-1])}
+    return Group((name,), outputs)
 
 
 def _group(model: PreTrainedModel, inputs: tuple[str, ...], tensors: Mapping[str, Entry]) -> Group:

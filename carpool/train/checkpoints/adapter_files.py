@@ -2,9 +2,10 @@
 the model.
 
 peft merges: each weight becomes weight + scaling * b a, in the weight's dtype. So the merged model's outputs are those
-of the two together up to that rounding. peft's own modules do it, beside a model without values: each has its weight
-and its adapter while it works, so memory is needed for one layer's experts, however large the model is. A layer that
-lies in several files is merged once for each.
+of the two together up to that rounding. The weight is the one that was trained beside (`trained_base`), dequantised
+where the run's was quantised, unless the files' own is wanted. peft's own modules merge, beside a model without values:
+each has its weight and its adapter while it works, so memory is needed for one layer's experts, however large the model
+is. A layer that lies in several files is merged once for each.
 
 What was written is read back before the folder has its name. With peft's modules it is compared with base plus adapter
 in three ways, none through the code that merged:
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -36,8 +37,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from carpool.activations.host_memory import SHARE, free_host_memory
+from carpool.families import family_of
 from carpool.hf.adapters import adapter_tensors
-from carpool.hf.seam.experts_module import expert_function
+from carpool.hf.seam.experts_module import expert_function, weight_names
+from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.weights import mxfp4_files
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
 from carpool.hf.weights.weight_files import stored_weights
@@ -51,6 +55,7 @@ from carpool.train.checkpoints.checkpoint_files import (
 )
 from carpool.train.checkpoints.export import Exported, ReadBack, check_target, check_values, unit_roundoff, write_model
 from carpool.train.checkpoints.run_source import read_source
+from carpool.train.checkpoints.trained_base import Base, load_trained, trained_base
 from carpool.train.launch.ranks import gather, rank, together
 from carpool.train.records.run_folder import ADAPTER
 
@@ -137,21 +142,33 @@ class MergeCheck(ReadBack):
     """Compares a merged model with its base and the adapter.
 
     Args:
+        base, trained: what the adapter was merged into, and what it was trained beside.
         logits: compare logits, if the model fits in host memory.
         folder, layout: of the merged model."""
 
     def __init__(
-        self, modules: AdapterModules, base: OriginalWeights, logits: bool, folder: Path, layout: OriginalLayout, _: Any
+        self,
+        modules: AdapterModules,
+        base: Base,
+        trained: Base,
+        logits: bool,
+        folder: Path,
+        layout: OriginalLayout,
+        _: Any,
     ) -> None:
         super().__init__(folder, layout, base.read)
-        self._modules, self._base, self._logits, self._folder, self._layout = modules, base, logits, folder, layout
+        self._modules, self._base, self._trained = modules, base, trained
+        self._logits, self._folder, self._layout = logits, folder, layout
         self._dtypes: dict[str, torch.dtype] = {}
+        self._changed = modules.layers.keys() | modules.replaced.keys() | base.quantised | layout.packed
 
     @torch.no_grad()
     def _compare(self, name: str, written: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> tuple[float, str]:
-        layers, replaced = self._modules.layers, self._modules.replaced
-        if name in layers or name in replaced:
+        layers, replaced, packed = self._modules.layers, self._modules.replaced, name in self._layout.packed
+        if name in self._changed:
             self._dtypes[name] = dtype
+        if name not in layers and packed:
+            return mxfp4_files.check_blocks(name, written.transpose(1, 2), read.transpose(1, 2)), name
         if name not in layers:
             read = self._modules.file.get_tensor(replaced[name]) if name in replaced else read
             return super()._compare(name, written, read, dtype)
@@ -159,16 +176,22 @@ class MergeCheck(ReadBack):
         weight, largest = nn.Parameter(read.float() if read.ndim == 2 else read, requires_grad=False), (0.0, "")
         with self._modules.filled(name, weight) as module:
             for part, matrices, linear in _products(name, module, weight, written):
-                largest = max(largest, (_compare_product(part, matrices, linear, unit_roundoff(dtype)), part))
+                largest = max(
+                    largest, (_compare_product(part, matrices, linear, None if packed else unit_roundoff(dtype)), part)
+                )
         return largest
 
     def finish(self, largest: float, name: str) -> str:
-        if lost := sorted(self._base.stored.keys() - self._written.stored.keys() - set(self._layout.left_out)):
+        had, has = (mxfp4_files.unpacked_names(weights.stored) for weights in (self._base, self._written))
+        if lost := sorted(had - has - set(self._layout.left_out)):
             raise ValueError(f"it lacks {lost[0]}, which the base has")
-        changed = self._modules.layers.keys() | self._modules.replaced.keys()
+        changed = self._changed
         if not changed or changed != self._dtypes.keys():
             raise ValueError(f"of {len(changed)} tensors that the adapter changes it has {len(self._dtypes)}")
-        text = f"read back: {len(changed)} tensors differ from base plus adapter by at most {largest:.1e} ({name})"
+        if self._layout.packed:
+            mxfp4_files.mark(self._folder)
+        how = f" in {self._base.kind}" if self._base.kind else ""
+        text = f"read back: {len(changed)} tensors differ from base{how} plus adapter by at most {largest:.1e} ({name})"
         return f"{text}; logits {self._compare_logits()}" if self._logits else text
 
     @torch.no_grad()
@@ -180,31 +203,62 @@ class MergeCheck(ReadBack):
 
         auto: Any = AutoModelForCausalLM
         options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
-        model = auto.from_pretrained(self._modules.base, **options)
-        adapted = PeftModel.from_pretrained(model, str(self._modules.folder)).eval()
-        vocabulary = model.config.get_text_config().vocab_size
+        vocabulary = read_config(self._modules.base).get_text_config().vocab_size
         ids = torch.randint(vocabulary, (4, 16), generator=torch.Generator().manual_seed(0))
+        trained, kind = None, self._trained.kind
+        if kind is not None:
+            model: Any = load_trained(self._modules.base, self._modules.folder, self._trained)
+            trained = model(input_ids=ids, use_cache=False).logits
+        model = auto.from_pretrained(self._modules.base, **options)
+        for name in self._base.quantised:
+            model.get_parameter(name).copy_(self._base.read(name))
+        adapted = PeftModel.from_pretrained(model, str(self._modules.folder)).eval()
         try:
-            trained = adapted(input_ids=ids, use_cache=False).logits
+            expected = adapted(input_ids=ids, use_cache=False).logits
         except Exception as error:  # whatever a model says that computes on GPUs alone
             return f"were not compared, because this machine cannot compute the base's: {error}"
+        if trained is not None and self._base.kind is not None:
+            # Weights that the run rounded to its dtype are the files' here.
+            files = {stored.dtype for stored in self._base.stored.values()}
+            rounds = any(torch.promote_types(one, self._trained.dtype) != self._trained.dtype for one in files)
+            if not (jump := _distances(expected, trained).median()) <= (2**-5 if rounds else _SUMS):
+                raise ValueError(
+                    f"the base in {kind} plus the adapter is not what was trained: logits differ by {jump:.1%}"
+                )
         model = adapted.merge_and_unload()
         for name, dtype in self._dtypes.items():
             tensor = model.get_parameter_or_buffer(name)
-            tensor.copy_(tensor.to(dtype))
-        logits = [model(input_ids=ids, use_cache=False).logits]
+            packed = name in self._layout.packed
+            tensor.copy_(mxfp4_files.unpack(*mxfp4_files.pack(tensor)) if packed else tensor.to(dtype))
+        by_rounding = _distances(model(input_ids=ids, use_cache=False).logits, expected).median()
         del model, adapted
         model, info = auto.from_pretrained(self._folder, output_loading_info=True, **options)
         if wrong := sorted(str(key) for keys in info.values() for key in keys):
             raise ValueError(f"Transformers does not load it: {wrong[0]}")
-        logits.append(model.eval()(input_ids=ids, use_cache=False).logits)
-        norm = trained.norm(dim=-1)
-        rounded, merged = (((one - trained).norm(dim=-1) / norm).median().item() for one in logits)
-        if not merged <= 4 * rounded + _SUMS:
+        found = model.eval()(input_ids=ids, use_cache=False).logits
+        merged = _distances(found, expected).median()
+        if not merged <= 4 * by_rounding + _SUMS:
             raise ValueError(
-                f"logits of the median random token differ by {merged:.1%}, by rounding only {rounded:.1%}"
+                f"logits of the median random token differ by {merged:.1%}, by rounding only {by_rounding:.1%}"
             )
-        return f"of {ids.numel()} random tokens by {merged:.1e} (median; by rounding alone {rounded:.1e})"
+        text = f"of {ids.numel()} random tokens by {merged:.1e} (median; by rounding alone {by_rounding:.1e})"
+        if self._layout.packed or self._base.kind != kind:
+            text += f"\nLOSSY: {_jump(found, expected if trained is None else trained)}"
+        return text
+
+
+def _distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Of each token's logits, relative to their size."""
+    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
+def _jump(merged: torch.Tensor, trained: torch.Tensor) -> str:
+    far, (p, q) = _distances(merged, trained), (one.log_softmax(-1) for one in (trained, merged))
+    divergence = (p.exp() * (p - q)).sum(-1).mean()
+    return (
+        f"from what was trained, logits differ by {far.median():.1%} (median token; {far.max():.1%} at most), KL "
+        f"{divergence:.2e} nats a token"
+    )
 
 
 def _products(name: str, module: Any, w: torch.Tensor, written: torch.Tensor) -> Iterator[tuple[Any, ...]]:
@@ -228,11 +282,12 @@ def _products(name: str, module: Any, w: torch.Tensor, written: torch.Tensor) ->
             yield f"{name}, expert {e}{kind}", matrices, None
 
 
-def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any, roundoff: float) -> float:
+def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any, roundoff: float | None) -> float:
     """How far the product of random tokens with what was written is from base plus adapter, relative to the latter.
 
     `matrices`: the base's, a, b times the scaling, and what was written. `linear`: peft's module, if it is of a linear
-    layer. Raises ValueError if they are farther apart than by rounding, or a value of the matrices is."""
+    layer. `roundoff`: None: of MXFP4. Raises ValueError if they are farther apart than by rounding, or a value of the
+    matrices is."""
     w_OI, a_QI, b_OQ, written_OI = matrices
     x_TI = torch.randn(32, w_OI.shape[1], generator=torch.Generator().manual_seed(0))
     delta_OI = b_OQ @ a_QI
@@ -241,9 +296,13 @@ def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any,
     if linear is not None and (magnitude := linear.lora_magnitude_vector):
         # DoRA: peft rounds the sum, its norm, and the product of the two.
         expected_OI, steps = expected_OI * (magnitude[NAME].weight / expected_OI.norm(dim=1))[:, None], 4
-    # peft rounds what it adds, and then the sum; sums in float32 depend on their order.
-    slack = 2 * roundoff * delta_OI.abs().max() + 2**-18 * expected_OI.abs().max()
-    check_values(name, written_OI, expected_OI, steps * roundoff, slack.item())
+    if roundoff is None:
+        mxfp4_files.check_blocks(name, written_OI, expected_OI)
+        roundoff = 2**-3
+    else:
+        # peft rounds what it adds, and then the sum; sums in float32 depend on their order.
+        slack = 2 * roundoff * delta_OI.abs().max() + 2**-18 * expected_OI.abs().max()
+        check_values(name, written_OI, expected_OI, steps * roundoff, slack.item())
     relative = ((x_TI @ written_OI.T - y_TO).norm() / y_TO.norm().clamp_min(1e-30)).item()
     if not relative <= 2 * steps * roundoff + _SUMS:
         raise ValueError(f"products of random tokens with {name} differ by {relative:.1%}, more than by rounding")
@@ -256,6 +315,8 @@ def merge_adapter(
     *,
     base: Path | None = None,
     logits: bool = False,
+    into: Literal["trained", "original"] = "trained",
+    dtype: Literal["mxfp4"] | None = None,
     begin: Callable[[str, int], None] = lambda _, __: None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Exported:
@@ -266,6 +327,9 @@ def merge_adapter(
         target: the new folder.
         base: where the model is that the adapter was trained beside; None: where it was then.
         logits: compare logits of the whole model, too, if it fits in host memory.
+        into: the base that was trained beside, dequantised if the run's was quantised (adapter.base_dtype); or the
+            original one, of the files.
+        dtype: of the experts in the files; None: as in those of the base.
         begin, advance: as of `carpool.train.checkpoints.export.export_checkpoint`.
 
     Raises:
@@ -283,19 +347,36 @@ def merge_adapter(
     if not (base / "config.json").is_file():
         raise ValueError(f"the model of {adapter} is not in {base} any more: say where it is (--base)")
     read_config(base)
-    stored, source = stored_weights(base), read_source(run)
-    layout = OriginalLayout(meta_model(base), None, source.weights)
-    weights = OriginalWeights(meta_model(base), base, stored, layout)
+    stored, source, model = stored_weights(base), read_source(run), meta_model(base)
+    layout = OriginalLayout(model, None, source.weights)
+    weights = OriginalWeights(model, base, stored, layout)
+    trained = trained_base(weights, model, run)
+    merged_into = trained if into == "trained" else Base(weights, model, None, trained.dtype)
+    if dtype is not None:
+        layout = OriginalLayout(model, None, source.weights, packed=_packable(model))
     with warnings.catch_warnings():
         # peft reads an attribute that Transformers calls deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         modules = AdapterModules(base, adapter)
-        read, check = partial(_merged, modules, weights), partial(MergeCheck, modules, weights, logits)
+        read, check = partial(_merged, modules, merged_into), partial(MergeCheck, modules, merged_into, trained, logits)
         return write_model(target, source, layout, read, base, check, begin=begin, advance=advance)
 
 
+def _packable(model: Any) -> list[str]:
+    """The tensors of a model that Transformers reads in MXFP4. Raises ValueError: there are none."""
+    if not family_of(model).mxfp4:
+        raise ValueError(
+            f"--dtype mxfp4: Transformers reads experts in MXFP4 of gpt-oss alone, and this is {type(model).__name__}; "
+            "leave it out"
+        )
+    names = [f"{name}.{one}" for name in experts_modules(model) for one in weight_names(model.get_submodule(name))[:2]]
+    for name in names:
+        mxfp4_files.packed_shape(tuple(model.get_parameter(name).shape))
+    return names
+
+
 @torch.no_grad()
-def _merged(modules: AdapterModules, weights: OriginalWeights, name: str) -> Any:
+def _merged(modules: AdapterModules, weights: Base, name: str) -> Any:
     """A tensor of the merged model, by its name there."""
     if name in modules.replaced:
         return modules.file.get_tensor(modules.replaced[name])

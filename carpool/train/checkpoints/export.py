@@ -324,3 +324,6 @@ def _write_rest(source: Source, configs: Path, layout: OriginalLayout, folder: P
         config["dtype"] = layout.dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     copy_source(source, folder)
+    if "quantization_config" in (config := json.loads((folder / "config.json").read_text(encoding="utf-8"))):
+        del config["quantization_config"]  # of files that were unpacked
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
