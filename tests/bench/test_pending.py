@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pending
+from benchmarks import one_gpu, pending
 from benchmarks.pending import PENDING, Measurement, markdown, rows, why_not
 from tests.bench.started import check_command
 from tests.environment import ROOT
@@ -38,6 +38,33 @@ def test_a_command_is_taken(one: Measurement, ranks: int, tmp_path: Path, monkey
     assert ranks <= one.gpus and ranks % one.nodes == 0
     monkeypatch.chdir(ROOT)  # paths in commands are relative to the checkout
     check_command(one.words(ranks, str(tmp_path)), ranks)
+
+
+@pytest.mark.parametrize("one", one_gpu.rows(), ids=lambda it: it.name)
+def test_a_row_of_the_table_of_one_gpu_is_taken(one: Measurement, tmp_path: Path) -> None:
+    try:
+        check_command(one.words(1, str(tmp_path)), 1)
+    except ValueError as error:
+        fewer = one_gpu.layers_that_fit(one, str(error))
+        assert fewer is not None, str(error)
+        check_command(fewer[0].words(1, str(tmp_path)), 1)
+
+
+def test_a_model_that_does_not_fit_is_measured_with_fewer_layers() -> None:
+    one = one_gpu.rows()[6]
+    said = "error: carpool-compiled does not fit: a rank would hold 212.4 GiB (parameters ...), and has 79.2 GiB; lower"
+    fewer = one_gpu.layers_that_fit(one, said)
+    assert fewer is not None and fewer[1] == 212.4 and fewer[0].command == f"{one.command} --layers 13"
+    assert one_gpu.layers_that_fit(one, "CUDA out of memory") is None
+    row = {"tokens_per_second": 5000.0, "reserved_bytes": 2**30, "predicted_bytes": 2**31, "mfu": 0.25}
+    case = {"layers": 13, "rows": [{**row, "unavailable": None}]}
+    found = {"name": one.name, "status": "measured", "needs": 212.4, "written": {"model.json": {"cases": [case]}}}
+    cells = one_gpu.cells(found)
+    assert cells == [
+        "GLM-4.5-Air", "LoRA", "float32", "5,000", "1.0", "2.0", "25.0%", "13 layers; all layers need 212 GiB",
+    ]  # fmt: skip
+    failed = {"name": one.name, "status": "failed", "error": ["error: no"], "written": {}}
+    assert one_gpu.cells(failed)[-1] == "failed: error: no"
 
 
 def test_how_many_gpus_are_taken() -> None:

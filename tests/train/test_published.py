@@ -22,6 +22,7 @@ from tools.models_table import DOCS, published_row
 
 # Of the weights that were published; without the layers that predict further tokens, which transformers leaves out.
 PARAMETERS = {
+    "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352, "ernie-4.5-21b-a3b": 21_825_437_888, "glm-4.5-air": 106_852_245_504,
     "gpt-oss-20b": 20_914_757_184, "kimi-linear-48b-a3b": 49_122_675_072, "minimax-m2": 228_689_748_992,
     "mixtral-8x7b": 46_702_792_704, "olmoe-1b-7b": 6_919_161_856, "qwen3-235b-a22b": 235_093_634_560,

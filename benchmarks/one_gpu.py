@@ -1,0 +1,134 @@
+"""Fine-tuning on one GPU: five published models, each by LoRA, by QLoRA, and as a whole with its state streamed.
+
+    python -m benchmarks.one_gpu --minutes 10                          # all rows that fit into ten minutes
+    python -m benchmarks.one_gpu --only "OLMoE" "Qwen3-30B-A3B, QLoRA"  # of those whose names begin so
+    python -m benchmarks.one_gpu --list                                # the command of each row; no GPU
+
+A row is one command of `carpool bench model`, in a process of its own: random weights in the published sizes, balanced
+routing, one sequence of 4,096 tokens a step, clipping on. Speed is of steps, memory is what PyTorch's allocator had
+reserved, graphs' pools included. A model that does not fit says what it would need, and is measured again with the
+layers that do: tokens/s are then of these layers.
+
+    OUT/one_gpu.json    what each command wrote, with hardware, versions and commit
+    OUT/one_gpu.md      the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pending import Measurement, measure, shell, where
+from carpool.train.config.published import read_keys
+
+MODELS = {
+    "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b", "GLM-4.5-Air": "glm-4.5-air",
+    "OLMoE-1B-7B": "olmoe-1b-7b", "DeepSeek-V2-Lite": "deepseek-v2-lite",
+}  # fmt: skip
+BENCH = "-m carpool bench model --ranks 1 --sequence 4096 --batch 1 --steps 4 --rounds 2 --out {out}"
+BENCH += " --contenders carpool-compiled --set training.max_grad_norm=1"
+LORA = "--set adapter.kind=lora --set adapter.rank=16"
+STREAMED = (
+    "--set training.optimizer=one-pass --set training.optimizer_state_dtype=int8 --set training.optimizer_offload=host "
+    "--set training.optimizer_in_backward=true --set training.grad_clipping=delayed"
+)
+METHODS = {
+    "LoRA": (LORA, "float32"),
+    "QLoRA": (f"{LORA} --set adapter.base_dtype=nf4", "float32"),
+    "full": (STREAMED, "int8, in host memory"),
+}
+# Of the memory, what layers may fill where not all of them fit.
+FILL = 0.8
+# What refusals say, of parameters alone and of the whole step.
+NEEDS = (
+    re.compile(r"a rank would hold (?P<needs>[\d,.]+) GiB.* and has (?P<has>[\d,.]+) GiB", re.DOTALL),
+    re.compile(r"does not fit in the (?P<has>[\d,.]+) GiB of a rank: (?P<needs>[\d,.]+) GiB"),
+)
+
+
+def rows() -> list[Measurement]:
+    return [
+        Measurement(f"{title}, {method}", "the table", 1, 90, f"{BENCH} --model {model} {settings}")
+        for title, model in MODELS.items()
+        for method, (settings, _) in METHODS.items()
+    ]
+
+
+def layers_that_fit(one: Measurement, lines: str) -> tuple[Measurement, float] | None:
+    """The same row with fewer layers, and the GiB that all would need; None: it failed for another reason."""
+    if (found := next(filter(None, (needs.search(lines) for needs in NEEDS)), None)) is None:
+        return None
+    needs, has = (float(found[group].replace(",", "")) for group in ("needs", "has"))
+    layers = read_keys(MODELS[one.name.rpartition(", ")[0]])["num_hidden_layers"]
+    fit = max(1, int(FILL * layers * has / needs))
+    return dataclasses.replace(one, command=f"{one.command} --layers {fit}"), needs
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    title, _, method = found["name"].rpartition(", ")
+    cells = [title, method, METHODS[method][1]]
+    needs = f"; all layers need {found['needs']:.0f} GiB" if "needs" in found else ""
+    if found["status"] != "measured":
+        last = (found.get("error") or [""])[-1].strip()
+        return [*cells, "-", "-", "-", "-", f"{found['status']}: {last}{needs}"]
+    (written,) = (one for name, one in found["written"].items() if name == "model.json")
+    (case,), (row,) = written["cases"], written["cases"][0]["rows"]
+    if row["unavailable"]:
+        return [*cells, "-", "-", "-", "-", row["unavailable"]]
+    return [
+        *cells, f"{row['tokens_per_second']:,.0f}", f"{row['reserved_bytes'] / 2**30:.1f}",
+        f"{row['predicted_bytes'] / 2**30:.1f}", "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        f"{case['layers']} layers{needs}",
+    ]  # fmt: skip
+
+
+def markdown(report: dict[str, Any]) -> str:
+    where = report["environment"]
+    heads = ["model", "trained by", "moments", "tokens/s", "reserved GiB", "predicted GiB", "MFU", "of"]
+    lines = [f"{where['device']}, torch {where['torch']}, commit {where['commit']}", ""]
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [f"| {' | '.join(cells(one))} |" for one in report["results"]]
+    return "\n".join([*lines, "", *(f"- {one['name']}: `{one['command']}`" for one in report["results"])]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30, help="after which no row begins")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="beginnings of rows' names")
+    parser.add_argument("--list", action="store_true", help="print the commands; nothing is measured")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for all rows")
+    parser.add_argument("--out", type=Path, default=Path("runs/one_gpu"))
+    args = parser.parse_args()
+    more = "".join(f" --set {one}" for one in args.set)
+    chosen = [dataclasses.replace(one, command=f"{one.command}{more}") for one in rows()]
+    chosen = [one for one in chosen if one.name.startswith(tuple(args.only))]
+    if not chosen:
+        parser.error(f"--only {' '.join(args.only)}: no such row; --list shows them")
+    if args.list:
+        for one in chosen:
+            print(f"{one.name}\n    {shell(one, 1, 'OUT')}")
+        return
+    end, results = time.monotonic() + 60 * args.minutes, []
+    args.out.mkdir(parents=True, exist_ok=True)
+    for one in chosen:
+        if (left := end - time.monotonic()) <= 0:
+            break
+        found = measure(one, 1, left)
+        again = layers_that_fit(one, "\n".join(found.get("error", [])))
+        if again is not None and (left := end - time.monotonic()) > 0:
+            found = {**measure(again[0], 1, left), "needs": again[1]}
+        results.append({"name": one.name, **found})
+        report = {"environment": where(), "results": results}
+        (args.out / "one_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        (args.out / "one_gpu.md").write_text(markdown(report))
+        print(" | ".join(cells(results[-1])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
