@@ -70,8 +70,6 @@ class MoE(LayerModule):
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.
         shared_intermediate_size: hidden size of a shared expert, of the same activation and without biases, that serves
             every token. 0: none.
-        travel_size: elements of a row that travels. Rows are projected to it before they travel, experts compute with
-            rows of that size, and sums are projected back (BigMac, arXiv 2502.16927). 0: hidden_size, no projection.
         router: keyword arguments of `carpool.routing.Router` (score, normalize, aux_loss_coef, ...).
         limit: limit the routing to few ranks or nodes per token. LOSSY (carpool/routing/limit.py).
 
@@ -109,7 +107,6 @@ class MoE(LayerModule):
         gated: bool = True,
         bias: bool = False,
         shared_intermediate_size: int = 0,
-        travel_size: int = 0,
         router: dict[str, Any] | None = None,
         limit: LimitOptions | None = None,
         device: torch.device | str | None = None,
@@ -127,8 +124,6 @@ class MoE(LayerModule):
             raise ValueError(f"{hidden_size=} and {intermediate_size=} must both be at least 1")
         if shared_intermediate_size < 0:
             raise ValueError(f"{shared_intermediate_size=} must be 0 (no shared expert) or more")
-        if travel_size < 0:
-            raise ValueError(f"{travel_size=} must be 0 (hidden states are sent as they are) or more")
         layout = layout or ExpertLayout.contiguous(num_experts, num_ranks)
         if (layout.num_experts, layout.num_ranks) != (num_experts, num_ranks):
             raise ValueError(
@@ -148,14 +143,11 @@ class MoE(LayerModule):
         self.router = Router(hidden_size, num_experts, num_experts_per_tok, groups=groups, **place, **(router or {}))
         inner = intermediate_size // layout.slices
         rows, width = len(layout.homes[self.rank]), inner * (2 if gated else 1)
-        size = travel_size or hidden_size
-        self.up_proj = nn.Parameter(torch.empty(rows, width, size, **place))
-        self.down_proj = nn.Parameter(torch.empty(rows, size, inner, **place))
+        self.up_proj = nn.Parameter(torch.empty(rows, width, hidden_size, **place))
+        self.down_proj = nn.Parameter(torch.empty(rows, hidden_size, inner, **place))
         self.up_bias = nn.Parameter(torch.empty(rows, width, **place)) if bias else None
-        self.down_bias = nn.Parameter(torch.empty(rows, size, **place)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(rows, hidden_size, **place)) if bias else None
         self.hidden_size = hidden_size
-        self.descend = nn.Linear(hidden_size, size, bias=False, **place) if travel_size else None
-        self.ascend = nn.Linear(size, hidden_size, bias=False, **place) if travel_size else None
         self.shared = None
         if shared_intermediate_size:
             self.shared = SharedExpert(hidden_size, shared_intermediate_size, act, gated, place)
@@ -187,10 +179,7 @@ class MoE(LayerModule):
         else:
             self.aux_loss = x_TH.new_zeros(())
         beside = None if self.shared is None else partial(self.shared, x_TH)
-        sent_TH = x_TH if self.descend is None else self.descend(x_TH)
         y_TH, shared_TH = self.core(
-            sent_TH, routing, self.home_weights(), training=self.training, replayed=replayed, beside=beside
+            x_TH, routing, self.home_weights(), training=self.training, replayed=replayed, beside=beside
         )
-        if self.ascend is not None:
-            y_TH = self.ascend(y_TH)
         return (y_TH if shared_TH is None else y_TH + shared_TH).view_as(x)

@@ -5,6 +5,8 @@
     tiles.py       a schedule: experts begin on tokens that have arrived (FLUX, COMET); `tiled_experts.py` computes them
     merging.py     similar tokens travel as one (`codec.merge`): LSH-MoE, LUFFY
     sequence_moves.py  sequences move between layers (`extensions.py`): NetMoE, LUFFY; `sequences.py`
+    hidden_projection.py  hidden states of fewer elements are dispatched, in models of Transformers (`extensions.py`):
+        BigMac; projected_moe.py, the same of `carpool.MoE`
     policies.py    where experts go, by their loads (`placement.policy`): FasterMoE, Prophet, FlexMoE, EPLB, ...
     predictors.py  which experts come ahead of their layer: MoE-Infinity, APTMoE
     disk.py        experts and optimizer state in files: ZeRO-Infinity, MoESys

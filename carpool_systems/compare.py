@@ -31,6 +31,7 @@ from carpool.recipes import Recipe, names, read
 from carpool.routing.limit import LimitOptions
 from carpool.train.config import Config
 from carpool.train.config.schema import config_type
+from carpool.train.extensions import extensions_in_use
 from carpool.transport import TRANSPORTS, Transport
 from carpool.transport.multi_hop import MultiHop
 from carpool_systems.mechanisms import load
@@ -90,7 +91,7 @@ def refusal(recipe: Recipe, axis: Axis) -> str | None:
         return "its rows are encoded or merged on their way, and a recording does not hold rows: race it"
     if effective.get("sequence_moves.every") is not None:
         return "its sequences move between layers, and a recording holds their choices where they were: race it"
-    if config.model.travel_size is not None:
+    if any(one.architecture_settings() for one in extensions_in_use(config)):
         return "it is another model, which would have been trained to other choices"
     limits = _limit(config)
     if axis == "routing":

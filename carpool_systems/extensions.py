@@ -19,6 +19,31 @@ log = logging.getLogger("carpool")
 _PLAIN, _EQUAL = {"moe.schedule": "none"}, {"parallelism.rank_speeds": None}
 
 
+class HiddenProjectionSection(Section):
+    """Hidden states are projected before dispatch."""
+
+    size: Annotated[
+        int | None,
+        Was("model.travel_size", default="none"),
+        Excludes("parallelism.tp_size", "gradients of projections would be of a part of the tokens"),
+        Excludes("parallelism.pp_size", "projections are not cut into stages"),
+        Excludes("parallelism.etp_size", "experts in slices are made of whole ones of the model's own size"),
+        Excludes(
+            "adapter.kind",
+            "adapters go with a checkpoint, and hidden states are projected in models from scratch",
+            instead={"adapter.kind": None},
+        ),
+    ] = Field(default=None, gt=0)
+    """ANOTHER MODEL, for one from scratch: hidden states are projected to so many elements before they are sent,
+    experts compute at that size, and their outputs are projected back (BigMac). It has other parameters, and is not
+    exported to Transformers, which does not know it. none: hidden states are sent as they are."""
+
+
+class HiddenProjection(Extension):
+    name, section, architecture = "hidden_projection", HiddenProjectionSection, ("size",)
+    help = "Hidden states are projected to fewer elements before dispatch (BigMac): another model. Off by default."
+
+
 class SequenceMovesSection(Section):
     """Sequences move between layers."""
 

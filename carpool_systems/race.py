@@ -119,8 +119,10 @@ def find_field(settings: ModelSettings, recipes: Sequence[Recipe], transport: st
                 f"carpool place), write `carpool recipes show {recipe.name}` to a file, add layout = PATH to its "
                 "[moe], and race that file"
             )
-        if recipe.get("model", "travel_size") is not None:
-            found.left_out[recipe.name] = "it is another model, whose experts have other shapes (model.travel_size)"
+        if recipe.get("hidden_projection", "size") is not None:
+            found.left_out[recipe.name] = (
+                "it is another model, whose experts have other shapes (hidden_projection.size)"
+            )
             continue
         own = recipe.get("moe", "transport")
         ways = {recipe.name: own or transport}

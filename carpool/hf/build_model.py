@@ -27,10 +27,10 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import is_sharded_checkpoint
 
 from carpool.experts.quantised import Kind
+from carpool.hf.architecture_changes import change_architecture, changes_of
 from carpool.hf.held_experts import check_can_be_quantised, quantised_while_loading
 from carpool.hf.pipeline_stages import Part, kept_parts
 from carpool.hf.seam.expert_rides import rides
-from carpool.hf.seam.experts_module import is_narrow, narrow_experts
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.seam.refusals import check_tensor_parallel
 from carpool.hf.sharding import SlicedExperts, sharded_as, sharded_over, uneven_plan
@@ -95,8 +95,11 @@ def build_model(
     path = None if isinstance(config_or_path, PreTrainedConfig) else Path(config_or_path)
     config = read_config(path) if path is not None else copy.deepcopy(cast(PreTrainedConfig, config_or_path))
     check_sizes(config)
-    if path is not None and is_narrow(config):
-        raise ValueError(f"{path} is a model whose rows are projected (travel_size): resume the run that trains it")
+    if path is not None and (changes := changes_of(config)):
+        raise ValueError(
+            f"{path} is of a run that changes the architecture, and no model to load: resume the run. "
+            f"{changes[0].describe()}"
+        )
     check_ranks(distributed_config, meshes)
     blueprint = _on_meta(config, dtype, kwargs)
     check_experts(blueprint, distributed_config, slices)
@@ -207,7 +210,7 @@ def _on_meta(config: PreTrainedConfig, dtype: torch.dtype, kwargs: dict[str, str
     """The whole model without values, its tied weights not yet tied, in the dtypes that it will have."""
     with torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **kwargs)
-        narrow_experts(model, experts_modules(model))
+        change_architecture(model)
     if dtype_plan := model._get_dtype_plan(dtype):
         in_float32, _, _ = build_glob_alternation(list(dtype_plan))
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

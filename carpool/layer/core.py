@@ -47,6 +47,10 @@ from carpool.transport import (
 from carpool.transport.codecs import Merge
 
 Result = TypeVar("Result")
+# Settings that a copy of a core takes as they are.
+_TAKEN = ("schedule", "requested", "options", "limit", "drops", "projections")
+# What hidden states pass before dispatch, (T, H) -> (T, D), and their sums after combine, (T, D) -> (T, H).
+Projections = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
 # (rows that arrived, their local slots or -1, their weights) -> the weighted sum over each row's slots.
 OwnForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -73,6 +77,8 @@ class LayerCore:
         merger: which similar rows travel as one, LOSSY; None: none. As the codecs of the options say.
         drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
         dropped: how many were, since `reset_counts`: a scalar on the device; None before the first.
+        projections: what hidden states pass before dispatch, and the sums of experts after combine; None: nothing.
+            Transport and experts then have hidden states of the size in between.
         hooks: told where the backwards of rides are.
         deferred: gets the gradients of weights; None: backwards compute them.
         stats: counters of this layer.
@@ -109,6 +115,7 @@ class LayerCore:
         self.drops: DropOptions | None = None
         self.merger: Merge | None = None
         self.dropped: torch.Tensor | None = None
+        self.projections: Projections | None = None
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
         self.on_choice: Callable[[torch.Tensor], None] | None = None
@@ -339,6 +346,8 @@ class LayerCore:
         Returns:
             y_TH, and what `beside` returned."""
         assert routing.weight_TK is not None
+        if self.projections is not None:
+            x_TH = self.projections[0](x_TH)
         transport = self.prepare(routing.expert_TK.shape[1], x_TH.shape[1], x_TH.device)
         if self.load_E is not None and training:
             count_choices(self.load_E, routing.expert_TK)
@@ -373,7 +382,7 @@ class LayerCore:
         else:
             y_TH, made = self.merger.ride(x_TH, routing, slot_TK, setup, one_ride)
         self.filler.start_next()
-        return y_TH, made
+        return (y_TH if self.projections is None else self.projections[1](y_TH)), made
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -381,7 +390,7 @@ class LayerCore:
         """A core with the same settings, in the same group, that has counted nothing."""
         twin = LayerCore(self.layout, self.group, self.function, name=self.name)
         memo[id(self)] = twin
-        twin._take(self._settings())
+        twin._take(self._settings() | {"projections": copy.deepcopy(self.projections, memo)})
         # Layers that are copied together share one again.
         twin.set_activation_policies(self.policies, copy.deepcopy(self.offloader, memo))
         return twin
@@ -403,12 +412,12 @@ class LayerCore:
         self._take(state)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("layout", "function", "name", "schedule", "requested", "options", "limit", "drops", "policies")
+        names = ("layout", "function", "name", "policies", *_TAKEN)
         return {name: getattr(self, name) for name in names} | {"experts": self._experts_asked}
 
     def _take(self, settings: dict[str, Any]) -> None:
         name, options = settings["experts"]
         self.set_experts(name, **options)
         self.set_activation_policies(settings["policies"])
-        for name in ("schedule", "requested", "options", "limit", "drops"):
+        for name in _TAKEN:
             setattr(self, name, settings[name])

@@ -253,9 +253,6 @@ class LayerModule(nn.Module):
                         weight[row] = cut_C[i]
         if isinstance(self.shared, nn.Module):
             self.shared.reset_parameters()  # type: ignore[operator]
-        for projection in (self.descend, self.ascend):
-            if isinstance(projection, nn.Linear):
-                draw_weight(projection.weight)
         self.aux_loss = torch.zeros((), device=self.up_proj.device)
 
     @torch.no_grad()

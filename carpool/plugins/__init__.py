@@ -23,8 +23,9 @@ The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.
 ("carpool.schedules"), `carpool.experts.EXPERTS` ("carpool.experts"), `carpool.optim.OPTIMIZERS` ("carpool.optimizers"),
 `carpool.families.FAMILIES` ("carpool.families"), `carpool.metrics.metric.METRICS` ("carpool.metrics"),
 `carpool.memory.TIERS` ("carpool.tiers"), `carpool.memory.next_experts.PREDICTORS` ("carpool.predictors", of experts in
-host memory) and `carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A package that takes plug-ins makes its own.
-What has none of these enters as an extension, with a section of settings of its own:
+host memory), `carpool.placement.solvers.SOLVERS` ("carpool.solvers") and
+`carpool.hf.architecture_changes.ARCHITECTURE_CHANGES` ("carpool.architecture_changes"). A package that takes plug-ins
+makes its own. What has none of these enters as an extension, with a section of settings of its own:
 `carpool.train.extensions.EXTENSIONS` ("carpool.extensions"). Two groups of entry points are not registries:
 "carpool.recipes" (`carpool.recipes`), and "carpool.commands", functions of Typer: `"recipes.race" = "my_package:race"`
 is `carpool recipes race`.

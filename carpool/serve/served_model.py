@@ -22,9 +22,9 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides, set_transport
 from carpool.hf.adapters import share_adapters
+from carpool.hf.architecture_changes import row_size
 from carpool.hf.build_model import build_model
 from carpool.hf.held_experts import keep_experts_in_host_memory
-from carpool.hf.seam.experts_module import row_size
 from carpool.hf.sharding import replicate_dense
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.stored_experts import StoredExperts

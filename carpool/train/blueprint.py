@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from carpool.families import family_of
+from carpool.hf.architecture_changes import add_change, change_architecture, row_size
 from carpool.hf.documents import DOCUMENTS, fused_attention, why_no_bounds
-from carpool.hf.seam.experts_module import narrow_experts, row_size
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.model_config import check_sizes, head_sizes, make_config, read_config
 from carpool.parallel.degrees import Degrees
@@ -205,10 +205,10 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
     if model.num_experts_per_tok is not None:
         language["num_experts_per_tok"] = model.num_experts_per_tok
     made = make_config(model_type or _model_type(model.architecture or ""), keys)
-    if model.travel_size is not None:
-        made.get_text_config().travel_size = model.travel_size
     for extension in extensions_in_use(config):
         extension.change_model(made)
+        if settings := extension.architecture_settings():
+            add_change(made, extension.name, settings)
     return made
 
 
@@ -245,7 +245,7 @@ def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
     check_sizes(config)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-        narrow_experts(model, experts_modules(model))
+        change_architecture(model)
     return model
 
 

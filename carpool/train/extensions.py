@@ -26,7 +26,8 @@ While all settings of its section have their defaults, an extension does nothing
 use, they are called in this order, on all ranks alike:
 
     check                 settings of a configuration, before anything is read
-    change_model          the model's configuration, before a model is built from scratch
+    change_model          the model's configuration, before a model is built from scratch. What a configuration cannot
+                          say is an architecture change (`architecture`), which is applied to the model without values
     check_plan            the plan, before anything is loaded; a dry run ends after it
     check_data            how examples become sequences, once the data are known
     device_bytes          for the estimate of memory
@@ -40,6 +41,7 @@ objects of their own, and must not change them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from carpool.plugins import Registry
@@ -65,15 +67,23 @@ class Extension:
         name: of the section.
         section: its class. Every key has a default and a description, and the defaults together mean "off".
         help: what the section is about, in one sentence.
+        architecture: the settings that an architecture change of the same name reads; empty: there is none
+            (`carpool.hf.architecture_changes`).
         settings: the section of this run.
     """
 
     name: ClassVar[str]
     section: ClassVar[type[Section]]
     help: ClassVar[str]
+    architecture: ClassVar[Sequence[str]] = ()
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
+
+    def architecture_settings(self) -> dict[str, Any]:
+        """The settings that the architecture change reads; empty if all have their defaults, which change nothing."""
+        found, off = ({key: getattr(one, key) for key in self.architecture} for one in (self.settings, self.section()))
+        return {} if found == off else found
 
     def check(self, config: Config) -> None:
         """Raise ValueError if these settings contradict others."""
@@ -116,6 +126,8 @@ def _check(name: str, cls: type[Extension]) -> None:
     for key, field in section.model_fields.items():
         if field.is_required() or not field.description:
             raise ValueError(f"extension {name!r}: {name}.{key} needs a default and a description")
+    if missing := [key for key in cls.architecture if key not in section.model_fields]:
+        raise ValueError(f"extension {name!r}: its architecture reads {name}.{missing[0]}, which its section lacks")
 
 
 EXTENSIONS: Registry[type[Extension]] = Registry("extension", "carpool.extensions", {}, _check)

@@ -16,7 +16,7 @@ from carpool.parallel import meshes
 from carpool.parallel.degrees import EXPERT_AXES, NON_EXPERT_AXES, Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.train.config.declarations import Declared, Excludes, declared
-from carpool.train.config.schema import Config
+from carpool.train.config.schema import config_type
 from carpool.train.config.schema_base import Section
 from carpool.transport import set_topology
 from carpool.transport.nodes import hops_of, timeout_of
@@ -81,7 +81,9 @@ def test_a_collective_of_any_group_may_take_as_long_as_one_of_all_ranks(ranks: R
 
 
 def check_supported(sizes: dict[str, int], settings: dict[str, Any], all_: Declared | None = None) -> None:
-    (all_ or declared(Config)).check({**settings, **{f"parallelism.{axis}_size": size for axis, size in sizes.items()}})
+    (all_ or declared(config_type())).check(
+        {**settings, **{f"parallelism.{axis}_size": size for axis, size in sizes.items()}}
+    )
 
 
 def test_a_refusal_names_the_axes_and_what_works() -> None:
@@ -102,13 +104,15 @@ def test_a_refusal_names_the_axes_and_what_works() -> None:
 @pytest.mark.parametrize(
     ("sizes", "settings", "said"),
     [
-        ({"tp": 2}, {"model.travel_size": 8}, "of a part of the tokens"),
-        ({"etp": 2}, {"model.travel_size": 8}, "the model's own size"),
-        ({}, {"model.travel_size": 8, "adapter.kind": "lora"}, "models from scratch"),
+        ({"tp": 2}, {"hidden_projection.size": 8}, "of a part of the tokens"),
+        ({"etp": 2}, {"hidden_projection.size": 8}, "the model's own size"),
+        ({}, {"hidden_projection.size": 8, "adapter.kind": "lora"}, "models from scratch"),
         ({"tp": 2}, {"adapter.kind": "lora"}, "layers beside them"),
     ],
 )
-def test_what_narrow_rows_do_not_go_with(sizes: dict[str, int], settings: dict[str, object], said: str) -> None:
+def test_what_projected_hidden_states_do_not_go_with(
+    sizes: dict[str, int], settings: dict[str, object], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         check_supported(sizes, settings)
     key = next(iter(settings))

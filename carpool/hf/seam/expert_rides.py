@@ -92,7 +92,6 @@ class ExpertRides(LayerCore):
     Attributes, beside those of the core:
         experts: the module.
         adapters: those of the experts; None: there are none.
-        projections: what makes hidden states narrow before they ride, and sums wide (`narrow_experts`); or None.
         shared: the block's shared experts, if they compute beside the ride.
         replay, router_limit: what changes the router's choices; None: nothing.
         token_slice: (i, n): of the layer's tokens, this rank's are part i of n equal ones.
@@ -165,13 +164,9 @@ class ExpertRides(LayerCore):
             routing = self.router_limit.before_ride(routing)
         beside = None if self.shared is None else partial(self.shared.compute, x_TH)
         settings = {"training": self.experts.training, "replayed": self.replay is not None}
-        if self.projections is not None:
-            x_TH = self.projections[0](x_TH)
         y_TH, computed = self(x_TH, routing, self._home(), beside=beside, **settings)
         if self.shared is not None:
             self.shared.offer(computed)
-        if self.projections is not None:
-            y_TH = self.projections[1](y_TH)
         return y_TH
 
     @property

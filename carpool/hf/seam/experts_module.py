@@ -1,25 +1,23 @@
 """What an experts module of transformers computes, as far as Carpool knows, and what has been done to it.
 
 Classes that carry transformers' experts decorator say it by flags: has_gate, has_bias, is_transposed. Their activation
-is found by the type of `act_fn`, or by the gate function. A module says so if its experts were cut into slices, made
-narrow (`narrow_experts`) or quantised (`carpool.hf.held_experts`).
+is found by the type of `act_fn`, or by the gate function. A module says so if its experts were cut into slices or
+quantised (`carpool.hf.held_experts`), or if its tokens are projected before dispatch (`project_tokens`).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from carpool.experts import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.quantised import Quantised
 from carpool.families import family_of_class
+from carpool.layer.core import Projections
 
 # By exact type: a subclass may compute something else.
 ACTIVATION_MODULES: dict[type, str] = {
@@ -27,7 +25,7 @@ ACTIVATION_MODULES: dict[type, str] = {
     nn.ReLU: "relu", ReLUSquaredActivation: "relu2",
 }  # fmt: skip
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Attributes of modules, past nn.Module: what stands for quantised parameters, what makes rows narrow and wide again.
+# Attributes of modules, past nn.Module: what stands for quantised parameters, and `LayerCore.projections`.
 QUANTISED, PROJECTIONS = "_carpool_base", "_carpool_projections"
 
 
@@ -90,8 +88,14 @@ def base_of(experts: nn.Module) -> dict[str, Quantised]:
     return found
 
 
-def projections_of(experts: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """What projects the rows of an experts module, there and back; None: they travel as they are."""
+def project_tokens(experts: nn.Module, before: nn.Module, after: nn.Module) -> None:
+    """Have the tokens of an experts module pass `before` ahead of dispatch, and their sums `after` behind combine.
+    Parameters of the two are of another module, in which they must be registered."""
+    object.__setattr__(experts, PROJECTIONS, (before, after))
+
+
+def projections_of(experts: nn.Module) -> Projections | None:
+    """What tokens pass before dispatch, and their sums after combine; None: nothing."""
     return getattr(experts, PROJECTIONS, None)
 
 
@@ -104,71 +108,3 @@ def fields_of(experts: Any) -> dict[str, str]:
     """The fields of `ExpertWeights` that the parameters of a decorated experts module are."""
     parameters = zip(weight_names(experts), ExpertWeights._fields, strict=False)
     return {parameter: field for parameter, field in parameters if parameter is not None}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Narrow rows: tokens are projected to fewer elements before they travel, and sums are projected back (BigMac).
-#
-#     block    router(x_TH) -> choices;  descend(x_TH) -> rows of `size` travel -> experts -> ascend -> (T, H)
-#
-# This is ANOTHER MODEL: its experts are matrices of size x F in the place of H x F, and each block has two projections
-# more. A configuration says so by `travel_size` (arXiv 2502.16927, section 3). Transformers builds the model without,
-# and knows nothing of it; here its experts are made anew. So such a model is trained from scratch, resumed, evaluated
-# and sampled by Carpool, and not exported. For the same number of parameters, make experts wider
-# (moe_intermediate_size).
-
-KEY = "travel_size"
-
-
-def row_size(config: PreTrainedConfig) -> int:
-    """Elements of a row that travels."""
-    text: Any = config.get_text_config()
-    return int(getattr(text, KEY, None) or text.hidden_size)
-
-
-def is_narrow(config: PreTrainedConfig) -> bool:
-    """Whether rows are projected before they travel."""
-    return getattr(config.get_text_config(), KEY, None) is not None
-
-
-def narrow_experts(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Give a model whose configuration has a `travel_size` its narrow experts and their projections. Others stay.
-
-    Args:
-        model: just built, on the meta device.
-        names: of its experts modules.
-
-    Raises:
-        ValueError: experts that cannot be made in another size.
-    """
-    if not is_narrow(model.config):
-        return
-    text: Any = model.config.get_text_config()
-    size, hidden, narrow = row_size(model.config), text.hidden_size, copy.deepcopy(text)
-    if size >= hidden:
-        raise ValueError(
-            f"model.travel_size = {size} makes no row smaller, for model.config.hidden_size is {hidden}: choose a "
-            "smaller one, or leave it out"
-        )
-    narrow.hidden_size = size
-    for name in names:
-        path, _, key = name.rpartition(".")
-        block, experts = model.get_submodule(path), model.get_submodule(name)
-        place: Any = {"dtype": next(experts.parameters()).dtype, "device": "meta"}
-        made = _made(type(experts), narrow, name).to(**place)
-        before, after = ([p.shape for p in one.parameters()] for one in (experts, made))
-        if len(before) != len(after) or any(size not in shape for shape in after if len(shape) == 3):
-            raise ValueError(f"model.travel_size: the experts of {type(model).__name__} cannot have another size")
-        block.descend = nn.Linear(hidden, size, bias=False, **place)
-        block.ascend = nn.Linear(size, hidden, bias=False, **place)
-        # Past nn.Module: they are the block's.
-        object.__setattr__(made, PROJECTIONS, (block.descend, block.ascend))
-        setattr(block, key, made)
-
-
-def _made(cls: Any, config: PreTrainedConfig, name: str) -> nn.Module:
-    try:
-        made: nn.Module = cls(config)
-    except Exception as error:  # each class takes what it likes
-        raise ValueError(f"model.travel_size: {name} ({cls.__name__}) cannot be made anew: {error}") from error
-    return made

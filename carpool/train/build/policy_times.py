@@ -28,9 +28,9 @@ from transformers import PreTrainedConfig
 
 from carpool.activations import ActivationPolicies
 from carpool.hf import set_activation_policies
+from carpool.hf.architecture_changes import row_size
 from carpool.hf.decoder_layers import offload_layers, recompute_layers
 from carpool.hf.seam.expert_rides import capacities_of_rides
-from carpool.hf.seam.experts_module import row_size
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.metrics.host import timed
 from carpool.parallel.replicated import replicated

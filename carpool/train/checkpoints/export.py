@@ -28,7 +28,7 @@ from rich.filesize import decimal
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from carpool.hf.seam.experts_module import is_narrow
+from carpool.hf.architecture_changes import why_not_in_transformers, without_changes
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import Group, OriginalLayout, OriginalWeights
 from carpool.hf.weights.weight_files import Entry, stored_weights
@@ -263,10 +263,10 @@ def _plan(
     mine = sorted(name for name in records if name.startswith(f"{MODEL}/"))[rank() :: world()]
     begin("checking", sum(records[name]["bytes"] for name in mine))
     check_files(checkpoint, records, mine, advance)
-    if is_narrow(read_config(checkpoint / MODEL)):
+    if why := why_not_in_transformers(read_config(checkpoint / MODEL)):
         raise CheckpointError(
-            f"{run} trains a model whose rows are projected (model.travel_size), which Transformers does not know: it "
-            "cannot be exported; resume, evaluate or sample it with Carpool"
+            f"{run} trains a model that Transformers cannot load: {why}. It cannot be exported; resume, evaluate or "
+            "sample it with Carpool"
         )
     model = meta_model(checkpoint / MODEL)
     parts = stored_parts(checkpoint / MODEL)
@@ -319,6 +319,7 @@ def _write_rest(source: Source, configs: Path, layout: OriginalLayout, folder: P
         for path in configs.glob("*.json"):
             shutil.copyfile(path, folder / path.name)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        without_changes(config)  # which Transformers' class does without, or the model would not be exported
         # vLLM and others look for the class here; a model from scratch has never said it.
         config["architectures"] = [layout.architecture]
         config["dtype"] = layout.dtype

@@ -128,6 +128,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _checked_by_extensions(self) -> Self:
         for extension in extensions_in_use(self):
+            if (changed := extension.architecture_settings()) and not self.model.from_scratch:
+                raise ValueError(
+                    f"{extension.name}.{next(iter(changed))} makes another model, but model.path = {self.model.path} "
+                    "names a checkpoint: leave one out"
+                )
             extension.check(self)
         return self
 

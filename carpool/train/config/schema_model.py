@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.train.config.declarations import Excludes
 from carpool.train.config.published import download_hint, is_configuration_alone, read_keys
 from carpool.train.config.schema_base import Section
 
@@ -50,20 +49,6 @@ class ModelSection(Section):
     of one as a table, which names what it changes under "from". vocab_size is the tokenizer's unless given."""
     num_experts_per_tok: int | None = Field(default=None, gt=0)
     """For a model from scratch: experts that each token visits (top-k). none: as the configuration says."""
-    travel_size: Annotated[
-        int | None,
-        Excludes("parallelism.tp_size", "gradients of projections would be of a part of the tokens"),
-        Excludes("parallelism.pp_size", "projections are not cut into stages"),
-        Excludes("parallelism.etp_size", "experts in slices are made of whole ones of the model's own size"),
-        Excludes(
-            "adapter.kind",
-            "adapters go with a checkpoint, and hidden states are projected in models from scratch",
-            instead={"adapter.kind": None},
-        ),
-    ] = Field(default=None, gt=0)
-    """ANOTHER MODEL, for one from scratch: hidden states are projected to so many elements before they are sent,
-    experts compute at that size, and their outputs are projected back (BigMac). It has other parameters, and is not
-    exported to Transformers, which does not know it. none: hidden states are sent as they are."""
     attn_implementation: str | None = None
     """Attention of transformers: sdpa, eager, flash_attention_2 and others. none: transformers chooses, but
     flex_attention on GPUs for models that cannot take sdpa, such as gpt-oss, and for packed examples attention that
@@ -100,10 +85,6 @@ class ModelSection(Section):
             )
         if len(given) > 1:
             raise ValueError(f"model.{' and model.'.join(given)} contradict each other: give only one of them")
-        if self.travel_size is not None and not self.from_scratch:
-            raise ValueError(
-                f"model.travel_size makes another model, but model.path = {self.path} names a checkpoint: leave one out"
-            )
         return self
 
     @property

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from carpool.experts.quantised import quantised_bytes
 from carpool.hf.activation_sizes import Activations, measure_activations
+from carpool.hf.architecture_changes import row_size
 from carpool.hf.decoder_layers import draws_random_numbers
 from carpool.hf.documents import DOCUMENTS, FLEX
 from carpool.hf.loss_head import output_layer, why_whole
-from carpool.hf.seam.experts_module import row_size
 from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
 from carpool.kernels.cross_entropy import piece_size
 from carpool.layout.layouts import Layouts

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from carpool.hf import transport
+from carpool.hf.architecture_changes import why_not_in_transformers
 from carpool.hf.decoder_layers import eagerly
 from carpool.hf.documents import attention_of_any_length
 from carpool.hf.generation import Sampling, generate
@@ -184,14 +185,13 @@ def finish(run: Run) -> None:
     could be is."""
     training = run.config.training
     run.placement.finish(run.step)
-    # Transformers has no such model.
-    narrow = run.config.model.travel_size is not None
     evaluate(run)
     if run.saved_at != run.step:
         save(run)
     elif run.built.adapted and run.start == run.step:
         _save_adapter(run)  # whoever took the last step may have ended between the two
-    if training.save_pretrained and not run.built.adapted and not narrow and run.step == training.steps:
+    loadable = not run.built.adapted and not why_not_in_transformers(run.built.model.config)
+    if training.save_pretrained and loadable and run.step == training.steps:
         _export(run)
     comparison = _compare(run)
     if run.built.offloaded is not None:

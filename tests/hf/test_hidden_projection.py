@@ -1,4 +1,4 @@
-"""Rows that are projected before they travel, in a model of Transformers: two ranks against one process."""
+"""Hidden states that are projected before dispatch, in a model of Transformers: two ranks against one process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from carpool.hf import rides, set_transport
+from carpool.hf.architecture_changes import add_change, changes_of, row_size
 from carpool.hf.build_model import build_model
-from carpool.hf.seam.experts_module import is_narrow, row_size
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.parallel.degrees import Degrees
 from carpool.train.blueprint import meta_model
@@ -29,7 +29,7 @@ SIZE, TOP_K = 8, 2
 
 def config() -> Any:
     found = tiny_config(discover()["qwen3_moe"])
-    found.travel_size = SIZE
+    add_change(found, "hidden_projection", {"size": SIZE})
     return found
 
 
@@ -56,11 +56,6 @@ def on_rank() -> Any:
     return None if rank else (losses.loss, gradients, rows, sizes)
 
 
-def _between(block: Any, own: Any, x_TH: torch.Tensor, *choices: torch.Tensor) -> torch.Tensor:
-    y_TH: torch.Tensor = block.ascend(own(block.descend(x_TH), *choices))
-    return y_TH
-
-
 def in_one_process() -> tuple[Any, float]:
     """The model and its loss, by Transformers' own experts between the projections."""
     model = build_model(config(), distributed_config=None, dtype=torch.float32, seed=0)
@@ -85,21 +80,21 @@ def test_ranks_compute_what_one_process_does_and_send_short_rows(two_ranks: Rank
 
 def test_what_a_narrow_model_is() -> None:
     model = meta_model(config())
-    assert is_narrow(model.config) and row_size(model.config) == SIZE
+    assert row_size(model.config) == SIZE
     assert {SIZE} == {set(p.shape[1:]) & {SIZE} and SIZE for name in experts_modules(model)
                       for p in model.get_submodule(name).parameters()}  # fmt: skip
     plain = tiny_config(discover()["qwen3_moe"])
-    assert not is_narrow(plain) and row_size(plain) == plain.hidden_size
+    assert not changes_of(plain) and row_size(plain) == plain.hidden_size
 
 
 def test_a_checkpoint_is_not_made_another_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("")
-    with pytest.raises(ValueError, match=r"model.travel_size makes another model"):
-        load_config(None, [f"model.path={tmp_path}", "data.train=text.txt", "model.travel_size=8"])
-    with pytest.raises(
-        ValueError, match=r"model.travel_size = 64 makes no row smaller, for .* is 64: choose a smaller"
-    ):
-        dry_run(load_config(None, ["model.config.hidden_size=64", "model.travel_size=64"]), gpu="h100")
-    with pytest.raises(ValueError, match=r"tp_size = 2 with model.travel_size = 8: gradients of projections"):
-        load_config(None, ["parallelism.tp_size=2", "model.travel_size=8"])
+    with pytest.raises(ValueError, match=r"hidden_projection.size makes another model"):
+        load_config(None, [f"model.path={tmp_path}", "data.train=text.txt", "hidden_projection.size=8"])
+    with pytest.raises(ValueError, match=r"hidden_projection.size = 64 makes no hidden state smaller, for .* is 64"):
+        dry_run(load_config(None, ["model.config.hidden_size=64", "hidden_projection.size=64"]), gpu="h100")
+    with pytest.raises(ValueError, match=r"tp_size = 2 with hidden_projection.size = 8: gradients of projections"):
+        load_config(None, ["parallelism.tp_size=2", "hidden_projection.size=8"])
+    with pytest.raises(ValueError, match=r"model.travel_size .*version 0.1: write hidden_projection.size = 8"):
+        load_config(None, ["model.travel_size=8"])

@@ -1,7 +1,9 @@
-"""Rows that are projected before they travel (BigMac): the same on any number of ranks, and shorter by what is said."""
+"""Hidden states projected before dispatch (BigMac): the same on any number of ranks, and as short as said."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -9,18 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import carpool
-from carpool import ExpertLayout
+from carpool import ExpertLayout, MoE
 from carpool.placement import predict
 from carpool.transport.codecs import TOKEN_VERBS
+from carpool_systems.projected_moe import ProjectedMoE
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 H, SENT, F, E, K, T = 24, 8, 20, 8, 3, 7
 
 
-def layer(ep_mesh: Any = None) -> carpool.MoE:
+def layer(ep_mesh: Any = None) -> ProjectedMoE:
     torch.manual_seed(0)
-    return carpool.MoE(H, F, E, K, travel_size=SENT, ep_mesh=ep_mesh, transport="dedup", shared_intermediate_size=4)
+    return ProjectedMoE(H, F, E, K, projected_size=SENT, ep_mesh=ep_mesh, transport="dedup", shared_intermediate_size=4)
 
 
 def tokens(rank: int) -> torch.Tensor:
@@ -43,12 +45,12 @@ def forward_and_backward() -> dict[str, Any]:
 
 def test_ranks_compute_what_one_process_does_and_send_short_rows(ranks: Ranks) -> None:
     found, one = ranks(forward_and_backward), layer()
+    plain = MoE(SENT, F, E, K, transport="dedup")
     leaves = [tokens(rank) for rank in range(WORLD_SIZE)]
     for got, x in zip(found, leaves, strict=True):
         routing = one.router(x)
-        sent = one.descend(x)
-        parts = [one.core(sent, routing, one.home_weights(), training=True)[0]]
-        y = one.ascend(parts[0]) + one.shared(x)
+        sums = plain.core(one.descend(x), routing, one.home_weights(), training=True)[0]
+        y = one.ascend(sums) + one.shared(x)
         torch.testing.assert_close(one(x), y, msg="descend, experts, ascend")
         y.square().sum().backward()
         torch.testing.assert_close(got["y"], y.detach(), rtol=1e-5, atol=1e-6)
@@ -66,12 +68,12 @@ def test_ranks_compute_what_one_process_does_and_send_short_rows(ranks: Ranks) -
 
 
 def test_sizes_are_checked_and_drawn_again() -> None:
-    with pytest.raises(ValueError, match="travel_size=-1"):
-        carpool.MoE(H, F, E, K, travel_size=-1)
+    with pytest.raises(ValueError, match="projected_size=-1"):
+        ProjectedMoE(H, F, E, K, projected_size=-1)
     moe = layer()
     with pytest.raises(ValueError, match=f"hidden size is {H}"):
         moe(torch.zeros(2, SENT))
-    drawn = []
+    drawn, x_TH = [], tokens(0)
     for _ in range(2):
         torch.manual_seed(1)
         moe.reset_parameters()
@@ -79,5 +81,9 @@ def test_sizes_are_checked_and_drawn_again() -> None:
         with torch.no_grad():
             moe.descend.weight.zero_()
             moe.ascend.weight.zero_()
+    moe.reset_parameters()
     assert all(map(torch.equal, *drawn)) and all(weight.any() for weight in drawn[0])
     assert {"descend.weight", "ascend.weight"} <= set(moe.logical_state_dict())
+    for twin in (copy.deepcopy(moe), pickle.loads(pickle.dumps(moe))):
+        assert twin.core.projections == (twin.descend, twin.ascend) and twin.descend is not moe.descend
+        assert torch.equal(twin(x_TH), moe(x_TH)) and moe(x_TH).any()
