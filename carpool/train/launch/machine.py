@@ -27,13 +27,10 @@ class Machine:
     """As far as the decisions about a run depend on it.
 
     Attributes:
-        topology: of all ranks.
-        hardware: rates for the cost model.
+        topology, hardware: of all ranks; rates for the cost model.
         memory: bytes that a rank may use.
-        cuda: on GPUs.
         here: it is this machine, which can be asked; not another one, of which only the datasheet is known.
-        device: this rank's; None: no rank runs, and nothing can be measured.
-        rank: this one.
+        device, rank: this rank's; without a device no rank runs, and nothing can be measured.
     """
 
     topology: Topology
@@ -51,11 +48,8 @@ class Machine:
 
 def find_machine(section: ParallelismSection, device: torch.device) -> Machine:
     """Every rank says where it is, and all agree on the topology and on the rates of the hardware: what
-    `parallelism.hardware` names, or those of rank 0's device. Collective over all ranks.
-
-    Raises:
-        ValueError: ranks that contradict each other (on all ranks alike), or hardware that is not known.
-    """
+    `parallelism.hardware` names, or those of rank 0's device. Collective over all ranks. Raises ValueError for ranks
+    that contradict each other (on all ranks alike), or hardware that is not known."""
     own, cuda, rank = hardware_of(device_name(device)), device.type == "cuda", dist.get_rank()
     topology = find_topology(None, section.ranks_per_node, own.nvlink is not None)
     named = section.hardware
@@ -64,13 +58,8 @@ def find_machine(section: ParallelismSection, device: torch.device) -> Machine:
 
 
 def imagine_machine(config: Config, gpu: str | None) -> Machine:
-    """What a run would find, without its ranks.
-
-    Args:
-        gpu: the name of a GPU for which the run is meant; None: it is meant for this machine.
-
-    Raises:
-        ValueError: a GPU or hardware that is not known, or more ranks than this machine has GPUs."""
+    """What a run would find, without its ranks. `gpu`: the name of a GPU for which the run is meant; None: it is meant
+    for this machine. Raises ValueError for a GPU or hardware that is not known, or more ranks than there are GPUs."""
     section = config.parallelism
     if gpu is not None:
         cuda, own, ranks = True, find_gpu(gpu), section.num_ranks or NODE
@@ -89,17 +78,12 @@ def imagine_machine(config: Config, gpu: str | None) -> Machine:
 
 
 def find_gpu(name: str) -> Hardware:
-    """The profile of a GPU by its name, such as "h100" or "A100 PCIe".
-
-    Raises:
-        ValueError: none has this name, or its memory is not known."""
+    """The profile of a GPU by its name, such as "h100" or "A100 PCIe". ValueError if none with known memory has it."""
     known = {one.lower(): profile for one, profile in HARDWARE.items() if profile.capacity is not None}
-    if name.lower() not in known:
-        close = nearest(name.lower(), list(known))
-        raise ValueError(
-            f"--gpu {name} is not known{f'; did you mean {close}?' if close else ''}; known are {', '.join(known)}"
-        )
-    return known[name.lower()]
+    if name.lower() in known:
+        return known[name.lower()]
+    hint = f"; did you mean {close}?" if (close := nearest(name.lower(), list(known))) else ""
+    raise ValueError(f"--gpu {name} is not known{hint}; known are {', '.join(known)}")
 
 
 def rank_device() -> torch.device:
@@ -114,9 +98,7 @@ def device_name(device: torch.device) -> str:
 
 
 def rank_memory(cuda: bool, ranks: int) -> int:
-    """Bytes that a rank may use: of its GPU, or its share of this machine's memory.
-
-    `ranks`: how many are on this machine."""
+    """Bytes that a rank may use: of its GPU, or its share of the memory of this machine, on which `ranks` are."""
     if cuda:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from carpool.layout.topology import whereabouts
 
-log = logging.getLogger("carpool")
-
 BEAT_SECONDS = 1.0
 # So long a rank that has failed looks at the others. Who says nothing in the second half of it is gone.
 PATIENCE_SECONDS = 6.0
@@ -52,29 +50,22 @@ class RollCall:
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world: int,
-        timeout: float,
-        end: Callable[[RanksLostError], None],
+        self, store: dist.Store, rank: int, world: int, timeout: float, end: Callable[[RanksLostError], None],
         ranks_per_node: int | None = None,
-    ) -> None:
-        self._store, self.rank, self.world, self.timeout, self._end = store, rank, world, timeout, end
-        self._prefix = f"carpool/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._beats = [f"{self._prefix}/beat/{one}" for one in range(world)]
+    ) -> None:  # fmt: skip
+        self._store = dist.PrefixStore(f"carpool/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self.rank, self.world, self.timeout, self._end = rank, world, timeout, end
+        self._beats = [f"beat/{one}" for one in range(world)]
         self._watches = rank == 0
         self._where = {rank: str(whereabouts(os.environ, rank, socket.gethostname(), ranks_per_node))}
         self._stopped = threading.Event()
         self._reached = time.monotonic()
-        self._latest = [""] * world
-        self._changed = [self._reached] * world
-        self._lost: list[int] = []
+        self._latest, self._changed, self._lost = [""] * world, [self._reached] * world, list[int]()
         threads = (self._beat, self._judge)
         self._threads = [threading.Thread(target=one, name="carpool-roll-call", daemon=True) for one in threads]
 
     def start(self) -> None:
-        self._store.set(f"{self._prefix}/where/{self.rank}", self._where[self.rank])
+        self._store.set(f"where/{self.rank}", self._where[self.rank])
         for thread in self._threads:
             thread.start()
 
@@ -85,19 +76,20 @@ class RollCall:
 
     def explain(self, error: BaseException) -> RanksLostError:
         """What is behind an error of a collective. Takes some seconds: ranks get the time for a beat."""
-        now = time.monotonic()
+        now, last = time.monotonic(), (str(error).strip().splitlines() or [""])[-1]
+        short = f"({type(error).__name__}: {last[:200]})"
         self._watches = self._watches or self.world <= MOST_WATCHERS
         time.sleep(PATIENCE_SECONDS)
         if self._reached < now:
-            return RanksLostError(self._unreached(time.monotonic() - self._reached) + f" ({_short(error)})")
+            return RanksLostError(f"{self._unreached(time.monotonic() - self._reached)} {short}")
         if not self._watches:
-            return RanksLostError(f"a collective failed ({_short(error)}); rank 0 says who does not answer")
+            return RanksLostError(f"a collective failed {short}; rank 0 says who does not answer")
         if silent := self._silent():
-            return RanksLostError(f"{self._gone(silent)} ({_short(error)})")
+            return RanksLostError(f"{self._gone(silent)} {short}")
         delay_W, slowest = self._delays()
         return RanksLostError(
-            f"a collective failed, but all {self.world} ranks answer ({_short(error)}). If a link is slow, it is most "
-            f"likely that of {self._name([slowest])}: the store took {delay_W[slowest]:.3g} s to answer it, and "
+            f"a collective failed, but all {self.world} ranks answer {short}. If a link is slow, it is most likely "
+            f"that of {self._name([slowest])}: the store took {delay_W[slowest]:.3g} s to answer it, and "
             f"{sorted(delay_W)[self.world // 2]:.3g} s the rank in the middle. 'carpool doctor --measure' measures "
             "links"
         )
@@ -111,14 +103,14 @@ class RollCall:
                 self._store.set(self._beats[self.rank], f"{count} {delay:.6f}")
                 self._read()
             except Exception as error:  # the store may go before this thread is stopped; `_judge` sees if it stays so
-                log.debug("roll call: %s", error)
+                logging.getLogger("carpool").debug("roll call: %s", error)
                 continue
             self._reached = time.monotonic()
             delay = self._reached - began
 
     def _read(self) -> None:
         """What rank 0 has declared, and of who watches all beats; and where the ranks are that may have to be named."""
-        named, key = {0}, f"{self._prefix}/lost"
+        named = {0}
         if self._watches:
             there = [one for one in range(self.world) if self._latest[one] or self._store.check([self._beats[one]])]
             for one, text in zip(there, self._store.multi_get([self._beats[one] for one in there]), strict=True):
@@ -128,14 +120,11 @@ class RollCall:
         if self.rank == 0:
             limit = time.monotonic() - self.timeout - GRACE_SECONDS
             if silent := [one for one in range(1, self.world) if self._changed[one] < limit]:
-                self._store.set(key, " ".join(map(str, silent)))
-        lost = []
-        if self._store.check([key]):
-            lost = [int(one) for one in self._store.get(key).decode().split()]
+                self._store.set("lost", " ".join(map(str, silent)))
+        lost = [int(one) for one in self._store.get("lost").decode().split()] if self._store.check(["lost"]) else []
         for one in sorted(named.union(lost) - self._where.keys()):
-            name = f"{self._prefix}/where/{one}"
-            if self._store.check([name]):
-                self._where[one] = self._store.get(name).decode()
+            if self._store.check([f"where/{one}"]):
+                self._where[one] = self._store.get(f"where/{one}").decode()
         self._lost = lost
 
     def _silent(self) -> list[int]:
@@ -151,15 +140,11 @@ class RollCall:
     def _judge(self) -> None:
         while not self._stopped.wait(BEAT_SECONDS):
             away = time.monotonic() - self._reached
-            if self._lost:
-                text = self._gone(self._lost)
-            elif away > self.timeout + GRACE_SECONDS:
-                text = self._unreached(away)
-            else:
-                continue
-            if not self._stopped.wait(GRACE_SECONDS):
-                self._end(RanksLostError(text))
-            return
+            if self._lost or away > self.timeout + GRACE_SECONDS:
+                text = self._gone(self._lost) if self._lost else self._unreached(away)
+                if not self._stopped.wait(GRACE_SECONDS):
+                    self._end(RanksLostError(text))
+                return
 
     def _gone(self, ranks: Sequence[int]) -> str:
         return (
@@ -168,10 +153,9 @@ class RollCall:
         )
 
     def _unreached(self, seconds: float) -> str:
-        first = self._where.get(0, "its node")
         return (
-            f"{self._name([self.rank])} has not reached rank 0 on {first} for {seconds:.0f} s: "
-            "rank 0 has ended, that node is gone, or the link to it is down or too slow"
+            f"{self._name([self.rank])} has not reached rank 0 on {self._where.get(0, 'its node')} for {seconds:.0f} "
+            "s: rank 0 has ended, that node is gone, or the link to it is down or too slow"
         )
 
     def _name(self, ranks: Sequence[int]) -> str:
@@ -180,7 +164,3 @@ class RollCall:
         for rank in ranks:
             nodes.setdefault(self._where.get(rank, "an unknown node"), []).append(rank)
         return " and ".join(f"rank {', rank '.join(map(str, on))} on {node}" for node, on in nodes.items())
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:200]}"

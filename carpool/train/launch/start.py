@@ -9,12 +9,10 @@
   `parallelism.num_ranks` processes on CPU, each running `carpool.train.launch.worker`. This process becomes the agent.
 
 When a rank dies, the agent stops the others at once (a dead peer leaves them in a collective that cannot end), and
-`run` raises one `RankFailure` that names the rank which failed first, not the ones that fell over it. A rank whose
-agent dies is killed by the kernel. Under torchrun these are torchrun's tasks; under Slurm the other ranks notice, and
-end (`carpool.train.launch.roll_call`).
-
-Ranks other than 0 write to temporary files instead of the terminal; if one dies without a Python error (a crash in
-native code), the last lines that it wrote are part of the message. With `debug` all write to the terminal.
+`run` raises one `RankFailure` that names the rank which failed first, not the ones that fell over it; if it died
+without a Python error (a crash in native code), with the last lines that it wrote: ranks other than 0 write to
+temporary files. A rank whose agent dies is killed by the kernel. Under torchrun these are torchrun's tasks; under Slurm
+the other ranks notice, and end (`carpool.train.launch.roll_call`).
 """
 
 from __future__ import annotations
@@ -37,14 +35,7 @@ from typing import Any
 
 from carpool.parallel.world import find_world
 from carpool.train.config import Config
-from carpool.train.launch.failure import (
-    Interrupted,
-    first_cause,
-    rank_failure,
-    record_error,
-    recorded,
-    resume_hint,
-)
+from carpool.train.launch.failure import Interrupted, first_cause, rank_failure, record_error, recorded, resume_hint
 from carpool.train.launch.stopping import LISTENERS, Relay, Stopped, in_setup
 from carpool.train.launch.worker import entry_name, find_entry, run_rank, use_cuda
 
