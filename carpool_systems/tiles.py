@@ -108,7 +108,7 @@ class TiledOrder:
         experts = setup.experts
         assert isinstance(experts, GroupedExperts)
         x_TH, route, coming, spans = started
-        kept: HiddenStates | None = None
+        activations: HiddenStates | None = None
         sums: list[Pending] = []
         handover()
         spans.begin("dispatch")
@@ -124,7 +124,7 @@ class TiledOrder:
             with reserved(transport.processors):
                 if backward and part == self.parts - 1:
                     # Before the rows' buffer goes to others, and when combines have most to hide behind.
-                    kept = saved_inputs(x_TH, arrivals, setup)
+                    activations = saved_inputs(x_TH, arrivals, setup)
                 work.part(part)
             spans.begin("combine", part)
             sums.append(transport.combine(route, partial_RH, part))
@@ -133,17 +133,17 @@ class TiledOrder:
         spans.begin("combine")
         y_TH = [one.wait() for one in sums][-1]
         spans.end()
-        return y_TH.to(x_TH.dtype), None if kept is None else (SavedActivations(route, kept, work.saved),)
+        return y_TH.to(x_TH.dtype), None if activations is None else (SavedActivations(route, activations, work.saved),)
 
     def backward(
         self,
         dy_TH: torch.Tensor,
         weights: ExpertWeights,
-        kept: tuple[SavedActivations, ...],
+        activations: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
     ) -> tuple[Pending, ExpertWeights | None]:
-        ((route, x, saved),) = kept
+        ((route, x, saved),) = activations
         transport: Any = setup.transport
         experts, hooks = setup.experts, setup.hooks
         assert isinstance(experts, GroupedExperts)
@@ -183,7 +183,7 @@ class TiledOrder:
             dweights = work.dweights(x)
         if again is not None:
             spans.begin("combine")
-            sums.insert(0, transport.discard(again, kept[0].x.data))
+            sums.insert(0, transport.discard(again, activations[0].x.data))
         spans.end()
         dtype = dy_TH.dtype
 

@@ -208,9 +208,9 @@ def test_rows_that_are_encoded_again_do_not_change_again(name: str, hidden: int,
 def test_what_travels_otherwise_is_said() -> None:
     assert PLAIN.plain and not PLAIN.lossy_reasons
     assert MIXED.lossy_reasons == [
-        "rows to experts travel as FP8 between nodes",
-        "sums of experts travel as bfloat16 between nodes",
-        "gradients of sums travel as FP8 between nodes",
+        "tokens to experts are sent as FP8 inter-node",
+        "outputs of experts are sent as bfloat16 inter-node",
+        "gradients of MoE outputs are sent as FP8 inter-node",
     ]
     assert MIXED.for_element_size(4) == MIXED
     assert MIXED.for_element_size(2).lossy_reasons == [MIXED.lossy_reasons[0], MIXED.lossy_reasons[2]]

@@ -119,7 +119,7 @@ def test_auto_says_in_the_log_what_it_chose(caplog: pytest.LogCaptureFixture) ->
         # No codec of rows that do not travel: the ride is as it would be between ranks.
         carpool.MoE(H, F, EXPERTS, 1, transport_options=TransportOptions(codecs=Codecs(dispatch="bf16")))
         assert "transport alltoall: with one expert per token" in caplog.text
-        assert "not local: its rows travel as they are" in caplog.text
+        assert "not local: it does not encode hidden states" in caplog.text
         assert "not nvlink: one rank has nobody" in caplog.text
 
 

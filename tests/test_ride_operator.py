@@ -51,11 +51,11 @@ TRANSPORTS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def nothing_stays_behind() -> Iterator[None]:
     torch._dynamo.reset()
-    assert not ride_operator._KEPT
+    assert not ride_operator._SAVED
     yield
-    if ride_operator._KEPT:
+    if ride_operator._SAVED:
         gc.collect()
-    assert not ride_operator._KEPT
+    assert not ride_operator._SAVED
 
 
 class Case:
@@ -275,20 +275,20 @@ def test_nothing_is_kept_where_no_backward_will_follow(compiled: bool) -> None:
     leaves = [leaf.clone().requires_grad_() for leaf in case.leaves]
     with torch.no_grad():
         y = call(*leaves)
-    assert not ride_operator._KEPT and not int(case.transport.arena.needed)
+    assert not ride_operator._SAVED and not int(case.transport.arena.needed)
     with torch.inference_mode():
         assert torch.equal(call(*leaves), y)
-    assert not ride_operator._KEPT and not int(case.transport.arena.needed)
+    assert not ride_operator._SAVED and not int(case.transport.arena.needed)
     assert torch.equal(call(*leaves).detach(), y) and int(case.transport.arena.needed)
 
 
 def test_what_is_kept_goes_with_the_output_that_nobody_wanted() -> None:
     case = Case("dedup")
     y = case.compiled()(*[leaf.clone().requires_grad_() for leaf in case.leaves])
-    assert len(ride_operator._KEPT) == 1
+    assert len(ride_operator._SAVED) == 1
     del y
     gc.collect()
-    assert not ride_operator._KEPT
+    assert not ride_operator._SAVED
 
 
 def test_a_second_backward_is_refused() -> None:

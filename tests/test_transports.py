@@ -1,4 +1,4 @@
-"""How rows travel: counted rows and bytes equal the predicted ones, and the verbs keep their contract."""
+"""Transports: counted sends and bytes equal the predicted ones, and the verbs keep their contract."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_first_hop_of_fixed_size_sends_what_it_says(ranks: Ranks) -> None:
         np.testing.assert_array_equal(
             [c[number]["plan"] for c in counted], volume.bytes_WW["plan"] * max(1, chunks), err_msg="plan"
         )
-        assert "inside nodes dedup, not nvlink: " in counted[0][number]["why"]
+        assert "intra-node dedup, not nvlink: " in counted[0][number]["why"]
 
 
 def settle(nodes: int) -> list[str]:
@@ -260,11 +260,11 @@ def settle(nodes: int) -> list[str]:
 
 def test_rows_between_nodes_are_counted_where_many_would_be_empty(ranks: Ranks) -> None:
     many, few, measured, unsaid, asked = ranks(settle, 2)[0]
-    assert many.startswith("fixed: ") and "of 1 rows to other nodes a token needs 0.996" in many
+    assert many.startswith("fixed: ") and "of 1 sends to other nodes a token needs 0.996" in many
     assert few.startswith("counted: ") and "needs 0.5, as are expected of uniform choices" in few
     assert measured.startswith("counted: ") and "needs 0.8, as were measured" in measured
     assert unsaid.startswith("counted: ") and "max_tokens" in unsaid
-    assert asked.startswith("counted: inside nodes dedup, not nvlink") and "between" not in asked
+    assert asked.startswith("counted: intra-node dedup, not nvlink") and "inter-node" not in asked
     assert ranks(settle, 4)[0][0].startswith("fixed: ")  # 10 % are empty
     with pytest.raises(ValueError, match="first_hop='fixed' needs max_tokens"):
         HierarchicalOptions(first_hop="fixed")
@@ -283,7 +283,7 @@ def too_many() -> str:
 
 
 def test_more_tokens_than_were_said_are_refused(ranks: Ranks) -> None:
-    assert all("3 tokens on this rank, but at most max_tokens=2 were said" in told for told in ranks(too_many))
+    assert all("3 tokens on this rank, but at most max_tokens=2 were stated" in told for told in ranks(too_many))
 
 
 def refusals() -> list[str]:

@@ -1,45 +1,45 @@
-"""In which order a ride calls its verbs: in one piece, or in chunks, of which one travels while experts compute.
+"""The order of a ride's verbs: in one piece, or in chunks, of which one is communicated while experts compute.
 
     forward    plan   dispatch x    experts              combine
-    backward          dispatch dy   experts' backward    combine (dx, dweight), beside it the last weight gradient
+    backward          dispatch dy   experts' backward    combine (dx, dweight), overlapped with the last weight gradient
 
-With a transport that works on a stream of its own, the up projection's weight gradient hides the backward's combine
+With a transport that has a stream of its own, the up projection's weight gradient hides the backward's combine
 (delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429). In one piece, and with `RideSetup.deferred`, it
 is not computed here at all.
 
 A rank's tokens are cut into r equal chunks, each with a route of its own. The verbs run in this order (D: dispatch,
-E: experts, C: combine; a transport that works on a stream of its own runs D and C beside E):
+E: experts, C: combine; a transport with a stream of its own overlaps D and C with E):
 
     r = 1   D0                 E0                 C0
     r = 3   D0   D1            E0   C0   D2       E1   C1            E2   C2
 
-Rows that take two hops have one more chunk under way, so that both links are busy (`carpool.transport.multi_hop`).
+With two hops, one more chunk is in flight, so that both links are busy (`carpool.transport.multi_hop`).
 
-The backward runs the same from the last chunk to the first, because what layers keep in an arena is released from the
-top: dispatch of the gradients, the experts' backward, combine of the rows' gradients. In each chunk the up projection's
+The backward runs from the last chunk to the first, because saved activations in an arena are released in reverse order:
+dispatch of the gradients, the experts' backward, combine of the tokens' gradients. In each chunk the up projection's
 weight gradient is computed after the combine has been launched, and hides it.
 
 Forward and backward may have different numbers of chunks (FSMoE, arXiv 2501.10714, section 4: the best number for one
 is not the best for the other). The experts then compute on *pieces*. Both numbers divide the number of pieces, and the
-neighbouring pieces of one chunk travel together. With 2 chunks in the forward and 4 in the backward (E: the experts on
+neighbouring pieces of one chunk share messages. With 2 chunks in the forward and 4 in the backward (E: the experts on
 a piece):
 
     forward    D01  D23      E0  E1   C01       E2  E3   C23
     backward   D3   D2       E3  C3   D1        E2  C2   D0       E1  C1       E0  C0
 
-What chunks cost: more launches, smaller matrix products, and in the backward a weight gradient for each piece, which
-are added in the weights' dtype. So outputs and gradients of rows are those of the plain ride bit by bit where experts
-compute each row alone; weight gradients are equal to rounding.
+Chunks cost more launches, smaller matrix products, and in the backward one weight gradient per piece, which are added
+in the weights' dtype. So outputs and gradients of tokens are bit-identical to those of the plain ride where experts
+compute each token independently; weight gradients are equal up to rounding.
 
-What the forward saves for its backward goes through autograd, to host memory, or into an arena:
+Saved activations are held by autograd, in host memory, or in an arena:
 
-    kept = offload_saved(kept, setup)       after the forward: what is to be offloaded is under way to host memory
-    save(ctx, weights, kept, setup)    autograd holds the tensors
-    weights, kept = saved(ctx)         in the backward
-    kept = bring_back(kept, setup)     what was offloaded is on the device again
+    activations = offload_saved(activations, setup)    after the forward: start to copy offloaded ones to the host
+    save(ctx, weights, activations, setup)             autograd saves the tensors
+    weights, activations = saved(ctx)                  in the backward
+    activations = bring_back(activations, setup)       offloaded ones are on the device again
 
-What the policies of `carpool.activations` say is done here. Rows that will be sent again are not saved: an order
-keeps what it sends instead. Pre-activations that will be computed again are not saved either: experts do not keep them.
+The policies of `carpool.activations` are implemented here. If tokens are to be sent again, the tokens before the
+dispatch are saved instead of those that arrived. If pre-activations are to be recomputed, experts do not save them.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ from carpool.transport import Pending, Transport
 
 
 class Started(NamedTuple):
-    """A ride whose first dispatches are under way.
+    """A ride whose first dispatches have been launched.
 
     Attributes:
-        x_C: the rows of each piece.
-        routes: of each piece, as planned.
-        coming: the dispatches that have been launched, by piece.
-        spans: of this ride.
+        x_C: the tokens of each piece.
+        routes: of each piece.
+        coming: the dispatches in flight, by piece.
+        spans: timing spans of this ride.
     """
 
     x_C: Sequence[torch.Tensor]
@@ -80,10 +80,10 @@ class Started(NamedTuple):
 
 
 class BackwardStarted(NamedTuple):
-    """What a backward waits for: the gradients; and the rows if they are sent again, by a route of their own."""
+    """The dispatches of a piece's backward: the gradients; and the tokens, if they are sent again, with their route."""
 
     again: Any
-    rows: Pending | None
+    tokens: Pending | None
     gradients: Pending
 
 
@@ -92,9 +92,9 @@ class ChunkedOrder:
     """A `carpool.ride.setup.Order`; see the module's docstring.
 
     Attributes:
-        chunks, backward_chunks: of the forward and of the backward.
-        pieces: in how many experts compute.
-        together: how many of these are a chunk, in the forward and in the backward.
+        chunks, backward_chunks: number of chunks in the forward and in the backward.
+        pieces: number of pieces on which experts compute.
+        together: pieces per chunk, in the forward and in the backward.
     """
 
     chunks: int = 1
@@ -123,7 +123,7 @@ class ChunkedOrder:
             route = transport.plan(slot_TK, weight_TK, stats.traffic)
             started = Started((x_TH,), (route,), {0: transport.dispatch(x_TH, route)}, spans)
         else:
-            # All plans first: where the host waits for one, it must not wait for a dispatch as well.
+            # All plans first: if the host waits for a plan, it must not wait for a dispatch as well.
             given = slot_TK.tensor_split(self.pieces), weight_TK.tensor_split(self.pieces)
             routes = transport.plan_pieces(*given, stats.traffic, self.together)
             started = Started(x_TH.tensor_split(self.pieces), routes, {}, spans)
@@ -132,9 +132,9 @@ class ChunkedOrder:
         return started
 
     def _dispatch(self, started: Started, piece: int, transport: Transport) -> None:
-        """Launch the dispatch of a piece's chunk, and of those that are to travel beside its experts."""
+        """Launch the dispatch of a piece's chunk, and those that its experts overlap."""
         begin = piece - piece % self.together[0]
-        # From this piece on: those before it in its chunk have arrived.
+        # From this piece on: earlier pieces of its chunk have arrived.
         for other in range(piece, min(begin + (1 + transport.num_hops) * self.together[0], self.pieces)):
             if other not in started.coming:
                 with started.spans.named("dispatch", other):
@@ -147,7 +147,7 @@ class ChunkedOrder:
         transport, experts = setup.transport, setup.experts
         assert experts is not None
         packets = reads_packets(experts)
-        kept, sums = [], []
+        activations, combines = [], []
         for piece, (x_TH, route) in enumerate(zip(x_C, routes, strict=True)):
             if piece:
                 spans.begin("dispatch", piece)
@@ -163,26 +163,26 @@ class ChunkedOrder:
                 arena = arena_for("expert_activations", setup, backward)
                 saved = experts.forward(arrivals, weights, partial_RH, arena, backward)
                 if backward:
-                    kept.append(SavedActivations(route, saved_inputs(x_TH, arrivals, setup), saved))
+                    activations.append(SavedActivations(route, saved_inputs(x_TH, arrivals, setup), saved))
             spans.begin("combine", piece)
-            sums.append(transport.combine(route, partial_RH))
+            combines.append(transport.combine(route, partial_RH))
             spans.end()
         if HALF.get() is not None:
             handover()
         spans.begin("combine")
-        y_TH = sums[0].wait() if self.pieces == 1 else torch.cat([one.wait() for one in sums])
+        y_TH = combines[0].wait() if self.pieces == 1 else torch.cat([one.wait() for one in combines])
         spans.end()
-        return y_TH.to(x_C[0].dtype), tuple(kept) if backward else None
+        return y_TH.to(x_C[0].dtype), tuple(activations) if backward else None
 
     def _beside(self, transport: Transport) -> AbstractContextManager[None]:
-        """Around experts: while another chunk travels they leave it the processors that it needs."""
+        """Context of the experts: reserves the multiprocessors that overlapped communication needs."""
         return NOTHING_BESIDE if self.pieces == 1 else reserved(transport.processors)
 
     def backward(
         self,
         dy_TH: torch.Tensor,
         weights: ExpertWeights,
-        kept: tuple[SavedActivations, ...],
+        activations: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
     ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
@@ -192,24 +192,24 @@ class ChunkedOrder:
         spans = setup.stats.meter.ride(dy_TH.device, "backward", self.pieces)
         dy_C: Sequence[torch.Tensor] = (dy_TH,) if self.pieces == 1 else dy_TH.tensor_split(self.pieces)
         dweights: ExpertWeights | Callable[[], ExpertWeights] | None = None
-        sums: list[Pending] = []
+        combines: list[Pending] = []
         coming: dict[int, BackwardStarted] = {}
         for piece in reversed(range(self.pieces)):
-            route, x, saved = kept[piece]
+            route, x, saved = activations[piece]
             spans.begin("dispatch", piece)
-            # What is left of this chunk, and the next one; with several hops, as many more.
+            # The rest of this chunk, and the next one; with several hops, as many more.
             ahead = max(piece - piece % together - transport.num_hops * together, 0)
             for other in range(piece, ahead - 1, -1):
                 if other not in coming:
                     with spans.named("dispatch", other):
-                        coming[other] = start_backward(kept[other], dy_C[other].contiguous(), setup)
+                        coming[other] = start_backward(activations[other], dy_C[other].contiguous(), setup)
             spans.end()
             if HALF.get() is not None:
                 handover()
             spans.begin("dispatch", piece)
-            again, rows, gradients = coming.pop(piece)
-            if rows is not None:
-                x = readable(rows.wait(), packets, dtype)
+            again, tokens, gradients = coming.pop(piece)
+            if tokens is not None:
+                x = readable(tokens.wait(), packets, dtype)
             dpartial = readable_gradients(gradients.wait(), packets, dtype)
             if piece == 0 and setup.hooks is not NO_HOOKS:
                 spans.end()
@@ -219,19 +219,19 @@ class ChunkedOrder:
                 dx_RH = route.new_partial(dy_TH.shape[1], dtype, dy_TH.device)
                 dweight_RJ, last = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
                 if again is not None and last is not None:
-                    # These rows are in a buffer of the transport's, which others get next.
+                    # These tokens are in a buffer of the transport, which later rides overwrite.
                     dweights, last = _sum(dweights, last()), None
             spans.begin("combine", piece)
             if again is not None:
-                transport.discard(again, kept[piece].x.data).wait()
-            sums.append(transport.combine_gradients(route, dx_RH, dweight_RJ))
+                transport.discard(again, activations[piece].x.data).wait()
+            combines.append(transport.combine_gradients(route, dx_RH, dweight_RJ))
             spans.end()
             if last is not None:
                 compute = partial(_last_gradients, last, spans, piece, transport.processors)
-                # Only in one piece: and rows that were offloaded are in memory that the next backward's get.
+                # Deferred only with one piece, and with saved inputs: offloaded ones are in memory that is reused.
                 waits = setup.deferred is not None and self.pieces == 1 and setup.policies.expert_inputs == "save"
                 dweights = compute if waits else _sum(dweights, compute())
-        return Pending(partial(_finish, sums, spans, dtype)), dweights
+        return Pending(partial(_finish, combines, spans, dtype)), dweights
 
 
 PLAIN = ChunkedOrder()
@@ -246,16 +246,16 @@ def _last_gradients(last: Callable[[], ExpertWeights], spans: RideSpans, piece: 
     return dweights
 
 
-def _finish(sums: list[Pending], spans: RideSpans, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx_TH and dweight_TK, of combines that were launched from the last piece to the first."""
+def _finish(combines: list[Pending], spans: RideSpans, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx_TH and dweight_TK from the combines, which were launched from the last piece to the first."""
     if HALF.get() is not None:
         handover()
     spans.begin("combine")
-    if len(sums) == 1:
-        dx_TH, dweight_TK = sums[0].wait()
+    if len(combines) == 1:
+        dx_TH, dweight_TK = combines[0].wait()
     else:
-        sums_C = [one.wait() for one in reversed(sums)]
-        dx_TH, dweight_TK = (torch.cat(pieces) for pieces in zip(*sums_C, strict=True))
+        combined_C = [one.wait() for one in reversed(combines)]
+        dx_TH, dweight_TK = (torch.cat(pieces) for pieces in zip(*combined_C, strict=True))
     spans.end()
     return dx_TH.to(dtype), dweight_TK
 
@@ -270,82 +270,82 @@ def _sum(one: Any, other: ExpertWeights) -> ExpertWeights:
 
 
 def saved_inputs(x_TH: torch.Tensor, arrivals: Arrivals, setup: RideSetup) -> HiddenStates:
-    """The rows that a ride keeps: those that arrived; of rows that will be sent again, those that are sent."""
+    """The tokens to save: those that arrived, or, if they are to be sent again, those before the dispatch."""
     if setup.policies.expert_inputs == "resend":
         return HiddenStates.of(x_TH)
     return arrivals.tokens.saved(arena_for("expert_inputs", setup))
 
 
-def start_backward(kept: SavedActivations, dy_TH: torch.Tensor, setup: RideSetup) -> BackwardStarted:
-    """Send the gradients to the experts, and the rows once more if they are not kept."""
-    again = rows = None
+def start_backward(activations: SavedActivations, dy_TH: torch.Tensor, setup: RideSetup) -> BackwardStarted:
+    """Dispatch the gradients, and the tokens again if those that arrived were not saved."""
+    again = tokens = None
     transport = setup.transport
     if setup.policies.expert_inputs == "resend":
-        again = kept.route.again()
-        rows = transport.dispatch_again(kept.x.data, again)
-    return BackwardStarted(again, rows, transport.dispatch_gradients(dy_TH, kept.route))
+        again = activations.route.again()
+        tokens = transport.dispatch_again(activations.x.data, again)
+    return BackwardStarted(again, tokens, transport.dispatch_gradients(dy_TH, activations.route))
 
 
-def readable(rows: HiddenStates, packets: bool, dtype: torch.dtype) -> HiddenStates:
-    """Rows as the experts read them."""
-    return rows.packed() if packets else rows.widened(dtype)
+def readable(tokens: HiddenStates, packets: bool, dtype: torch.dtype) -> HiddenStates:
+    """Tokens as the experts read them: as packets of FP8, or in `dtype`."""
+    return tokens.packed() if packets else tokens.widened(dtype)
 
 
 def readable_gradients(dpartial: HiddenStates, packets: bool, dtype: torch.dtype) -> HiddenStates:
-    """Gradients as the experts read them: as packets of FP8 only if they travelled so, else in `dtype`."""
+    """Gradients as the experts read them: as packets of FP8 only if they were sent so, else in `dtype`."""
     return dpartial if packets else dpartial.widened(dtype)
 
 
 def arena_for(
     item: Literal["expert_inputs", "expert_activations"], setup: RideSetup, backward: bool = True
 ) -> Arena | None:
-    """Where a ride writes an item whose rows only the device can count."""
+    """The arena for activations whose number of rows only the device knows; None: tensors are allocated."""
     if not backward or getattr(setup.policies, item) != "offload":
         return setup.transport.arena
     assert setup.offloader is not None
     return setup.offloader.staging(setup.transport.arena, half_number())
 
 
-def offload_saved(kept: tuple[SavedActivations, ...], setup: RideSetup) -> tuple[SavedActivations, ...]:
-    """The same, with `Offloaded` in the place of what is offloaded."""
+def offload_saved(activations: tuple[SavedActivations, ...], setup: RideSetup) -> tuple[SavedActivations, ...]:
+    """Start to offload, as the policies say. Returns the activations with `Offloaded` in place of offloaded ones."""
     policies = setup.policies
     if setup.offloader is None:
-        return kept
-    items = [one.x for one in kept if policies.expert_inputs == "offload"]
+        return activations
+    items = [one.x for one in activations if policies.expert_inputs == "offload"]
     if policies.expert_activations == "offload":
-        items += [item for one in kept for item in one.saved if isinstance(item, HiddenStates)]
+        items += [item for one in activations for item in one.saved if isinstance(item, HiddenStates)]
     if not items:
-        return kept
-    away = dict(zip(map(id, items), setup.offloader.put(items, half_number()), strict=True))
-    return tuple(_replaced(one, lambda item: away.get(id(item), item)) for one in kept)
+        return activations
+    offloaded_states = dict(zip(map(id, items), setup.offloader.put(items, half_number()), strict=True))
+    return tuple(_replaced(one, lambda item: offloaded_states.get(id(item), item)) for one in activations)
 
 
-def bring_back(kept: tuple[SavedActivations, ...], setup: RideSetup) -> tuple[SavedActivations, ...]:
-    """The same, with rows on the device in the place of `Offloaded`."""
+def bring_back(activations: tuple[SavedActivations, ...], setup: RideSetup) -> tuple[SavedActivations, ...]:
+    """The activations on the device again, in place of `Offloaded`."""
     if setup.offloader is None:
-        return kept
-    away = [item for one in kept for item in (one.x, *one.saved) if isinstance(item, Offloaded)]
-    if not away:
-        return kept
-    back = dict(zip(map(id, away), setup.offloader.get(away), strict=True))
-    return tuple(_replaced(one, lambda item: back.get(id(item), item)) for one in kept)
+        return activations
+    offloaded_states = [item for one in activations for item in (one.x, *one.saved) if isinstance(item, Offloaded)]
+    if not offloaded_states:
+        return activations
+    back = dict(zip(map(id, offloaded_states), setup.offloader.get(offloaded_states), strict=True))
+    return tuple(_replaced(one, lambda item: back.get(id(item), item)) for one in activations)
 
 
 def _replaced(one: SavedActivations, change: Any) -> SavedActivations:
     return SavedActivations(one.route, change(one.x), tuple(map(change, one.saved)))
 
 
-def save(ctx: Any, weights: ExpertWeights, kept: tuple[SavedActivations, ...], setup: RideSetup) -> None:
-    """Save what a ride keeps through autograd, which lets checkpointing and offloading see the tensors.
+def save(ctx: Any, weights: ExpertWeights, activations: tuple[SavedActivations, ...], setup: RideSetup) -> None:
+    """Save a ride's activations through autograd, so that checkpointing and hooks on saved tensors work.
 
-    Of rows in an arena they see where these begin. Its memory is all layers': a hook would copy it for each of them.
-    Where a layer's activations are offloaded (`carpool.activations.whole_layers`), weights stay on the device, and so
-    does what a policy of the ride keeps."""
+    Of activations in an arena, autograd saves the `start` tensor only. All layers share the arena's memory, and a hook
+    would copy all of it for each layer. If a layer's activations are offloaded (`carpool.activations.whole_layers`),
+    weights stay on the device, and so do activations that a policy of the ride saves."""
     tensors: list[torch.Tensor | None] = list(weights)
     stay: list[torch.Tensor | None] = list(weights)
-    # Of each `SavedActivations`, its route and items: `HiddenStates` without tensors, or the place of a tensor.
+    # For each `SavedActivations`, its route and items: `HiddenStates` without tensors, or None for a tensor.
     plan: list[tuple[Any, list[HiddenStates | None]]] = []
-    for one in kept:
+    for one in activations:
         items: list[HiddenStates | None] = []
         for item in (one.x, *one.saved):
             if not isinstance(item, HiddenStates):
@@ -366,14 +366,14 @@ def save(ctx: Any, weights: ExpertWeights, kept: tuple[SavedActivations, ...], s
 
 
 def saved(ctx: Any) -> tuple[ExpertWeights, tuple[SavedActivations, ...]]:
-    """What `save` was given.
+    """The weights and activations that `save` was given.
 
     Raises:
-        RuntimeError: a hook has put a copy in the place of where rows in an arena begin."""
+        RuntimeError: a hook on saved tensors has replaced the handle of activations in an arena by a copy."""
     # Read once: with checkpointing each reading would run the forward again, and torch refuses the second.
     tensors = ctx.saved_tensors
     place = len(ExpertWeights._fields)
-    weights, kept = ExpertWeights._make(tensors[:place]), []
+    weights, activations = ExpertWeights._make(tensors[:place]), []
     for route, items in ctx.plan:
         found: list[Any] = []
         for item in items:
@@ -392,5 +392,5 @@ def saved(ctx: Any) -> tuple[ExpertWeights, tuple[SavedActivations, ...]]:
                     "carpool.ActivationPolicies (carpool train: memory.expert_inputs and memory.expert_activations)"
                 )
             found.append(replace(item, start=start, home=home, count=count))
-        kept.append(SavedActivations(route, found[0], tuple(found[1:])))
-    return weights, tuple(kept)
+        activations.append(SavedActivations(route, found[0], tuple(found[1:])))
+    return weights, tuple(activations)

@@ -1,18 +1,17 @@
 """The ride of a batch of tokens as one node of autograd, and as one operator of `torch.compile`.
 
-Autograd sees the rows, the routing weights and the expert weights as inputs, and the sums as the output. What happens
-inside, forward and backward, is written out in an `Order`: `chunks.py`, or one of `carpool.ride.schedule`.
+The node's inputs are the tokens, the routing weights and the expert weights, and its output is the MoE output. An
+`Order` implements its forward and backward: `chunks.py`, or one of `carpool.ride.schedule`.
 
-With independent work beside the ride (`beside`: experts that serve every token) there are two nodes, and autograd runs
+With independent work that overlaps the ride (`beside`, such as shared experts) there are two nodes, and autograd runs
 that work's backward between them:
 
     forward    start: plan, launch dispatch    | beside |            dispatch arrives, experts, combine
     backward   dispatch dy, experts' backward, launch combine        | beside's backward |    combine arrives
 
-`torch.compile` sees an operator with these two as its forward and backward: `carpool.ride.operator`. A checkpointed
-layer may be computed again without its rides: `carpool.activations.whole_layers`.
-
-For an expert module that our kernels do not know see `module.py`.
+For `torch.compile` the ride is an operator with this forward and backward: `carpool.ride.operator`. A checkpointed
+layer may be recomputed without its rides: `carpool.activations.whole_layers`. `ride_module.py` is for expert modules
+without kernels of ours.
 
 Gradients of gradients are refused: the nodes' backwards build no graph, so second-order terms would be missing.
 """
@@ -48,21 +47,21 @@ def ride(
     setup: RideSetup,
     beside: Callable[[], Result] | None = None,
 ) -> tuple[torch.Tensor, Result | None]:
-    """Send rows to their slots, compute, and bring the sums back.
+    """Dispatch tokens to their slots, compute the experts, and combine their outputs.
 
     Args:
-        x_TH: (T, H) rows; they travel in the dtype of the weights (under autocast, in autocast's). T may differ
+        x_TH: (T, H) tokens; they are sent in the dtype of the weights (under autocast, in autocast's). T may differ
             between ranks, and be 0.
         routing: with weights.
         slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`, so K times as many as slices of an expert).
         weights: of this rank's slots.
         setup: transport, experts, counters, order and hooks.
-        beside: is called once the first rows are under way: work that does not wait for them, with gradients as always.
-            Compiled, it is called before, for the compiler has an order of its own.
+        beside: independent work, which is called after the first dispatch was launched. Under `torch.compile` it is
+            called before the ride, and the compiler orders it.
 
     Returns:
-        y_TH: (T, H), the dtype that travelled. Differentiable in x, the routing's weights and those of the slots.
-        What `beside` returned; None without it.
+        y_TH: (T, H), in the dtype that was sent. Differentiable in x, the routing's weights and those of the slots.
+        The result of `beside`; None without it.
 
     Raises:
         ValueError: the order cannot be used with these experts or weights.
@@ -82,7 +81,7 @@ def ride(
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
     compiling, trip, result = torch.compiler.is_compiling(), None, None
-    # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
+    # Autocast is disabled: it would change dtypes in the forward and not in the backward.
     deferred: ExpertWeights | None = None
     with torch.autocast(device, enabled=False):
         x_TH = x_TH.to(dtype)
@@ -107,11 +106,11 @@ def ride(
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a node's backward that builds no graph.
 
-    (`once_differentiable` refuses only where a gradient that comes in requires one itself. With a linear loss none
-    does, and the terms of second order that lead through the weights would be left out silently.)"""
+    (`once_differentiable` refuses only if an incoming gradient requires a gradient itself. With a linear loss none
+    does, and second-order terms through the weights would be missing silently.)"""
 
     def checked(ctx: Any, *gradients: Any) -> Any:
-        # In a backward gradients are recorded exactly if it was called with create_graph=True.
+        # In a backward grad mode is enabled exactly if it was called with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a MoE layer of Carpool has no gradients of gradients: call backward or autograd.grad without "
@@ -124,20 +123,20 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WaitingRides:
-    """The rides whose graph is there, and whose backward has not begun."""
+    """The rides whose graph is alive, and whose backward has not begun."""
 
     def __init__(self) -> None:
         self._nodes: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add(self, y_TH: torch.Tensor) -> None:
-        """y_TH: what `ride` or `ride_module` returned."""
+        """Add a ride by its output y_TH."""
         if y_TH.requires_grad and not torch.compiler.is_compiling() and not in_recompute():
             self._nodes.add(y_TH.grad_fn)
 
     def count(self) -> int:
-        """How many there are."""
+        """The number of these rides."""
         if self._count():
-            gc.collect()  # a graph that nobody can reach any more may lie in a reference cycle
+            gc.collect()  # an unreachable graph may be in a reference cycle
         return self._count()
 
     def _count(self) -> int:
@@ -145,10 +144,10 @@ class WaitingRides:
 
 
 class _Trip:
-    """What the two nodes of a ride with something beside it tell each other.
+    """State shared by the two nodes of a ride that overlaps other work.
 
     Attributes:
-        started: what `order.start` returned, until the second node has taken it.
+        started: the result of `order.start`, until the second node takes it.
         coming: the last combines of the backward, until the first node waits for them.
         apart: whether the backward has two nodes, too.
     """
@@ -171,7 +170,7 @@ class _Start(torch.autograd.Function):
         trip: _Trip,
         setup: RideSetup,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The second node's gradients are no tensors yet when it is done.
+        # The second node returns None for gradients that are still in flight.
         ctx.set_materialize_grads(False)
         ctx.trip = trip
         trip.started = (setup.order or PLAIN).start(x_TH, weight_TK, slot_TK, weights, setup)
@@ -204,14 +203,14 @@ class _Ride(torch.autograd.Function):
                 started = (setup.order or PLAIN).start(x_TH, weight_TK, slot_TK, weights, setup)
             else:
                 started, trip.started = trip.started, None
-            y_TH, kept = (setup.order or PLAIN).forward(started, weights, setup, backward)
-            return y_TH, None if kept is None else offload_saved(kept, setup)
+            y_TH, activations = (setup.order or PLAIN).forward(started, weights, setup, backward)
+            return y_TH, None if activations is None else offload_saved(activations, setup)
 
-        # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
+        # Not `any(ctx.needs_input_grad)`, which may be True under no_grad, too.
         region = checkpointed.get() if backward else None
-        y_TH, kept = take() if region is None else region.ride(take)
-        if kept is not None:
-            save(ctx, weights, kept, setup)
+        y_TH, activations = take() if region is None else region.ride(take)
+        if activations is not None:
+            save(ctx, weights, activations, setup)
             ctx.trip, ctx.deferred = trip, deferred
         return y_TH
 
@@ -219,13 +218,13 @@ class _Ride(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         setup: RideSetup = ctx.setup
-        weights, kept = saved(ctx)
-        kept = bring_back(kept, setup)
+        weights, activations = saved(ctx)
+        activations = bring_back(activations, setup)
         deferred: ExpertWeights | None = ctx.deferred
         needs_dweights = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + NUM_BASE])
         if deferred is not None:
             needs_dweights = any(w is not None and w.requires_grad for w in deferred[:NUM_BASE])
-        coming, dweights = (setup.order or PLAIN).backward(dy_TH, weights, kept, setup, needs_dweights)
+        coming, dweights = (setup.order or PLAIN).backward(dy_TH, weights, activations, setup, needs_dweights)
         if deferred is not None and dweights is not None:
             assert setup.deferred is not None
             setup.deferred.put(deferred, dweights if callable(dweights) else partial(_same, dweights))
@@ -239,7 +238,7 @@ class _Ride(torch.autograd.Function):
         return dx_TH, dweight_TK, *(None,) * (_WEIGHTS - 2), *(dweights or (None,) * len(weights))
 
 
-# Where the weights are among the arguments of `_Ride`.
+# Index of the first weight among the arguments of `_Ride`.
 _WEIGHTS = 7
 
 
@@ -248,5 +247,5 @@ def _same(dweights: ExpertWeights) -> ExpertWeights:
 
 
 def _reaches(functions: Any) -> bool:
-    """Whether this backward goes on to one of these nodes: not where `torch.autograd.grad` wants weights alone."""
+    """Whether this backward will run one of these nodes; `torch.autograd.grad` for weights alone does not."""
     return any(torch._C._will_engine_execute_node(node) for node, _ in functions if node is not None)

@@ -1,20 +1,19 @@
-"""The ride as an operator of PyTorch's, so that `torch.compile` can put it into a graph without looking inside.
+"""The ride as a custom operator of PyTorch, which `torch.compile` does not trace.
 
-A compiled graph holds tensors and numbers. A ride also needs a `RideSetup`, and keeps things for its backward that are
-no tensors of the graph (routes, places in an arena). So
+A compiled graph contains tensors and numbers. A ride also needs a `RideSetup`, and saves objects for its backward that
+are not tensors of the graph (routes, reservations in an arena). So
 
-    setup      has a number (`Numbered`); the operator is given the number and finds the setup
-    what is    stays here under a ticket, a tensor of one number, which the graph saves for the backward in its place.
-    kept       When the last tensor that shares the ticket's memory is gone, what was kept under it is let go: after the
-               backward, or at once if nobody wants one
-    inputs     are the graph's, which uses their memory for others when it has no more need of them. So none is kept
-               here: the graph saves them, or computes them again, and the backward is given them
+    setup         has a number (`Numbered`), by which the operator finds it
+    activations   are stored here under a ticket, a tensor of one number, which the graph saves in their place. They are
+                  freed with the ticket's memory: after the backward, or at once if there is none
+    inputs        belong to the graph, which may reuse their memory. So they are not stored here: the graph saves or
+                  recomputes them, and passes them to the backward
 
-    carpool::ride           (rows, weights, slots, parameters, number)                  -> (sums, ticket)
-    carpool::ride_backward  (gradient of the sums, ticket, rows, weights, slots, ...)   -> gradients
+    carpool::ride           (tokens, weights, slots, parameters, number)                     -> (outputs, ticket)
+    carpool::ride_backward  (gradient of the outputs, ticket, tokens, weights, slots, ...)   -> gradients
 
-Both have fake versions that say shapes, and the first names the second as its derivative. What they compute is the
-setup's `Order`, the same as without a compiler.
+Both have fake implementations for shapes, and the second is registered as the derivative of the first. They run the
+setup's `Order`, as without a compiler.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from carpool.ride.chunks import PLAIN, bring_back, offload_saved
 from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
 
-# What compiled graphs wait for: of the process, as those graphs are. See the module's docstring for who removes what.
-_KEPT: dict[int, tuple[Any, RideSetup]] = {}
+# Saved activations of compiled graphs, by ticket. Entries are removed as the module's docstring says.
+_SAVED: dict[int, tuple[Any, RideSetup]] = {}
 _tickets = itertools.count(1)
-# Inside an operator autograd records nothing; experts may want it for a moment, for an activation of the user's.
+# Autograd is disabled inside an operator; experts may enable it for an activation function of the user.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
@@ -74,25 +73,27 @@ def ride_operator(
     def take() -> tuple[torch.Tensor, Any]:
         inputs = x_TH, weight_TK, slot_TK
         started = (found.order or PLAIN).start(*inputs, weights, found)
-        y_TH, kept = (found.order or PLAIN).forward(started, weights, found, backward)
-        return y_TH, None if kept is None else _swap(offload_saved(kept, found), lambda tensor: _lend(tensor, inputs))
+        y_TH, activations = (found.order or PLAIN).forward(started, weights, found, backward)
+        return y_TH, None if activations is None else _swap(
+            offload_saved(activations, found), lambda tensor: _lend(tensor, inputs)
+        )
 
     region = checkpointed.get() if backward else None
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        # The graph may write over what it is given; the region gives it once more.
-        y_TH, kept = take() if region is None else _apart(*region.ride(take))
+        # The graph may overwrite the returned tensor, but the region returns it once more.
+        y_TH, activations = take() if region is None else _apart(*region.ride(take))
     number = next(_tickets)
     ticket = torch.tensor([number], device="cpu")
-    if kept is not None:
-        # With its setup, which the layer may replace before the backward runs.
-        _KEPT[number] = kept, found
-        # On the storage: what autograd hands back shares it, but is not the same tensor.
-        weakref.finalize(ticket.untyped_storage(), _KEPT.pop, number, None).atexit = False
+    if activations is not None:
+        # With the setup, which the layer may replace before the backward runs.
+        _SAVED[number] = activations, found
+        # On the storage: the tensor that autograd returns shares it, but is another object.
+        weakref.finalize(ticket.untyped_storage(), _SAVED.pop, number, None).atexit = False
     return y_TH, ticket
 
 
-def _apart(y_TH: torch.Tensor, kept: Any) -> tuple[torch.Tensor, Any]:
-    return y_TH.clone(), kept
+def _apart(y_TH: torch.Tensor, activations: Any) -> tuple[torch.Tensor, Any]:
+    return y_TH.clone(), activations
 
 
 @ride_operator.register_fake
@@ -122,8 +123,8 @@ def ride_backward_operator(
     down_scale: torch.Tensor | None,
     needs_dweights: bool,
 ) -> list[torch.Tensor]:
-    """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
-    found = _KEPT.get(int(ticket))
+    """[dx_TH, dweight_TK, and with needs_dweights the gradients of the given parameters]."""
+    found = _SAVED.get(int(ticket))
     if found is None:
         raise RuntimeError(
             "the backward of a compiled ride ran after what its forward kept was let go: either it ran before "
@@ -131,15 +132,15 @@ def ride_backward_operator(
             "in the place of the ride's ticket; use such hooks without torch.compile"
         )
     inputs = [tensor.contiguous() for tensor in (x_TH, weight_TK, slot_TK)]
-    kept, setup = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
+    activations, setup = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
     of_base, codes = (up, down, up_bias, down_bias), (up_code, up_scale, down_code, down_scale)
     weights = ExpertWeights(*of_base, up_a, up_b, down_a, down_b, *codes)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         coming, dweights = (setup.order or PLAIN).backward(
-            dy_TH, weights, bring_back(kept, setup), setup, needs_dweights
+            dy_TH, weights, bring_back(activations, setup), setup, needs_dweights
         )
         dx_TH, dweight_TK = coming.wait()
-    # A compiled ride owes nothing.
+    # A compiled ride defers no gradients.
     assert not callable(dweights)
     gradients = [dx_TH, dweight_TK.to(weight_TK.dtype), *(w for w in dweights or () if w is not None)]
     return [gradient.contiguous() for gradient in gradients]
@@ -178,7 +179,7 @@ ride_operator.register_autograd(_backward, setup_context=_setup_context)
 
 @dataclass(frozen=True)
 class _Lent:
-    """Some rows of one of (x_TH, weight_TK, slot_TK), in the place of a view of it."""
+    """A range of rows of one of (x_TH, weight_TK, slot_TK), in place of a view of it."""
 
     number: int
     start: int
@@ -198,7 +199,7 @@ def _swap(what: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _lend(tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | _Lent:
-    """The tensor, if its memory is its own; else where in the inputs it is found again, or a copy."""
+    """The tensor, if it shares no memory with the inputs; else its range in an input, or a copy."""
     for number, given in enumerate(inputs):
         if tensor.numel() and tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
             layout, theirs = ((t.dtype, t.shape[1:], t.stride()) for t in (tensor, given))

@@ -1,7 +1,7 @@
-"""The ride around an expert module that our kernels do not know (any `forward(rows, ids, weights)`).
+"""The ride around an expert module without kernels of ours (any `forward(tokens, ids, weights)`).
 
-Dispatch and combine are two nodes of autograd, each the other's backward, and autograd differentiates what lies
-between:
+Dispatch and combine are two nodes of autograd, each the other's backward, and autograd differentiates the module
+between them:
 
     forward     dispatch x     module              combine
     backward    combine dx     module's backward   dispatch dy
@@ -26,8 +26,8 @@ from carpool.routing import Routing
 from carpool.transport import Transport
 
 
-# The module is whatever the model has: torch.compile compiles what is around it. (The same as `torch.compiler.disable`,
-# but that imports the compiler at once.)
+# torch.compile leaves out the module, which may be anything. (The same as `torch.compiler.disable`, which would import
+# the compiler at once.)
 @torch._disable_dynamo
 def ride_module(
     x_TH: torch.Tensor,
@@ -67,7 +67,7 @@ class _ModuleTrip:
     wanted_R1: torch.Tensor | None = None
 
     def defined(self, rows: HiddenStates, dtype: torch.dtype) -> torch.Tensor:
-        """(R, H): the rows, out of the transport's buffer, zero where no expert reads them."""
+        """(R, H): a copy of the transport's buffer, zero in rows that no expert reads."""
         rows_RH = rows.widened(dtype).contiguous(self.route.num_rows)
         return rows_RH if self.wanted_R1 is None else rows_RH.masked_fill(~self.wanted_R1, 0.0)
 
@@ -81,10 +81,10 @@ class _Dispatch(torch.autograd.Function):
         ctx.trip = trip
         ctx.mark_non_differentiable(arrivals.slot_RJ)
         if arrivals.tokens.gaps:
-            # A module may well multiply rows that nobody wants by zero. The same for gradients.
+            # A module may multiply rows that no expert reads by zero, which must not give NaN. The same for gradients.
             trip.wanted_R1 = (arrivals.slot_RJ >= 0).any(1, keepdim=True)
-        # Fresh handles, for autograd hangs its graph on what is returned: that must be neither the input itself (which
-        # a single rank's arrivals may be) nor a tensor of the route, which the graph holds: neither would be freed.
+        # Detached, because autograd attaches its graph to the outputs. These must be neither the input itself (which a
+        # single rank's arrivals may be) nor a tensor of the route, which the graph references: a cycle.
         return trip.defined(arrivals.tokens, x_TH.dtype).detach(), arrivals.weight_RJ.detach(), arrivals.slot_RJ
 
     @staticmethod
@@ -93,9 +93,9 @@ class _Dispatch(torch.autograd.Function):
         trip: _ModuleTrip = ctx.trip
         trip.route.backward = True
         with trip.meter.span("combine", dx_RH.device, direction="backward"):
-            sums = trip.transport.combine_gradients(trip.route, dx_RH, dweight_RJ)
+            combining = trip.transport.combine_gradients(trip.route, dx_RH, dweight_RJ)
             handover()
-            dx_TH, dweight_TK = sums.wait()
+            dx_TH, dweight_TK = combining.wait()
         return dx_TH.to(dx_RH.dtype), dweight_TK, None
 
 
@@ -103,9 +103,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_RH: torch.Tensor, trip: _ModuleTrip) -> torch.Tensor:
         ctx.trip = trip
-        sums = trip.transport.combine(trip.route, partial_RH)
+        combining = trip.transport.combine(trip.route, partial_RH)
         handover()
-        return sums.wait().to(partial_RH.dtype)
+        return combining.wait().to(partial_RH.dtype)
 
     @staticmethod
     @first_order

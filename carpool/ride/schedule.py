@@ -1,17 +1,16 @@
-"""When each verb of a layer runs. A schedule orders a transport's verbs and the experts; it never changes what they
-compute.
+"""Schedules: the order of a layer's verbs and expert computations. A schedule never changes what they compute.
 
-    none        the plain ride: one verb after the other, the backward's combine beside a weight gradient
-    chunks      tokens ride in chunks; one chunk travels while the experts compute on another. With one chunk this is
-                the plain ride (carpool/ride/chunks.py has both)
-    two-batch   two micro-batches, or two halves of one, run half a layer apart, attention of one beside the ride of the
-                other (`two_batch.py`); whoever calls the model starts them, as `carpool train` does. In a pipeline,
-                the forward of one beside the backward of another (`forward_backward.py`)
+    none        the plain ride: one verb after the other, the backward's combine overlapped with a weight gradient
+    chunks      tokens are cut into chunks; one chunk is communicated while the experts compute on another. With one
+                chunk this is the plain ride (carpool/ride/chunks.py has both)
+    two-batch   two micro-batches, or two halves of one, run half a layer apart, so that the attention of one overlaps
+                the ride of the other (`two_batch.py`); the trainer starts them. In a pipeline, the forward of one
+                overlaps the backward of another (`forward_backward.py`)
 
-A ride is hidden only if its transport works beside the computation: `nvlink` has a stream of its own for that, and so
-has NCCL. gloo on a CPU gives the same numbers and hides nothing.
+Overlap requires a transport that runs concurrently with computation: `nvlink` and NCCL have streams of their own. gloo
+on a CPU gives the same numbers without overlap.
 
-`SCHEDULES` is the only list: settings, what "auto" times and the layers read it. A further schedule is one file:
+`SCHEDULES` is the only list: settings, the candidates of "auto" and the layers read it. A further schedule is one file:
 
     @register
     class OneAfterAnother(ScheduleKind):
@@ -22,8 +21,8 @@ has NCCL. gloo on a CPU gives the same numbers and hides nothing.
         def order(cls, schedule, transport, device):
             return MyOrder(schedule.chunks)                 a `carpool.ride.setup.Order`
 
-Then `Schedule("one-after-another", 8)` and `carpool train moe.schedule=one-after-another moe.chunks=8` follow it. A
-package names it as an entry point of the group "carpool.schedules" (`carpool.plugins`).
+Then `Schedule("one-after-another", 8)` and `carpool train moe.schedule=one-after-another moe.chunks=8` use it. A
+package declares it as an entry point of the group "carpool.schedules" (`carpool.plugins`).
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ MAX_CHUNKS = 64
 
 
 class ScheduleKind:
-    """What one name of `moe.schedule` means. Nobody makes an object of it.
+    """The definition of one name of `moe.schedule`. It is not instantiated.
 
     Attributes:
-        default_chunks: in how many chunks tokens ride unless a number is given. None: there is no such number.
-        max_chunks: at most.
+        default_chunks: the default number of chunks. None: the schedule has no chunks.
+        max_chunks: the largest number of chunks.
         backward_chunks: whether the backward may have another number.
         options: the types of further options, by name (`Schedule.options`, moe.schedule_options).
-        beside: whether rides travel beside computation, so that transports need a stream of their own.
-        whole: whether the experts compute when all tokens of a chunk have come. Experts that have adapters or a
-            quantised base, and those that the CPU computes, cannot begin before.
+        beside: whether rides overlap computation, so that transports need a stream of their own.
+        whole: whether the experts start after all tokens of a chunk have arrived, as experts with adapters or a
+            quantised base, and those on the CPU, require.
     """
 
     name: ClassVar[str]
@@ -70,10 +69,10 @@ class ScheduleKind:
 
     @classmethod
     def order(cls, schedule: Schedule, transport: Transport, device: torch.device) -> Order:
-        """The order in which the rides of a layer on `device` ask for their verbs.
+        """The order of the verbs in the rides of a layer on `device`.
 
         Raises:
-            ValueError: there is none over this transport."""
+            ValueError: the schedule does not support this transport."""
         from carpool.ride.chunks import PLAIN, ChunkedOrder
 
         if schedule.pieces == 1:
@@ -82,28 +81,28 @@ class ScheduleKind:
 
     @classmethod
     def pieces(cls, schedule: Schedule) -> int:
-        """In how many pieces tokens ride: both numbers of chunks divide it (`chunks.py`)."""
+        """The number of pieces of a ride, which both numbers of chunks divide (`chunks.py`)."""
         return math.lcm(schedule.chunks, schedule.backward_chunks or schedule.chunks)
 
     @classmethod
     def rides_under_way(cls, schedule: Schedule) -> int:
-        """The most dispatches that are without their combine at one time."""
+        """The largest number of dispatches that are without their combine at one time."""
         # The next chunk's dispatch is launched before this chunk's combine.
         together = schedule.pieces // min(schedule.chunks, schedule.backward_chunks or schedule.chunks)
         return min(schedule.pieces, 2 * together)
 
     @classmethod
     def check_options(cls, options: TransportOptions) -> None:
-        """Raise ValueError if rides of transports with these options cannot follow it."""
+        """Raise ValueError if these transport options do not support the schedule."""
 
     @classmethod
     def why_not(cls, experts: Experts, weights: ExpertWeights) -> str | None:
-        """Why a layer on a GPU cannot follow it, or None. `weights`: any of the layer's shapes and dtype."""
+        """Why a layer on a GPU cannot use it, or None. `weights`: any weights of the layer's shapes and dtype."""
         return None
 
     @classmethod
     def candidates(cls, transport: Transport | None) -> Sequence[Schedule]:
-        """What moe.schedule = "auto" times of it, over this transport."""
+        """The candidates that moe.schedule = "auto" times, with this transport."""
         return ()
 
 
@@ -150,7 +149,7 @@ def register(kind: type[Any]) -> type[Any]:
     """Add a schedule under its `name`. Returns it, so it can decorate a class.
 
     Raises:
-        ValueError: another one has the name, or it is no `ScheduleKind`."""
+        ValueError: the name is taken, or the class is not a `ScheduleKind`."""
     return SCHEDULES.register(kind)
 
 
@@ -160,9 +159,9 @@ class Schedule:
 
     Attributes:
         name: of the schedule.
-        chunks: in how many chunks tokens ride. All ranks of a group alike.
-        backward_chunks: in how many they do in the backward. None: as many.
-        options: what else the schedule takes, by name.
+        chunks: number of chunks, the same on all ranks of a group.
+        backward_chunks: number of chunks in the backward. None: the same.
+        options: further options of the schedule, by name.
 
     Raises:
         ValueError: an unknown name, or a number of chunks that makes no sense for it.
@@ -197,7 +196,7 @@ class Schedule:
 
     @property
     def kind(self) -> type[ScheduleKind]:
-        """What the name means."""
+        """The definition of the name."""
         return SCHEDULES[self.name]
 
     @property

@@ -1,10 +1,10 @@
-"""What the rides of a layer are made of, as one value; the contract of an order, and what it keeps.
+"""The components of a layer's rides, as one immutable value; the contract of an order, and its saved activations.
 
     setup = RideSetup(transport, experts, LayerStats(num_experts, num_ranks, rank))
     y_TH, _ = ride(x_TH, routing, slot_TK, weights, setup)
-    setup = replace(setup, hooks=hooks)        a change makes another value; rides under way keep the old one
+    setup = replace(setup, hooks=hooks)        a new value; rides in flight use the old one
 
-A layer makes it once and keeps it: an operator in a compiled graph finds it by its number (`Numbered`).
+A layer constructs it once: the operator in a compiled graph finds it by its number (`Numbered`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from carpool.transport import Pending, Transport
 
 
 class SavedActivations(NamedTuple):
-    """What the forward of a ride, or of one chunk of it, keeps for its backward besides the parameters.
+    """The saved activations of a ride, or of one chunk of it.
 
     Attributes:
-        route: as planned.
-        x: the rows that arrived; the rows that were sent, if they will be sent again.
-        saved: what the experts keep: tensors, `HiddenStates` and Nones. The `HiddenStates` are pre-activations.
+        route: of the forward.
+        x: the tokens that arrived, or those before the dispatch if they will be sent again.
+        saved: the experts' saved activations: tensors, None, and pre-activations as `HiddenStates`.
     """
 
     route: Any
@@ -37,11 +37,11 @@ class SavedActivations(NamedTuple):
 
 
 class Order(Protocol):
-    """In which order a ride asks for its verbs, and what it keeps for the backward. Runs without autograd.
+    """The order of a ride's verbs, and the activations that it saves. Runs without autograd.
 
-        started   = order.start(x, weight, slot, weights, setup)          plan; ask for what can leave at once
-        y, kept   = order.forward(started, weights, setup, backward)      experts, combine
-        coming, dweights = order.backward(dy, weights, kept, setup, ...)  the same in reverse; `coming.wait()` ends it
+        started = order.start(x, weight, slot, weights, setup)                   plan, first dispatches
+        y, activations = order.forward(started, weights, setup, backward)        experts, combine
+        coming, dweights = order.backward(dy, weights, activations, setup, ...)  the reverse; `coming.wait()` ends it
 
     An order never changes what is computed. `carpool.ride.chunks` has the order without a schedule;
     `carpool.ride.schedule` has others.
@@ -55,7 +55,7 @@ class Order(Protocol):
         weights: ExpertWeights,
         setup: RideSetup,
     ) -> Any:
-        """Plan the ride and launch the first dispatches. Returns what `forward` continues with.
+        """Plan the ride and launch the first dispatches. Returns the state for `forward`.
 
         Raises:
             ValueError: this order cannot be used with these experts or weights. Nothing has been launched then."""
@@ -64,14 +64,14 @@ class Order(Protocol):
     def forward(
         self, started: Any, weights: ExpertWeights, setup: RideSetup, backward: bool
     ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
-        """(y_TH, what is kept). `backward`: whether one will follow; if not, nothing is kept."""
+        """(y_TH, saved activations). `backward`: whether one will follow; if not, nothing is saved."""
         ...
 
     def backward(
         self,
         dy_TH: torch.Tensor,
         weights: ExpertWeights,
-        kept: tuple[SavedActivations, ...],
+        activations: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
     ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
@@ -81,11 +81,11 @@ class Order(Protocol):
 
 
 class RideHooks:
-    """Called by the backward of every ride whose `RideSetup` holds it. This one does nothing; a scheduler overrides
-    what it needs (`carpool.ride.priority`)."""
+    """Callbacks in the backward of every ride whose `RideSetup` has them. The defaults do nothing; a scheduler
+    overrides those that it needs (`carpool.ride.priority`)."""
 
     def before_experts(self) -> None:
-        """The last gradients have arrived, and the experts compute next."""
+        """Called when the last gradients have arrived, before the experts compute."""
 
 
 NO_HOOKS = RideHooks()
@@ -100,29 +100,29 @@ class _Item(NamedTuple):
 
 
 class DeferredGradients:
-    """Weight gradients as work of their own (`carpool.ride.split_backward`).
+    """Deferred weight gradients (`carpool.ride.split_backward`).
 
-        backward               gradients of rows, routing weights, hidden states; those of weights are put here
-        weights = deferred.take()  what this backward has put
-        weights()              computes it, and gives it to the parameters as autograd would: hooks are called
+        backward                   computes gradients of tokens and routing weights; defers those of weights
+        weights = deferred.take()  the deferred gradients of this backward
+        weights()                  computes them, and accumulates them into parameters as autograd does, hooks included
 
-    A node that puts something here has the weights as they are after casts, slots and shards, and no edge to them: the
-    edge is walked by `weights()`.
+    A node that defers has detached weights (after casts, slots and shards), so that the backward stops at them.
+    `weights()` continues it from there to the parameters.
     """
 
     def __init__(self) -> None:
         self._items: list[_Item] = []
 
     def put(self, weights: Tensors, compute: Callable[[], Tensors]) -> None:
-        """In a backward. `compute` returns the gradient of each of `weights`, or None; it holds what it needs."""
+        """Defer gradients, in a backward. `compute` returns the gradient of each of `weights`, or None."""
         self._items.append(_Item(weights, compute))
 
     def take(self) -> Callable[[], None]:
-        """What computes all that has been put since the last call, once."""
+        """A function that computes all gradients deferred since the last call. To be called once."""
         items, self._items = self._items, []
 
         def compute() -> None:
-            # From the front, as the backward did, and each let go when it is done.
+            # In the order of the backward. Each is freed when it is done.
             items.reverse()
             while items:
                 weights, gradients = items.pop()
@@ -141,14 +141,14 @@ class RideSetup(Numbered):
     """See the module's docstring.
 
     Attributes:
-        transport: how rows travel.
-        experts: what is computed on them; None for `ride_module`, which is given a module instead.
-        stats: where the layer counts.
-        order: when each verb runs (`Schedule.order` makes one). None: the plain one.
-        hooks: told where the backward is.
-        policies: of what rides keep.
-        offloader: where it goes, if a policy is "offload".
-        deferred: gets the weights' gradients, to be computed later. None: they come with the backward.
+        transport: dispatches and combines.
+        experts: the expert computation; None for `ride_module`, which gets a module instead.
+        stats: counters of the layer.
+        order: of the verbs (`Schedule.order` makes one). None: the plain one.
+        hooks: callbacks of the backward.
+        policies: for saved activations.
+        offloader: for policies that are "offload".
+        deferred: collects weight gradients for later. None: the backward computes them.
     """
 
     transport: Transport

@@ -1,24 +1,25 @@
-"""A backward in two, for stages of a pipeline: the gradients for which the stage before waits, and those of weights.
+"""A backward in two parts, for pipeline stages: gradients of inputs, for which the previous stage waits, and of
+weights.
 
     split = SplitBackward(model, rides(model).values())
     with split:
-        loss.backward()                 gradients of inputs; norms, routers and embeddings get theirs, too
-        weights = split.weights()       of this backward
+        loss.backward()                 gradients of inputs, and of norms, routers and embeddings
+        weights = split.weights()       the deferred gradients of this backward
         ...                             a forward, another backward
         weights()                       gradients of linear layers and experts
 
-Zero-bubble schedules (arXiv 2401.10241; DualPipe, arXiv 2412.19437) put the second part where a rank would wait.
-PyTorch can take any graph apart, but walks it twice then, and a ride would send its rows twice. Here each layer that
-has much to compute leaves that part to later (`carpool.ride.setup`):
+Zero-bubble schedules (arXiv 2401.10241; DualPipe, arXiv 2412.19437) compute the second part where a rank would wait.
+PyTorch can split any graph, but runs it twice then, and a ride would send its tokens twice. Here each expensive layer
+defers its weight gradients (`carpool.ride.setup`):
 
-  - linear layers: dW = dy' x. Kept until then: x and dy.
-  - experts: of the up projection, two thirds of what gated experts compute for weights. The down projection's is
-    computed at once, because the gradients that have arrived lie in buffers that the next ride gets. Kept until then:
-    the rows, and gradients of the pre-activations (of the worst-case size where only the device knows how many rows
-    came). Rows that are offloaded or sent again are not kept, so their experts compute all at once.
+  - Linear layers: dW = dy' x. x and dy stay in memory until then.
+  - Experts: of the up projection, which are two thirds of a gated expert's. Those of the down projection are computed
+    at once, because the gradients that have arrived are in buffers that the next ride overwrites. The tokens and the
+    gradients of the pre-activations stay in memory until then (of the worst-case size where only the device knows the
+    number of tokens). With tokens that are offloaded or sent again, experts defer nothing.
 
-The same products of the same tensors, in the order of the backward. FSDP reduces after a backward what has come with
-it, and after `weights()` the rest.
+The products and their order are those of a single backward. FSDP reduces gradients of the first part after the
+backward, and the others after `weights()`.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from carpool.ride.setup import DeferredGradients
 
 
 class Rides(Protocol):
-    """A layer that rides."""
+    """A layer whose rides can defer weight gradients."""
 
     deferred: DeferredGradients | None
 
 
 class SplitBackward:
-    """Inside, backwards of `model` leave weight gradients to `weights`. All ranks alike.
+    """Context in which backwards of `model` defer weight gradients to `weights`. On all ranks.
 
     Args:
         model: sharded by FSDP2 or not.
-        layers: its layers that ride.
+        layers: its MoE layers.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[Rides]) -> None:
         self.model, self.layers, self.deferred = model, list(layers), DeferredGradients()
-        # What has a forward of its own, such as an adapter, does as ever.
+        # Modules with a forward of their own, such as adapters, are not split.
         modules = (module for module in model.modules() if type(module) is nn.Linear)
         self.linears = [module for module in modules if "forward" not in vars(module)]
 
@@ -62,7 +63,7 @@ class SplitBackward:
         for layer in self.layers:
             layer.deferred = self.deferred
         for linear in self.linears:
-            # nn.Module's call finds an attribute of the instance before the class's.
+            # An attribute of the instance takes precedence over the class's method.
             linear.forward = partial(self._forward, linear)  # type: ignore[method-assign]
         return self
 
@@ -74,7 +75,7 @@ class SplitBackward:
         self.deferred.take()
 
     def weights(self) -> Callable[[], None]:
-        """What computes the weight gradients of the backwards since the last call."""
+        """A function that computes the weight gradients of the backwards since the last call."""
         compute = self.deferred.take()
 
         def weights() -> None:

@@ -13,7 +13,7 @@ The host enqueues all computation in one stream, in the order of the turns. A ri
 own stream or NCCL's, and what `wait()` enqueues comes after the other half's computation. One stream for both halves,
 because then memory is used again in the order in which the host let go of it, as always: what both halves touch
 (parameters, gradients, what FSDP gathers) needs no events. And two streams of computation would only compete for the
-same multiprocessors. `nvlink` needs `side_stream` for that, and two leases (four if rows are sent again).
+same multiprocessors. `nvlink` needs `side_stream` for that, and two leases (four if tokens are sent again).
 
 Neither half begins its backward before both have ended their forward. Half 0's output layer and loss hide half 1's
 last combine.

@@ -1,22 +1,22 @@
-"""How rows travel: one file per way.
+"""Transports: how tokens travel to experts and MoE outputs back. One file each.
 
-| name           | rows per token, there and back       | what it is for                                        |
+| name           | sends per token, each way            | what it is for                                        |
 |----------------|--------------------------------------|-------------------------------------------------------|
-| `gather`       | one to every rank                    | the oracle; K larger than W                           |
-| `alltoall`     | one per expert                       | the baseline that others use                          |
+| `gather`       | one to every rank                    | the reference; K larger than W                        |
+| `alltoall`     | one per expert                       | the baseline of other systems                         |
 | `dedup`        | one per rank that holds an expert    | the default where there is no NVLink                  |
 | `nvlink`       | one per rank that holds an expert    | GPUs of one host: kernels write into peers' memory    |
-| `hierarchical` | one per other node, then one per     | slow links between nodes; `nvlink` inside them        |
+| `hierarchical` | one per other node, then one per     | slow inter-node links; `nvlink` intra-node            |
 |                | rank that holds an expert            |                                                       |
-| `local`        | none: they stay                      | one rank, which "auto" gives it                       |
+| `local`        | none                                 | one rank, for which "auto" picks it                   |
 
-All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` has to know which ranks share a
-node (`set_topology`, otherwise the launcher is asked) and needs several nodes; there "auto" picks it where the model of
-costs says that it pays (`carpool.planner.transports`). `nvlink` has buffers of a fixed size, so "auto" picks
-it only where somebody has said how many tokens a rank may have (`TransportOptions.max_tokens`).
+All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` needs several nodes and the
+topology of the ranks (from `set_topology`, or the launcher's environment); "auto" picks it where the cost model says
+that it is faster (`carpool.planner.transports`). `nvlink` has buffers of a fixed size, so "auto" picks it only if the
+maximum number of tokens of a rank is given (`TransportOptions.max_tokens`).
 
-`base.py` has the contract, and names what a new transport has to say of itself. `codecs.py` says how rows become bytes
-on any of these ways. `register` adds a transport from outside the package (`carpool.plugins`). `TRANSPORTS` is the only
+`base.py` defines the contract and what a new transport must declare. `codecs.py` defines how hidden states are encoded
+on any transport. `register` adds a transport from outside the package (`carpool.plugins`). `TRANSPORTS` is the only
 list: commands, configuration, estimates, benchmarks and recipes read it.
 """
 
@@ -80,7 +80,7 @@ def _check(name: str, cls: type[Transport]) -> None:
         raise ValueError(f"transport {name!r}: its class is named {cls.name!r}; give both the same name")
 
 
-# In the order in which "auto" prefers those that send equally many rows.
+# Among transports that send equally many hidden states, "auto" prefers the first one.
 TRANSPORTS: Registry[type[Transport]] = Registry(
     "transport",
     "carpool.transports",
@@ -90,7 +90,7 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
 
 
 def between_ranks() -> tuple[str, ...]:
-    """All that send rows from rank to rank: what benchmarks compare."""
+    """The names of all transports that send tokens between ranks."""
     return tuple(name for name in TRANSPORTS if not TRANSPORTS[name].alone)
 
 
@@ -113,12 +113,12 @@ def find_transport(name: str) -> type[Transport]:
 
 
 def choose_transport(name: str, num_ranks: int, top_k: int, unfit: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Resolve "auto": of the transports that it may pick, the one that sends fewest rows. Looks at no device.
+    """Resolve "auto": of the transports that it may pick, the one with the fewest sends. Accesses no device.
 
     Args:
         num_ranks, top_k: W and K.
-        unfit: why transports are not to be picked, by name (`unfit_transports`). None: nobody has looked, so only those
-            that can be used anywhere are.
+        unfit: why transports must not be picked, by name (`unfit_transports`). None: unknown, so that only transports
+            that work everywhere are picked.
 
     Returns:
         (name, why): a key of `TRANSPORTS` and a sentence for the log.
@@ -173,7 +173,7 @@ def unfit_transports(
         if alone:
             reason = "one rank has nobody to send to"
         elif own_forward and not cls.knows_counts:
-            # Their own forward would see all rows that the buffers have, and most are empty.
+            # A model's own forward would compute all places of the buffers, of which most are empty.
             reason = "the experts run their own forward"
         else:
             reason = (
@@ -188,8 +188,8 @@ def unfit_transports(
 
 
 def check_transport(name: str, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError if a transport is unknown, or is asked for by name and cannot be used by the ranks of a group.
-    Collective over the group for transports that cannot be used anywhere."""
+    """Raise ValueError if a transport is unknown, or was named and cannot be used by the ranks of a group. Collective
+    over the group for transports that do not work everywhere."""
     if name == "auto":
         return
     cls = find_transport(name)
@@ -198,7 +198,7 @@ def check_transport(name: str, group: dist.ProcessGroup | None) -> None:
 
 
 def check_topology(name: str, topology: Topology) -> None:
-    """Raise ValueError if ranks on these nodes cannot use a transport that is asked for by name. Asks nobody."""
+    """Raise ValueError if ranks on these nodes cannot use a transport that was named. Not collective."""
     if name != "auto" and (reason := find_transport(name).why_not_on(topology)):
         raise _refused(name, reason)
 
@@ -210,7 +210,7 @@ def _refused(name: str, reason: str) -> ValueError:
 
 
 def check_codecs(name: str, codecs: Codecs) -> None:
-    """Raise ValueError if rows cannot travel by these codecs with the transport `name`, which is not "auto"."""
+    """Raise ValueError if the transport `name`, which is not "auto", cannot use these codecs."""
     if reason := find_transport(name).why_no_codecs(codecs):
         raise ValueError(f"transport {name!r} does not take these codecs: {reason}")
 
@@ -218,7 +218,7 @@ def check_codecs(name: str, codecs: Codecs) -> None:
 def make_transport(
     name: str, group: dist.ProcessGroup | None, slots_per_rank: int, options: TransportOptions | None = None
 ) -> Transport:
-    """Construct the transport `name` (a key of `TRANSPORTS`) for a process group, with its own of these options."""
+    """Construct the transport `name` (a key of `TRANSPORTS`) for a process group, with the options that apply to it."""
     cls: type[Any] = find_transport(name)
     check_codecs(name, PLAIN if options is None else options.codecs)
     own = cls.own_options(options)
@@ -232,7 +232,7 @@ def check_overflow(transport: Transport | None) -> None:
         transport.check()
 
 
-# What the ranks of a group have found out together is a fact of that group, as its buffers are; it goes when that goes.
+# Results that the ranks of a group have agreed on. They are freed with the group.
 _FOUND: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
@@ -243,6 +243,6 @@ def _why_not(cls: type[Transport], group: dist.ProcessGroup | None) -> str | Non
     found = _FOUND.setdefault(group, {})
     key = (cls.name, known_topology(group))
     if key not in found:
-        # Asking may make the topology known.
+        # `why_not` may determine the topology.
         found[key] = found[cls.name, known_topology(group)] = cls.why_not(group)
     return found[key]

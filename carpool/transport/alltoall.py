@@ -1,12 +1,12 @@
-"""One row per (token, expert): what everybody else's all-to-all does, and the baseline to beat.
+"""Sends a token once per chosen expert, as the all-to-all of other systems does: the baseline.
 
-    token 0 chose experts on ranks 1, 1 and 3; it is copied into three rows:
+    token 0 chose experts on ranks 1, 1 and 3; it is sent three times:
 
         rank 1   [x_0 | slot 0 | w]   [x_0 | slot 2 | w]
         rank 3   [x_0 | slot 1 | w]
 
-Cost per token: K rows there and K rows back, whatever the placement. Rows are sorted by slot within a destination,
-so the receiving experts read them nearly in order. Source: GShard (arXiv 2006.16668, section 3.2) without padding,
+Cost per token: K sends each way, whatever the placement. Tokens are sorted by slot within a destination, so the
+receiving experts read them nearly in order. Source: GShard (arXiv 2006.16668, section 3.2) without padding,
 as in FastMoE's global exchange (arXiv 2103.13262).
 """
 
@@ -22,7 +22,7 @@ from carpool.transport.volume import Counts, one_send_per_choice
 
 
 class AllToAll(ExchangeTransport):
-    """One row per (token, expert); J = 1."""
+    """Sends a token once per chosen expert; J = 1."""
 
     name = "alltoall"
 

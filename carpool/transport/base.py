@@ -1,20 +1,21 @@
-"""The contract of a transport: how rows travel between ranks and back.
+"""The contract of a transport: dispatch of tokens to the ranks of their experts, and combine of the outputs.
 
-The class says all that others must know of it (`Transport`, first half). An instance has `plan` and four verbs. None
-blocks the host for longer than it must; what is still under way has `wait()`.
+The class declares the properties that planners and configuration need (`Transport`, first half). An instance has `plan`
+and four verbs. A verb blocks the host no longer than necessary and returns a `Pending`, whose `wait()` gives the
+result.
 
-    route    = transport.plan(slot_TK, weight_TK, traffic)     who gets which row
-    arrivals = transport.dispatch(x_TH, route)                 rows here, with their slots and weights
-    ...experts write their weighted partial sums into partial_RH = route.new_partial(...)...
-    y_TH     = transport.combine(route, partial_RH)            sums over the ranks that a token visited
+    route    = transport.plan(slot_TK, weight_TK, traffic)     which token goes to which rank
+    arrivals = transport.dispatch(x_TH, route)                 the tokens that arrive, with their slots and weights
+    ...experts write their weighted partial outputs into partial_RH = route.new_partial(...)...
+    y_TH     = transport.combine(route, partial_RH)            MoE outputs: sums over the ranks that a token visited
 
-The backward pass uses the same verbs on the same route: the backward of a dispatch is a combine of row gradients
-(with `dweight_RJ` beside them), the backward of a combine is a dispatch without weights.
+The backward pass uses the same verbs on the same route: the backward of a dispatch is a combine of token gradients
+(with `dweight_RJ`), the backward of a combine is a dispatch without weights.
 
-A row of an arrival serves J choices of its token. J depends on the transport: `dedup` sends one row per (token,
-rank), J = K; `alltoall` one row per (token, expert), J = 1. Column j of `slot_RJ` is -1 where nothing is to do.
+An arrived token serves J of its K choices. J depends on the transport: `dedup` sends a token once per rank, J = K;
+`alltoall` once per expert, J = 1. Column j of `slot_RJ` is -1 where there is no choice.
 
-Buffers that a transport owns are leased: they hold until the next verb on the same route and autograd must never
+Buffers that a transport owns are leased: they are valid until the next verb on the same route, and autograd must never
 save a view of one.
 """
 
@@ -37,11 +38,11 @@ from carpool.transport.options import TransportOptions
 from carpool.transport.token_capacity import TokenCapacity
 from carpool.transport.volume import Counts, MeanTraffic, Volume
 
-# What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
-# weight's float32 gradient on the way back in the backward.
+# Bytes sent with a token for each choice that it serves: an int32 slot and a float32 weight in the dispatch, the
+# weight's float32 gradient in the combine of the backward.
 CHOICE_BYTES = 8
 GRADIENT_BYTES = 4
-# What rows that travel out to experts, or back, are counted as, and whether in the backward.
+# The verb under which sends are counted, by direction and whether in the backward.
 VERB_OF = {
     ("out", False): "dispatch",
     ("back", False): "combine",
@@ -59,7 +60,7 @@ class RankMissingError(RuntimeError):
 
 
 class BufferOverflowError(RuntimeError):
-    """More rows went to a rank than its buffers hold. `needed` is the capacity that would have been enough."""
+    """More tokens went to a rank than its buffers hold. `needed` is the capacity that would have sufficed."""
 
     def __init__(self, text: str, needed: int) -> None:
         super().__init__(text)
@@ -68,17 +69,17 @@ class BufferOverflowError(RuntimeError):
 
 @dataclass(kw_only=True)
 class Route:
-    """Where each row of one forward goes; made by `plan`, and good for one forward and its backward.
+    """The destinations of all tokens of one forward, made by `plan` and used by that forward and its backward.
 
     Attributes:
         num_tokens, top_k: T and K of this rank.
-        num_rows: R, rows that this rank receives.
+        num_rows: R, the number of tokens that this rank receives.
         choices_per_send: J.
-        num_pairs: P, (row, slot) pairs among them: the rows that the experts' matrix products see; an upper bound where
-            only the device knows.
+        num_pairs: P, (token, slot) pairs among them: the rows of the experts' matrix products. An upper bound where
+            only the device knows the number.
         traffic: where the verbs count what they send.
-        choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send. Empty where
-            only the device knows.
+        choices_W: choices of this rank's tokens on each rank: the sends of `alltoall`. Empty where only the device
+            knows them.
     """
 
     num_tokens: int
@@ -91,16 +92,16 @@ class Route:
     backward: bool = False
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
+        """The (R, H) buffer that combine sends: partial outputs in the forward, token gradients in the backward."""
         return torch.empty(self.num_rows, hidden, dtype=dtype, device=device)
 
     def again(self) -> Self:
-        """A route for one more dispatch along the same ways."""
+        """A route for one more dispatch to the same destinations."""
         return replace(self)
 
     def verb(self, way: Literal["out", "back"]) -> str:
-        """What rows that travel out to experts, or back, are counted as: a dispatch of gradients is the backward of a
-        combine, and the other way round."""
+        """The verb under which sends to experts ("out") or back are counted: a dispatch of gradients is the backward of
+        a combine, and vice versa."""
         return VERB_OF[way, self.backward]
 
     def count(
@@ -111,13 +112,13 @@ class Route:
         choice_bytes: int,
         codecs: Codecs = PLAIN,
     ) -> None:
-        """Count rows that travel out to experts or back, by their verb.
+        """Count the sends of one verb.
 
         Args:
-            rows_W: rows sent to each rank.
-            row: any matrix of such rows, for the size of one.
-            choice_bytes: what travels beside a row for each choice that it serves.
-            codecs: by which rows travel. Those of the baseline travel as they are.
+            rows_W: hidden states sent to each rank.
+            row: a matrix of these, for the size of one.
+            choice_bytes: bytes that are sent with a token for each choice that it serves.
+            codecs: that encode them. The baseline's are not encoded.
         """
         verb = VERB_OF[way, self.backward]
         row_bytes = row.shape[1] * row.element_size()
@@ -129,7 +130,7 @@ class Route:
 
 
 class Pending(NamedTuple):
-    """Something under way; `wait()` gives its value, once."""
+    """An asynchronous result; `wait()` returns it, and may be called once."""
 
     wait: Callable[[], Any]
 
@@ -138,9 +139,9 @@ def bytes_of_rides(rows_WW: Counts, row: Mapping[str, int], choices: int) -> dic
     """(W, W) bytes of each verb but the plan, from rank [i] to rank [j].
 
     Args:
-        rows_WW: rows dispatched.
-        row: bytes of a row, by verb.
-        choices: how many of its token's choices a row may serve."""
+        rows_WW: hidden states dispatched.
+        row: bytes of one, by verb.
+        choices: J, choices that one may serve."""
     return {
         "dispatch": rows_WW * (row["dispatch"] + choices * CHOICE_BYTES),
         "combine": rows_WW.T * row["combine"],
@@ -150,11 +151,11 @@ def bytes_of_rides(rows_WW: Counts, row: Mapping[str, int], choices: int) -> dic
 
 
 class Transport(ABC):
-    """One way for rows to travel: what the class says about itself, and the verbs of an instance.
+    """Base class of transports: declarations of the class, and the verbs of an instance.
 
-    A subclass has a `name`, says which rows it sends (`tokens_sent`), and implements the five verbs and `plan`. All
-    else has a default. Where `options_class` is set, instances are constructed with options as a third argument. A
-    transport reads its own kind of route, the one that its `plan` made; hence `Any`.
+    A subclass has a `name`, defines which tokens it sends (`tokens_sent`), and implements the five verbs and `plan`.
+    All else has a default. Where `options_class` is set, instances are constructed with options as a third argument.
+    Routes are typed `Any`, because each transport has a route class of its own.
 
     Args:
         group: the expert-parallel process group; None for one rank.
@@ -162,21 +163,21 @@ class Transport(ABC):
 
     Attributes of the class:
         name: what `transport=` selects.
-        options_class: of its options, if it has any; everything below that takes options gets one of these.
+        options_class: the class of its options, if it has any; all methods below receive such options.
         automatic: whether "auto" may pick it.
-        anywhere: whether any ranks can use it. If not, `why_not` looks at a group.
-        alone: whether it is for one rank, and "auto" takes it there.
-        one_send_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
-        one_send_per_node: whether it is sent once to each other node instead, and passed on there.
-        hops_in_turn: whether a row takes links of several kinds one after the other.
-        between_nodes: whether "auto" takes it on several nodes where the model of costs says that it is faster.
-        writes_to_peers: whether it writes rows into the memory of GPUs of its node, if they reach each other.
+        anywhere: whether any ranks can use it. If not, `why_not` examines a group.
+        alone: whether it is for one rank, and "auto" picks it there.
+        one_send_per_rank: whether a token is sent once to each rank that serves it, as placement solvers assume.
+        one_send_per_node: whether it is sent once to each other node instead, and distributed there.
+        hops_in_turn: whether a token takes links of several kinds one after the other.
+        between_nodes: whether "auto" picks it on several nodes where the cost model says that it is faster.
+        writes_to_peers: whether it writes into the memory of other GPUs of its node, if they reach each other.
         needs_nvlink: whether GPUs without NVLink cannot use it.
         rides_in_parts: whether `plan` and the combines take parts (`carpool_systems.tiles`).
-        knows_counts: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
-            that run a model's own forward would compute them.
-        graphable: whether it asks nothing of the host, so that a CUDA graph can hold its rides.
-        plan_bytes: what each rank sends to each other one before rows travel.
+        knows_counts: whether the host knows how many tokens arrived. If not, most places of its buffers are empty, and
+            experts that run a model's own forward would compute them.
+        graphable: whether it never synchronises with the host, so that a CUDA graph can contain its rides.
+        plan_bytes: bytes that each rank sends to each other one before the dispatch.
     """
 
     name: ClassVar[str]
@@ -195,12 +196,12 @@ class Transport(ABC):
     graphable: bool = False
     plan_bytes: ClassVar[int] = 0
 
-    # -- what the class says: no device is needed, unless stated ---------------------------------------------------
+    # -- declarations of the class: no device is needed, unless stated ---------------------------------------------
 
     @classmethod
     def own_options(cls, options: TransportOptions | None) -> Any:
-        """Its own of the options that were given: they themselves, or of another transport's what means something to
-        any. None if it has none."""
+        """The options of its own class: the given ones, or made from the part of another transport's that is common to
+        all. None if it has no options."""
         if cls.options_class is None:
             return None
         if isinstance(options, cls.options_class):
@@ -212,8 +213,8 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
-        """(W, W) rows that rank [i] dispatches to rank [j], the diagonal included. Over a kind of link go those of its
-        `topology.pairs`.
+        """(W, W) hidden states that rank [i] dispatches to rank [j], the diagonal included. A kind of link carries
+        those of its `topology.pairs`.
 
         Args:
             rank_TK: for each source rank, (T, K) the rank that serves each choice, -1: none.
@@ -222,20 +223,19 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
-        """Expected rows per token if experts are chosen uniformly."""
+        """Expected sends per token if experts are chosen uniformly, to the own rank included."""
 
     @classmethod
     def mean_traffic(
         cls, reached: Callable[[int], float], num_experts: int, top_k: int, num_ranks: int, per_node: int
     ) -> MeanTraffic:
-        """Rows of one dispatch, for plans, which know no routing but how far a token's choices are spread.
+        """Expected sends of one dispatch, for the planner, which knows only how far a token's choices are spread.
 
         Args:
-            reached: of so many equal parts of the experts, the share that a token visits.
+            reached: for a number of equal parts of the experts, the share of parts that a token visits.
             per_node: ranks of the group on each node.
 
-        Example: one row to each rank, 4 ranks on 2 nodes, half of which a token visits: `MeanTraffic(0.5, 1.0,
-        2.0)`."""
+        Example: `dedup`, 4 ranks on 2 nodes, of which a token visits half: `MeanTraffic(0.5, 1.0, 2.0)`."""
         nodes, each = num_ranks // per_node, reached(num_ranks)
         if cls.one_send_per_node and nodes > 1:
             return MeanTraffic(nodes * (per_node - 1) * each, (nodes - 1) * reached(nodes), each * num_ranks)
@@ -245,12 +245,12 @@ class Transport(ABC):
 
     @classmethod
     def choices_per_send(cls, top_k: int) -> int:
-        """J: how many of its token's choices a row may serve."""
+        """J: choices that one send of a token serves, at most."""
         return top_k
 
     @classmethod
     def row_bytes(cls, verb: str, hidden: int, element_size: int, options: Any = None) -> int:
-        """Bytes of one row of H elements in a verb of `carpool.metrics.counters.VERBS`."""
+        """Bytes of one hidden state of H elements in a verb of `carpool.metrics.counters.VERBS`."""
         codecs = PLAIN if options is None else options.codecs
         return codecs.of(verb).row_bytes(hidden, element_size)
 
@@ -264,7 +264,7 @@ class Transport(ABC):
         element_size: int,
         options: Any = None,
     ) -> Volume:
-        """Rows and bytes of one forward and backward; what comes back takes the same ways as what went out."""
+        """Sends and bytes of one forward and backward; combine takes the same links as dispatch."""
         rows_WW, choices = cls.tokens_sent(rank_TK, topology), cls.choices_per_send(top_k)
         row = {verb: cls.row_bytes(verb, hidden, element_size, options) for verb in VERBS}
         return Volume(
@@ -276,34 +276,34 @@ class Transport(ABC):
 
     @classmethod
     def buffer_bytes(cls, options: Any, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
-        """Bytes of the buffers that all layers share, on each rank; 0: it has none."""
+        """Bytes per rank of the buffers that all layers share; 0: there are none."""
         return 0
 
     @classmethod
     def planned_buffer_bytes(cls, tokens: int, num_ranks: int, row_bytes: int, top_k: int) -> int:
-        """The same, for plans: of default options, if each rank has so many tokens."""
+        """The same for the planner: with default options and `tokens` tokens per rank."""
         return 0
 
     @classmethod
     def why_not(cls, group: dist.ProcessGroup | None) -> str | None:
-        """Why the ranks of a group cannot use it, or None if they can. Collective over the group. None as the group:
-        as far as this process can tell alone."""
+        """Why the ranks of a group cannot use it, or None if they can. Collective over the group. group None: as far as
+        this process alone can determine."""
         return None
 
     @classmethod
     def why_not_on(cls, topology: Topology) -> str | None:
-        """Why ranks on these nodes cannot use it, or None if they can, as far as the topology tells. Asks nobody."""
+        """Why ranks on these nodes cannot use it, or None if they can, from the topology alone. Not collective."""
         return None
 
     @classmethod
     def why_not_hidden(cls, hidden: int, element_size: int) -> str | None:
-        """Why rows of H elements cannot travel so, or None if they can."""
+        """Why it cannot send hidden states of H elements, or None if it can."""
         return None
 
     @classmethod
     def why_no_codecs(cls, codecs: Codecs) -> str | None:
-        """Why rows cannot travel by these codecs, or None if they can."""
-        return None if codecs.plain else "its rows travel as they are; use transport 'dedup'"
+        """Why it cannot use these codecs, or None if it can."""
+        return None if codecs.plain else "it does not encode hidden states; use transport 'dedup'"
 
     @classmethod
     def why_not_automatic(cls, options: Any) -> str | None:
@@ -319,33 +319,33 @@ class Transport(ABC):
 
     @property
     def processors(self) -> int:
-        """Multiprocessors that its verbs take while a computation runs beside them; 0: none, or nothing does."""
+        """Multiprocessors that its verbs take from an overlapped computation; 0: none, or nothing is overlapped."""
         return 0
 
     @property
     def num_hops(self) -> int:
-        """Hops that a row takes one after the other."""
+        """Hops that a token takes one after the other."""
         return 1
 
     @property
     def arena(self) -> Arena | None:
-        """Where layers keep what only the device can count; None if the host knows, or memory does not matter."""
+        """The arena for saved activations whose number of rows only the device knows; None: tensors are allocated."""
         return None
 
     @property
     def capacities(self) -> tuple[TokenCapacity, ...]:
-        """What may have too few places for rows; empty if nothing."""
+        """The capacities that may turn out too small; empty if none can."""
         return ()
 
     def check(self) -> None:
-        """Raise if rows had no place, or a rank did not arrive, since the last call. Waits for the device."""
+        """Raise if a capacity was exceeded, or a rank was missing, since the last call. Waits for the device."""
         return None
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> Any:
-        """The `Route`: which row goes where.
+        """The `Route` of a batch: which token goes where.
 
         Args:
             slot_TK: (T, K) int32 global slot ids (rank * S + slot), -1: none. T may differ between ranks, and be 0.
@@ -363,30 +363,31 @@ class Transport(ABC):
         """The routes of the pieces of one ride, as `plan` of each. They are dispatched in order.
 
         Args:
-            together: so many neighbouring pieces may share a message of rows, in the forward and in the backward. Such
-                a message leaves when the verb has been asked for with each of these routes.
+            together: neighbouring pieces that may share a message, in the forward and in the backward. A message is
+                sent when the verb has been called for all of its pieces.
         """
         return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 
     @abstractmethod
     def dispatch(self, x_TH: torch.Tensor, route: Any) -> Pending:
-        """Send each row where the route says. `wait()` gives the `Arrivals`."""
+        """Send each token where the route says. `wait()` gives the `Arrivals`."""
 
     @abstractmethod
     def combine(self, route: Any, partial_RH: torch.Tensor) -> Pending:
-        """Bring partial sums back. `wait()` gives y_TH: the sums, accumulated in float32 in rank order."""
+        """Send partial outputs back. `wait()` gives y_TH, their sums, accumulated in float32 in rank order."""
 
     @abstractmethod
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Pending:
-        """The backward of `combine`: rows only, their slots are known. `wait()` gives them as `HiddenStates`."""
+        """The backward of `combine`: a dispatch without slots. `wait()` gives the gradients as `HiddenStates`."""
 
     @abstractmethod
     def combine_gradients(self, route: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
-        """The backward of `dispatch`: gradients of rows and weights come back. `wait()` gives (dx_TH, dweight_TK)."""
+        """The backward of `dispatch`: a combine of the gradients of tokens and weights. `wait()` gives (dx_TH,
+        dweight_TK)."""
 
     def dispatch_again(self, x_TH: torch.Tensor, route: Any) -> Pending:
-        """Send the rows of a forward a second time, for its backward. Their slots and weights are known. `wait()` gives
-        them as `HiddenStates`; once they have been read, `discard` ends the ride.
+        """Send the tokens of a forward a second time, for its backward, without slots and weights. `wait()` gives them
+        as `HiddenStates`; once they have been read, `discard` ends the ride.
 
         Args:
             route: of the forward, `again()`. Pieces come in the order of the backward."""
@@ -394,5 +395,5 @@ class Transport(ABC):
         return Pending(lambda: coming.wait().tokens)
 
     def discard(self, route: Any, x_TH: torch.Tensor) -> Pending:
-        """End a ride of x_TH whose rows have been read, when no combine will follow."""
+        """End a ride of x_TH whose tokens have been read, when no combine will follow."""
         return Pending(lambda: None)

@@ -1,25 +1,25 @@
-"""How rows become bytes on their way between ranks, and rows again.
+"""Codecs: how hidden states are encoded for sending, and decoded again.
 
-| name   | bytes of a row of H elements          | what it changes                                                |
-|--------|---------------------------------------|----------------------------------------------------------------|
-| `none` | as the model computes                 | nothing                                                        |
-| `bf16` | 2 H                                   | rows of float32 lose 16 bits; rows of 16 bits stay as they are |
-| `fp8`  | H, and 4 for each 128, rounded to 16  | three bits are left behind the point: LOSSY                    |
+| name   | bytes of a hidden state of H elements | what it changes                                         |
+|--------|---------------------------------------|---------------------------------------------------------|
+| `none` | those of the model's dtype            | nothing                                                 |
+| `bf16` | 2 H                                   | float32 loses 16 bits; 16-bit dtypes do not change      |
+| `fp8`  | H, and 4 for each 128, rounded to 16  | LOSSY: three bits of mantissa are left                  |
 
-A ride has four verbs that carry rows, and each has a codec of its own:
+A ride has four verbs that send hidden states, and each has a codec of its own:
 
-    Codecs(dispatch="fp8")                                     DeepSeek-V3: rows out as FP8, sums back as they are
-    Codecs(dispatch="fp8", combine="bf16", inter_node="nodes")        only over the hop between nodes
+    Codecs(dispatch="fp8")                                         DeepSeek-V3: tokens in FP8, outputs not encoded
+    Codecs(dispatch="fp8", combine="bf16", inter_node="nodes")     on the inter-node hop only
 
-    dispatch           rows to experts                      combine_backward    gradients of sums to experts
-    combine            experts' partial sums back           dispatch_backward   gradients of rows back
+    dispatch    tokens to experts                    combine_backward     gradients of MoE outputs to experts
+    combine     partial outputs of experts back      dispatch_backward    gradients of tokens back
 
-Only rows that leave their rank are encoded. A rank's rows for itself stay as they are. Gradients pass a codec straight
-through: the gradient of what was decoded is the gradient of what was encoded.
+Only what leaves its rank is encoded. Gradients pass a codec straight through: the gradient of the decoded value is the
+gradient of the encoded one.
 
-Rows may also become fewer: a plug-in of `MERGES` (`carpool_systems.merging`) lets similar ones travel as one.
+The number of tokens can be reduced, too: a plug-in of `MERGES` (`carpool_systems.merging`) sends similar tokens as one.
 
-Rows that are decoded and encoded again, as over two hops, do not change a second time.
+Encoding a decoded value again, as over two hops, changes nothing.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 3.3) for FP8 with scales of 1 x 128.
 """
@@ -46,11 +46,11 @@ __all__ = ["CODECS", "HOPS", "MERGES", "PLAIN", "TOKEN_VERBS", "Codec", "Codecs"
 
 
 class Codec(ABC):
-    """One way for rows to become bytes.
+    """An encoding of hidden states.
 
     Attributes:
-        name: what settings call it.
-        lossy: how rows travel then, for logs: "as FP8". "": nothing is lost.
+        name: in settings.
+        lossy: how hidden states are sent, for logs: "as FP8". "": nothing is lost.
     """
 
     name: ClassVar[str]
@@ -58,19 +58,19 @@ class Codec(ABC):
 
     @abstractmethod
     def row_bytes(self, hidden: int, element_size: int) -> int:
-        """Bytes of a row of `hidden` elements of `element_size` bytes."""
+        """Bytes of an encoded hidden state of `hidden` elements of `element_size` bytes."""
 
     @abstractmethod
     def encode(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """Rows as they travel: (N, ...), `row_bytes` each."""
+        """Encode: (N, hidden) to (N, ...), `row_bytes` per row."""
 
     @abstractmethod
     def decode(self, coded: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """(N, hidden) rows in `dtype`."""
+        """Decode to (N, hidden) in `dtype`."""
 
 
 class AsTheyAre(Codec):
-    """Rows travel as the model computes them."""
+    """No encoding."""
 
     name = "none"
 
@@ -88,7 +88,7 @@ BYTES = 2
 
 
 class BF16(Codec):
-    """Rows of float32 travel as bfloat16: half the bytes. LOSSY for these; rows of 16 bits stay as they are."""
+    """float32 as bfloat16: half the bytes. LOSSY for float32; 16-bit dtypes do not change."""
 
     name = "bf16"
     lossy = "as bfloat16"
@@ -104,12 +104,12 @@ class BF16(Codec):
 
 
 class FP8(Codec):
-    """Rows travel as e4m3 with a float32 scale for each 128 columns: about half the bytes of bfloat16. LOSSY.
+    """e4m3 with a float32 scale for each 128 columns: about half the bytes of bfloat16. LOSSY.
 
         H 7168        7168 codes and 56 scales: 7392 bytes, instead of 14336 in bfloat16 or 28672 in float32
 
-    Codes and scales are one packet (`carpool.kernels.packets`), so a row and its scales travel together. An element is
-    off by up to 1/16 of itself. DeepSeek-V3 sends rows to experts so and sums back in bfloat16.
+    Codes and scales of a hidden state are one packet (`carpool.kernels.packets`). The relative error of an element is
+    up to 1/16. DeepSeek-V3 dispatches in this format, and combines in bfloat16.
     """
 
     name = "fp8"
@@ -133,21 +133,21 @@ class FP8(Codec):
 
 
 CODECS: MappingProxyType[str, Codec] = MappingProxyType({one.name: one for one in (AsTheyAre(), BF16(), FP8())})
-# The verbs of `carpool.metrics.counters.VERBS` that carry rows, with what they carry.
+# The verbs of `carpool.metrics.counters.VERBS` that send hidden states, and what these are.
 TOKEN_VERBS = {
-    "dispatch": "rows to experts",
-    "combine": "sums of experts",
-    "dispatch_backward": "gradients of rows",
-    "combine_backward": "gradients of sums",
+    "dispatch": "tokens to experts",
+    "combine": "outputs of experts",
+    "dispatch_backward": "gradients of tokens",
+    "combine_backward": "gradients of MoE outputs",
 }
 HOPS = ("all", "nodes")
 
 
 class Merge(ABC):
-    """Lets several hidden states travel as one, before anything is encoded. Made with its options, as keywords.
+    """Sends several hidden states as one, before encoding. Constructed with its options as keywords.
 
     Attributes:
-        name: what settings call it.
+        name: in settings.
         options: the types of its options, by name.
     """
 
@@ -163,7 +163,7 @@ class Merge(ABC):
         setup: RideSetup,
         ride_tokens: Callable[[torch.Tensor, Routing, torch.Tensor, RideSetup], tuple[torch.Tensor, Any]],
     ) -> tuple[torch.Tensor, Any]:
-        """y_TH, and what else `ride_tokens` returned, which is a ride of fewer rows.
+        """(y_TH, the second result of `ride_tokens`), where `ride_tokens` is called with fewer tokens.
 
         Args: as of `carpool.ride.function.ride`."""
 
@@ -176,9 +176,9 @@ class Codecs:
     """Names of codecs; see the module's docstring.
 
     Attributes:
-        dispatch, combine, dispatch_backward, combine_backward: of each verb.
-        inter_node: over which hops rows are encoded; "nodes": of a transport with two hops, that between nodes only.
-        merge: which similar rows travel as one, before anything is encoded: a name in `MERGES`, or "none".
+        dispatch, combine, dispatch_backward, combine_backward: the codec of each verb.
+        inter_node: the hops that are encoded; "nodes": of a transport with two hops, the inter-node hop only.
+        merge: how similar tokens are merged before encoding: a name in `MERGES`, or "none".
         merge_options: its options.
 
     Raises:
@@ -205,22 +205,22 @@ class Codecs:
 
     @property
     def plain(self) -> bool:
-        """Whether all rows travel, as they are."""
+        """Whether nothing is encoded or merged."""
         return self.merge == "none" and all(getattr(self, verb) == "none" for verb in TOKEN_VERBS)
 
     def merger(self) -> Merge | None:
-        """What merges rows.
+        """The `Merge` of these settings, or None.
 
         Raises:
             ValueError: options that cannot be."""
         return None if self.merge == "none" else MERGES[self.merge](**self.merge_options)
 
     def of(self, verb: str) -> Codec:
-        """The codec of a verb; a plan carries no rows, and has none."""
+        """The codec of a verb; a plan sends no hidden states, and has none."""
         return CODECS[getattr(self, verb, "none")]
 
     def for_element_size(self, element_size: int) -> Codecs:
-        """The same for rows of so many bytes an element: "bf16" means nothing to rows of 16 bits."""
+        """The same for elements of so many bytes: "bf16" is "none" for 16-bit dtypes."""
         if element_size > 2:
             return self
         meaningless: Any = {verb: "none" for verb in TOKEN_VERBS if getattr(self, verb) == "bf16"}
@@ -229,10 +229,10 @@ class Codecs:
     @property
     def lossy_reasons(self) -> list[str]:
         """What is lost, for logs and reports."""
-        where = " between nodes" if self.inter_node == "nodes" else ""
+        where = " inter-node" if self.inter_node == "nodes" else ""
         coded = {what: self.of(verb).lossy for verb, what in TOKEN_VERBS.items()}
-        merged = [] if self.merge == "none" else [f"similar rows for an expert travel as one ({self.merge})"]
-        return merged + [f"{what} travel {how}{where}" for what, how in coded.items() if how]
+        merged = [] if self.merge == "none" else [f"similar tokens for an expert are sent as one ({self.merge})"]
+        return merged + [f"{what} are sent {how}{where}" for what, how in coded.items() if how]
 
 
 PLAIN = Codecs()

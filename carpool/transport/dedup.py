@@ -1,17 +1,17 @@
-"""One ride per rank: a token is sent once to each rank that holds any of its experts.
+"""Sends a token once to each rank that holds any of its experts.
 
-    token 0 chose experts on ranks 1, 1 and 3; two rows travel, with all K slots and weights beside each:
+    token 0 chose experts on ranks 1, 1 and 3; it is sent twice, each time with all K slots and weights:
 
-        rank 1   [x_0 | slots 0, 2, -1 | w, w, 0]      both of its experts there read the same row
+        rank 1   [x_0 | slots 0, 2, -1 | w, w, 0]      both of its experts there read the same hidden state
         rank 3   [x_0 | slots -1, -1, 1 | 0, 0, w]
 
-The experts' rank adds up the weighted outputs of its experts in float32, so one row per (token, rank) comes back
-as well. Cost per token: one row for each distinct rank, both ways. Under uniform routing of K = 8 over 4 ranks
-that is 3.6 instead of 8, and placement lowers it further. On top of it come 8 bytes per choice, 64 bytes beside a
-row of several thousand.
+The experts' rank adds up the weighted outputs of its experts in float32, so that one partial output per rank comes back
+as well. Cost per token: one send for each distinct rank, each way. Under uniform routing of K = 8 over 4 ranks that is
+3.6 instead of 8, and placement lowers it further. On top of it come 8 bytes per choice: 64 bytes, to several thousand
+of the hidden state.
 
 Source: the idea is in DeepSeek-V3 (arXiv 2412.19437, section 3.2.2, per node), in Occult (arXiv 2505.13345) and
-HierMoE; the rank-level sum before the way back is what makes the return ride as short as the way out.
+HierMoE; because each rank sums its partial outputs before combine, combine is as cheap as dispatch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from carpool.transport.volume import Counts, one_send_per_rank, uniform_ranks_pe
 
 
 class Dedup(ExchangeTransport):
-    """One row per (token, rank); J = K."""
+    """Sends a token once per rank; J = K."""
 
     name = "dedup"
     one_send_per_rank = True
@@ -44,8 +44,8 @@ class Dedup(ExchangeTransport):
 
     def list_sends(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> SendList:
         num_tokens, top_k = slot_TK.shape
-        # The places of the wanted (rank, token) pairs in order: a stable sort of "not wanted", since `nonzero` would
-        # make the host wait once more.
+        # Indices of the (rank, token) pairs that are sent, in order, by a stable sort: `nonzero` would make the host
+        # wait once more.
         place_N = torch.argsort((~here_WTK.any(-1)).flatten().byte(), stable=True)[:num_rows]
         rank_N, token_N = place_N // max(1, num_tokens), place_N % max(1, num_tokens)
         here_NK = here_WTK[rank_N, token_N]

@@ -1,24 +1,23 @@
-"""Rows over `torch.distributed`: what the `alltoall` and `dedup` transports share.
+"""All-to-alls of `torch.distributed`: the base of the `alltoall` and `dedup` transports.
 
-Both send a list of rows, sorted by destination, with one all-to-all of uneven sizes, and get one row back for each
-row sent. They differ only in which rows are on the list: a subclass says how many go to each rank, and which.
+Both send a list of hidden states, sorted by destination, with one all-to-all of uneven sizes, and receive one partial
+output for each. They differ only in the list: a subclass defines how many entries go to each rank, and which.
 
-    sender                                    receiver
-    token_N   which token each row copies     rows arrive in order of the sending rank, then of its list
-    sent_W    rows to each rank, in order     slot_NJ / weight_NJ travel beside them
-    choice_NJ which of the T*K choices each   and come back, as gradients, into the same places
-              of its J columns stands for
+    sender                                      receiver
+    token_N    the token of each entry          entries arrive in order of the sending rank, then of its list
+    sent_W     entries to each rank, in order   slot_NJ / weight_NJ are sent with them
+    choice_NJ  which of the T*K choices each    and their gradients return to the same places
+               of its J columns stands for
 
-The sizes have to be known on the host before an all-to-all, so `plan` exchanges counts and reads them back: one
-host synchronisation per layer on CUDA. That is the price of NCCL; the transports that write into peers' memory
-do not pay it.
+The host must know the sizes before an all-to-all, so `plan` exchanges counts and reads them back: one host
+synchronisation per layer on CUDA. NCCL requires it; transports that write into peers' memory do not.
 
-A ride in chunks has several pieces (`carpool.ride.chunks`), any other ride one. Pieces of one ride share what is
-small: one message has the counts of all of them, one their slots and weights, and in the backward one the weights'
-gradients. Rows of as many neighbouring pieces as the schedule says share a message. To each rank, of four pieces by two
-in the forward:
+A ride in chunks has several pieces (`carpool.ride.chunks`), any other ride one. The pieces of a ride share small
+messages: one for all counts, one for all slots and weights, and in the backward one for all gradients of weights. The
+schedule says how many neighbouring pieces share a message of hidden states. To each rank, for four pieces and two per
+message in the forward:
 
-    counts [pieces 0 1 2 3]     choices [of pieces 0 1 2 3]     rows [of pieces 0 1]     rows [of pieces 2 3]
+    counts [pieces 0 1 2 3]     choices [pieces 0 1 2 3]     tokens [pieces 0 1]     tokens [pieces 2 3]
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route,
 from carpool.transport.codecs import PLAIN, TOKEN_VERBS, Codec, Codecs
 from carpool.transport.options import TransportOptions
 
-# Each rank tells each other how many rows and how many (row, slot) pairs will come of a piece: two int64.
+# Each rank sends each other one the number of tokens and of (token, slot) pairs of a piece: two int64.
 COUNT_BYTES = 16
 # Why `Codecs.hop` cannot be "nodes".
-ONE_HOP = "its rows travel over one hop, and hop='nodes' is of transports with two: leave hop at 'all'"
-# What is left to NCCL's channels, which take a multiprocessor each: an estimate, not measured.
+ONE_HOP = "it sends over one hop, and inter_node='nodes' is for transports with two: leave inter_node at 'all'"
+# Multiprocessors reserved for NCCL's channels, which take one each: an estimate, not measured.
 NCCL_PROCESSORS = 16
 
 
@@ -51,8 +50,8 @@ PieceCounts = Sequence[Sequence[int]]
 
 
 class Sizes(NamedTuple):
-    """Of each piece, rows to and from each rank, choices of this rank's tokens on each rank (empty: only the device
-    knows), and the (row, slot) pairs that come."""
+    """For each piece: tokens to and from each rank, choices of this rank's tokens on each rank (empty: only the device
+    knows them), and the (token, slot) pairs that arrive."""
 
     send_CW: PieceCounts
     receive_CW: PieceCounts
@@ -62,10 +61,10 @@ class Sizes(NamedTuple):
 
 @dataclass
 class SendList:
-    """The list of rows of one rank, sorted by destination.
+    """The entries that a rank sends, sorted by destination.
 
     Attributes:
-        token_N: (N,) int64, the token that each row copies.
+        token_N: (N,) int64, the token of each entry.
         slot_NJ: (N, J) int32, slots on the destination, -1: none.
         choice_NJ: (N, J) int64, index into the flattened (T, K) of each entry, T*K where there is none.
     """
@@ -79,8 +78,8 @@ class SendList:
 class ExchangeRoute(Route):
     """Attributes:
     token_N, choice_NJ: of `SendList`.
-    send, receive: rows to and from each rank.
-    number: which piece of its ride it is; the first is dispatched first.
+    send, receive: entries to and from each rank.
+    number: of the piece in its ride, in the order of dispatch.
     messages: of its ride.
     """
 
@@ -93,18 +92,18 @@ class ExchangeRoute(Route):
 
 
 class Messages:
-    """The messages of one ride. Each has the rows of some neighbouring pieces, and leaves when all of them are there.
+    """The messages of one ride. Each contains some neighbouring pieces, and is sent when all of them were given.
 
-    What a message carries is a verb of `carpool.metrics.counters.VERBS` (its rows), "dispatch_again" (rows that are
-    sent once more for the backward), "choices" (slots and weights) or "gradients" (of weights).
+    The kind of a message is a verb of `carpool.metrics.counters.VERBS` (hidden states), "dispatch_again" (tokens that
+    are sent again for the backward), "choices" (slots and weights) or "gradients" (of weights).
 
     Args:
         start: starts an all-to-all, as `ExchangeTransport._start`.
-        send_CW, receive_CW: of each piece, rows to experts on each rank, and from each rank.
-        together: pieces that share a message of rows, in the forward and in the backward.
+        send_CW, receive_CW: for each piece, entries of the dispatch to each rank, and from each rank.
+        together: pieces that share a message of hidden states, in the forward and in the backward.
 
     Attributes:
-        choices: of each piece, slots and weights of its rows.
+        choices: for each piece, slots and weights of its entries.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Messages:
         self.choices: list[torch.Tensor] = []
         self._sizes = send_CW, receive_CW
         forward, backward = together
-        # For each kind of message: of how many pieces it is, and whether it goes to experts.
+        # For each kind of message: its number of pieces, and whether it goes to experts.
         self._kinds = {
             "choices": (len(send_CW), True),
             "dispatch": (forward, True),
@@ -133,17 +132,17 @@ class Messages:
         self._came: dict[tuple[str, int], torch.Tensor] = {}
 
     def gradients_apart(self) -> None:
-        """Let the weights' gradients of each piece travel in a message of their own: for who cannot give those of all
-        pieces before any has arrived."""
+        """Send the weights' gradients of each piece in a message of its own, for callers that wait for one piece before
+        they have computed the next."""
         self._kinds["gradients"] = 1, False
 
     def send_choices(self) -> None:
-        """Send those of all pieces."""
+        """Send the choices of all pieces."""
         for piece, packed in enumerate(self.choices):
             self.put("choices", piece, packed)
 
     def put(self, kind: str, piece: int, rows: torch.Tensor) -> None:
-        """The rows of a piece, sorted by the rank that they go to. With the last one the message leaves."""
+        """Add a piece, sorted by destination, to its message. The last piece starts the message."""
         together, out = self._kinds[kind]
         key = kind, piece // together
         send_CW, receive_CW = self._sizes if out else self._sizes[::-1]
@@ -164,7 +163,7 @@ class Messages:
         self._under_way[key] = self._start(rows, send_W, receive_W)
 
     def take(self, kind: str, piece: int) -> torch.Tensor:
-        """What came for a piece, sorted by the rank that it came from. Once for each piece of a message."""
+        """Wait for the message of a piece, and return the piece, sorted by source. To be called once per piece."""
         together, out = self._kinds[kind]
         key = kind, piece // together
         if key in self._under_way:
@@ -184,13 +183,13 @@ class Messages:
 
 
 def _share(rows_W: Sequence[int], rank: int) -> slice:
-    """Which of rows that are sorted by rank are of one rank."""
+    """The range of one rank in a list that is sorted by rank."""
     first = sum(rows_W[:rank])
     return slice(first, first + rows_W[rank])
 
 
 def _by_rank(pieces: Sequence[torch.Tensor], sizes_CW: PieceCounts) -> torch.Tensor:
-    """Rows of pieces, each sorted by rank: all, sorted by rank, then by piece."""
+    """Merge pieces that are sorted by rank into one list, sorted by rank, then by piece."""
     if len(pieces) == 1:
         return pieces[0]
     blocks = [piece.split(list(sizes)) for piece, sizes in zip(pieces, sizes_CW, strict=True)]
@@ -198,7 +197,7 @@ def _by_rank(pieces: Sequence[torch.Tensor], sizes_CW: PieceCounts) -> torch.Ten
 
 
 class ExchangeTransport(Transport):
-    """Base of the transports that send lists of rows; see the module's docstring."""
+    """Base class of transports over all-to-alls; see the module's docstring."""
 
     automatic = True
     options_class = TransportOptions
@@ -227,28 +226,28 @@ class ExchangeTransport(Transport):
 
     @abstractmethod
     def count_sends(self, here_WTK: torch.Tensor) -> torch.Tensor:
-        """(W,) rows to each rank, from (W, T, K) bool: whether a choice is on a rank."""
+        """(W,) entries to each rank, from (W, T, K) bool: whether a choice is on a rank."""
 
     @abstractmethod
     def list_sends(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> SendList:
-        """Which rows go where; `num_rows` is the sum of what `count_sends` said."""
+        """The list of entries; `num_rows` is the sum of `count_sends`."""
 
     def whether_here(self, slot_C: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each piece, (W, T, K) bool: whether a choice is on a rank."""
+        """For each piece, (W, T, K) bool: whether a choice is on a rank."""
         ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
         # -1 stays -1.
         return [slot_TK.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11 for slot_TK in slot_C]
 
     def select_tokens(self, x_TH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
-        """The rows of these tokens, of which a list may name one past the last where there is none."""
+        """(N, H) the hidden states of these tokens. Subclasses may use the number T for padding."""
         return x_TH[token_N]
 
     def tokens_to_send(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
-        """(N, H) the rows that travel."""
+        """(N, H) the hidden states of all entries."""
         return x_TH[route.token_N]
 
     def sum_returned(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
-        """(T, H) float32, of rows that came back for those that travelled."""
+        """(T, H) float32: for each token, the sum of the partial outputs that its entries returned."""
         return ordered_sum(rows_NH, route.token_N, route.num_tokens)
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> ExchangeRoute:
@@ -287,16 +286,16 @@ class ExchangeTransport(Transport):
         traffic: Traffic,
         together: tuple[int, int],
     ) -> list[ExchangeRoute]:
-        """The routes of pieces whose sizes are known. here_C: of each, (W, T, K), whether a choice is on a rank."""
+        """The routes of pieces whose sizes are known. here_C: for each, (W, T, K), whether a choice is on a rank."""
         send_CW, receive_CW = sizes.send_CW, sizes.receive_CW
         messages = Messages(self._start, send_CW, receive_CW, together)
         routes: list[ExchangeRoute] = []
         for number, (slot_TK, weight_TK) in enumerate(zip(slot_C, weight_C, strict=True)):
             rows = self.list_sends(slot_TK, here_C[number], sum(send_CW[number]))
-            # One place more than there are choices: the empty entries point at it.
+            # One more than there are choices: columns without a choice point at it.
             padded = torch.cat([weight_TK.reshape(-1), weight_TK.new_zeros(1)])
             weight_NJ = padded[rows.choice_NJ].float()
-            # Weights travel beside the slots, seen as integers.
+            # Weights are sent with the slots, viewed as integers.
             messages.choices.append(torch.cat([rows.slot_NJ, weight_NJ.view(torch.int32)], dim=1))
             route = ExchangeRoute(
                 num_tokens=slot_TK.shape[0],
@@ -327,12 +326,12 @@ class ExchangeTransport(Transport):
         return Arrivals(self._rows(x_TH, route, "dispatch"), slot_RJ, weight_RJ, route.num_pairs)
 
     def dispatch_tokens(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        """A dispatch whose choices travel apart. `wait()` gives the `HiddenStates`."""
+        """A dispatch whose choices are sent separately. `wait()` gives the `HiddenStates`."""
         self._send_rows(x_TH, route, "dispatch", CHOICE_BYTES)
         return Pending(partial(self._rows, x_TH, route, "dispatch"))
 
     def exchange_choices(self, routes: Sequence[ExchangeRoute]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What a dispatch brings beside the rows of each piece: slots and weights, (R, J)."""
+        """For each piece, the slots and weights of the tokens that arrive: (R, J)."""
         routes[0].messages.send_choices()
         return [self._choices(route) for route in routes]
 
@@ -362,17 +361,17 @@ class ExchangeTransport(Transport):
     def _gradients(self, dx_RH: torch.Tensor, route: ExchangeRoute) -> tuple[torch.Tensor, torch.Tensor]:
         dweight_NJ = route.messages.take("gradients", route.number)
         choices = route.num_tokens * route.top_k
-        # Each choice is served in one place, so this is a permutation, plus a heap of empty entries at the end.
+        # Each choice is served in one place, so this is a permutation, plus columns without a choice at the end.
         flat = dweight_NJ.new_zeros(choices + 1)
         flat.scatter_(0, route.choice_NJ.reshape(-1), dweight_NJ.reshape(-1))
         dx_TH = self._sums(dx_RH, route, "dispatch_backward")
         return dx_TH, flat[:choices].view(route.num_tokens, route.top_k)
 
-    # -- rows to experts, and sums back: each is encoded by the codec of its verb, but for those that stay ----------
+    # -- dispatch and combine of hidden states: encoded by the codec of the verb, unless they stay on their rank ------
 
     def _send_rows(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str, choice_bytes: int) -> None:
         codec = self._codec_of.get(verb)
-        # A token is encoded once, however many rows copy it.
+        # A token is encoded once, however often it is sent.
         rows_TH = x_TH if codec is None else codec.encode(x_TH)
         route.messages.put(verb, route.number, self.tokens_to_send(rows_TH, route))
         route.count("out", route.send, x_TH, choice_bytes, self.codecs)
@@ -398,7 +397,7 @@ class ExchangeTransport(Transport):
         return self.sum_returned(rows_NH, route)
 
     def _start(self, rows: torch.Tensor, send_W: Sequence[int], receive_W: Sequence[int]) -> tuple[torch.Tensor, Any]:
-        """Start an all-to-all of rows: where they arrive, and what waits for them. None: they are there."""
+        """Start an all-to-all: the receive buffer, and the work to wait for. None: it is complete."""
         if self.num_ranks == 1:
             return rows, None
         out = rows.new_empty(sum(receive_W), *rows.shape[1:])

@@ -1,18 +1,18 @@
-"""Every rank sees every token: the oracle.
+"""All-gather of all tokens: the reference for the other transports.
 
-All tokens, slots and weights are gathered on every rank; each rank computes what its slots are asked for; the
-partial sums are sent back to the tokens' ranks and added in rank order. Nothing is selected, sorted or counted on
-the way out, so there is little to get wrong: the other transports are tested against it. Shapes are static when
-all ranks hold equally many tokens (others are padded to the largest), and only the largest count is exchanged.
+All tokens, slots and weights are gathered on every rank; each rank computes the tokens that chose its slots; the
+partial outputs are sent back to the tokens' ranks and added in rank order. The dispatch selects, sorts and counts
+nothing, so it is easily correct: the other transports are tested against it. Shapes are static when all ranks have
+equally many tokens (others are padded to the largest number), and only the largest number is exchanged.
 
-    rank 0 has tokens a, b; rank 1 has c          every rank receives [a, b | c, -]; `-` is padding, wanted by none
+    rank 0 has tokens a, b; rank 1 has c          every rank receives [a, b | c, -]; `-` is padding without choices
 
-On the way out rows go round in a ring, as gloo's and NCCL's all-gathers do, and are counted so: each rank passes W - 1
-blocks on to the next one, and of a node only its last rank sends to another node. (With several adapters NCCL makes
-several such rings, which leave a node by other ranks.) Sums come back by an all-to-all.
+The dispatch is counted as a ring, like the all-gathers of gloo and NCCL: each rank sends W - 1 blocks to the next one,
+and of a node only its last rank sends to another node. (With several adapters NCCL makes several such rings, which
+leave a node from other ranks.) Partial outputs come back by an all-to-all.
 
-Cost per token: W - 1 rows to other ranks there and back, whatever was chosen. That is less than one row per expert
-when K is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4) uses it for large top-k.
+Cost per token: W - 1 sends to other ranks each way, whatever was chosen. That is less than one send per expert when K
+is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4) uses it for large top-k.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GatherRoute(Route):
 
 
 class Gather(Transport):
-    """All rows to all ranks; J = K."""
+    """Sends all tokens to all ranks; J = K."""
 
     name = "gather"
     plan_bytes = COUNT_BYTES
@@ -134,7 +134,7 @@ class Gather(Transport):
         return out
 
     def _sum_at_home(self, partial_RH: torch.Tensor, route: GatherRoute) -> torch.Tensor:
-        """Each rank's partial rows to the ranks that hold the tokens, added there in rank order."""
+        """Send partial outputs to the ranks of their tokens, and add them there in rank order."""
         if self.num_ranks > 1:
             back = torch.empty_like(partial_RH)
             dist.all_to_all_single(back, partial_RH.contiguous(), group=self.group)
@@ -145,7 +145,7 @@ class Gather(Transport):
 
 
 def _around(rows: int, rank: int, num_ranks: int) -> list[int]:
-    """Rows that a rank sends to each rank in a ring: all blocks but one to the next."""
+    """Tokens that a rank sends to each rank in a ring: all blocks but one, to the next rank."""
     sent = [0] * num_ranks
     sent[(rank + 1) % num_ranks] = (num_ranks - 1) * rows
     sent[rank] = rows

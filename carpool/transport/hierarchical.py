@@ -1,50 +1,48 @@
-"""Two hops: a token crosses to a node once, and is passed on there to each rank that holds any of its experts.
+"""Two hops: a token is sent to a node once, and distributed there to each rank that holds any of its experts.
 
     4 ranks, 2 on each node. Token 0 of rank 0 chose experts on ranks 2, 3 and 3:
 
-        hop 1, between nodes    rank 0 -> rank 2    [x_0 | its choices on node 1]     one row for each other node
-        hop 2, inside a node    rank 2 -> rank 2    [x_0 | its choices on rank 2]     one row for each rank there
-                                rank 2 -> rank 3    [x_0 | its choices on rank 3]
+        hop 1, inter-node    rank 0 -> rank 2    [x_0 | its choices on node 1]     one send to each other node
+        hop 2, intra-node    rank 2 -> rank 2    [x_0 | its choices on rank 2]     one send to each rank there
+                             rank 2 -> rank 3    [x_0 | its choices on rank 3]
 
-Hop 1 joins the ranks of equal number in their nodes (a "rail"). Seen by a rail, a node is one rank that holds the
-experts of all its ranks. What arrives names its choices by their slots in the node, which is what hop 2 is planned
-with. On the way back the rank in the middle adds up the partial sums of its node in float32, rounds them to the rows'
-dtype, and sends one row for each (token, node). Gradients go the same ways.
+Hop 1 joins the ranks of equal number in their nodes (a "rail"). To a rail, a node looks like one rank that holds the
+experts of all its ranks. The choices of a token arrive as slots of the node, from which hop 2 is planned. In the
+combine the forwarding rank adds up the partial outputs of its node in float32, rounds them to the tokens' dtype, and
+sends one partial output per token and node. Gradients take the same hops.
 
-Cost per token: one row for each other node, and one for each rank that it visits, both ways. With 8 of 128 experts on
-2 nodes of 8 ranks that is 1.0 row between nodes instead of 3.3 with `dedup`, if experts are chosen uniformly.
+Cost per token: one send to each other node, and one to each rank that it visits, each way. With 8 of 128 experts on 2
+nodes of 8 ranks that is 1.0 inter-node send instead of 3.3 with `dedup`, if experts are chosen uniformly.
 
     hop 1    fixed      all tokens to each other node, or as many as steps need (`FixedSizeDedup`): nothing is counted,
                         and the host does not wait
              counted    those that chose experts there (`dedup.py`): the host waits for their number
-    hop 2    nvlink     where every rank of every node can use it: the host waits for nothing either
+    hop 2    nvlink     where every rank of every node can use it: the host does not wait either
              dedup      elsewhere
 
-Which of them is taken is written in one place, `HierarchicalOptions.settled`. All are exact.
+`HierarchicalOptions.settled` chooses. All are exact.
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) sends a token once per node; HierMoE and Hybrid-EP sum there.
 
-Hop 1 may be of fixed size (`FixedSizeDedup`): rows to every rank, a fixed number of them: no counts.
+**Hop 1 of fixed size** (`FixedSizeDedup`). A rank sends another at most as many tokens as it has. So it sends them all,
+padded to the largest number of tokens of any rank, and no counts are exchanged:
 
-A rank sends another at most one row for each of its tokens. So it sends them all, token i as row i, filled up to the
-largest number of tokens of any rank, and nobody has to be told how many come:
+    3 tokens, capacity 4, 2 ranks; tokens 0 and 2 chose experts on rank 1
 
-    3 tokens, room for 4, 2 ranks; tokens 0 and 2 chose experts on rank 1
+        rank 0 (own)    x_0  x_1  x_2          not sent
+        rank 1          x_0  x_1  x_2  -       with slots [4, .], [-1, -1], [9, .], [-1, -1]
 
-        rank 0 (own)    x_0  x_1  x_2          does not travel
-        rank 1          x_0  x_1  x_2  -       its slots are [4, .], [-1, -1], [9, .], [-1, -1]
+Only tokens and choices are sent, the host never waits, and shapes are static. The cost is tokens that no expert reads.
+If K experts of many are chosen uniformly from N ranks, their share is (1 - 1/N)^K: with K = 8 0.4 % for 2 ranks, 10 %
+for 4. Placement makes it larger.
 
-Nothing is exchanged but rows and choices, the host waits for nothing, and shapes are static. The price is rows that
-nobody reads. If K experts of many are chosen uniformly from N ranks, the share (1 - 1/N)^K of them is empty: with K = 8
-0.4 % for 2 ranks, 10 % for 4. Placement makes it larger.
+So the capacity may be smaller than the number of tokens (`carpool.transport.token_capacity`). Then only tokens that
+chose experts there are sent, in order, and the remaining places are padding:
 
-So there may be room for fewer rows than tokens (`carpool.transport.token_capacity`). Then those of the tokens that
-chose experts there travel, in order, and the rest of the room is filled up with any row, or zeros:
+    capacity 2      rank 1          x_0  x_2       with slots [4, .], [9, .]
 
-    room for 2      rank 1          x_0  x_2       its slots are [4, .], [9, .]
-
-If more are needed than there is room for, the weights of all of this rank's tokens are NaN, and so are its sums. Output
-and gradients do not depend on how much room there is, bit for bit.
+If the capacity is too small, the routing weights of all tokens of this rank are NaN, and so are its MoE outputs.
+Outputs and gradients do not depend on the capacity, bit for bit.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ from carpool.transport.volume import Counts, Volume, one_send_per_rank, uniform_
 
 
 class Hierarchical(MultiHop):
-    """One row per (token, node) between nodes, one per (token, rank) inside; J = K. Each hop may have codecs.
+    """Sends a token once per node, and there once per rank; J = K. Each hop may have codecs.
 
     Raises:
         ValueError: the nodes of the group do not hold equally many consecutive ranks.
@@ -95,13 +93,13 @@ class Hierarchical(MultiHop):
 
     @classmethod
     def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
-        """With counts in hop 1: what placement can improve."""
+        """With counts in hop 1: the volume that placement can improve."""
         topology.even_nodes()
         return _between(rank_TK, topology) + _inside(rank_TK, topology)
 
     @classmethod
     def ranks_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
-        """Rows that reach experts. How many cross to other nodes depends on the topology as well."""
+        """Ranks whose experts a token reaches. The number of inter-node sends depends on the topology as well."""
         return uniform_ranks_per_token(num_experts, top_k, num_ranks)
 
     @classmethod
@@ -114,7 +112,7 @@ class Hierarchical(MultiHop):
         element_size: int,
         options: HierarchicalOptions | None = None,
     ) -> Volume:
-        """Options that are settled say what both hops are; without them rows are counted in both."""
+        """Options from `settled` define both hops; without options both hops are counted."""
         topology.even_nodes()
         rail_WW, node_WW = (np.equal.outer(of, of) for of in (topology.number_of, topology.node_of))
         between_WW, inside_WW = _between(rank_TK, topology), _inside(rank_TK, topology)
@@ -142,8 +140,8 @@ class Hierarchical(MultiHop):
     def buffer_bytes(
         cls, options: HierarchicalOptions, num_ranks: int, hidden: int, element_size: int, top_k: int
     ) -> int:
-        """Those of `nvlink` inside. Each of its ranks holds the rows of a rail, so they are about as large as for all
-        ranks on one node."""
+        """Those of the intra-node `nvlink`. Each rank receives the tokens of a rail, so they are about as large as if
+        all ranks were on one node."""
         if options.inside == "dedup" or options.max_tokens is None or NVLink.why_not(None):
             return 0
         return NVLink.buffer_bytes(options.nvlink, num_ranks, hidden, element_size, top_k)
@@ -169,8 +167,8 @@ class Hierarchical(MultiHop):
         between: FixedSizeDedup | Dedup
         if options.first_hop == "fixed":
             assert options.max_tokens is not None
-            room = node_capacity(hops.rail, options.max_tokens, options.capacity, options.step_tokens)
-            between = FixedSizeDedup(hops.rail, node_slots, options, room)
+            limit = node_capacity(hops.rail, options.max_tokens, options.capacity, options.step_tokens)
+            between = FixedSizeDedup(hops.rail, node_slots, options, limit)
         else:
             between = Dedup(hops.rail, node_slots, options)
         inside: Dedup | NVLink
@@ -184,7 +182,7 @@ class Hierarchical(MultiHop):
 
     @property
     def buffers(self) -> Buffers | None:
-        """Of `nvlink` inside the node."""
+        """The buffers of the intra-node `nvlink`; None without it."""
         return self.inside.buffers if isinstance(self.inside, NVLink) else None
 
     @property
@@ -193,34 +191,34 @@ class Hierarchical(MultiHop):
 
     @property
     def node_capacity(self) -> NodeCapacity | None:
-        """Of hop 1, if it has a fixed size."""
-        return self.between.room if isinstance(self.between, FixedSizeDedup) else None
+        """The capacity of hop 1, if it has a fixed size."""
+        return self.between.node_capacity if isinstance(self.between, FixedSizeDedup) else None
 
     @property
     def capacities(self) -> tuple[TokenCapacity, ...]:
-        room = self.node_capacity
-        return (*(() if room is None or not room.counted else (room,)), *self.inside.capacities)
+        limit = self.node_capacity
+        return (*(() if limit is None or not limit.counted else (limit,)), *self.inside.capacities)
 
     def check(self) -> None:
         """Raises:
-        BufferOverflowError: more rows for another node than hop 1 has room for. All ranks of a group alike."""
+        BufferOverflowError: more tokens for another node than the capacity of hop 1. On all ranks of a group."""
         self.inside.check()
-        if (room := self.node_capacity) is None or not (room.counted and room.noted):
+        if (limit := self.node_capacity) is None or not (limit.counted and limit.noted):
             return
-        needed = room.needed.clone()
+        needed = limit.needed.clone()
         if self.group is not None:
             dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=self.group)
-        if (rows := int(needed.item())) > room.capacity:
+        if (tokens := int(needed.item())) > limit.capacity:
             raise BufferOverflowError(
-                f"rows had no place: transport 'hierarchical' sends {room.capacity} rows to each other node, and "
-                f"{rows} were needed. The outputs and gradients since then are NaN. Raise capacity "
+                f"tokens did not fit: transport 'hierarchical' sends {limit.capacity} tokens to each other node, and "
+                f"{tokens} were needed. The outputs and gradients since then are NaN. Raise capacity "
                 "(HierarchicalOptions), or leave it out: then it suffices for all tokens",
-                rows,
+                tokens,
             )
 
 
 def _between(rank_TK: Sequence[Counts], topology: Topology) -> Counts:
-    """(W, W) rows of hop 1: of each token one to each other node that it visits."""
+    """(W, W) sends of hop 1: one per token to each other node that it visits."""
     sent_WW, node_W = np.zeros((len(rank_TK), len(rank_TK)), dtype=np.int64), np.array(topology.node_of)
     for rank, ranks_TK in enumerate(rank_TK):
         node_TK = np.where(ranks_TK < 0, -1, node_W[ranks_TK])
@@ -231,18 +229,18 @@ def _between(rank_TK: Sequence[Counts], topology: Topology) -> Counts:
 
 
 def _inside(rank_TK: Sequence[Counts], topology: Topology) -> Counts:
-    """(W, W) rows of hop 2: what came for a node from a rail, own tokens among them, goes on from there."""
+    """(W, W) sends of hop 2: the tokens that arrived at a node over a rail, and own tokens, are distributed there."""
     rail_WW, node_WW = (np.equal.outer(of, of) for of in (topology.number_of, topology.node_of))
     sent_WW: Counts = (rail_WW @ one_send_per_rank(rank_TK, len(rank_TK))) * node_WW
     return sent_WW
 
 
 class FixedSizeDedup(Dedup):
-    """`Dedup` without counts: equally many rows to each other rank of the group.
+    """`Dedup` without counts: equally many tokens to each other rank of the group.
 
     Args:
-        options: say `max_tokens`, the same on all ranks.
-        room: for how many rows; None: for all.
+        options: with `max_tokens`, the same on all ranks.
+        capacity: of each message; None: `max_tokens`.
     """
 
     def __init__(
@@ -250,11 +248,11 @@ class FixedSizeDedup(Dedup):
         group: dist.ProcessGroup | None,
         slots_per_rank: int,
         options: TransportOptions,
-        room: NodeCapacity | None = None,
+        capacity: NodeCapacity | None = None,
     ) -> None:
         super().__init__(group, slots_per_rank, options)
         assert options.max_tokens is not None
-        self.room = NodeCapacity(options.max_tokens) if room is None else room
+        self.node_capacity = NodeCapacity(options.max_tokens) if capacity is None else capacity
 
     def plan_pieces(
         self,
@@ -264,20 +262,20 @@ class FixedSizeDedup(Dedup):
         together: tuple[int, int] = (1, 1),
     ) -> list[ExchangeRoute]:
         """Raises:
-        ValueError: more tokens than were said."""
-        tokens, pieces, room = sum(len(slot_TK) for slot_TK in slot_C), len(slot_C), self.room
-        if tokens > room.most:
+        ValueError: more tokens than `max_tokens`."""
+        tokens, pieces, limit = sum(len(slot_TK) for slot_TK in slot_C), len(slot_C), self.node_capacity
+        if tokens > limit.most:
             raise ValueError(
-                f"{tokens} tokens on this rank, but at most max_tokens={room.most} were said, and all ranks "
-                "count on it: state the largest number that any rank will have"
+                f"{tokens} tokens on this rank, but at most max_tokens={limit.most} were stated, and all "
+                "ranks rely on it: state the largest number that any rank will have"
             )
         here_C = self.whether_here(slot_C)
-        if room.counted and self.num_ranks > 1:
+        if limit.counted and self.num_ranks > 1:
             rows_CW = torch.stack([self.count_sends(here_WTK) for here_WTK in here_C])
             others = rows_CW[:, : self.rank], rows_CW[:, self.rank + 1 :]
-            lost = room.note(torch.cat(others, dim=1).max(), pieces)
+            lost = limit.note(torch.cat(others, dim=1).max(), pieces)
             weight_C = [torch.where(lost, torch.nan, weight_TK) for weight_TK in weight_C]
-        size_CW = [[room.of_piece(pieces)] * self.num_ranks for _ in slot_C]
+        size_CW = [[limit.of_piece(pieces)] * self.num_ranks for _ in slot_C]
         for size_W, slot_TK in zip(size_CW, slot_C, strict=True):
             size_W[self.rank] = len(slot_TK)
         pairs_C = [sum(size_W) * slot_TK.shape[1] for size_W, slot_TK in zip(size_CW, slot_C, strict=True)]
@@ -291,7 +289,7 @@ class FixedSizeDedup(Dedup):
             every_T if rank == self.rank else self._tokens(here_TK.any(-1), most)
             for rank, here_TK in enumerate(here_WTK)
         ]
-        # One more for each rank: of places without a token.
+        # One more entry for each rank: for padding.
         slot_WTK = F.pad(torch.where(here_WTK, slot_TK % self.slots_per_rank, -1), (0, 0, 0, 1), value=-1)
         place_N = torch.cat([token_R + rank * (num_tokens + 1) for rank, token_R in enumerate(token_W)])
         token_N, slot_NJ = torch.cat(token_W), slot_WTK.flatten(0, 1)[place_N].int()
@@ -299,7 +297,7 @@ class FixedSizeDedup(Dedup):
         return SendList(token_N, slot_NJ, torch.where(slot_NJ < 0, num_tokens * top_k, choice_NJ))
 
     def _tokens(self, wanted_T: torch.Tensor, most: int) -> torch.Tensor:
-        """(most,) the token of each row to another rank, T where there is none."""
+        """(most,) the number of the token in each place of a message, T for padding."""
         num_tokens = len(wanted_T)
         token_T = torch.arange(num_tokens, device=wanted_T.device)
         if most >= num_tokens:
@@ -328,7 +326,7 @@ def _one_more(rows: torch.Tensor, value: int) -> torch.Tensor:
 
 
 def _of_tokens(block_RH: torch.Tensor, token_R: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """(T, H) the row of each token, zero where it has none."""
+    """(T, H) the row of `block_RH` for each token, zero for tokens without one."""
     if len(token_R) >= num_tokens:
         return block_RH[:num_tokens]
     row_R = torch.arange(len(token_R), device=token_R.device)

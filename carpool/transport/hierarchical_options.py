@@ -1,11 +1,11 @@
-"""What one may choose about the `hierarchical` transport, and where it is chosen if nobody does.
+"""Options of the `hierarchical` transport, and how "auto" is resolved.
 
     HierarchicalOptions(max_tokens=8192).settled(group, 8, 2048)    the options, and a sentence for the log
 
-Where steps are repeated if rows had no place (`step_tokens`), and the host waits for nothing inside nodes either, hop 1
-has a fixed size, which follows what steps need (`carpool.transport.token_capacity`). Elsewhere it has a fixed size
-unless too many of its rows would be empty: as measured (`node_rows`), or as expected of uniform choices. With K = 8, of
-2 nodes 0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
+If overflowing steps are repeated (`step_tokens`) and the intra-node hop does not wait for the host either, hop 1 has a
+fixed size, which follows the need of the steps (`carpool.transport.token_capacity`). Otherwise it has a fixed size
+unless too much of it would be padding: as measured (`node_rows`), or as expected of uniform choices. With K = 8,
+padding is 0.4 % for 2 nodes, 10 % for 4 nodes, 34 % for 8 nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from carpool.transport.token_capacity import GROWN
 if TYPE_CHECKING:
     from carpool.ride.schedule import Schedule
 
-# The largest share of empty rows that a hop of fixed size may have: what it may cost not to wait for counts.
+# The largest share of padding of a hop of fixed size: the price of not waiting for counts.
 MOST_EMPTY = 0.125
 
 
@@ -36,15 +36,15 @@ class HierarchicalOptions(TransportOptions):
     """How the `hierarchical` transport works; all is exact but codecs.
 
     Attributes:
-        first_hop: "fixed": equally many rows to each other node; takes `max_tokens`. "counted": those that are needed.
-            "auto": what `settled` says; a transport made without it counts.
-        inside: what passes rows on inside a node. "auto": as `first_hop`; a transport made without it takes dedup.
-        node_rows: rows between nodes that a token needs, mean, if that was measured.
-        capacity: of a hop of fixed size, rows to each other node. None: as many as the largest rank has tokens, which
-            always suffices. If more are needed, sums are NaN, and `Transport.check` raises.
-        step_tokens: tokens of the largest rank in a step, for who repeats a step whose rows had no place, as `carpool
-            train` does. The size then follows what steps need, and starts as `node_rows` says. None: it stays.
-        nvlink: of `nvlink` inside; its `max_tokens` and `capacity` are of one rank's tokens, here as there.
+        first_hop: "fixed": equally many tokens to each other node; needs `max_tokens`. "counted": only tokens that
+            chose experts there. "auto": resolved by `settled`; a transport constructed without `settled` counts.
+        inside: the transport of the intra-node hop. "auto": resolved by `settled`; dedup without it.
+        node_rows: mean inter-node sends per token, if measured.
+        capacity: of a hop of fixed size, tokens to each other node. None: the tokens of the largest rank, which always
+            suffice. If more are needed, MoE outputs are NaN, and `Transport.check` raises.
+        step_tokens: tokens of the largest rank in a step, if overflowing steps are repeated, as `carpool train` does.
+            The capacity then follows the need of the steps, and starts from `node_rows`. None: it is constant.
+        nvlink: options of the intra-node `nvlink`; `max_tokens` and `capacity` are for one rank's tokens.
     """
 
     first_hop: Literal["auto", "fixed", "counted"] = "auto"
@@ -75,14 +75,14 @@ class HierarchicalOptions(TransportOptions):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], sizes: RunSizes, codecs: Codecs = PLAIN) -> Self:
-        """`settings["nvlink"]`: the section [nvlink]."""
+        """settings["nvlink"]: the section [nvlink]."""
         others = dict(settings)
         nvlink = NVLinkOptions.from_settings(others.pop("nvlink"), sizes)
         return cls(max_tokens=sizes.max_tokens, codecs=codecs, nvlink=nvlink, **others)
 
     @property
     def codecs_inside(self) -> Codecs:
-        """Of hop 2."""
+        """The codecs of hop 2."""
         return PLAIN if self.codecs.inter_node == "nodes" else self.codecs
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
@@ -91,29 +91,29 @@ class HierarchicalOptions(TransportOptions):
     def settled(
         self, group: dist.ProcessGroup | None, top_k: int, hidden: int, own_forward: bool = False
     ) -> tuple[Self, str]:
-        """These without "auto", and why. The first call is collective over the group.
+        """These options with "auto" resolved, and why. The first call is collective over the group.
 
         Args:
-            own_forward: experts run a model's own forward, which would compute the empty rows of buffers, too.
+            own_forward: experts run a model's own forward, which would compute the padding of buffers, too.
 
         Raises:
             ValueError: nodes that do not hold equally many consecutive ranks."""
         num_nodes = len(hops_of(group).rail_ranks)
         inside, first_hop, notes = self.inside, self.first_hop, []
         if inside == "auto":
-            # Of two bytes an element: rows of four are no worse.
+            # For elements of two bytes; if these are supported, elements of four are, too.
             reason = (
                 _why_not_nvlink(group) or NVLink.why_no_codecs(self.codecs_inside) or NVLink.why_not_hidden(hidden, 2)
             )
             if own_forward:
                 reason = "the experts run their own forward"
             elif self.max_tokens is None:
-                reason = reason or "nobody said how many tokens a rank may have (max_tokens)"
+                reason = reason or "the number of tokens of a rank is not limited (max_tokens)"
             inside = "dedup" if reason else "nvlink"
-            notes.append(f"inside nodes {inside}" + (f", not nvlink: {reason}" if reason else ""))
+            notes.append(f"intra-node {inside}" + (f", not nvlink: {reason}" if reason else ""))
         if first_hop == "auto":
             first_hop, why = self._first_hop(inside, num_nodes, top_k)
-            notes.append(f"between nodes {why}")
+            notes.append(f"inter-node {why}")
         capacity = self.capacity
         if first_hop == "fixed" and capacity is None and self.step_tokens is not None and self.node_rows is not None:
             mean = self.node_rows / max(1, num_nodes - 1) * self.step_tokens
@@ -122,20 +122,20 @@ class HierarchicalOptions(TransportOptions):
 
     def _first_hop(self, inside: str, num_nodes: int, top_k: int) -> tuple[Literal["fixed", "counted"], str]:
         if self.max_tokens is None:
-            return "counted", "counted rows, because nobody said how many tokens a rank may have (max_tokens)"
+            return "counted", "counted tokens, because the number of tokens of a rank is not limited (max_tokens)"
         if inside == "nvlink" and self.step_tokens is not None:
-            return "fixed", "as many rows as steps need: the host waits for nothing"
+            return "fixed", "as many tokens as steps need: the host does not wait"
         others = num_nodes - 1
         needed, source = self.node_rows, "were measured"
         if needed is None:
             needed, source = others * (1 - (1 - 1 / num_nodes) ** top_k), "are expected of uniform choices"
-        rows = f"of {others} rows to other nodes a token needs {needed:.3g}, as {source}"
+        reason = f"of {others} sends to other nodes a token needs {needed:.3g}, as {source}"
         if needed < (1 - MOST_EMPTY) * others:
-            return "counted", f"counted rows: {rows}"
-        return "fixed", f"a fixed number of rows: {rows}"
+            return "counted", f"counted tokens: {reason}"
+        return "fixed", f"a fixed number of tokens: {reason}"
 
     def nvlink_inside(self, num_nodes: int) -> NVLinkOptions:
-        """Of the transport inside a node, where each rank passes on the rows of a whole rail."""
+        """Options of the intra-node `nvlink`, where each rank forwards the tokens of a whole rail."""
         most, capacity = self.nvlink.max_tokens or self.max_tokens, self.nvlink.capacity
         return replace(
             self.nvlink,
@@ -145,12 +145,13 @@ class HierarchicalOptions(TransportOptions):
         )
 
 
-# What the ranks of a group have found out together is a fact of that group; it goes when that goes.
+# Results that the ranks of a group have agreed on. They are freed with the group.
 _FOUND: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str | None]] = weakref.WeakKeyDictionary()
 
 
 def _why_not_nvlink(group: dist.ProcessGroup | None) -> str | None:
-    """Why the ranks of some node cannot use `nvlink` among them, or None: all can. Collective over the group, once."""
+    """Why the ranks of some node cannot use `nvlink`, or None if all can. The first call is collective over the
+    group."""
     if group is None:
         return NVLink.why_not(None)
     found, nodes = _FOUND.setdefault(group, {}), topology_of(group).node_of

@@ -1,11 +1,11 @@
-"""Nothing travels: one rank has all experts, and they read its tokens where they are.
+"""One rank holds all experts: nothing is sent, and experts read the layer's input in place.
 
-    tokens      x_0 x_1 x_2        rows are the tokens themselves, no copy
-    slots       [1, 0] [1, -]...   as the router chose them
-    partial     y_0 y_1 y_2        partial sums are the sums
+    tokens      x_0 x_1 x_2        the layer's input, not a copy
+    slots       [1, 0] [1, -]...   the router's choices
+    partial     y_0 y_1 y_2        the MoE outputs
 
-The host learns nothing and waits for nothing, so CUDA graphs hold such layers. How many choices there are only the
-device knows: at most one for each token and column.
+The host never waits, so CUDA graphs can contain such layers. Only the device knows the number of choices: at most one
+for each token and column.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LocalRoute(Route):
 
 
 class Local(Transport):
-    """For one rank; J = K. Each token counts as one row, whatever it chose."""
+    """For one rank; J = K. Each token counts as one send to the own rank, whatever it chose."""
 
     name = "local"
     anywhere = False
@@ -88,7 +88,7 @@ class Local(Transport):
 
 
 def _at_home(x_TH: torch.Tensor) -> HiddenStates:
-    """Rows that never left their rank: autograd keeps them anyway, so there is nothing to offload."""
+    """The layer's input as `home`: autograd saves it anyway, so there is nothing to offload."""
     x_TH = x_TH.contiguous()
     return HiddenStates(x_TH.new_empty(0, x_TH.shape[1]), x_TH.shape[1], home=x_TH)
 

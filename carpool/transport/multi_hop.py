@@ -1,8 +1,9 @@
-"""Several hops, each over a group of its own: what `hierarchical` and the hierarchical all-to-alls share.
+"""Several hops, each over a group of its own: the base of `hierarchical` and the hierarchical all-to-alls.
 
-A hop is a transport. It sees the ranks of its group, and the slots behind each of them: what arrives names its choices
-by the slots that are left, and the next hop plans with these. On the way back the hops run in the other order, and the
-rank in the middle adds up in float32 what belongs to one row, rounds it to the rows' dtype, and sends it on.
+A hop is a transport over the ranks of its group, to each of which it attributes the slots that are reached through it.
+Choices arrive as slots of the remaining hops, from which the next hop is planned. In the combine the hops run in
+reverse order, and a forwarding rank adds up the partial outputs of a token in float32, rounds the sum to the tokens'
+dtype, and sends it on.
 
     2 hops, 3 chunks (`carpool.ride.chunks`). D: dispatch, C: combine, E: experts; D2.1 is hop 2 of chunk 1
 
@@ -10,10 +11,10 @@ rank in the middle adds up in float32 what belongs to one row, rounds it to the 
     link of hop 2          D2.0  D2.1  D2.2   C2.0  C2.1  C2.2
     experts                      E.0   E.1    E.2
 
-The pieces of a chunk share messages on each hop. A hop of a chunk starts when the hop before it has arrived. Nobody
-waits for that: the hop is started where a neighbour is waited for (`Relays`). So both links are busy at once, as in
-ScheMoE's Pipe-A2A (EuroSys '24, section 4). On a GPU what starts a hop runs on the computation's own stream, in order
-with it: on streams of its own it read memory that the computation had been given (two ranks a node, chunks: other bits
+The pieces of a chunk share messages on each hop. A hop of a chunk starts when the hop before it has arrived. The host
+does not wait for that: it starts the hop when it waits for a neighbouring chunk (`Relays`). So both links are busy at
+once, as in ScheMoE's Pipe-A2A (EuroSys '24, section 4). On a GPU the kernels that start a hop run on the computation's
+stream. On a stream of their own they read memory that the computation had reused (two ranks a node, chunks: other bits
 the second time).
 """
 
@@ -41,12 +42,12 @@ class Hop(NamedTuple):
 
 
 class HopTraffic(Traffic):
-    """Counts what one hop sends, in the layer's counts.
+    """Counts the sends of one hop in the layer's counts.
 
     Args:
         layer: the layer's counts, by rank of the expert-parallel group.
         ranks: of the hop's group, by their number in the expert-parallel group.
-        own: this rank's number there. None: rows that stay on this rank count too.
+        own: this rank's number there. None: tokens that stay on this rank are counted, too.
     """
 
     def __init__(self, layer: Traffic, ranks: tuple[int, ...], own: int | None) -> None:
@@ -55,7 +56,7 @@ class HopTraffic(Traffic):
     def add(
         self, verb: str, rows_W: Sequence[int], row_bytes: int, choices_W: Sequence[int] = (), baseline_bytes: int = 0
     ) -> None:
-        """The ride counts the baseline, once for all hops."""
+        """Ignores the baseline, which the ride counts once for all hops."""
         rows = [0] * self._layer.num_ranks
         for rank, count in zip(self._ranks, rows_W, strict=True):
             rows[rank] = 0 if rank == self._own else count
@@ -71,9 +72,9 @@ class HopTraffic(Traffic):
 class MultiHopRoute(Route):
     """Attributes:
     hops: the route of each hop.
-    number: which piece of its ride it is.
-    ride: the same for all pieces of a ride.
-    together: how many neighbouring pieces are a chunk, in the forward and in the backward.
+    number: of the piece in its ride.
+    ride: the same object for all pieces of a ride.
+    together: neighbouring pieces of a chunk, in the forward and in the backward.
     chosen_W: (W,) int64 on the device, choices of this rank's tokens on each rank.
     """
 
@@ -103,13 +104,13 @@ Start = Callable[[Any], Pending]
 
 
 class Chunk(NamedTuple):
-    """Pieces that travel in one message.
+    """Pieces that are sent in one message.
 
     Attributes:
-        ride: the same for all chunks of a ride, and of no other.
+        ride: the same object for all chunks of a ride.
         verb: of the transport.
         number: of the chunk in its ride.
-        size: pieces that it has.
+        size: number of pieces.
     """
 
     ride: object
@@ -119,17 +120,17 @@ class Chunk(NamedTuple):
 
     @property
     def out(self) -> bool:
-        """Whether it goes out to experts."""
+        """Whether it is a dispatch."""
         return self.verb.startswith("dispatch")
 
 
 class Relay:
-    """One piece on its way over several hops.
+    """The transfer of one piece over several hops.
 
     Args:
-        chunk: that the piece is of.
+        chunk: of the piece.
         pending: the first hop.
-        later: each starts a further hop, from what the hop before brought.
+        later: functions that start a further hop each, given the result of the hop before.
     """
 
     def __init__(self, chunk: Chunk, pending: Pending, later: Sequence[Start]) -> None:
@@ -140,29 +141,29 @@ class Relay:
         return not self._later
 
     def advance(self) -> None:
-        """Start the next hop when the hop before has arrived, which is waited for."""
+        """Wait for the current hop, and start the next one."""
         self._pending = self._later[0](self._pending.wait())
         del self._later[0]
 
     def value(self) -> Any:
-        """What the last hop brought."""
+        """Wait for the last hop, and return its result."""
         return self._pending.wait()
 
 
 class Relays:
-    """Starts the hops of pieces that are under way; see the module's docstring.
+    """Starts the hops of pieces in flight; see the module's docstring.
 
-    Only who waits for a piece holds its relay. After an error nobody does, and pieces that were left behind are gone:
-    their hops are not started among those of the rides that follow.
+    Only the `Pending` of a piece holds its relay. After an error these are freed, and so are the relays, whose hops
+    must not be started during later rides.
     """
 
     def __init__(self) -> None:
-        # By the order in which they were added, which is the same on all ranks.
+        # In the order of `add`, which is the same on all ranks.
         self._under_way: weakref.WeakValueDictionary[int, Relay] = weakref.WeakValueDictionary()
         self._added = 0
 
     def add(self, relay: Relay) -> Pending:
-        """Whose `wait()` gives the relay's value."""
+        """Track a relay. `wait()` gives its value."""
         if not relay.on_last:
             self._under_way[self._added] = relay
             self._added += 1
@@ -171,13 +172,14 @@ class Relays:
     def _wait(self, relay: Relay) -> Any:
         while not relay.on_last:
             self._advance(relay.chunk)
-        # A neighbour's first hop was under way while the experts computed on this chunk, or on the one before.
+        # The first hop of a neighbour was in flight while the experts computed on this chunk, or on the one before.
         for other in self._due(relay.chunk):
             self._advance(other)
         return relay.value()
 
     def _advance(self, chunk: Chunk) -> None:
-        """Start the next hop of a chunk: its message leaves with the last piece. If one fails, all are given up."""
+        """Start the next hop of all pieces of a chunk; the last one sends the message. If one fails, all are
+        dropped."""
         pieces = {number: relay for number, relay in self._under_way.items() if relay.chunk == chunk}
         if not pieces:
             raise RuntimeError(f"{chunk.verb}: a hop of this message has failed before: it is not under way")
@@ -188,7 +190,7 @@ class Relays:
         self._under_way.update((number, relay) for number, relay in pieces.items() if not relay.on_last)
 
     def _due(self, waited: Chunk) -> list[Chunk]:
-        """The chunks whose next hop starts while one is waited for."""
+        """The chunks whose next hop is started before waiting for `waited`."""
         pieces = Counter(relay.chunk for relay in self._under_way.values())
         return [chunk for chunk, there in pieces.items() if there >= chunk.size and _neighbours(chunk, waited)]
 
@@ -199,9 +201,7 @@ def _neighbours(other: Chunk, waited: Chunk) -> bool:
 
 
 class MultiHop(Transport):
-    """Rides over `hops`; see the module's docstring. All but the last are `ExchangeTransport`s, and have several ranks
-    or one.
-    """
+    """A transport over several hops; see the module's docstring. All but the last are `ExchangeTransport`s."""
 
     anywhere = False
     hops_in_turn = True
@@ -220,7 +220,7 @@ class MultiHop(Transport):
         return max(hop.transport.processors for hop in self.hops)
 
     def renumbered(self, slot_TK: torch.Tensor) -> torch.Tensor:
-        """Global slots as the first hop counts them."""
+        """Global slots in the numbering of the first hop."""
         return slot_TK
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> MultiHopRoute:
@@ -233,8 +233,8 @@ class MultiHop(Transport):
         traffic: Traffic,
         together: tuple[int, int] = (1, 1),
     ) -> list[MultiHopRoute]:
-        """Pieces share counts and choices, those of a chunk also messages of rows. Gradients of weights do not share
-        any: the second hop of a chunk would wait for the first of another."""
+        """Pieces share the messages of counts and choices, those of a chunk also messages of hidden states. Gradients
+        of weights are not shared, or the second hop of a chunk would wait for the first hop of another."""
         ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
         chosen_C = [(s.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11).sum((1, 2)) for s in slot_C]
         sizes = [slot_TK.shape for slot_TK in slot_C]
@@ -274,7 +274,7 @@ class MultiHop(Transport):
         route.count_baseline("out", x_TH, CHOICE_BYTES)
 
         def start(hop: Any, own: Any, last: bool) -> Start:
-            # Choices of all hops but the last have travelled with the plan.
+            # The plan has already sent the choices of all hops but the last.
             return lambda rows: hop.dispatch(rows, own) if last else hop.dispatch_tokens(rows, own)
 
         return self._out("dispatch", x_TH, route, start)

@@ -1,12 +1,12 @@
-"""Which ranks of an expert-parallel group share a node, and the process groups along and inside nodes.
+"""Which ranks of an expert-parallel group share a node, and the process groups of rails and nodes.
 
-A run has found out its topology already and says so (`set_topology`). Otherwise the ranks of a group are asked, once:
-each says where it is, and all agree (`find_topology`).
+A run has determined its topology before, and sets it (`set_topology`). Otherwise the ranks of a group exchange their
+nodes once (`find_topology`).
 
     find_topology(None, ranks_per_node=2)     Topology(node_of=(0, 0, 1, 1), ...), the same on all four ranks
 
-A rank knows its node from its launcher or from the configuration (`carpool.layout.topology.whereabouts`). Whether its
-NVLink domain is more than its node, the driver knows: it names the fabric that a GPU belongs to (`fabric_of`).
+The node of a rank comes from its launcher or from the configuration (`carpool.layout.topology.whereabouts`). Whether
+its NVLink domain is larger than its node comes from the driver, which names the fabric of a GPU (`fabric_of`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Hops:
     node_ranks: tuple[int, ...]
 
 
-# Facts of a group; they go when it goes.
+# By group; freed with it.
 _TOPOLOGIES: weakref.WeakKeyDictionary[dist.ProcessGroup, Topology] = weakref.WeakKeyDictionary()
 _HOPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Hops]] = weakref.WeakKeyDictionary()
 
 
 def set_topology(group: dist.ProcessGroup | None, topology: Topology) -> None:
-    """Say which ranks of an expert-parallel group share a node, before a transport asks. The same on all its ranks.
+    """Set the topology of an expert-parallel group, before a transport needs it. The same on all its ranks.
 
     Raises:
         ValueError: another number of ranks."""
@@ -60,7 +60,7 @@ def set_topology(group: dist.ProcessGroup | None, topology: Topology) -> None:
 
 
 def topology_of(group: dist.ProcessGroup | None) -> Topology:
-    """How the ranks of a group lie. The first call is collective over the group, unless `set_topology` was called.
+    """The topology of a group. The first call is collective over the group, unless `set_topology` was called.
 
     Raises:
         ValueError: the ranks contradict each other."""
@@ -72,17 +72,17 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
 
 
 def known_topology(group: dist.ProcessGroup) -> Topology | None:
-    """What is known already of how the ranks of a group lie; asks nobody."""
+    """The topology of a group if it is known already, else None. Not collective."""
     return _TOPOLOGIES.get(group)
 
 
 def why_not_nodes(group: dist.ProcessGroup | None) -> str | None:
-    """Why the ranks of a group do not lie on several nodes of equally many consecutive ranks; None: they do."""
+    """Why the ranks of a group are not on several nodes of equally many consecutive ranks; None: they are."""
     return None if group is None else why_not_several(topology_of(group))
 
 
 def why_not_several(topology: Topology) -> str | None:
-    """As `why_not_nodes`, of ranks on these nodes."""
+    """As `why_not_nodes`, for a given topology."""
     if topology.num_nodes == 1:
         return (
             f"by {topology.source} all {topology.num_ranks} ranks of the expert-parallel group are on one node, "
@@ -96,7 +96,7 @@ def why_not_several(topology: Topology) -> str | None:
 
 
 def hops_of(group: dist.ProcessGroup | None) -> Hops:
-    """The groups of this rank along and inside nodes. The first call is collective over the group.
+    """The rail and the node of this rank. The first call is collective over the group.
 
     Raises:
         ValueError: the nodes do not hold equally many consecutive ranks."""
@@ -131,8 +131,7 @@ def _part(
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of a group may take. Groups made from it have PyTorch's default, half an hour with gloo,
-    unless they are told. None: it does not say."""
+    """The timeout of a group's collectives, which groups made from it do not inherit. None: unknown."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return found
@@ -144,7 +143,7 @@ def find_topology(group: dist.ProcessGroup | None, ranks_per_node: int | None = 
     Args:
         group: None: all ranks.
         ranks_per_node: `parallelism.ranks_per_node`, which overrides the launcher.
-        nvlink: whether this rank's GPU is of a kind that NVLink joins inside a node.
+        nvlink: whether this rank's GPU has NVLink to the others of its node.
 
     Raises:
         ValueError: ranks that contradict each other (on all ranks alike).
@@ -152,7 +151,7 @@ def find_topology(group: dist.ProcessGroup | None, ranks_per_node: int | None = 
     fabric = fabric_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
     mine = whereabouts(os.environ, dist.get_rank(), socket.gethostname(), ranks_per_node, nvlink, fabric)
     if group is not None and dist.get_world_size(group) < dist.get_world_size():
-        # The launcher counts all ranks of a node, of which the group has some.
+        # The launcher counts all ranks of a node; the group may have only some of them.
         mine = replace(mine, ranks_on_node=None)
     reports: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, mine, group=group)
@@ -174,8 +173,8 @@ class _FabricInfo(ctypes.Structure):
 
 
 def fabric_of(device: torch.device, library: str = "libnvidia-ml.so.1") -> str | None:
-    """The name of the NVLink fabric of a GPU that reaches beyond its node, or None: cluster and clique, as the driver
-    says. GPUs of one node are in a fabric as well, whose cluster is all zeros.
+    """The name of the NVLink fabric of a GPU, if it reaches beyond its node, or None: cluster and clique, from the
+    driver. GPUs of one node are in a fabric as well, whose cluster is all zeros.
 
     Args:
         library: of the driver (NVML).

@@ -1,4 +1,4 @@
-"""What one may choose about a transport. `TransportOptions` is for any. A transport that has more derives a class:
+"""Options of transports. `TransportOptions` are common to all. A transport with further options derives a class:
 
     @dataclass(frozen=True)
     class RelayOptions(TransportOptions):
@@ -13,7 +13,7 @@
             super().__init__(group, slots_per_rank)
             self.hops = options.hops
 
-They are chosen by `MoE(..., transport="relay", transport_options=RelayOptions(hops=3))`, or by
+They are set by `MoE(..., transport="relay", transport_options=RelayOptions(hops=3))`, or by
 `carpool train moe.transport=relay moe.transport_options.hops=3`.
 """
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class RunSizes(NamedTuple):
-    """What a training run tells the options of its transport.
+    """Sizes of a training run from which transports derive options.
 
     Attributes:
-        max_tokens: of the largest rank, in a micro-batch.
-        sequence_tokens: a rank's share of one sequence. Buffers hold as many whatever the settings say.
+        max_tokens: tokens of the largest rank in a micro-batch.
+        sequence_tokens: a rank's share of one sequence. Buffers hold at least as many.
         timeout_seconds: how long a rank may wait for another.
     """
 
@@ -50,8 +50,8 @@ class TransportOptions:
     """See the module's docstring.
 
     Attributes:
-        max_tokens: tokens of the largest rank, for buffers of a fixed size; None: nobody has said.
-        codecs: how rows become bytes on their way (`carpool.transport.codecs`). Exact by default.
+        max_tokens: tokens of the largest rank, for buffers of a fixed size; None: unknown.
+        codecs: how hidden states are encoded (`carpool.transport.codecs`). Exact by default.
     """
 
     max_tokens: int | None = None
@@ -59,22 +59,22 @@ class TransportOptions:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], sizes: RunSizes, codecs: Codecs = PLAIN) -> Self:
-        """Those of a training run. `settings`: what the configuration says, by name.
+        """The options of a training run. `settings`: from the configuration, by name.
 
         Raises:
-            ValueError: values that cannot be."""
+            ValueError: an invalid value."""
         return cls(max_tokens=sizes.max_tokens, codecs=codecs, **settings)
 
     @property
     def lossy_reasons(self) -> list[str]:
-        """What these change of the model's function, for logs and reports."""
+        """How these options change the model's function, for logs and reports."""
         return self.codecs.lossy_reasons
 
     def settled(
         self, group: dist.ProcessGroup | None, top_k: int, hidden: int, own_forward: bool = False
     ) -> tuple[Self, str]:
-        """These with all that is chosen for the ranks of a group, and what was chosen, for the log. All its ranks
-        together.
+        """(These options with "auto" resolved for the ranks of a group, a sentence for the log). Collective over the
+        group.
 
         Args:
             top_k, hidden: K and H.
@@ -82,8 +82,8 @@ class TransportOptions:
         return self, ""
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
-        """These, with what a schedule needs. `resend`: rows are sent again in the backward.
+        """These options, changed as a schedule needs. `resend`: tokens are sent again in the backward.
 
         Raises:
-            ValueError: they do not go together."""
+            ValueError: the options and the schedule are incompatible."""
         return self

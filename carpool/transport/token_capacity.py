@@ -1,8 +1,9 @@
-"""Places for rows where there may be too few: the device notices, the host looks once per step and repeats it.
+"""Capacities that a step may exceed: the device detects it; the host checks once per step, and repeats the step.
 
-    capacity 512, most 1024       a step needs 700       its sums are NaN; grow(875), and the step again
+    capacity 512, most 1024       a step needs 700       its MoE outputs are NaN; grow(875), and the step is repeated
 
-Whoever repeats steps looks at `needed` (`carpool.train.steps.capacity`). Others call `Transport.check`, which raises.
+The trainer, which repeats steps, reads `needed` (`carpool.train.steps.capacity`). Others call `Transport.check`, which
+raises.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# Of rows that a step needed: what is kept free for the next ones, after too few and after too many.
+# Headroom over the need of past steps: after an overflow, and when a capacity shrinks.
 GROWN, SHRUNK = 1.25, 1.125
-# The least share of the rows that must be saved to change their number.
+# The smallest relative reduction for which a capacity shrinks.
 WORTH = 0.1
 FIRST_WINDOW = 2
 
 
 class TokenCapacity(Protocol):
-    """Places for rows of one other rank, or node, shared by all layers of a process group.
+    """The number of tokens that can be received from one other rank, or sent to one other node. All layers of a process
+    group share it.
 
     Attributes:
-        capacity: places.
-        most: that suffice in any case.
+        capacity: tokens.
+        most: tokens that suffice for any routing.
         needed: (1,) integer on the device: the largest number that was needed since the last change.
     """
 
@@ -37,28 +39,28 @@ class TokenCapacity(Protocol):
     def needed(self) -> torch.Tensor: ...
 
     def grow(self, capacity: int) -> None:
-        """Have so many places. Between steps, all ranks alike."""
+        """Set the capacity. Between steps, with the same value on all ranks."""
         ...
 
     def overflowed(self) -> torch.Tensor:
-        """Whether rows had no place so far: a bool on the device. Nothing waits for it."""
+        """Whether the capacity has been exceeded: a bool on the device, without a synchronisation."""
         ...
 
 
 class NodeCapacity:
-    """How many rows each rank sends to each other node, in `FixedSizeDedup`.
+    """The number of tokens that each rank sends to each other node, in `FixedSizeDedup`.
 
-    Where steps are repeated, the number follows what they need: after 2, 4, 8, ... steps it becomes an eighth more than
-    the most of these, if that saves a tenth; and a quarter more than was needed after too few.
+    Where overflowing steps are repeated, it follows the need of the steps: after 2, 4, 8, ... steps it shrinks to the
+    largest need of these and an eighth, if that saves a tenth; after an overflow it grows to the need and a quarter.
 
     Args:
         most: tokens of the largest rank.
-        capacity: rows; None: as many as there are tokens.
-        step_tokens: tokens of the largest rank in a step, for who repeats steps. None: nobody does.
+        capacity: tokens; None: `step_tokens`, or else `most`.
+        step_tokens: tokens of the largest rank in a step, if overflowing steps are repeated. None: they are not.
 
     Attributes:
-        agreed: of all ranks, what was needed when the host last looked.
-        whole: set by who cannot repeat what it computes: there is a row for each token.
+        agreed: the largest need of any rank at the host's last check.
+        whole: use `most`; set for computations that cannot be repeated.
     """
 
     def __init__(self, most: int, capacity: int | None = None, step_tokens: int | None = None) -> None:
@@ -70,12 +72,12 @@ class NodeCapacity:
 
     @property
     def counted(self) -> bool:
-        """Whether rows are counted on the device."""
+        """Whether the need is counted on the device."""
         return not self.whole and (self._step_tokens is not None or self.capacity < self.most)
 
     @property
     def noted(self) -> bool:
-        """Whether any rows have been counted yet: on all ranks, or on none."""
+        """Whether any need has been counted yet. The same on all ranks."""
         return self._needed is not None
 
     @property
@@ -83,16 +85,17 @@ class NodeCapacity:
         return torch.zeros(1, dtype=torch.int32) if self._needed is None else self._needed
 
     def of_piece(self, pieces: int) -> int:
-        """Rows of one of so many pieces of a ride."""
+        """The capacity of one of `pieces` pieces of a ride."""
         return -(-(self.most if self.whole else self.capacity) // pieces)
 
     def note(self, rows: torch.Tensor, pieces: int) -> torch.Tensor:
-        """Note that a piece needs so many rows, 0-dimensional. Returns whether it has too few, on the device."""
+        """Record the need of a piece, a 0-dimensional tensor. Returns whether it exceeds the capacity, on the
+        device."""
         if self._needed is None:
-            # It outlives the call, which may be in inference mode.
+            # The tensor outlives this call, which may be in inference mode.
             with torch.inference_mode(False):
                 self._needed = torch.zeros(1, dtype=torch.int32, device=rows.device)
-        # The least capacity whose pieces are as large.
+        # The smallest capacity whose pieces have this size.
         needed = (rows - 1) * pieces + 1
         torch.maximum(self._needed, needed.to(torch.int32), out=self._needed)
         return needed > self.capacity
@@ -104,7 +107,7 @@ class NodeCapacity:
         self._set(capacity)
 
     def fit(self, needed: int) -> bool:
-        """Whether there are fewer rows from now on, after a step of which all ranks needed so many at most."""
+        """After a step with this largest need of all ranks: shrink the capacity, or not. Returns whether it did."""
         self._looks += 1
         if self._step_tokens is None or self._looks < self._window:
             return False
@@ -119,7 +122,8 @@ class NodeCapacity:
             self._needed.zero_()
 
 
-# Facts of a group: transports that are made anew, because experts moved, go on with the same. They go when it goes.
+# By group, so that transports that are constructed again after experts moved continue with the same capacity. Entries
+# are freed with their group.
 _NODE_CAPACITIES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int | None, ...], NodeCapacity]] = (
     weakref.WeakKeyDictionary()
 )
@@ -128,7 +132,7 @@ _NODE_CAPACITIES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int | 
 def node_capacity(
     group: dist.ProcessGroup | None, most: int, capacity: int | None = None, step_tokens: int | None = None
 ) -> NodeCapacity:
-    """That of a rail's group, made at the first call with these numbers."""
+    """The capacity of a rail's group, constructed at the first call with these numbers."""
     if group is None:
         return NodeCapacity(most, capacity, step_tokens)
     made, key = _NODE_CAPACITIES.setdefault(group, {}), (most, capacity, step_tokens)

@@ -1,12 +1,12 @@
-"""Rows that a routing sends, from the definition alone: nothing travels, nothing is measured.
+"""The communication volume of a routing, computed from the definition: nothing is sent or measured.
 
     4 experts on 2 ranks, [0, 1 | 2, 3]; rank 0 holds tokens {0, 1}, {1, 2}, {1, 2}, rank 1 holds token {0, 3}
 
-                          rows from rank 0 to (0, 1)     rows from rank 1 to (0, 1)
-        one per rank      3, 2                           1, 1
-        one per choice    4, 2                           1, 1
+                               rank 0 sends to (0, 1)         rank 1 sends to (0, 1)
+        one send per rank      3, 2                           1, 1
+        one send per choice    4, 2                           1, 1
 
-Every transport says which of these it sends, or computes its own (`Transport.tokens_sent`).
+Every transport uses one of these, or defines its own (`Transport.tokens_sent`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Volume:
-    """What one forward and backward of one layer moves between the ranks of an expert-parallel group.
+    """Communication volume of one forward and backward of one layer among the ranks of an expert-parallel group.
 
     Attributes:
-        transport: the way of travelling.
+        transport: its name.
         tokens_W: tokens of each rank.
-        rows_WW: rows dispatched from rank [i] to rank [j]; the diagonal stays on its rank.
+        rows_WW: hidden states dispatched from rank [i] to rank [j]; the diagonal stays on its rank.
         bytes_WW: for each of `VERBS`, bytes from rank [i] to rank [j].
         hops: the same for each hop by itself, where hops that follow one another use the same kind of link; else ().
     """
@@ -44,12 +44,12 @@ class Volume:
 
     @property
     def rows_remote(self) -> int:
-        """Rows dispatched to other ranks."""
+        """Hidden states dispatched to other ranks."""
         return int(self.rows_WW.sum() - self.rows_WW.trace())
 
     @property
     def ranks_per_token(self) -> float:
-        """Rows dispatched per token, those that stay on their rank included."""
+        """Sends per token, to its own rank included."""
         return float(self.rows_WW.sum() / max(1, sum(self.tokens_W)))
 
     def bytes_remote(self, *verbs: str) -> int:
@@ -58,12 +58,12 @@ class Volume:
 
 
 class MeanTraffic(NamedTuple):
-    """Expected rows of one dispatch, for each token of a rank.
+    """Expected sends of one dispatch, per token of a rank.
 
     Attributes:
-        inside: to other ranks of the node.
-        between: to other nodes.
-        arrive: that the experts of a rank get, its own tokens' included.
+        inside: sends to other ranks of the node.
+        between: sends to other nodes.
+        arrive: tokens that arrive at the experts of a rank, its own included.
     """
 
     inside: float
@@ -72,13 +72,13 @@ class MeanTraffic(NamedTuple):
 
 
 def one_send_per_choice(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-    """(W, W) rows from rank [i] to rank [j]. rank_TK: for each source rank, (T, K) the rank that serves each choice,
+    """(W, W) sends from rank [i] to rank [j]. rank_TK: for each source rank, (T, K) the rank that serves each choice,
     -1: none."""
     return np.array([[np.sum(ranks == to) for to in range(num_ranks)] for ranks in rank_TK], dtype=np.int64)
 
 
 def one_send_per_rank(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-    """As `one_send_per_choice`: one row to each rank that serves any choice of the token."""
+    """(W, W) as `one_send_per_choice`, with one send to each rank that serves any choice of the token."""
     visits = [[np.sum(np.any(ranks == to, axis=1)) for to in range(num_ranks)] for ranks in rank_TK]
     return np.array(visits, dtype=np.int64)
 

@@ -113,7 +113,7 @@ def test_every_contender_is_measured(run: tuple[dict[str, Any], str, Path]):
             assert nvlink["sections"] == {}
         for row in rows.values():
             assert row["unavailable"] is None and not row["graph"]
-            assert row["lossy"] == (["rows to experts travel as FP8"] if "fp8" in row["label"] else [])
+            assert row["lossy"] == (["tokens to experts are sent as FP8"] if "fp8" in row["label"] else [])
             assert 0 < row["error"] <= 1
             assert tuple(row["sections"]) == (("decode",) if decode else SECTIONS)
             for times in row["sections"].values():
@@ -387,7 +387,11 @@ def test_how_a_ceiling_is_shown(tmp_path: Path):
     sections = {"plan_dispatch": times(400.0), "dispatch": times(250.0), "combine": times(800.0)}
     rows = [
         ContenderResult(
-            label="nvlink (fp8, 8 CTAs)", transport="nvlink", ctas=8, lossy=("rows travel as FP8",), sections=sections
+            label="nvlink (fp8, 8 CTAs)",
+            transport="nvlink",
+            ctas=8,
+            lossy=("tokens are sent as FP8",),
+            sections=sections,
         ),
         ContenderResult(label="dedup", transport="dedup", sections=sections),
     ]

@@ -69,7 +69,7 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
 
     del ticket
     gc.collect()
-    assert not ride_operator._KEPT and not transport.buffers.busy
+    assert not ride_operator._SAVED and not transport.buffers.busy
     if "arena" in kept:
         assert int(transport.buffers.arenas[-1].needed)
         assert not any(held.alive for one in transport.buffers.arenas for _, held in one._stack)

@@ -48,7 +48,7 @@ def automatic(top_k: int, most: int | None) -> str:
 
 def test_auto_takes_what_the_model_says(ranks: Ranks) -> None:
     pays, unsaid = ranks(automatic, 8, 8192)[0], ranks(automatic, 8, None)[0]
-    assert pays.startswith("hierarchical: a ride takes ") and "between nodes a fixed number of rows" in pays
+    assert pays.startswith("hierarchical: a ride takes ") and "inter-node a fixed number of tokens" in pays
     assert unsaid.startswith("dedup: ")
 
 

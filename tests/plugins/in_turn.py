@@ -40,23 +40,23 @@ class InTurnOrder:
         self, started: list[tuple[torch.Tensor, ...]], weights: ExpertWeights, setup: RideSetup, backward: bool
     ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
         y_C: list[Any] = [None] * self.chunks
-        kept: list[SavedActivations] = []
+        activations: list[SavedActivations] = []
         for chunk in self._order():
             ride = PLAIN.start(*started[chunk], weights, setup)
             y_C[chunk], saved = PLAIN.forward(ride, weights, setup, backward)
-            kept += saved or ()
-        return torch.cat(y_C), tuple(kept) if backward else None
+            activations += saved or ()
+        return torch.cat(y_C), tuple(activations) if backward else None
 
     def backward(
         self,
         dy_TH: torch.Tensor,
         weights: ExpertWeights,
-        kept: tuple[SavedActivations, ...],
+        activations: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
     ) -> tuple[Pending, Gradients]:
         dy_C, found, total = dy_TH.tensor_split(self.chunks), {}, None
-        for chunk, saved in zip(reversed(self._order()), reversed(kept), strict=True):
+        for chunk, saved in zip(reversed(self._order()), reversed(activations), strict=True):
             coming, dweights = PLAIN.backward(dy_C[chunk], weights, (saved,), setup, needs_dweights)
             found[chunk] = coming.wait()
             if isinstance(dweights, ExpertWeights):

@@ -49,7 +49,7 @@ def test_options_follow_the_configuration() -> None:
     assert isinstance(options, NVLinkOptions)
     assert (options.max_tokens, options.timeout_seconds, options.codecs) == (50, 7, Codecs(dispatch="fp8"))
     assert (
-        options.lossy_reasons == ["rows to experts travel as FP8"]
+        options.lossy_reasons == ["tokens to experts are sent as FP8"]
         and transport_options(Config(), degrees, "nvlink").lossy_reasons == []
     )
     assert options.capacity is None

@@ -1,9 +1,9 @@
-"""Rows written straight into the memory of other GPUs, over NVLink, by Triton kernels.
+"""Triton kernels that write tokens directly into the memory of other GPUs over NVLink.
 
-`transport.py` follows a row through the verbs and says on which stream each runs; `route.py` holds where rows go, and
-what becomes of those that arrived; `options.py` what one may choose, and whether a group can use it at all.
-`buffers.py` owns the memory; `signals.py` is how ranks wait for each other; `plan_kernel.py`, `dispatch_kernel.py` and
-`combine_kernel.py` are the kernels, which `launch.py` launches; `keep_kernel.py` copies rows that are saved.
+`transport.py` explains the verbs and their streams; `route.py` holds the destinations of tokens, and reads and saves
+those that arrived; `options.py` has the options, and whether a group can use the transport. `buffers.py` owns the
+memory; `signals.py` is how ranks wait for each other; `plan_kernel.py`, `dispatch_kernel.py` and `combine_kernel.py`
+are the kernels, which `launch.py` launches; `keep_kernel.py` copies tokens that are saved.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""The memory that ranks write into: one owner per process group, shared by all layers, and leased.
+"""The symmetric memory that ranks write into: one owner per process group, shared by all layers.
 
 A lease is one symmetric allocation per rank, cut into regions at the same byte offsets on every rank:
 
     signals   arrived, chosen (W x MAX_CTAS), written (W)                 int32
     sizes     counts (2 x W), begins ((MAX_PARTS + 1) x W)                int32
-    rows      a slab of `capacity` rows for each other rank               what dispatch writes into peers
+    tokens    a slab of `capacity` rows for each other rank               written by the dispatch of peers
     choices   K slots and K weights for each of R rows: those, and `most` of the own tokens
-    partial   what the experts write and peers read                       R rows
-    dweight   K float32 beside each partial row, in the backward
+    partial   partial outputs of the experts, R rows                      read by the combine of peers
+    dweight   K float32 for each partial output, in the backward
 
 So a lease takes about (2 W - 1) * capacity * H * 2 bytes in bf16: 224 MiB for 4 ranks, 8192 tokens each, H 2048. By
 default `capacity` is the largest number of tokens of any rank, the worst case: then no routing can overflow. Leases are
-made when they are first needed. One is enough while every dispatch is followed by its combine; to overlap the dispatch
-of one piece with the combine of another takes two.
+allocated when they are first needed. One suffices while every dispatch is followed by its combine; overlapping the
+dispatch of one piece with the combine of another takes two.
 
-Autograd must not hold a view of a lease: what it keeps is copied (`route.py`).
+Autograd must not save a view of a lease: saved activations are copied (`route.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Regions:
 
     @classmethod
     def of(cls, num_ranks: int, most: int, capacity: int, row_bytes: int, top_k: int) -> Regions:
-        """For rows of `row_bytes` bytes and K choices: `capacity` from each other rank, `most` of the own."""
+        """For hidden states of `row_bytes` bytes and K choices: `capacity` from each other rank, `most` own tokens."""
         away = (num_ranks - 1) * capacity
         rows = away + most
         sizes = {
@@ -82,8 +82,8 @@ class Lease:
         bytes: this rank's part, uint8.
         addresses, bases: where every rank's part begins; known to the host, and (W,) int64 on the device.
         epochs: (2,) int32 on the device: of the last finished combine, and of the last finished dispatch.
-        regions: what lies where.
-        busy: dispatched into, and not combined yet.
+        regions: their offsets.
+        busy: in use by a dispatch that is not combined yet.
     """
 
     bytes: torch.Tensor
@@ -108,17 +108,17 @@ class Buffers:
 
     Args:
         group: the expert-parallel process group; None for one rank, whose buffers are ordinary memory.
-        device: where.
-        num_leases: how many dispatches may be without their combine at one time.
-        max_tokens: tokens of the largest rank. None: agreed upon at the first `agree`, rounded up to a power of two.
-        capacity: rows of a slab, at most `max_tokens`, which is the default.
+        device: of the buffers.
+        num_leases: dispatches that may be without their combine at one time.
+        max_tokens: tokens of the largest rank. None: agreed on at the first `agree`, rounded up to a power of two.
+        capacity: tokens of a slab, at most `max_tokens`, which is the default.
         timeout_seconds: how long a kernel waits for a peer.
-        arena_bytes: size of the arena in which layers keep what their backward needs; 0: there is none.
+        arena_bytes: size of the arena for saved activations; 0: there is none.
 
     Attributes:
-        most, capacity: tokens of the largest rank, and rows of a slab; 0 before the first agreement.
-        status, needed: int32 on the device: has a wait failed; the largest capacity that was needed so far.
-        host_status: (1 + W,) int32 in pinned host memory, which kernels write when they give up.
+        most, capacity: tokens of the largest rank, and of a slab; 0 before the first agreement.
+        status, needed: int32 on the device: whether a wait has failed; the largest capacity that was needed so far.
+        host_status: (1 + W,) int32 in pinned host memory, which kernels write when a wait times out.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Buffers:
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.needed = torch.zeros(1, dtype=torch.int32, device=device)
         self.host_status = torch.zeros(1 + self.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._row = (0, 0)  # the bytes of the largest row and the largest K that any layer has asked for
+        self._row = (0, 0)  # bytes of the largest hidden state, and the largest K, of any layer
         self._leases: list[Lease] = []
         self._turn = 0
         self._stream: torch.cuda.Stream | None = None
@@ -150,7 +150,7 @@ class Buffers:
 
     @property
     def size(self) -> int:
-        """Bytes on the device of this rank's leases that exist, and of the arenas."""
+        """Bytes on the device of this rank's leases and arenas."""
         return self.symmetric + sum(one.capacity for one in self.arenas if not one.host)
 
     @property
@@ -160,8 +160,8 @@ class Buffers:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Where rides run beside the computation: one for all layers, so that they run in the order in which they were
-        asked for on every rank, and a lease's next ride after its last one, whichever layers they are of."""
+        """The stream of overlapped rides: one for all layers, so that rides run in the same order on every rank, and
+        the rides on a lease one after the other."""
         if self._stream is None:
             # Before captured work (`carpool.kernels.capture`), which waits for rides.
             self._stream = torch.cuda.Stream(self.device, priority=-2)
@@ -169,11 +169,11 @@ class Buffers:
 
     @property
     def home_row(self) -> int:
-        """Where a rank's rows for itself begin."""
+        """The first row of a rank's own tokens."""
         return (self.num_ranks - 1) * self.capacity
 
     def agree(self, tokens: int) -> None:
-        """Make sure that there is a capacity. The first call is collective and waits for the device."""
+        """Agree on a capacity. The first call is collective and waits for the device."""
         if self.most:
             return
         most = torch.tensor([max(1, tokens)], device=self.device)
@@ -182,7 +182,7 @@ class Buffers:
         self._set_sizes(1 << (int(most.item()) - 1).bit_length(), None)
 
     def grow(self, capacity: int) -> None:
-        """Make slabs of at least `capacity` rows, and forget the overflow. Collective; between steps."""
+        """Enlarge slabs to at least `capacity` tokens, and reset the overflow. Collective; between steps."""
         if self.busy:
             raise RuntimeError("buffers cannot grow between a dispatch and its combine; call grow() between steps")
         self._drop_leases()
@@ -201,8 +201,8 @@ class Buffers:
         return [] if self.arena is None else [self.arena, *self.arena.companions]
 
     def arena_overflows(self) -> list[int]:
-        """Of each arena, the bytes that it would have needed, if it was too small since it was made, else 0. Each rank
-        has its own answer. Waits for the device."""
+        """For each arena, the bytes that it would have needed, if it was too small since its allocation, else 0. Ranks
+        may differ. Waits for the device."""
         if not self.arenas:
             return []
         needed = torch.cat([one.needed for one in self.arenas]).tolist()
@@ -213,7 +213,7 @@ class Buffers:
         return max(self.arena_overflows(), default=0)
 
     def overflowed(self) -> torch.Tensor:
-        """Whether rows had no place so far in slabs or arenas: a bool on the device. Nothing waits for it."""
+        """Whether slabs or arenas have overflowed: a bool on the device, without a synchronisation."""
         found = self.needed.max() > self.capacity
         for one in self.arenas:
             found |= one.needed.max() > one.capacity
@@ -224,7 +224,8 @@ class Buffers:
         return any(lease.busy for lease in self._leases)
 
     def acquire(self, row_bytes: int, top_k: int) -> Lease:
-        """The next lease, of at least these sizes. All ranks take turns alike; collective when a lease is made."""
+        """The next lease, of at least these sizes. Collective when it must be allocated; in the same order on all
+        ranks."""
         wanted = (row_bytes, top_k)
         if any(now < new for now, new in zip(self._row, wanted, strict=True)):
             if self.busy:
@@ -253,14 +254,14 @@ class Buffers:
         return lease
 
     def release(self, lease: Lease) -> None:
-        """Its combine has been launched on the current stream."""
+        """Called after its combine was launched on the current stream."""
         lease.busy = False
-        # What is captured into a graph runs whenever that is replayed: its stream says nothing.
+        # Captured work runs when the graph is replayed, on a stream that is not known here.
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         lease.stream = None if self.device.type != "cuda" or capturing else torch.cuda.current_stream(self.device)
 
     def abandon(self) -> None:
-        """What was begun is never combined: the capture of a graph that has failed."""
+        """After a failed capture of a graph: free the leases of dispatches that are never combined."""
         for lease in self._leases:
             lease.busy = False
 
@@ -278,7 +279,7 @@ class Buffers:
         self.most, self.capacity = most, capacity
 
     def _drop_leases(self) -> None:
-        """Free them, once no rank reads or writes them any more."""
+        """Free all leases, once no rank accesses them any more."""
         if self._leases and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             if self.group is not None:
@@ -300,16 +301,16 @@ class Buffers:
         memory[: regions.tokens].zero_()
         bases = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         if self.group is not None:
-            # Nobody may raise a signal here before it was set to zero.
+            # No rank may signal before the memory is zero.
             dist.barrier(group=self.group)
         epochs = torch.zeros(2, dtype=torch.int32, device=self.device)
         return Lease(memory, tuple(addresses), bases, epochs, regions, handle=handle)
 
     def check(self) -> None:
-        """Raise if a kernel gave up waiting. Looks at host memory only.
+        """Raise if a wait of a kernel timed out. Reads host memory only.
 
         Raises:
-            RankMissingError: naming the ranks and what they were missing in."""
+            RankMissingError: names the missing ranks and the verb."""
         if not int(self.host_status[0]):
             return
         missing = {rank: int(verb) for rank, verb in enumerate(self.host_status[1:].tolist()) if verb}
@@ -329,13 +330,13 @@ class Buffers:
         return ("rank " if len(world) == 1 else "ranks ") + ", ".join(map(str, world))
 
 
-# One owner per process group is a fact of the process, as the group itself is; it goes when the group goes.
+# One owner per process group; freed with the group.
 OWNERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Buffers] = weakref.WeakKeyDictionary()
 
 
 def buffers_of(group: dist.ProcessGroup | None, device: torch.device, **options: Any) -> Buffers:
-    """The buffers of a group, made at the first call with these options. More than before (`max_tokens`, `num_leases`,
-    `arena_bytes`): they grow."""
+    """The buffers of a group, constructed at the first call. Later calls with larger `max_tokens`, `num_leases` or
+    `arena_bytes` enlarge them."""
     if group is None:
         return Buffers(None, device, **options)
     if group not in OWNERS:

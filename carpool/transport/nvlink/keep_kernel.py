@@ -1,4 +1,4 @@
-"""The CUDA side of `LeasedStates.saved`: copy the rows that are in each slab, and nothing of the rest.
+"""The CUDA side of `LeasedStates.saved`: copy the tokens that arrived in each slab, and nothing else.
 
 A persistent grid walks tiles of ROWS x BLOCK over all slabs; a tile past its slab's count costs one read of that count.
 """

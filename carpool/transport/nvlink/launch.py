@@ -1,4 +1,4 @@
-"""How the kernels are launched: tile sizes, and what they are called with. Imports Triton."""
+"""Launches the kernels with their tile sizes and arguments. Imports Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Small in the interpreter, so that a plan of few tokens has several blocks there too.
 PLAN_BLOCK = 512 if SPIN else 64
-# Programs that send choices ahead of rows: a computation waits for them.
+# Programs that send choices ahead of tokens: a computation waits for them.
 CHOICE_CTAS = 32 if SPIN else 3
 
 
@@ -57,7 +57,7 @@ def launch_choices(
     send: bool,
     receive: bool,
 ) -> None:
-    """Choices ahead of rows that ride in parts; fills `ready`."""
+    """Send the choices of a dispatch in parts, ahead of its tokens; fills `ready`."""
     assert route.begins_NW is not None
     tokens, top_k = route.slot_TK.shape
     num_ranks, at = buffers.num_ranks, lease.regions
@@ -95,8 +95,8 @@ def launch_dispatch(
     choices = slot_RJ is not None
     tile = dispatch_tile(main, words - main)
     capacity = lease.regions.capacity
-    # All ranks must agree on who does what, so it depends on the capacity, which they share, not on the tokens.
-    # Where choices go ahead, all of them send rows.
+    # The roles of the programs must be the same on all ranks, so they depend on the shared capacity, not on the tokens.
+    # If choices are sent ahead, all programs send tokens.
     others = 0 if ctas < 12 or route.parts else min(8, ctas - 8) if capacity >= 1024 else 1
     rows = ctas - others
     dispatch_kernel[(ctas if choices else rows,)](
@@ -115,7 +115,7 @@ def launch_dispatch(
 
 
 def dispatch_tile(main: int, tail: int) -> dict[str, int]:
-    """Tile of the push, measured: 32 KiB per program and step, in pieces of a row that waste least at its end."""
+    """Tile of the push, measured: 32 KiB per program and step, of the width that wastes least at the end of a row."""
     across = min((min(512, power_of_2(main)), 256, 128), key=lambda width: (-(-main // width) * width, -width))
     wide = power_of_2(max(1, tail))
     return {"BT": 8192 // across, "BH": across, "BT_TAIL": max(1, 8192 // wide), "BH_TAIL": wide, "num_warps": 32}
@@ -135,7 +135,7 @@ def launch_combine(
     receive: bool,
     part: int | None = None,
 ) -> None:
-    """part: combine its tokens only."""
+    """part: combine only the tokens of this part."""
     hidden, top_k = y_TH.shape[1], route.slot_TK.shape[1]
     weights, behind = dweight_TK is not None, 0
     slot_TK, row_WT = route.slot_TK, route.row_WT
@@ -143,7 +143,7 @@ def launch_combine(
     if part is not None:
         own = route.tokens_of(part)
         y_TH, slot_TK, row_WT, dweight_TK = y_TH[own], slot_TK[own], row_WT[:, own], dweight_TK[own]
-        # The last part's mark is the end of the ride.
+        # The mark of the last part is the end of the ride.
         behind = 0 if part == route.parts - 1 else MAX_PARTS - part - 1
     num_ranks, at = buffers.num_ranks, lease.regions
     tile = combine_tile(hidden, y_TH.element_size())
@@ -159,6 +159,6 @@ def launch_combine(
 
 
 def combine_tile(hidden: int, element_size: int) -> dict[str, int]:
-    """Tile of the pull, measured: 32 KiB from each rank, all of it under way at once in 1024 threads' registers."""
+    """Tile of the pull, measured: 32 KiB from each rank, all in flight at once in the registers of 1024 threads."""
     across = min(1024 // element_size, power_of_2(hidden))
     return {"BT": 32768 // element_size // across, "BH": across, "num_warps": 32}

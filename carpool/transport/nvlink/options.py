@@ -1,19 +1,18 @@
-"""What one may choose about the `nvlink` transport. `transport.py` says how it works, and what the words mean.
+"""Options of the `nvlink` transport; `transport.py` explains the terms.
 
     NVLinkOptions()                                   exact, and on the caller's stream
-    NVLinkOptions(capacity=2048, max_tokens=8192)     less memory, where no rank sends another more than 2048 rows
-    NVLinkOptions(side_stream=True)                   rides beside computation (`carpool.ride.schedule`)
-    NVLinkOptions(codecs=Codecs(dispatch="fp8"))      LOSSY: rows travel out as FP8
+    NVLinkOptions(capacity=2048, max_tokens=8192)     less memory, where no rank sends another more than 2048 tokens
+    NVLinkOptions(side_stream=True)                   rides overlap computation (`carpool.ride.schedule`)
+    NVLinkOptions(codecs=Codecs(dispatch="fp8"))      LOSSY: tokens are dispatched in FP8
 
-Values that cannot be are refused here, before any memory is taken.
+Invalid values are refused here, before any memory is allocated.
 
-Whether the ranks of a group can use the transport at all: it takes Triton and CUDA on every rank, a group whose backend
-is nccl, and GPUs that reach each other's memory: those of a node or of an NVLink domain
-(`Topology.why_no_peer_memory`). Each rank looks at what is its own, then all tell each other, so that every rank gets
-the same answer:
+The transport needs Triton and CUDA on every rank, a group whose backend is nccl, and GPUs that can access each other's
+memory: those of a node or of an NVLink domain (`Topology.why_no_peer_memory`). Each rank examines itself, and all
+exchange their results, so that every rank gets the same answer:
 
-    why_not(group)      None                                      they can
-                        "GPU 0 cannot reach the memory of GPU 1"  a reason, to be shown to whoever asked for it
+    why_not(group)      None                                      the group can use it
+                        "GPU 0 cannot reach the memory of GPU 1"  the reason, for the error message
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from carpool.ride.schedule import Schedule
 
 
-# A run's arena to start with: what the first step needs is measured in it, and it is repeated.
+# Initial size of a run's arena. The first step measures its need in it, and is repeated.
 ARENA_BYTES = 64 * 2**20
 
 
@@ -44,15 +43,15 @@ class NVLinkOptions(TransportOptions):
     """How the `nvlink` transport works; the defaults are exact and were measured (docs/measurements.md).
 
     Attributes:
-        dispatch_ctas, combine_ctas: thread blocks of a verb: SMs that the ride takes from the computation.
+        dispatch_ctas, combine_ctas: thread blocks of a verb, which are the SMs that it takes from the computation.
         num_leases: dispatches that may be without their combine at one time.
-        max_tokens: None: agreed upon at the first forward, rounded up to a power of two.
-        capacity: rows that a rank has room for from each other rank. None: `max_tokens`, which always suffices. If more
-            come, sums are NaN and `Buffers.overflow` tells.
-        timeout_seconds: how long a rank waits for another before it gives up and says which.
+        max_tokens: None: agreed on at the first forward, rounded up to a power of two.
+        capacity: tokens that a rank can receive from each other rank. None: `max_tokens`, which always suffices. If
+            more arrive, MoE outputs are NaN, and `Buffers.overflow` is positive.
+        timeout_seconds: how long a rank waits for another before it raises an error that names it.
         side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
-        arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
-            not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
+        arena_bytes: size of the arena for saved activations, whose use follows the tokens that arrived. If it does not
+            suffice, `Buffers.arena_overflow` is positive. 0: no arena; every layer allocates for the worst case.
     """
 
     dispatch_ctas: int = 16
@@ -76,8 +75,8 @@ class NVLinkOptions(TransportOptions):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], sizes: RunSizes, codecs: Codecs = PLAIN) -> Self:
-        """Of the section [nvlink], whose `capacity` is a share. There is room for one sequence in any case: a sample
-        of text cannot be drawn from NaN and repeated."""
+        """From the section [nvlink], whose `capacity` is a share. The capacity is at least one sequence, because text
+        generation cannot repeat a step that overflows."""
         most, share, capacity, others = sizes.max_tokens, settings["capacity"], None, dict(settings)
         if share is not None:
             capacity = min(most, max(sizes.sequence_tokens, math.ceil(share * most)))
@@ -85,11 +84,11 @@ class NVLinkOptions(TransportOptions):
         return cls(max_tokens=most, timeout_seconds=sizes.timeout_seconds, arena_bytes=ARENA_BYTES, **others)
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
-        """A stream of its own, buffers for a chunk, enough leases.
+        """With a stream of its own, buffers for a chunk, and enough leases.
 
         Raises:
-            ValueError: what `ScheduleKind.check_options` says."""
-        # Rows that are sent again take a lease of their own.
+            ValueError: see `ScheduleKind.check_options`."""
+        # Tokens that are sent again need a lease of their own.
         leases = max(self.num_leases, schedule.rides_under_way * (2 if resend else 1))
         if not schedule.kind.beside:
             return replace(self, num_leases=leases)
@@ -116,7 +115,7 @@ def why_not(group: dist.ProcessGroup | None) -> str | None:
 
 
 def _agree_why_not(group: dist.ProcessGroup, reason: str | None) -> str | None:
-    """The first reason of any rank, or what their topology and devices say."""
+    """The first reason of any rank, or a reason from their topology and devices."""
     index = torch.cuda.current_device() if reason is None else -1
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (reason, index), group=group)

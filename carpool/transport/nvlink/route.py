@@ -1,21 +1,21 @@
-"""Where each row of one forward goes over NVLink: what `NVLink.plan` finds out, and what verbs leave for each other.
+"""The destinations of the tokens of one forward over NVLink, and how tokens that arrived are decoded and saved.
 
-    token 0 of rank 1 of 4 chose experts on ranks 0 and 3; slabs are of 512 rows, and rank 1 has the second on rank 3
+    token 0 of rank 1 of 4 chose experts on ranks 0 and 3; slabs are of 512 tokens, and rank 1 has the second on rank 3
     row_WT[:, 0]     0, -1, -1, 512
 
-How many rows come is not here: only the device knows (`count_2W`, and `received_W` after the dispatch).
+Only the device knows the number of tokens that arrive (`count_2W`, and `received_W` after the dispatch).
 
-Rows arrive in a lease, which the next rides overwrite. Each sender fills a slab of the lease from the front, and only
-the device knows how far. A rank's rows for itself do not travel: they are its own tokens, which autograd keeps anyway.
-So what a layer keeps for its backward is a copy of the rows that came, not of the places of those that could have:
+Tokens arrive in a lease, which later rides overwrite. Each sender fills a slab of the lease from the front, and only
+the device knows how far. Tokens for experts of their own rank are not sent: they are read from the layer's input, which
+autograd saves anyway. So a layer saves a copy of the tokens that arrived, not of the whole slabs:
 
-    with an arena     memory follows the rows that came
+    with an arena     memory follows the tokens that arrived
     without           a tensor of the worst case: a slab for each other rank
 
-Cost on an H200: reading and writing 120 MB, about 60 us, beside a dispatch of 300.
+Cost on an H200: reading and writing 120 MB, about 60 us, compared with 300 us of the dispatch.
 
-Rows that travelled as FP8 are packets until they are `widened`. Experts that compute in FP8 read packets, and packets
-are what is kept for them: half the bytes.
+Tokens that were sent in FP8 are packets until they are `widened`. Experts that compute in FP8 read packets, and packets
+are saved for them: half the bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from carpool.transport.nvlink.buffers import Lease
 @dataclass(kw_only=True)
 class NVLinkRoute(Route):
     """Attributes:
-    row_WT: (W, T) int32, each token's row in rank w's buffer, -1: none.
+    row_WT: (W, T) int32, each token's row in the buffer of rank w, -1: none.
     count_2W, choices_BW: int32, see plan_kernel.py.
-    received_W: (W,) int32, rows in each rank's slab, once dispatched.
-    parts, part_length: in how many parts the tokens ride, and tokens of each; 0: not in parts.
+    received_W: (W,) int32, tokens in each rank's slab, after the dispatch.
+    parts, part_length: number of parts of the dispatch, and tokens of each; 0: not in parts.
     begins_NW: (parts + 1, W) int32, the first row of each part in the slab on each rank.
-    ready: of the rows that are under way to this rank.
-    sums: of tokens, while parts are combined: rows, and gradients of weights.
+    ready: of the dispatch in flight to this rank.
+    outputs: while parts are combined: MoE outputs, or gradients of tokens and of weights.
     """
 
     slot_TK: torch.Tensor
@@ -55,7 +55,7 @@ class NVLinkRoute(Route):
     part_length: int = 0
     begins_NW: torch.Tensor | None = None
     ready: Ready | None = None
-    sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    outputs: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def again(self) -> NVLinkRoute:
         return replace(self, lease=None, parts=0, ready=None)
@@ -68,7 +68,7 @@ class NVLinkRoute(Route):
         return self.lease.view(self.lease.regions.partial, (self.num_rows, hidden), dtype)
 
     def tally(self, way: Literal["out", "back"], row_bytes: int, plain_bytes: int, choice_bytes: int) -> torch.Tensor:
-        """Where the kernel counts: see `Route.count`, which does it for rows that the host knows."""
+        """The counters that the kernel increments; `Route.count` is for numbers that the host knows."""
         sent = row_bytes + self.top_k * choice_bytes
         return self.traffic.tally(self.verb(way), sent, plain_bytes + choice_bytes, self.row_WT.device)
 
@@ -78,9 +78,9 @@ class LeasedStates(HiddenStates):
     """See the module's docstring.
 
     Attributes:
-        came_W: (W,) int32 on the device: how many rows are in each slab. The last is this rank's own, and empty.
+        came_W: (W,) int32 on the device: tokens in each slab. The last slab is this rank's own, and empty.
         capacity: rows from slab to slab.
-        wide_home: if rows travelled as packets: those at home as they were, for `home` are packets too.
+        wide_home: if tokens were sent as packets: the own tokens before encoding; `home` has their packets.
     """
 
     came_W: torch.Tensor
@@ -101,7 +101,7 @@ class LeasedStates(HiddenStates):
         if self.data.dtype == torch.uint8:
             return self
         home = None if self.home is None else pack(self.home)
-        # Still to be copied when they are kept: to the arena, where packets take the room of the rows that came.
+        # Not in the arena yet: `saved` copies only the packets that arrived.
         data = pack(self.data, self.came_W, self.capacity)
         return replace(self, data=data, width=data.shape[1], home=home)
 
@@ -120,7 +120,7 @@ class LeasedStates(HiddenStates):
                 first = number * self.capacity
                 start = first * width if kept.start is None else int(kept.start[number])
                 if start >= 0:
-                    # `.data`: what other layers keep in the arena must not look modified to autograd.
+                    # `.data`: autograd must not see other layers' saved activations in the arena as modified.
                     source = data[first : first + came].reshape(-1)
                     kept.data.data.view(-1)[start : start + source.numel()] = source
         return replace(kept, home=self.home, home_row=self.home_row, gaps=self.gaps)

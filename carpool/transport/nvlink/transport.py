@@ -1,30 +1,31 @@
-"""One ride per rank, over NVLink, without asking the host.
+"""Sends a token once to each rank over NVLink, without host synchronisation.
 
-Every rank holds a buffer that all ranks of the group can write and read (PyTorch's symmetric memory). A sender owns a
-slab of each, so its own prefix sum is the whole plan, and nothing has to be exchanged or read back before rows travel:
+Every rank has a buffer that all ranks of the group can write and read (PyTorch's symmetric memory). Each sender owns a
+slab of every buffer, so its own prefix sum is the whole plan, and nothing is exchanged or read back before the
+dispatch:
 
     token 0 of rank 1 of 4 chose experts on ranks 0 and 3; the slab of rank 1 is the first on rank 0, the second on 3
 
     plan       row_WT[0, 0] = 0, row_WT[3, 0] = capacity, the others -1
-    dispatch   rank 1 loads x_0 once and stores it to ranks 0 and 3, with the slots and weights that each is to use
-    experts    ranks 0 and 3 write their partial sums into the same rows of their own buffers
-    combine    rank 1 reads both rows and adds them in float32
+    dispatch   rank 1 loads x_0 once and stores it to ranks 0 and 3, with the slots and weights for each
+    experts    ranks 0 and 3 write their partial outputs into the same rows of their own buffers
+    combine    rank 1 reads both partial outputs and adds them in float32
 
-Shapes are static: R rows, of which each sender's slab is filled from the front; how many came is known to the device
-alone. Cost per token: one row for each distinct rank, as for `dedup`, and one kernel launch per verb.
+Shapes are static: R rows, of which each sender fills its slab from the front; only the device knows how far. Cost per
+token: one send for each distinct rank, as for `dedup`, and one kernel launch per verb.
 
-Codecs: "fp8" for what travels out, rows (`dispatch`) and gradients (`combine_backward`). The kernels that bring rows
-back add them up as they are.
+Codecs: "fp8" for dispatched tokens (`dispatch`) and gradients (`combine_backward`). Combine is not encoded, because its
+kernels add while they read.
 
 Needs CUDA, Triton, and ranks of one host whose GPUs reach each other's memory.
 
-On which stream a verb runs, and who waits for it:
+Streams:
 
     options          launched                    the caller's stream waits
     default          on the caller's stream      as for any kernel before it
     side_stream      on the stream of rides      at `Pending.wait`, for an event
 
-A verb has two halves, `launch(send, receive)`, and one kernel runs both. Where ranks share a process, as in Triton's
+A verb has two halves, `launch(send, receive)`, and one kernel runs both. If ranks share a process, as in Triton's
 interpreter, all of them send before any receives (tests/interpreted/emulated.py).
 """
 
@@ -52,14 +53,14 @@ from carpool.transport.volume import Counts, one_send_per_rank, uniform_ranks_pe
 
 
 def _nothing() -> None:
-    """What is left to do where a stream, or a kernel, waits."""
+    """The `finish` of verbs for which a stream or a kernel waits."""
 
 
 class VerbRunner:
     """Base class of `NVLink`.
 
     Args:
-        buffers: whose leases the verbs hold, and whose stream they run on with `side_stream`.
+        buffers: owner of the leases, and of the stream that `side_stream` uses.
     """
 
     def __init__(self, options: NVLinkOptions, buffers: Buffers) -> None:
@@ -67,7 +68,7 @@ class VerbRunner:
         self.stream = buffers.stream if options.side_stream else None
 
     def _run(self, launch: Any, *tensors: torch.Tensor) -> Any:
-        """Launch a verb; what is returned lets the current stream wait for it."""
+        """Launch a verb. Returns a function that lets the current stream wait for it."""
         if self.stream is None:
             return self._run_here(launch)
         current = torch.cuda.current_stream()
@@ -76,7 +77,7 @@ class VerbRunner:
             launch(True, True)
             done = self.stream.record_event()
         if torch.cuda.is_current_stream_capturing():
-            # The allocator gives nothing back that another stream has used as long as a graph is captured.
+            # During a capture the allocator does not free memory that another stream has used.
             held = list(tensors)
         else:
             held = []
@@ -90,22 +91,22 @@ class VerbRunner:
         return finish
 
     def _run_here(self, launch: Any) -> Any:
-        """The same, on the current stream."""
+        """As `_run`, on the current stream."""
         launch(True, True)
         return _nothing
 
     def _awaited_by_readers(self, finish: Any) -> Any:
-        """Instead of `finish`, where kernels that read the rows wait for them."""
+        """Replaces `finish` if the kernels that read the tokens wait for them."""
         return _nothing
 
     def _after_rides(self) -> None:
-        """Let the current stream wait for the rides before: those who wait in kernels, and peers' choices, count on the
-        end of the lease's last ride."""
+        """Let the current stream wait for earlier rides: kernels that wait for tokens, and peers that send choices,
+        rely on the end of the lease's last ride."""
         if self.stream is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def _released(self, lease: Lease, finish: Any, value: Any) -> Pending:
-        """What is pending after a verb that ends a ride. Its lease is free at once: the next ride on it waits for the
+        """The result of a verb that ends a ride. Its lease is free at once, because the next ride on it waits for the
         stream that used it (`Buffers`)."""
         self.buffers.release(lease)
 
@@ -117,7 +118,7 @@ class VerbRunner:
 
 
 MAX_RANKS = 63  # one bit each in the plan
-PART_TOKENS = 16  # parts are multiples of it, so that ranges of tokens begin where the kernels like it
+PART_TOKENS = 16  # parts are multiples of it, for alignment
 
 
 class NVLink(VerbRunner, Transport):
@@ -157,7 +158,7 @@ class NVLink(VerbRunner, Transport):
 
     @classmethod
     def planned_buffer_bytes(cls, tokens: int, num_ranks: int, row_bytes: int, top_k: int) -> int:
-        """Rows from each other rank; partial sums, choices and weights of these and of the own tokens (`Regions`)."""
+        """Received tokens; partial outputs, choices and weights of these and of the own tokens (`Regions`)."""
         away = (num_ranks - 1) * tokens
         return away * row_bytes + (away + tokens) * (row_bytes + 12 * top_k)
 
@@ -172,7 +173,11 @@ class NVLink(VerbRunner, Transport):
     @classmethod
     def why_not_hidden(cls, hidden: int, element_size: int) -> str | None:
         row = hidden * element_size
-        return f"rows travel in pieces of 16 bytes, and {row} bytes ({hidden} elements) are none" if row % 16 else None
+        return (
+            f"hidden states are sent in units of 16 bytes, and {row} bytes ({hidden} elements) are not a multiple"
+            if row % 16
+            else None
+        )
 
     @classmethod
     def why_no_codecs(cls, codecs: Codecs) -> str | None:
@@ -230,12 +235,12 @@ class NVLink(VerbRunner, Transport):
     def check(self) -> None:
         """Raises:
         RankMissingError: a rank did not arrive at a verb.
-        BufferOverflowError: more tokens than the buffers were made for: the sums are NaN. All ranks of a group alike.
+        BufferOverflowError: more tokens than the capacity of the buffers: MoE outputs are NaN. On all ranks of a group.
         """
         self.buffers.check()
         if needed := self.buffers.overflow():
             raise BufferOverflowError(
-                f"rows had no place: the buffers of transport 'nvlink' hold {self.buffers.capacity} tokens of a rank, "
+                f"tokens did not fit: the buffers of transport 'nvlink' hold {self.buffers.capacity} tokens of a rank, "
                 f"and {needed} were needed. The outputs and gradients since then are NaN. State the largest number of "
                 f"tokens that a rank will have, max_tokens={needed} or more, or use transport 'dedup', which has no "
                 "such limit",
@@ -247,8 +252,8 @@ class NVLink(VerbRunner, Transport):
         return max(self.options.dispatch_ctas, self.options.combine_ctas) if self.options.side_stream else 0
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic, parts: int = 0) -> NVLinkRoute:
-        """parts: rows are to ride in so many, the same number on all ranks; who reads them waits by `Arrivals.ready`
-        or `NVLinkRoute.ready`, and each part has a combine of its own."""
+        """parts: dispatch in so many parts, the same number on all ranks. Kernels that read the tokens wait with
+        `Arrivals.ready` or `NVLinkRoute.ready`, and each part has a combine of its own."""
         from carpool.transport.nvlink.launch import launch_plan
 
         self.buffers.check()
@@ -265,7 +270,7 @@ class NVLink(VerbRunner, Transport):
             top_k=top_k,
             num_rows=num_rows,
             choices_per_send=top_k,
-            # A row wants no slot twice.
+            # A token chooses no slot twice.
             num_pairs=num_rows * min(top_k, self.slots_per_rank),
             traffic=traffic,
             slot_TK=slot_TK,
@@ -297,17 +302,17 @@ class NVLink(VerbRunner, Transport):
         return rows
 
     def combine(self, route: NVLinkRoute, partial_RH: torch.Tensor, part: int | None = None) -> Pending:
-        """part: of a ride in parts. They come in order, and the last one's `wait()` gives all sums."""
+        """part: of a ride in parts. They are combined in order, and the last one's `wait()` gives all MoE outputs."""
         return self._combine(route, partial_RH, None, part)
 
     def combine_gradients(
         self, route: NVLinkRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor, part: int | None = None
     ) -> Pending:
-        """part: as in `combine`; dweight_RJ is complete from the first on."""
+        """part: as in `combine`; dweight_RJ must be complete before the first part."""
         return self._combine(route, dx_RH, dweight_RJ, part)
 
     def discard(self, route: NVLinkRoute, x_TH: torch.Tensor) -> Pending:
-        """A combine of no tokens: it tells the peers that the rows have been read, and hears the same of theirs."""
+        """A combine of no tokens, by which all ranks signal that the dispatched tokens have been read."""
         from carpool.transport.nvlink.launch import launch_combine
 
         lease, route.lease = route.lease, None
@@ -324,7 +329,7 @@ class NVLink(VerbRunner, Transport):
 
         return self._released(lease, self._run(launch, nothing_TH, unread), lambda: None)
 
-    # -- how ----------------------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------
 
     def _dispatch(
         self,
@@ -335,7 +340,7 @@ class NVLink(VerbRunner, Transport):
         slot_RJ: torch.Tensor | None = None,
         weight_RJ: torch.Tensor | None = None,
     ) -> Pending:
-        """`wait()` gives the rows that come, as `LeasedStates`."""
+        """`wait()` gives the tokens that arrive, as `LeasedStates`."""
         from carpool.kernels.packet_kernel import launch_quantise
         from carpool.transport.nvlink.launch import launch_dispatch
 
@@ -377,7 +382,7 @@ class NVLink(VerbRunner, Transport):
     def _dispatch_parts(
         self, x_TH: torch.Tensor, route: NVLinkRoute, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor
     ) -> Pending:
-        """Rows on the stream of rides, choices before whatever the current stream does next."""
+        """Send tokens on the stream of rides, and choices on the current stream, before its next work."""
         from carpool.transport.nvlink.launch import launch_choices
 
         self._after_rides()
@@ -431,11 +436,11 @@ class NVLink(VerbRunner, Transport):
             if dweight_RJ is not None:
                 lease.view(lease.regions.dweight, tuple(dweight_RJ.shape), torch.float32).copy_(dweight_RJ)
                 dweight_TK = torch.empty_like(route.weight_TK)
-            route.sums = partial_RH.new_empty(route.num_tokens, hidden), dweight_TK
-        assert route.sums is not None
-        y_TH, dweight_TK = route.sums
+            route.outputs = partial_RH.new_empty(route.num_tokens, hidden), dweight_TK
+        assert route.outputs is not None
+        y_TH, dweight_TK = route.outputs
         if last:
-            route.sums = None
+            route.outputs = None
         row_bytes = hidden * dtype.itemsize
         choice_bytes = 0 if dweight_RJ is None else GRADIENT_BYTES
         tally = route.tally("back", row_bytes, row_bytes, choice_bytes)
