@@ -543,7 +543,7 @@ def _why_not() -> list[Any]:
 def test_nvlink_is_refused_where_it_cannot_be_used(ranks: Ranks) -> None:
     alone, unsaid, agreed, odd, nowhere, again, refused = ranks(_why_not)[1]
     assert alone == "one rank has nobody to send to" and "max_tokens" in unsaid and unsaid == agreed
-    assert "24 bytes (12 elements) are none" in odd and nowhere == again == "there is no CUDA device"
+    assert "24 bytes (12 elements) are not a multiple" in odd and nowhere == again == "there is no CUDA device"
     assert refused == "transport 'nvlink' cannot be used here: there is no CUDA device; use 'auto' or 'dedup'"
     with pytest.raises(ValueError, match="there is no CUDA device; use 'auto' or 'dedup'"):
         check_transport("nvlink", None)

@@ -126,7 +126,7 @@ class TraceRecorder(Recorder):
     @torch.no_grad()
     def _before_layer(self, number: int, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> None:
         if not in_recompute():
-            self._keep(number, index_TK, weight_TK)
+            self._record(number, index_TK, weight_TK)
 
 
 class _Layer:

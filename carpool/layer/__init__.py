@@ -1,1 +1,2 @@
-"""What every MoE layer does, whoever owns its parameters: `core.py` takes tokens and a routing to outputs."""
+"""The parts of an MoE layer that do not depend on who owns its parameters: `core.py` computes outputs from tokens and a
+routing."""

@@ -1,14 +1,14 @@
-"""What a layer checks before it computes: arguments of its constructor, and recordings that are replayed.
+"""Checks before a layer computes: of constructor arguments, and of recordings that are replayed.
 
-Arguments are what the constructor's annotations say, or the error names the argument and what it must be:
+Arguments must have the types of the constructor's annotations, or the error names the argument and its type:
 
     check_types(MoE.__init__, {"layout": "contiguous", ...})
     ->  TypeError: layout='contiguous' must be carpool.layout.expert_layout.ExpertLayout or None
 
-Python itself would find out later, inside of something that the caller has never seen.
+Without this check Python would fail later, in code that the caller does not know.
 
-Of a recording all ranks find out together whether it fits, before anything is sent: rows travel with K ids each, so
-ranks with other K would misread each other's, and one that refuses while the others send would leave them waiting.
+A recording is checked on all ranks together, before anything is sent: tokens are sent with K ids each, so ranks with
+another K would misread them, and a rank that raised alone would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raise TypeError for the first argument that is not of a type that the function's annotations name.
 
     Args:
-        given: arguments by name; what has no annotation is not looked at."""
+        given: arguments by name; those without an annotation are not checked."""
     for name, hint in get_type_hints(function).items():
         wanted = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
         if name in given and not any(_is(given[name], get_origin(one) or one) for one in wanted):
@@ -37,7 +37,7 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Raise ValueError for parameters in which nothing can be trained."""
+    """Raise ValueError for a parameter dtype that cannot be trained."""
     known = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     if dtype is not None and dtype not in known:
         raise ValueError(f"{dtype=} cannot be trained in: use one of {', '.join(map(str, known))}")
@@ -78,7 +78,7 @@ def check_replay(recording: Routing, num_tokens: int, num_experts: int, group: d
 
 
 def _all_found(refuses: bool, expert_TK: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    """[refuses, K] of each rank."""
+    """For each rank, [whether it refuses, K]."""
     top_k = expert_TK.shape[1] if expert_TK.dim() == 2 else -1
     mine = torch.tensor([int(refuses), top_k], device=expert_TK.device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -1,12 +1,12 @@
-"""The core of an MoE layer: from tokens and a routing to the weighted sums of their experts.
+"""The core of an MoE layer: MoE outputs from tokens and a routing.
 
-    slot_TK = assign(routing)      which copy of each expert: rank and slot                 carpool/layout/
-    weights = fill_slots(homes)    slots take their experts' parameters from the homes      carpool/replicas/slots.py
-    y_TH = ride(x_TH, ...)         rows travel, experts compute, sums come back             carpool/ride/
+    slot_TK = assign(routing)      the replica of each chosen expert: rank and slot         carpool/layout/
+    weights = fill_slots(homes)    slots get their experts' parameters from the homes       carpool/replicas/slots.py
+    y_TH = ride(x_TH, ...)         dispatch, experts, combine                               carpool/ride/
 
 `carpool.MoE` is a router, parameters and this core. An experts module of transformers is an adapter around it
-(`carpool.hf.seam.expert_rides`). What can be set (transport, schedule, layout, experts, limit, drops), what is counted,
-and the balancing of routers by biases is written once, here.
+(`carpool.hf.seam.expert_rides`). Settings (transport, schedule, layout, experts, limit, drops), counters, and balancing
+of routers by biases are implemented here for both.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from carpool.transport.codecs import Merge
 Result = TypeVar("Result")
 # Settings that a copy of a core takes as they are.
 _TAKEN = ("schedule", "requested", "options", "limit", "drops", "projections")
-# What hidden states pass before dispatch, (T, H) -> (T, D), and their sums after combine, (T, D) -> (T, H).
+# Projections of hidden states before dispatch, (T, H) -> (T, D), and of MoE outputs after combine, (T, D) -> (T, H).
 Projections = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
-# (rows that arrived, their local slots or -1, their weights) -> the weighted sum over each row's slots.
+# (tokens that arrived, their local slots or -1, their weights) -> the weighted sum over each token's slots.
 OwnForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -59,35 +59,34 @@ class LayerCore:
     """Computes one MoE layer on one rank. All ranks of the group construct and call it together.
 
     Args:
-        layout: where experts live.
+        layout: of experts.
         group: the expert-parallel process group; None for one rank.
-        function: what an expert computes; None where only the owner's forward knows.
-        name: what errors call the owner.
+        function: of an expert; None if only the owner's forward implements it.
+        name: of the owner, for errors.
 
     Attributes:
-        rank, num_ranks, num_experts: of this rank's place and the layer's size.
+        rank, num_ranks, num_experts: this rank in the group, and the layer's sizes.
         layout: see `move_to`.
         filler: moves parameters between homes and slots.
-        transport: how rows travel; None until the first forward, or `prepare`.
-        requested, options, why: the transport that was asked for, with which options, and why it became what it is.
-        schedule: what runs beside what. An own forward rides in one piece.
-        compute: the expert computation; None where the owner's forward computes.
+        transport: None until the first forward, or `prepare`.
+        requested, options, why: the requested transport and its options, and why the actual one was chosen.
+        schedule: of rides. Those of the owner's own forward have one piece.
+        compute: the expert computation; None if the owner's forward computes.
         policies, offloader: see `set_activation_policies`.
-        limit: what limits the routing to few ranks, LOSSY; None: nothing. Routers ask `choose`.
-        merger: which similar rows travel as one, LOSSY; None: none. As the codecs of the options say.
-        drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
-        dropped: how many were, since `reset_counts`: a scalar on the device; None before the first.
-        projections: what hidden states pass before dispatch, and the sums of experts after combine; None: nothing.
-            Transport and experts then have hidden states of the size in between.
-        hooks: told where the backwards of rides are.
-        deferred: gets the gradients of weights; None: backwards compute them.
+        limit: limits the routing to few ranks, LOSSY; None: no limit. Routers call `choose`.
+        merger: merges similar tokens before the dispatch, LOSSY; None: none. From the codecs of the options.
+        drops: drops choices between router and ride, LOSSY; None: none.
+        dropped: the number of dropped choices since `reset_counts`: a scalar on the device; None before the first.
+        projections: of hidden states before dispatch, and of MoE outputs after combine; None: none. Transport and
+            experts then have hidden states of the size in between.
+        hooks: callbacks of the backwards of rides.
+        deferred: collects weight gradients; None: backwards compute them.
         stats: counters of this layer.
         load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases, until
-            `update_biases` sets it to zero; None: not counted (`set_balance`). Evaluation and what activation
-            checkpointing computes again are not in it.
-        routing: the last forward's choices of this rank's tokens, detached: a recording, which can be replayed. With
-            drops, of what was left of them.
-        on_choice: is given (T, K) numbers of experts before they compute; -1: none. None: nobody wants to know.
+            `update_biases` sets it to zero; None: not counted (`set_balance`). Evaluation and recomputation by
+            activation checkpointing are not counted.
+        routing: of this rank's tokens in the last forward, detached, after drops: a recording, which can be replayed.
+        on_choice: called with (T, K) numbers of experts before they compute; -1: none.
     """
 
     def __init__(
@@ -127,27 +126,27 @@ class LayerCore:
         self._experts_asked: tuple[str, dict[str, Any]] = ("auto", {})
         self.set_experts("auto")
 
-    # -- settings: all ranks together, between steps ---------------------------------------------------------------
+    # -- settings: collective, between steps -----------------------------------------------------------------------
 
     def set_transport(self, name: str, options: TransportOptions | None = None) -> None:
-        """Change how rows travel. `options`: as before, unless given.
+        """Change the transport. `options`: unchanged, unless given.
 
         Raises ValueError for a name that is unknown, or that cannot be used here."""
         check_transport(name, self.group)
         self.requested, self.options, self.transport = name, options or self.options, None
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Change what runs beside what."""
+        """Change the schedule, which overlaps communication with computation."""
         if schedule != self.schedule:
             self.schedule, self.transport = schedule, None
 
     def set_activation_policies(self, policies: ActivationPolicies, offloader: Offloader | None = None) -> None:
-        """Change what rides keep for their backward. Rides under way keep what they kept.
+        """Change the policies for saved activations. Rides in flight are not changed.
 
         Args:
-            offloader: shared by the layers of a model. None: this layer's own, if it takes one.
+            offloader: shared by the layers of a model. None: this layer's own, if a policy needs one.
 
-        Raises ValueError for what the experts cannot do."""
+        Raises ValueError for policies that the experts do not support."""
         if self.function is None and policies != SAVE_ALL:
             raise ValueError(
                 f"{self.name} runs its own forward, whose activations autograd saves: save both, or use activation "
@@ -165,13 +164,14 @@ class LayerCore:
         self._setup = None
 
     def set_experts(self, name: str, choices: Choices | None = None, **others: Any) -> None:
-        """Change how experts are computed: "auto" or another name that `carpool.experts.make_experts` knows. "auto"
-        leaves experts that Carpool does not know to their own forward; for others it is exact.
+        """Change the expert computation: "auto" or another name for `carpool.experts.make_experts`. "auto" is exact;
+        experts of unknown function run the owner's forward.
 
-        Own forwards have no stages, so `choices`, which only concern speed, pass them by. `others`: options of a
-        plug-in's.
+        Args:
+            choices: of kernels, which only affect speed. The owner's forward ignores them.
+            others: options of a plug-in.
 
-        Raises ValueError for a name that is unknown, or for anything that cannot be used here."""
+        Raises ValueError for a name that is unknown, or for options that cannot be used here."""
         self._experts_asked = name, {"choices": choices, **others}
         if self.function is not None:
             recompute = self.policies.expert_activations == "recompute"
@@ -180,14 +180,14 @@ class LayerCore:
             raise ValueError(f"{self.name} runs its own forward: experts={name!r} cannot replace it")
 
     def set_experts_beside(self, beside: Callable[[Experts], Experts]) -> None:
-        """From now on rides compute with what this makes of the experts (`carpool.experts.on_host`)."""
+        """Wrap the experts of further rides by `beside` (`carpool.experts.on_host`)."""
         self._beside, self._setup = beside, None
 
     def set_limit(self, options: LimitOptions | None) -> list[str]:
         """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
 
         Returns:
-            What that changes of the layer's function, for logs."""
+            How this changes the layer's function, for logs."""
         self.limit = None
         if options is None:
             return []
@@ -206,14 +206,14 @@ class LayerCore:
         self.drops = options if options is not None and options.active else None
 
     def reset_counts(self) -> None:
-        """Forget what was counted: by `stats`, of slots, of drops."""
+        """Reset the counters of `stats`, of slots and of drops."""
         self.stats.reset()
         self.filler.reset()
         if self.dropped is not None:
             self.dropped.zero_()
 
     def set_balance(self, on: bool, device: torch.device | None = None) -> None:
-        """Count `load_E`, on `device`, from now on; or no longer."""
+        """Start or stop to count `load_E` on `device`."""
         self.load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=device) if on else None
 
     def check_layout(self, layout: ExpertLayout) -> None:
@@ -227,23 +227,23 @@ class LayerCore:
             raise ValueError(f"{self.name} runs its own forward: no replicas, no empty slots")
         if layout.slices != self.layout.slices:
             raise ValueError(
-                f"the layout cuts each expert into {layout.slices} slices, the layer has {self.layout.slices}: a slice "
-                "is a row of the parameters, so their number stays. Over how many ranks an expert is spread is a "
-                "matter of the layout's slots"
+                f"the layout cuts each expert into {layout.slices} slices, the layer has {self.layout.slices}: their "
+                "number is part of the parameters' shape and cannot change. The layout's slots determine over how many "
+                "ranks an expert is spread"
             )
 
     def why_not_move(self) -> str:
-        """Why experts cannot move now: a forward's backward has not run, and its gradients would go to the homes of
-        before. "" if they can. Ranks may differ, so whoever moves tells all of them (`check_can_move`)."""
+        """Why experts cannot move now: the backward of a forward has not run, whose gradients belong to the old homes.
+        "" if they can. Ranks may differ, so all must agree before a move (`check_can_move`)."""
         if number := self._waiting.count():
             return (
                 f"{self.name}: {number} forward(s) wait for their backward, whose gradients would reach other experts; "
-                "change the layout after backward(), or let go of their outputs"
+                "change the layout after backward(), or delete their outputs"
             )
         return ""
 
     def move_to(self, layout: ExpertLayout) -> None:
-        """Compute under `layout` from now on. The parameters must already be in its home order."""
+        """Use `layout` from now on. The parameters must already be in its home order."""
         self.check_layout(layout)
         self.layout, self.filler, self.transport = layout, make_filler(layout, self.group, self.stats.meter), None
 
@@ -281,7 +281,7 @@ class LayerCore:
             self.why += f"; {note}" if note else ""
         if options is not None and not own:
             options = options.under(self.schedule, self.policies.expert_inputs == "resend")
-        # Its buffers serve training too, even if the first forward is in inference mode.
+        # The buffers are used in training too, even if the first forward is in inference mode.
         with torch.inference_mode(False):
             transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
         self._make_setup(transport, device)
@@ -302,14 +302,14 @@ class LayerCore:
         return self._setup
 
     def ride_setup(self, transport: Transport, device: torch.device) -> RideSetup:
-        """What this layer's rides are made of now."""
+        """The current components of this layer's rides."""
         if self._setup is None or self._setup.transport is not transport or not self.settled:
             return self._make_setup(transport, device)
         return self._setup
 
     @property
     def settled(self) -> bool:
-        """Whether the next forward makes nothing for the first time, at which `torch.compile` would cut its graph."""
+        """Whether the next forward constructs nothing, which would be a graph break of `torch.compile`."""
         setup = self._setup
         if self.transport is None or setup is None or setup.transport is not self.transport:
             return False
@@ -332,19 +332,19 @@ class LayerCore:
         replayed: bool = False,
         beside: Callable[[], Result] | None = None,
     ) -> tuple[torch.Tensor, Result | None]:
-        """The weighted sum of each token's experts.
+        """Compute the MoE output: the weighted sum of each token's experts.
 
         Args:
             x_TH: (T, H) this rank's tokens; T may differ between ranks, and be 0.
             routing: with weights.
-            home: the parameters of this rank's homes; or what computes the rows that arrive.
-            training: whether what trains counts and drops (`load_E`, second choices at random).
-            replayed: the routing is a recording, of which nothing is dropped a second time.
-            beside: computes something that does not wait for the ride, once rows are under way. An own forward has
-                nothing beside it: it is called afterwards.
+            home: the parameters of this rank's homes; or the owner's forward.
+            training: whether to count `load_E` and to drop at random, as in training.
+            replayed: the routing is a recording, whose choices were dropped before.
+            beside: independent work, which is called after the first dispatch was launched. With the owner's forward it
+                is called afterwards.
 
         Returns:
-            y_TH, and what `beside` returned."""
+            y_TH, and the result of `beside`."""
         assert routing.weight_TK is not None
         if self.projections is not None:
             x_TH = self.projections[0](x_TH)
@@ -384,14 +384,14 @@ class LayerCore:
         self.filler.start_next()
         return (y_TH if self.projections is None else self.projections[1](y_TH)), made
 
-    # -- copies ----------------------------------------------------------------------------------------------------
+    # -- copying ---------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCore:
-        """A core with the same settings, in the same group, that has counted nothing."""
+        """A core with the same settings, in the same group, with counters at zero."""
         twin = LayerCore(self.layout, self.group, self.function, name=self.name)
         memo[id(self)] = twin
         twin._take(self._settings() | {"projections": copy.deepcopy(self.projections, memo)})
-        # Layers that are copied together share one again.
+        # Layers that are copied together share one offloader again.
         twin.set_activation_policies(self.policies, copy.deepcopy(self.offloader, memo))
         return twin
 

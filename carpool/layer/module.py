@@ -1,24 +1,19 @@
-"""What `carpool.MoE` offers beside its forward: settings, counters, state, copies.
+"""The parts of `carpool.MoE` other than its forward: settings, counters, state dicts, and gradient reduction.
 
-The state of a layer whose experts are spread over ranks: in logical order, or refused.
+**State.** Stacked expert parameters are in the order of the layout's homes. A plain `state_dict()` has this order, so
+it fits no other layout: it records its order, unless that is the contiguous one, and `load_state_dict` refuses another.
+`logical_state_dict` has all experts in logical order, and loads under any layout.
 
-Rows of stacked parameters lie in the order of the layout's homes. A plain `state_dict()` has them as they lie, so it
-fits no other layout: it names its order, unless that is the contiguous one, and `load_state_dict` refuses another.
-`logical_state_dict` has all experts in logical order, and loads anywhere.
-
-How the gradient of each parameter is reduced when the layer is used without FSDP.
-
-The loss of the batch is the mean over ranks of each rank's loss. So
-  - a dense parameter (router, shared experts, attention) has a copy on every rank, and its gradient is the mean
-    over *all* ranks;
-  - an expert parameter has already received, on its home, the gradients of all tokens of its expert-parallel group.
-    What is missing is the sum over the *copies* of that group (expert data parallelism) and the division by the
-    number of ranks that the mean asks for.
+**Gradient reduction without FSDP.** The loss of the batch is the mean over ranks of each rank's loss. So
+  - the gradient of a non-expert parameter (router, shared experts, attention), which every rank has, is the mean over
+    *all* ranks;
+  - the gradient of an expert parameter, on its home, already has the contributions of all tokens of its expert-parallel
+    group. It must be summed over the data-parallel replicas of that group, and divided by the number of all ranks.
 Averaging experts over all ranks, or not dividing them at all, gives gradients that are wrong by the expert-parallel
 degree, with a loss curve that looks normal.
 
-    4 ranks = 2 copies x 2 expert-parallel ranks      ranks 0 1 | 2 3
-    dense: mean over 0 1 2 3        expert on rank 0: (its gradient + rank 2's) / 4
+    4 ranks = 2 replicas x 2 expert-parallel ranks      ranks 0 1 | 2 3
+    non-expert: mean over 0 1 2 3        expert on rank 0: (its gradient + rank 2's) / 4
 """
 
 from __future__ import annotations
@@ -48,11 +43,11 @@ from carpool.routing.limit import LimitOptions
 from carpool.routing.router import draw_weight
 from carpool.transport import Transport, TransportOptions
 
-# Parameters of experts, and the fields of `ExpertWeights` that they are.
+# Expert parameters by name, with their fields of `ExpertWeights`.
 PARAMETERS = {
     "up_proj": "up_SFH", "down_proj": "down_SHF", "up_bias": "up_bias_SF", "down_bias": "down_bias_SH",
 }  # fmt: skip
-# The entry of a state dict that says in which order its experts lie, rank after rank.
+# The entry of a state dict with the order of its experts, rank after rank.
 ORDER = "expert_order"
 
 
@@ -64,7 +59,7 @@ def home_order(layout: ExpertLayout) -> torch.Tensor | None:
 
 
 def order_error(state: dict[str, Any], prefix: str, layout: ExpertLayout) -> str | None:
-    """Why a plain state dict must not be loaded under `layout`; None if it may. Takes the order out of `state`."""
+    """Why a plain state dict must not be loaded under `layout`; None if it may. Removes the order from `state`."""
     saved, own = state.pop(prefix + ORDER, None), home_order(layout)
     if (saved is None and own is None) or (saved is not None and own is not None and torch.equal(saved.cpu(), own)):
         return None
@@ -75,9 +70,9 @@ def order_error(state: dict[str, Any], prefix: str, layout: ExpertLayout) -> str
 
 
 def gather_homes(home: torch.Tensor, layout: ExpertLayout, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All experts' (or slices') rows in logical order, on every rank. Collective.
+    """The parameters of all experts (or slices) in logical order, on every rank. Collective.
 
-    Example: homes [[2, 0], [1]], rows [[c, a], [b]]  ->  [a, b, c]
+    Example: homes [[2, 0], [1]], parameters [[c, a], [b]]  ->  [a, b, c]
     """
     most = max(len(rank) for rank in layout.homes)
     padded = home.new_zeros(most, *home.shape[1:])
@@ -93,7 +88,7 @@ log = logging.getLogger("carpool")
 
 
 class LayerModule(nn.Module):
-    """A router, the stacked parameters of this rank's experts, and a core. `carpool.MoE` constructs them and runs.
+    """A router, the stacked parameters of this rank's experts, and a core. The subclass `carpool.MoE` constructs them.
 
     Attributes:
         core: settings, counters and the computation (`carpool.layer.core.LayerCore`).
@@ -110,26 +105,26 @@ class LayerModule(nn.Module):
     down_bias: nn.Parameter | None
     aux_loss: torch.Tensor
 
-    # -- settings: all ranks together, between steps ---------------------------------------------------------------
+    # -- settings: collective, between steps -----------------------------------------------------------------------
 
     def set_transport(self, name: str, options: TransportOptions | None = None) -> None:
-        """Change how rows travel. `options`: as before, unless given.
+        """Change the transport. `options`: unchanged, unless given.
 
         Raises ValueError for a name that is unknown, or that cannot be used here."""
         self.core.set_transport(name, options)
         self._prepare()
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Change what runs beside what."""
+        """Change the schedule, which overlaps communication with computation."""
         self.core.set_schedule(schedule)
         self._prepare()
 
     def set_activation_policies(self, policies: ActivationPolicies, offloader: Offloader | None = None) -> None:
-        """Change what is done about what the backward needs (carpool/activations/__init__.py).
+        """Change the policies for saved activations (carpool/activations/__init__.py).
 
         Args:
-            offloader: shared by the layers of a model, which run one after the other, so that what one of them has
-                offloaded comes back while the next one's backward computes. None: this layer's own."""
+            offloader: shared by the layers of a model, so that one layer's activations are prefetched during the
+                backward of the next one. None: this layer's own."""
         self.core.set_activation_policies(policies, offloader)
         self._prepare()
 
@@ -137,20 +132,20 @@ class LayerModule(nn.Module):
         """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
 
         Returns:
-            What that changes of the layer's function, for logs."""
+            How this changes the layer's function, for logs."""
         return self.core.set_limit(options)
 
     def set_drops(self, options: DropOptions | None) -> None:
-        """Drop choices behind the router (LOSSY), or no longer; beside what the router itself drops."""
+        """Drop choices after the router (LOSSY), or no longer; in addition to those that the router drops."""
         if options is not None:
             options.check(self.router.top_k)
         self.core.set_drops(options)
 
     def set_layout(self, layout: ExpertLayout, optimizer: torch.optim.Optimizer | None = None) -> Moved:
-        """Move experts to the homes of another layout, with what `optimizer` keeps of them, and compute in its slots
-        from now on. All ranks together, between an optimizer's step and the next forward, gradients set to None.
+        """Move experts, with their state in `optimizer`, to the homes of another layout, and use its slots from now on.
+        Collective, between an optimizer step and the next forward, with gradients set to None.
 
-        Ranks may get other numbers of experts: the parameters then change their shape, but stay the same objects.
+        If numbers of experts per rank change, the parameters change their shape, but stay the same objects.
 
         Raises:
             ValueError: another number of experts or ranks, a forward whose backward has not run, or anything that
@@ -161,7 +156,7 @@ class LayerModule(nn.Module):
             watch = Stopwatch(self.up_proj.device)
             move = RowMove(core.layout.homes, layout.homes, core.rank)
             problem = core.why_not_move()
-            # With one rank there is nobody to ask, whoever else is in the world.
+            # With one rank nothing is collective, even if the world has more.
             if core.group is not None:
                 check_can_move(self.expert_parameters(), optimizer, core.group, problem)
             elif problem:
@@ -176,11 +171,11 @@ class LayerModule(nn.Module):
         """Auxiliary-loss-free balancing; see `Router.update_bias`."""
         self.router.update_bias()
 
-    # -- what it is and did ----------------------------------------------------------------------------------------
+    # -- properties and counters -----------------------------------------------------------------------------------
 
     @property
     def layout(self) -> ExpertLayout:
-        """Where experts live."""
+        """The layout of experts."""
         return self.core.layout
 
     @property
@@ -190,22 +185,22 @@ class LayerModule(nn.Module):
 
     @property
     def transport(self) -> Transport:
-        """How rows travel."""
+        """The transport."""
         return self._prepare()
 
     @property
     def experts(self) -> Experts:
-        """What computes the experts."""
+        """The expert computation."""
         assert self.core.compute is not None
         return self.core.compute
 
     @property
     def routing(self) -> Routing | None:
-        """The last forward's choices of this rank's tokens: a recording, which `moe(x, routing=...)` replays."""
+        """The routing of this rank's tokens in the last forward, which `moe(x, routing=...)` replays."""
         return self.core.routing
 
     def stats(self, reset: bool = False) -> RideStats:
-        """Ranks per token, rows, bytes and expert load of this rank's tokens since the last reset."""
+        """Ranks per token, sends, bytes and expert load of this rank's tokens since the last reset."""
         core = self.core
         summary = replace(core.stats.summary(), dropped=int(self.router.dropped.item()) + int(core.dropped or 0))
         if reset:
@@ -220,7 +215,7 @@ class LayerModule(nn.Module):
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's expert parameters. All others of the layer are replicated on every rank."""
+        """This rank's expert parameters. All other parameters of the layer are replicated on every rank."""
         return (w for w in (self.up_proj, self.down_proj, self.up_bias, self.down_bias) if w is not None)
 
     def home_weights(self) -> ExpertWeights:
@@ -229,10 +224,9 @@ class LayerModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all parameters from the default generator, and set the router's bias and all counters to zero. Every
-        rank draws every expert and keeps its own, so that the same seed gives the same model on any number of ranks.
+        rank draws every expert and uses its own, so that the same seed gives the same model on any number of ranks.
 
-        After `to_empty` of a layer that was constructed on "meta", this makes it what it would have been, where ranks
-        have the same seed."""
+        Also initialises a layer that was constructed on "meta", after `to_empty`."""
         layout, function = self.layout, self.core.function
         assert function is not None
         rows, slices = {name: row for row, name in enumerate(layout.homes[self.rank])}, layout.slices
@@ -269,7 +263,7 @@ class LayerModule(nn.Module):
 
     @torch.no_grad()
     def load_logical_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take this rank's part of what `logical_state_dict` gave, also under another layout."""
+        """Load this rank's part of a `logical_state_dict`, under any layout."""
         assert self.core.function is not None
         mine, order = list(self.layout.homes[self.rank]), home_order(self.layout)
         local = dict(state)
@@ -306,10 +300,10 @@ class LayerModule(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    # -- copies, and wrappers that do not fit ----------------------------------------------------------------------
+    # -- copying, and unsupported wrappers -------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerModule:
-        """A layer of its own with equal parameters, in the same process groups."""
+        """An independent layer with equal parameters, in the same process groups."""
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         kept = self.__dict__ | {"aux_loss": self.aux_loss.detach()}
@@ -317,11 +311,11 @@ class LayerModule(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        self.core.__getstate__()  # refuses before anything that holds a process group is reached
+        self.core.__getstate__()  # raises before pickle reaches a process group
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
 
     def _check_not_replicated(self) -> None:
-        """Raise RuntimeError inside DistributedDataParallel: it makes all parameters equal on all ranks."""
+        """Raise RuntimeError inside DistributedDataParallel, which would make all parameters equal on all ranks."""
         wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if wrapper is not None and self.core.group is not None:
             raise RuntimeError(
@@ -354,8 +348,8 @@ class LayerModule(nn.Module):
         return core.transport
 
     def _make_equal(self, edp_group: dist.ProcessGroup | None) -> None:
-        """What several ranks hold starts equal on them even if they were seeded differently: an expert on its copies,
-        everything else on all ranks."""
+        """Broadcast replicated parameters, in case ranks were seeded differently: experts to their replicas, all others
+        to all ranks."""
         experts = set(self.expert_parameters())
         for parameter in self.parameters():
             if parameter.device.type == "meta":
@@ -366,9 +360,9 @@ class LayerModule(nn.Module):
 
 
 def check_mesh(mesh: DeviceMesh | None, name: str) -> int:
-    """How many ranks a mesh has; 1 for None.
+    """The number of ranks of a mesh; 1 for None.
 
-    Raises TypeError if it is no mesh, ValueError if it has several dimensions."""
+    Raises TypeError if it is not a mesh, ValueError if it has several dimensions."""
     if mesh is None:
         return 1
     if not isinstance(mesh, DeviceMesh):
@@ -382,7 +376,7 @@ def check_mesh(mesh: DeviceMesh | None, name: str) -> int:
 
 
 def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """None where there is nobody to talk to."""
+    """The process group of a mesh; None for one rank."""
     return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
 
 
@@ -398,10 +392,10 @@ def reduce_gradients(model: nn.Module, ep_mesh: DeviceMesh | None, edp_mesh: Dev
     Args:
         model: holds `carpool.MoE` layers built on `ep_mesh`; all other parameters are replicated on every rank.
         ep_mesh: the one-dimensional expert-parallel mesh. None: one rank has all experts.
-        edp_mesh: the mesh of ranks that hold copies of the same experts, if there are copies.
+        edp_mesh: the mesh of ranks that hold the same experts, if there are several.
 
     Raises:
-        TypeError: what is no mesh.
+        TypeError: an argument is not a mesh.
         ValueError: a mesh of several dimensions.
     """
     num_ranks = check_mesh(ep_mesh, "ep_mesh") * check_mesh(edp_mesh, "edp_mesh")
@@ -411,7 +405,7 @@ def reduce_gradients(model: nn.Module, ep_mesh: DeviceMesh | None, edp_mesh: Dev
         if parameter.grad is None:
             if not parameter.requires_grad:
                 continue
-            # A rank without tokens still takes part.
+            # A rank without tokens participates, too.
             parameter.grad = torch.zeros_like(parameter)
         for group in groups[1:] if parameter in experts else groups:
             dist.all_reduce(parameter.grad, group=group)
@@ -419,7 +413,7 @@ def reduce_gradients(model: nn.Module, ep_mesh: DeviceMesh | None, edp_mesh: Dev
 
 
 class SharedExpert(nn.Module):
-    """A dense expert that serves every token at home.
+    """A shared expert, which every rank applies to all of its tokens.
 
     Args:
         hidden_size, size: H, and its own hidden size.

@@ -1,21 +1,21 @@
-"""The ring in which recorders keep which experts tokens choose, and the trace that is made of it.
+"""Recorders of routings: a ring buffer of the experts that tokens choose, and the trace made from it.
 
-A recording is made of *stretches*: neighbouring tokens of one sequence, the same tokens of all layers. They lie in a
-ring on the device, so memory is bounded and the newest are kept: 2 K bytes a token and layer, 4 K with weights. Where a
-stretch begins is known on the host, so recording never waits for the device; per layer and stretch it costs one sort
-and one copy of the choices. In a trace each stretch is a sequence of its own.
+A recording consists of *stretches*: neighbouring tokens of one sequence, the same tokens in all layers. They are stored
+in a ring buffer on the device, so memory is bounded and the oldest are overwritten: 2 K bytes per token and layer, 4 K
+with weights. The host knows the begin of each stretch, so recording never waits for the device; per layer and stretch
+it costs one sort and one copy of the choices. In a trace each stretch is a sequence of its own.
 
-Of the ranks' stretches, gathered by `trace`, the trace has rank 0's first, rank 1's first, and so on, then everybody's
-second: sequence i comes from rank i % W, as `Trace.source_T` says, if all ranks have tokens in every forward.
+`trace` gathers the stretches of all ranks and interleaves them: the first one of each rank, then the second one of each
+rank, and so on. If all ranks have tokens in every forward, sequence i comes from rank i % W, as in `Trace.source_T`.
 
-Recording which experts tokens choose: `carpool.record`.
+The public interface is `carpool.record`.
 
     with carpool.record(model) as recorder:        # on all ranks
         for batch in batches:
             model(batch)
     recorder.trace().save("trace.npz")             # on all ranks: a `carpool.placement.trace.Trace`
 
-`carpool place trace.npz --ranks N` then finds where experts should live.
+`carpool place trace.npz --ranks N` then solves for a layout of experts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NO_EXPERT = -1
 
 
 class Mark(NamedTuple):
-    """A place in what a recorder has seen."""
+    """A position in a recording."""
 
     forwards: int
     recorded: int
@@ -51,7 +51,7 @@ class Mark(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Where tokens of this forward go: `length` tokens from `start` on, counted over the batch, to `first` on in the
+    """Tokens to record: `length` tokens from `start` on, counted over the batch, are stored from `first` on in the
     ring."""
 
     start: int
@@ -60,11 +60,11 @@ class _Stretch(NamedTuple):
 
 
 class _Forward(threading.local):
-    """What a thread knows of the forward that it is in: two halves of a micro-batch are in a model at the same time,
-    each in a thread of its own (`carpool.ride.two_batch`).
+    """State of the current forward, per thread: two halves of a micro-batch run in threads of their own
+    (`carpool.ride.two_batch`).
 
     Attributes:
-        stretches: that are recorded.
+        stretches: to record.
         tokens: of the batch.
     """
 
@@ -74,21 +74,21 @@ class _Forward(threading.local):
 
 
 class Recorder:
-    """The ring of stretches, and the trace that is made of it. A subclass calls `_begin` before the layers of each
-    forward, `_keep` for each layer, and sets `_handles`.
+    """The ring buffer of stretches, and the trace made from it. A subclass calls `_begin` before the layers of each
+    forward, `_record` for each layer, and sets `_handles`.
 
     Args:
         layers: names of the recorded layers.
         num_experts: E.
-        device: where choices come from.
-        capacity_tokens: how many tokens, over all ranks, are kept: the newest. Rounded up to whole stretches.
+        device: of the choices.
+        capacity_tokens: size of the ring buffer in tokens, over all ranks. Rounded up to whole stretches.
         every: record each `every`-th forward.
-        stretch: at most so many neighbouring tokens of one sequence.
-        whole: record all stretches of a forward. False: one, each time another.
+        stretch: tokens of a stretch, at most.
+        whole: record all stretches of a forward. False: a different one each time.
         weights: also record the routing weights.
         name: of the model, for the trace's `meta`.
-        copy, copies: of ranks that hold the same tokens, which one this is, and how many they are. The first one's
-            stretches count.
+        replica, num_replicas: the number of this rank among ranks with the same tokens, and their number. Only the
+            first one's stretches are in the trace.
 
     Raises:
         ValueError: a size below 1.
@@ -119,7 +119,7 @@ class Recorder:
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         places = -(-capacity_tokens // (self.stretch * max(1, self._ranks // num_replicas)))
         self.capacity = places * self.stretch
-        # How many tokens each place of the ring holds. All places are of the same size.
+        # Tokens in each place of the ring buffer. All places have the same size.
         self._lengths = [0] * places
         self._forwards = self._recorded = 0
         self._forward = _Forward()
@@ -131,7 +131,7 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
 
     def trace(self, **about: Any) -> Trace:
-        """What was recorded on all ranks, the same trace on each. Collective; waits for the device.
+        """The recording of all ranks, the same trace on each. Collective; waits for the device.
 
         Args:
             about: further entries of the trace's `meta`, such as steps, data or seed.
@@ -142,7 +142,7 @@ class Recorder:
         top_k, misfits = 0 if self._expert_LCK is None else self._expert_LCK.shape[2], int(self._misfit is not None)
         facts = [*self._lengths, misfits, self._replica, self._recorded, top_k, int(self._token_C is not None)]
         facts_R = [row.tolist() for row in self._gather(torch.tensor(facts, device=self.device))]
-        # Only now: other ranks would wait for one that raised before.
+        # Errors are raised after the gathering, which is collective.
         if bad := [rank for rank, row in enumerate(facts_R) if row[-5]]:
             raise ValueError(self._misfit or f"rank {bad[0]} has no trace, so there is none: its message says why")
         top_k, ids = (max(row[at] for row in facts_R) for at in (-2, -1))
@@ -156,7 +156,7 @@ class Recorder:
         ]
 
         def joined(own: torch.Tensor) -> Any:
-            """All ranks' pieces, in the order of the trace, along the axis of tokens."""
+            """The stretches of all ranks, in the order of the trace, concatenated along tokens."""
             axis = 0 if own.dim() == 1 else 1
             parts = self._gather(own)
             return torch.cat([parts[rank].narrow(axis, first, n) for rank, first, n in pieces], dim=axis).numpy()
@@ -169,7 +169,7 @@ class Recorder:
         token_T = None if self._token_C is None else joined(self._token_C)
         weight_LTK = None if self._weight_LCK is None else joined(self._weight_LCK)
         sequence_T = np.repeat(np.arange(len(pieces)), [n for _, _, n in pieces])
-        # Padding, and tokens that some layer gave fewer than K experts, have no place in a trace.
+        # A trace has no padding, and no tokens with fewer than K experts in some layer.
         keep_T = ((expert_LTK >= 0) & (expert_LTK < self.num_experts)).all(axis=(0, 2))
         if token_T is not None:
             keep_T &= token_T >= 0
@@ -185,26 +185,26 @@ class Recorder:
         )
 
     def reset(self) -> None:
-        """Forget what was recorded: the experts have moved on, or the text is another."""
+        """Discard the recording, for instance because the data has changed."""
         self._lengths = [0] * len(self._lengths)
         self._recorded, self._misfit = 0, None
 
     def mark(self) -> Mark:
-        """Where the recorder is, for `rewind`."""
+        """The current position, for `rewind`."""
         return Mark(self._forwards, self._recorded, tuple(self._lengths))
 
     def rewind(self, mark: Mark) -> None:
-        """Forget the forwards since `mark`: they are void, and those that follow stand for them, as many."""
+        """Discard the forwards since `mark`, which are about to be repeated."""
         self._forwards, self._recorded, self._lengths = mark.forwards, mark.recorded, list(mark.lengths)
 
     def stop(self) -> None:
-        """Record no further forwards. What was recorded stays, for `trace`."""
+        """Record no further forwards. `trace` is still possible."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._forward = [], _Forward()
 
     def close(self) -> None:
-        """`stop`, and give the memory back."""
+        """`stop`, and free the memory."""
         self.stop()
         self._expert_LCK = self._weight_LCK = self._token_C = None
         self.reset()
@@ -218,8 +218,8 @@ class Recorder:
     # -- for subclasses -------------------------------------------------------------------------------------------
 
     def _begin(self, sequences: int, tokens: int) -> None:
-        """A forward of a batch of so many sequences of so many tokens begins: which stretches are recorded. A rank
-        without tokens takes a place all the same, so that all ranks' places are of the same forwards."""
+        """Choose the stretches to record of a forward of `sequences` sequences of `tokens` tokens. A rank without
+        tokens uses a place too, so that places correspond to the same forwards on all ranks."""
         self._forward.stretches, self._forward.tokens = [], sequences * tokens
         self._forwards += 1
         if (self._forwards - 1) % self.every:
@@ -241,8 +241,9 @@ class Recorder:
             if length:
                 self._forward.stretches.append(_Stretch(first, length, place * self.stretch))
 
-    def _keep(self, number: int, expert_TK: torch.Tensor, weight_TK: torch.Tensor | None) -> None:
-        """Layer `number` has chosen: logical ids, anything outside 0..E-1 for none; without weights, best first."""
+    def _record(self, number: int, expert_TK: torch.Tensor, weight_TK: torch.Tensor | None) -> None:
+        """Record the choices of layer `number`: logical ids, anything outside 0..E-1 for none; without weights, best
+        first."""
         if not self._forward.stretches:
             return
         if expert_TK.shape[0] != (tokens := self._forward.tokens):
@@ -256,7 +257,7 @@ class Recorder:
         for start, length, first in self._forward.stretches:
             chosen_TK = expert_TK[start : start + length]
             if weight_TK is not None:
-                # Routers are free to return their choices in any order; a trace has the best first.
+                # Routers return their choices in any order; a trace has the best first.
                 sorted_TK, order_TK = (
                     weight_TK[start : start + length].float().sort(dim=1, descending=True, stable=True)
                 )
@@ -267,22 +268,22 @@ class Recorder:
             self._expert_LCK[number, first : first + length].copy_(chosen_TK)
 
     def _allocate_ring(self, top_k: int, device: torch.device) -> None:
-        """The ring of choices, when K is known."""
+        """Allocate the ring buffer, once K is known."""
         if self._expert_LCK is None:
             shape = (len(self.layers), self.capacity, top_k)
             self._expert_LCK = torch.full(shape, _NO_EXPERT, dtype=torch.int16, device=device)
             self._weight_LCK = self._expert_LCK.half() if self.weights else None
 
     def _token_ring(self, device: torch.device) -> torch.Tensor:
-        """(capacity,) ids of the recorded tokens, -1 for padding, for whoever knows them."""
+        """(capacity,) ids of the recorded tokens, -1 for padding, for subclasses that know them."""
         if self._token_C is None:
             self._token_C = torch.zeros(self.capacity, dtype=torch.int32, device=device)
         return self._token_C
 
-    # -- the ranks' stretches together ----------------------------------------------------------------------------
+    # -- gathering over ranks --------------------------------------------------------------------------------------
 
     def _order(self, recorded: int) -> list[int]:
-        """Places of the ring that hold something, oldest first."""
+        """The filled places of the ring buffer, oldest first."""
         places = len(self._lengths)
         return [number % places for number in range(max(0, recorded - places), recorded)]
 
@@ -320,19 +321,19 @@ def record(
     """Record which experts the tokens choose in every forward of `module`, until the `with` block ends.
 
     Args:
-        module: a `carpool.MoE`, a module that holds several, or a transformers model whose layers are Carpool's. On all
-            ranks.
-        capacity_tokens: how many tokens, over all ranks, are kept: the newest.
+        module: a `carpool.MoE`, a module that contains several, or a transformers model whose layers are Carpool's. On
+            all ranks.
+        capacity_tokens: tokens to record, over all ranks. Older ones are overwritten.
         every: record each `every`-th forward of `module`.
-        stretch: sequences are recorded in stretches of at most so many tokens. A trace needs two stretches at least
-            to be solved on one half and judged on the other.
+        stretch: sequences are recorded in stretches of at most so many tokens. A trace needs at least two stretches,
+            because it is solved on one half and evaluated on the other.
         weights: also record the routing weights.
         layers: names of the MoE layers to record, as `module.named_modules()` has them. None: all.
 
     Returns:
-        A context manager; `trace()` gives what was recorded, inside the block or after it.
+        A context manager; `trace()` gives the recording, inside the block or after it.
 
-    What activation checkpointing computes again is not recorded again. Evaluations are recorded.
+    Recomputation by activation checkpointing is not recorded again. Evaluations are recorded.
 
     Raises:
         ValueError: a module or a layer without experts of Carpool, layers of different sizes, or a size below 1.
@@ -346,7 +347,7 @@ def record(
 
 
 class _Inputs(threading.local):
-    """Of a thread's forward: the shapes of its inputs, and whether a layer has been reached."""
+    """State of a thread's forward: the shapes of its inputs, and whether a layer has run."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -354,7 +355,7 @@ class _Inputs(threading.local):
 
 
 class Recording(Recorder):
-    """What `record` returns: hooks on a module and its MoE layers."""
+    """The recorder that `record` returns: hooks on a module and its MoE layers."""
 
     def __init__(
         self,
@@ -399,7 +400,7 @@ class Recording(Recorder):
 
     @torch._disable_dynamo
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward of the whole module begins; how its tokens are arranged, its inputs tell."""
+        """Called before a forward of the whole module, whose inputs define sequences and tokens."""
         if not in_recompute():
             self._forward.stretches, self._inputs.begun = [], False
             self._inputs.shapes = [
@@ -415,10 +416,10 @@ class Recording(Recorder):
         if not self._inputs.begun:
             self._inputs.begun = True
             self._begin(*self._arranged(expert_TK.shape[0], next(iter(_tensors(inputs)), None)))
-        self._keep(number, expert_TK.long(), weight_TK)
+        self._record(number, expert_TK.long(), weight_TK)
 
     def _arranged(self, tokens: int, x: torch.Tensor | None) -> tuple[int, int]:
-        """Sequences, and tokens of each: as the layer's input has them, or else an input of the whole module."""
+        """(sequences, tokens of each), from the layer's input, or else from an input of the whole module."""
         if x is not None and x.dim() > 2 and math.prod(x.shape[:-1]) == tokens:
             return math.prod(x.shape[:-2]), x.shape[-2]
         return next((shape for shape in self._inputs.shapes if math.prod(shape) == tokens), (1, tokens))
@@ -435,7 +436,7 @@ class _AfterLayer:
 
 
 def _core(module: nn.Module) -> LayerCore | None:
-    """The core of a `carpool.MoE`, or of an experts module of transformers that `carpool.hf` has taken over."""
+    """The core of a `carpool.MoE`, or of an experts module of transformers that `carpool.hf` has replaced."""
     found = (getattr(module, name, None) for name in ("core", "_carpool_rides"))
     return next((core for core in found if isinstance(core, LayerCore)), None)
 

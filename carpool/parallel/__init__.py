@@ -1,1 +1,2 @@
-"""Over which ranks: filling slots from homes, and how the gradient of each parameter is reduced."""
+"""Degrees of parallelism, process groups, and data, tensor, context and pipeline parallelism of non-expert
+parameters."""

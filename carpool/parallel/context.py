@@ -1,27 +1,27 @@
-"""Context parallelism: ranks share sequences, and each computes a part of every sequence. Attention alone sees more.
+"""Context parallelism: ranks share sequences, and each computes a part of every sequence. Only attention communicates.
 
     2 ranks, tokens a b c d, heads 0 1          rank 0        rank 1
     embedding, norms, experts, loss             a b           c d          all heads (`Cut.part`)
     attention                                   a b c d       a b c d      head 0; head 1
 
-Two ways to attention:
+Two methods for attention:
 
-Ulysses (arXiv 2309.14509): one all-to-all trades heads for tokens, so each rank has whole sequences of its heads, and
-any attention with any mask computes them; another all-to-all trades back. A rank sends and receives, for each of its
-tokens, (cp - 1) / cp of the queries, keys and values, and later of the output. It takes a number of heads that cp
-divides. Heads of keys and values may be fewer: they are repeated until cp divides their number, and the gradient of
-the repetitions is summed.
+Ulysses (arXiv 2309.14509): an all-to-all exchanges heads for tokens, so that each rank has whole sequences of its
+heads, to which any attention with any mask applies; another all-to-all reverses the exchange. A rank sends and
+receives, for each of its tokens, (cp - 1) / cp of the queries, keys and values, and later of the output. cp must divide
+the number of heads. Heads of keys and values may be fewer: they are repeated until cp divides their number, and the
+gradients of the repetitions are summed.
 
-Ring (arXiv 2310.01889): queries and heads stay, keys and values of other ranks come by, and partial results are merged
-in float32. It is for causal attention without any other mask, and works for any number of heads. Under a causal mask
-late tokens have more to do than early ones, so a rank has one early and one late part of each sequence (Brandon et al.,
-arXiv 2311.09431), and each rank has the same to do:
+Ring (arXiv 2310.01889): queries stay, keys and values circulate among the ranks, and partial results are merged in
+float32. It supports causal attention without any other mask, and any number of heads. Under a causal mask late tokens
+have more work than early ones, so a rank has one early and one late part of each sequence (Brandon et al., arXiv
+2311.09431), which balances the work:
 
     2 ranks, 4 parts of each sequence: rank 0 has parts 0 and 3, rank 1 has parts 1 and 2
     first     rank 0: queries 0 3 on keys 0 3, causal          rank 1: queries 1 2 on keys 1 2, causal
     second    rank 0: query 3 on keys 1 2                      rank 1: queries 1 2 on key 0
 
-The loop and the merging are PyTorch's (`torch.distributed.tensor.experimental`), private functions of it, given its
+The loop and the merging are private functions of PyTorch (`torch.distributed.tensor.experimental`), called with its
 flash attention.
 
 Letters: B sequences, L tokens of a whole one, l tokens of this rank's part, H heads, D the size of one, W ranks.
@@ -42,12 +42,12 @@ SEQUENCE_DIM = 2
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of every sequence a rank has.
+    """The part of every sequence that a rank has.
 
     Args:
-        ranks: W that share sequences.
+        ranks: W, the number of ranks that share sequences.
         rank: among these.
-        way: ulysses: parts follow each other; ring: each rank has an early and a late one.
+        way: ulysses: consecutive parts; ring: an early and a late part for each rank.
     """
 
     ranks: int
@@ -56,7 +56,7 @@ class Cut:
 
     @property
     def divisor(self) -> int:
-        """Of L."""
+        """The number that must divide L."""
         return self.ranks if self.way == "ulysses" else 2 * self.ranks
 
     def __str__(self) -> str:
@@ -73,16 +73,16 @@ class Cut:
 
 
 def kv_repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each head of keys and values is there once `ranks` divides their number; `ranks` divides `heads`.
+    """How often each head of keys and values is repeated, so that `ranks` divides their number; `ranks` divides
+    `heads`.
 
-    8 heads, 2 of keys and values, 4 ranks: 2, so that each rank has 2 heads and the one of keys and values for both."""
+    8 heads, 2 of keys and values, 4 ranks: 2, so that each rank has 2 heads, and one of keys and values for both."""
     repeats = range(1, heads // kv_heads + 1)
     return next(n for n in repeats if kv_heads * n % ranks == 0 and heads % (kv_heads * n) == 0)
 
 
 class Shapes:
-    """Stands for a group of ranks where shapes alone matter (`carpool.hf.activation_sizes`): nothing
-    travels."""
+    """Replaces a group where only shapes matter (`carpool.hf.activation_sizes`): nothing is communicated."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -95,14 +95,14 @@ Group = dist.ProcessGroup | Shapes
 
 
 def to_heads(group: Group, *parts_BHlD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Trade tokens for heads, all tensors in one all-to-all: each (B, H, l, D) to (B, H / W, L, D).
+    """Exchange tokens for heads, all tensors in one all-to-all: each (B, H, l, D) to (B, H / W, L, D).
 
     W divides each H; H and D may differ between tensors."""
     return _ToHeads.apply(group, *parts_BHlD)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def to_tokens(group: Group, whole_BLHD: torch.Tensor) -> torch.Tensor:
-    """Trade heads for tokens: (B, L, H / W, D) to (B, l, H, D)."""
+    """Exchange heads for tokens: (B, L, H / W, D) to (B, l, H, D)."""
     return _ToTokens.apply(group, whole_BLHD)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -133,7 +133,7 @@ class _ToTokens(torch.autograd.Function):
 def _trade_tokens(group: Group, parts_BlHD: list[torch.Tensor]) -> list[torch.Tensor]:
     """Each (B, l, H, D) to (B, L, H / W, D)."""
     ranks, (batch, tokens) = group.size(), parts_BlHD[0].shape[:2]
-    # Heads for one rank lie together, of all tensors: a row of X numbers a token.
+    # The heads for one rank, of all tensors, are contiguous: X numbers per token.
     sent_WBlX = torch.cat([x.reshape(batch, tokens, ranks, -1).permute(2, 0, 1, 3) for x in parts_BlHD], dim=-1)
     came_WBlX = _exchange(group, sent_WBlX)
     came_BLX = came_WBlX.transpose(0, 1).reshape(batch, ranks * tokens, -1)
@@ -166,12 +166,12 @@ def _exchange(group: Group, sent_WX: torch.Tensor) -> torch.Tensor:
 def ring_attention(
     group: dist.ProcessGroup, query_BHlD: torch.Tensor, key_BHlD: torch.Tensor, value_BHlD: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Causal attention over whole sequences, of which each rank has the parts of `Cut`.
+    """Causal ring attention over whole sequences, of which each rank has the parts of `Cut`.
 
     Args:
         group: the ranks that share sequences, in the order of their parts.
-        key_BHlD, value_BHlD: may have fewer heads than queries, and a number that divides theirs.
-        scale: of the scores.
+        key_BHlD, value_BHlD: may have fewer heads than queries, whose number they divide.
+        scale: of the attention scores.
 
     Returns:
         (B, H, l, D).
@@ -204,7 +204,7 @@ class _Ring(torch.autograd.Function):
         out_BHlD, lse_BHl, *rest = ring._templated_ring_attention(
             group, SEQUENCE_DIM, own, query_BHlD, key_BHlD, value_BHlD, is_causal=True, dropout_p=0.0, scale=scale
         )
-        # On GPUs, sizes and random numbers that the backward asks for: nothing is random here.
+        # On GPUs the backward takes sizes and random state; there is no drop-out here.
         ctx.rest = rest[:6]
         ctx.group, ctx.scale = group, scale
         ctx.save_for_backward(query_BHlD, key_BHlD, value_BHlD, out_BHlD, lse_BHl)
@@ -237,7 +237,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _ring() -> Any:
-    """PyTorch's module, which is imported where it is needed: plans need none."""
+    """PyTorch's module, imported lazily because the planner does not need it."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     return _attention

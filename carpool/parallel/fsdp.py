@@ -1,4 +1,4 @@
-"""All that Carpool needs of FSDP2 (`torch.distributed.fsdp.fully_shard`) beyond its public interface, and only here.
+"""Access to private parts of FSDP2 (`torch.distributed.fsdp.fully_shard`), which no other file uses.
 
 A module that FSDP shards has a *state*; a state has the parameter *groups* that are gathered and reduced together. Both
 are objects of PyTorch, and their methods are FSDP's hooks, which run around the module's forward and backward:
@@ -6,11 +6,11 @@ are objects of PyTorch, and their methods are FSDP's hooks, which run around the
     group.pre_forward(module, args, kwargs)     gathers parameters
     group.post_forward(module, input, output)   frees them
     group.post_backward(*_)                     reduces gradients
-    state.FINAL_CALLBACK()                      after the whole backward: reduces what is left, and waits
-    state.REGISTER_FINAL_CALLBACK()             asks autograd for that
+    state.FINAL_CALLBACK()                      after the whole backward: reduces remaining gradients, and waits
+    state.REGISTER_FINAL_CALLBACK()             registers that callback with autograd
 
-`carpool.ride.schedule` stands for some of them for a while (`Replaced`). None of this is promised by PyTorch, so
-`tests/parallel/test_fsdp.py` checks each name and what it does, and fails first when a release changes it.
+Schedules of `carpool.ride` replace some of them temporarily (`Replaced`). PyTorch does not guarantee any of this, so
+`tests/parallel/test_fsdp.py` checks each name and its behaviour, and fails first when a release changes it.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ def states(model: nn.Module) -> list[Any]:
 
 
 def states_in_forward(module: nn.Module) -> Iterator[Any]:
-    """Inside a forward: the states of the whole model around a sharded module; none if FSDP does not shard it."""
+    """The states of the whole model, from one of its modules in a forward; none if FSDP does not shard it."""
     if isinstance(module, FSDPModule):
         yield from module._get_fsdp_state()._state_ctx.all_states
 
 
 def find_all(model: nn.Module) -> None:
-    """Let the root of a model find the states of all its modules, as it would in its first forward."""
+    """Initialise the root of a model with the states of all its modules, as its first forward would."""
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
 
 
 def reduce_in_float32(model: nn.Module) -> None:
-    """Of a model in float16, before its first forward. FSDP divides gradients of that dtype in two steps, before and
-    after they are reduced; those of which one rank has all rows, such as experts', once more in between."""
+    """Reduce the gradients of a model in float16 in float32. Before its first forward. (FSDP divides gradients of
+    float16 in two steps, before and after the reduction; those that only one rank has, such as experts', once more.)"""
     for group in (group for state in states(model) for group in groups(state)):
         group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.float32)
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """From now on, gradients of what FSDP shards are summed over ranks, and not averaged."""
+    """Let FSDP sum gradients over ranks, instead of averaging them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -71,7 +71,7 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def end_backward(model: nn.Module) -> None:
-    """As at the end of a backward: reduce the gradients that are there, and let the computation wait for them."""
+    """Reduce accumulated gradients as at the end of a backward, and let the current stream wait for them."""
     for state in states(model):
         if state._is_root:
             getattr(state, FINAL_CALLBACK)()
@@ -89,12 +89,12 @@ def groups_of(module: nn.Module | FSDPModule | None) -> list[Any]:
 
 
 def is_alone(group: Any) -> bool:
-    """Whether a group is sharded over one rank only, so that nothing travels."""
+    """Whether a group is sharded over one rank only, so that nothing is communicated."""
     return bool(group.mesh_info.mesh.size() == 1)
 
 
 def parameters_of(group: Any) -> list[tuple[nn.Module, str]]:
-    """The parameters that a group has sharded: module and name there."""
+    """The parameters of a group: module and name there."""
     return [(one._module_info.module, one._module_info.param_name) for one in group.fsdp_params]
 
 
@@ -105,36 +105,36 @@ def gathered(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def modules_of(model: nn.Module) -> set[int]:
-    """The ids of all modules whose own parameters FSDP has."""
+    """The ids of all modules whose parameters FSDP shards."""
     return {id(module) for state in states(model) for group in groups(state) for module, _ in parameters_of(group)}
 
 
 def root_modules(state: Any) -> tuple[nn.Module, ...]:
-    """Of the root's state: its modules. Nothing for other states."""
+    """The modules of the root's state; none for other states."""
     return tuple(state._modules) if state._is_root else ()
 
 
 def dtype_of(group: Any, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype a parameter of `dtype` is computed with."""
+    """The compute dtype of a parameter stored in `dtype`."""
     found: torch.dtype = group.mp_policy.param_dtype or dtype
     return found
 
 
 def divisor_of(group: Any, dtype: torch.dtype) -> float | None:
-    """By which FSDP divides a gradient in `dtype` of which one rank has all rows; None if it does more: in dtypes other
-    than these it divides in two steps, and over copies of the model (HSDP) it sums."""
+    """The divisor that FSDP applies to a gradient in `dtype` that only one rank has; None if it does more: for other
+    dtypes it divides in two steps, and over data-parallel replicas (HSDP) it sums."""
     if group._is_hsdp or (group.mp_policy.reduce_dtype or dtype) not in (torch.float32, torch.bfloat16):
         return None
     return float(group.gradient_divide_factor or 1.0)
 
 
 def set_phase(group: Any, phase: Literal["idle", "forward", "pre_backward"]) -> None:
-    """Tell a group where in its step it is."""
+    """Set the phase of a group."""
     group._training_state = _PHASES[phase]
 
 
 def reduce_later(group: Any, reduce: Any) -> None:
-    """Run the hook `reduce` (`post_backward`) so that it takes the gradients in, and neither reduces nor frees."""
+    """Run the hook `reduce` (`post_backward`) so that it accumulates gradients, and neither reduces nor frees."""
     before = group.reduce_grads, group.reshard_after_backward
     group.reduce_grads = group.reshard_after_backward = False
     try:
@@ -144,19 +144,19 @@ def reduce_later(group: Any, reduce: Any) -> None:
 
 
 def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
-    """A DTensor that is sharded as `tensor` is, and holds `local`: FSDP's way to make one, which takes the host a
-    twentieth of the time of `DTensor.from_local`."""
+    """A DTensor with the sharding of `tensor` and the shard `local`, constructed as FSDP does, in a twentieth of the
+    host time of `DTensor.from_local`."""
     return _from_local_no_grad(local, tensor._spec)
 
 
 class TwoPhases:
-    """Where a forward and a backward of one model are, which take turns: each has phases of its own of every state and
-    group, so that FSDP takes neither for the other (a forward inside of a backward would be a layer computed again).
+    """Separate FSDP phases for a forward and a backward of one model that take turns. Without it FSDP would take the
+    forward for the recomputation of a layer in the backward.
 
-    Both may be in one module at the same time. Then the first to leave does not free what the other computes with.
+    Both may be in one module at the same time. Then the first to leave does not free the parameters.
 
     Args:
-        model: between two steps of it."""
+        model: between two steps."""
 
     def __init__(self, model: nn.Module) -> None:
         own = states(model)
@@ -165,14 +165,14 @@ class TwoPhases:
         self._others = [one._training_state for one in self._owners]
 
     def switch(self) -> None:
-        """The other one has the turn."""
+        """Switch to the phases of the other one."""
         own = [one._training_state for one in self._owners]
         for one, phase in zip(self._owners, self._others, strict=True):
             one._training_state = phase
         self._others = own
 
     def keep_for_other(self, replaced: Replaced) -> None:
-        """From now on a group stays gathered while the other one is inside of it."""
+        """Let a group stay gathered while the other one is in it."""
         for number, group in enumerate(self._groups):
             replaced.replace(group, "reshard", partial(self._reshard, number, group.reshard))
 
@@ -182,18 +182,18 @@ class TwoPhases:
 
 
 class Replaced:
-    """Hooks that something else stands for, until `restore`. One stand-in may stand for another."""
+    """Replaced hooks, until `restore`. A hook may be replaced repeatedly."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Let `value` be called in place of a group's or a state's hook."""
+        """Replace a hook of a group or a state by `value`."""
         self._before.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Leave all hooks as they were."""
+        """Restore all hooks."""
         while self._before:
             owner, name, before = self._before.pop()
             if before is None:

@@ -1,16 +1,16 @@
 """Process groups and device meshes of a run, made once from its degrees.
 
-A process group joins the ranks that differ along some axes only; a device mesh is a grid of ranks with a group for each
-of its dimensions. Everybody who communicates along an axis asks for it here:
+A process group consists of ranks that differ along some axes only; a device mesh is a grid of ranks with a group for
+each of its dimensions. All communication along an axis uses the groups made here:
 
     meshes = Meshes(degrees, "cuda")
     meshes.group("cp")                      # this rank's context-parallel group, None if it is alone in it
-    meshes.group("fsdp", "cp")              # those along two axes of one line, as one group
+    meshes.group("fsdp", "cp")              # the ranks along two axes, as one group
     meshes.mesh(fsdp=("fsdp", "cp"), tp=("tp",))
-    meshes.stage                            # what transformers shards a stage of the pipeline over
+    meshes.stage                            # the meshes over which transformers shards a pipeline stage
 
-A group is made when it is first asked for, which is a collective over all ranks of the run: all ask in the same order.
-Dimensions of one rank share one group of this rank alone.
+The first use of a group creates it, which is collective over all ranks of the run: the order must be the same on all.
+Dimensions of size 1 share one group of this rank alone.
 """
 
 from __future__ import annotations
@@ -41,21 +41,20 @@ class Meshes:
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one along these axes of one line only; None if there is no other."""
+        """The group of this rank along axes of one mesh; None if it is alone."""
         long = tuple(axis for axis in axes if self.degrees.size(axis) > 1)
         return self._group(long) if long else None
 
     def stage_group(self) -> dist.ProcessGroup:
-        """The ranks that have the same stages of the pipeline as this one, also if it is alone."""
+        """The group of ranks with the same pipeline stages as this one, also if it is alone."""
         axes = (axis for axis in NON_EXPERT_AXES if axis != "pp" and self.degrees.size(axis) > 1)
         return self._group(tuple(axes))
 
     def mesh(self, **dims: tuple[str, ...]) -> DeviceMesh:
-        """A mesh of this rank and those that differ from it along the given axes.
+        """A mesh of this rank and the ranks that differ from it along the given axes.
 
         Args:
-            dims: the axes of each dimension, by its name; the first dimension is the slowest. One without axes has one
-                rank.
+            dims: for each dimension by name, its axes; the first dimension is the slowest. One without axes has size 1.
         """
         groups = [self._group(tuple(axis for axis in axes if self.degrees.size(axis) > 1)) for axes in dims.values()]
         offsets = []
@@ -84,25 +83,25 @@ class Meshes:
 
 
 class StageMeshes:
-    """What transformers asks of its `TransformersDeviceMesh`, for the ranks of one stage of a pipeline.
+    """Implements transformers' `TransformersDeviceMesh` for the ranks of one pipeline stage.
 
-    Non-expert parameters are over (pp, dp_replicate, fsdp, tp), of which pp has one rank: transformers has one stage to
-    shard and knows of no other. Ranks that share sequences shard parameters as those with sequences of their own do,
-    so context-parallel ranks are among those of fsdp. Experts are over (pp, dp_replicate, efsdp, ep), of which ep has
-    the ranks of etp, too: slices of experts are sharded as experts are (carpool/hf/sharding.py).
+    Non-expert parameters have the mesh (pp, dp_replicate, fsdp, tp), with pp of size 1, because transformers shards one
+    stage at a time. Context-parallel ranks shard parameters like ranks with sequences of their own, so they are part of
+    fsdp. Experts have the mesh (pp, dp_replicate, efsdp, ep), where ep includes etp, because slices of experts are
+    sharded like experts (carpool/hf/sharding.py).
     """
 
     def __init__(self, non_experts: DeviceMesh, experts: DeviceMesh) -> None:
         self.non_experts, self.experts = non_experts, experts
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
-        """The part with these dimensions of the experts' mesh, if one is efsdp or ep; else of the other."""
+        """The submesh with these dimensions: of the experts' mesh if one is efsdp or ep, else of the other mesh."""
         dims = (dims,) if isinstance(dims, str) else dims
         return (self.experts if {"efsdp", "ep"} & set(dims) else self.non_experts)[dims]
 
 
 def make_group(parts: tuple[tuple[int, ...], ...], name: str) -> dist.ProcessGroup:
-    """The process group of this rank's part, of parts that together are all ranks. Collective over all ranks."""
+    """The process group of this rank's part in a partition of all ranks. Collective over all ranks."""
     world = dist.group.WORLD
     assert world is not None
     if len(parts) == 1:
@@ -110,7 +109,7 @@ def make_group(parts: tuple[tuple[int, ...], ...], name: str) -> dist.ProcessGro
     made: dist.ProcessGroup | None = None
     limit = timeout_of(world)
     if getattr(world, "bound_device_id", None) is not None:
-        # One call instead of one for each part, and NCCL need not connect anew.
+        # One call instead of one for each part, and NCCL reuses its connections.
         made = dist.split_group(world, [list(part) for part in parts], group_desc=f"mesh_{name}", timeout=limit)
     else:
         rank = dist.get_rank()

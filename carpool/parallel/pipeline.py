@@ -1,24 +1,24 @@
-"""Pipeline parallelism: each rank has some of the layers, and micro-batches go from stage to stage.
+"""Pipeline parallelism: each rank has some of the layers, and micro-batches pass from stage to stage.
 
-The orders are PyTorch's (`torch.distributed.pipelining`), and so is their execution. P ranks, M micro-batches, F a
-forward, B a backward; here P = 2, M = 3, and rank 0 waits where there is a dot:
+The schedules and their execution are PyTorch's (`torch.distributed.pipelining`). P ranks, M micro-batches, F a forward,
+B a backward; here P = 2, M = 3, and rank 0 is idle at a dot:
 
     GPipe                    rank 0   F0 F1 F2 .  .  B0 B1 B2      all forwards, then all backwards
-    1F1B                     rank 0   F0 F1 .  B0 F2 B1 .  B2      a backward as soon as there is one: at most P
+    1F1B                     rank 0   F0 F1 .  B0 F2 B1 .  B2      backwards as early as possible: at most P
                                                                    micro-batches are in flight
-    Interleaved1F1B          each rank has two stages, r and P + r: the pipeline fills in half the time. Has pairs, too
-    InterleavedZeroBubble    the same; a backward is the input's gradients (I), for which others wait, and the weights'
-                             (W), which fill the gaps
+    Interleaved1F1B          each rank has two stages, r and P + r: the pipeline fills in half the time. Supports pairs
+    InterleavedZeroBubble    the same; a backward is split into gradients of inputs (I), for which others wait, and of
+                             weights (W), which fill the gaps
     ZBVZeroBubble            the same with stages r and 2P - 1 - r, a V: rank 0 has the embedding and the head
-    DualPipeV                a V, and in its middle pairs of a forward and a backward of two micro-batches: one after
-                             the other, or the rides of each beside the computation of the other (`Pipeline.pairs`)
+    DualPipeV                a V, with pairs of a forward and a backward of two micro-batches in its middle: one after
+                             the other, or the rides of each overlapped with the other's computation (`Pipeline.pairs`)
 
 Papers: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377; Megatron-LM's interleaving, arXiv 2104.04473; its
 pairs, Pangu Ultra MoE, arXiv 2505.04519), zero bubble and ZBV (arXiv 2401.10241, 2405.15362), DualPipe (DeepSeek-V3,
 arXiv 2412.19437), of which DualPipeV is one half.
 
-What travels between stages is a tuple of tensors that are the same size for all micro-batches, and back come their
-gradients. All else that a stage reads of a batch (labels, positions) is not sent: the ranks of a pipeline have it.
+Stages send a tuple of tensors forward, of the same sizes for all micro-batches, and their gradients back. Everything
+else that a stage reads of a batch (labels, positions) is on all ranks of the pipeline, and is not sent.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action, _wait_b
 from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, in_flight, in_pairs, stages_of
 
 Tensors = tuple[torch.Tensor, ...]
-# (number of the stage, number of the micro-batch, what the stage before made) -> what the next one gets; of the last
-# stage, the loss.
+# (number of the stage, number of the micro-batch, outputs of the previous stage) -> outputs; of the last stage, the
+# loss.
 Forward = Callable[[int, int, Tensors], Tensors]
-# (forward, backward, what is called whenever half 0, the forward, or 1 has the turn) -> what the forward returns.
+# (forward, backward, callback for each turn of half 0, the forward, or half 1) -> the result of the forward.
 Pairs = Callable[[Callable[[], Any], Callable[[], None], Callable[[int], None]], Any]
 
 
@@ -65,14 +65,14 @@ _MADE_BY: dict[str, Any] = {
 
 
 def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Which layers each stage has, so that the slowest stage is as fast as can be.
+    """The layers of each stage, so that the slowest stage is as fast as possible.
 
     Args:
         costs: of each layer, in any unit.
-        first, last: of what stands before the layers (the embedding) and behind them (the head).
+        first, last: costs before the layers (the embedding) and after them (the head).
 
     Returns:
-        Consecutive ranges, none of them empty. Of equally good cuts, one whose other stages are alike, too.
+        Consecutive ranges, none of them empty. Of equally good cuts, the one with the most equal stages.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -94,7 +94,8 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
 
     @cache
     def best(stage: int, begin: int) -> tuple[float, float, tuple[int, ...]]:
-        """If a stage begins at a layer: the cost of the slowest of it and those behind it, the sum of squares, ends."""
+        """The best cut of the layers from `begin` into the stages from `stage`: (largest cost, sum of squares,
+        ends)."""
         if stage == stages - 1:
             own = cost_of(begin, number, stage)
             return own, own**2, (number,)
@@ -109,8 +110,8 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
 
 
 class Action(NamedTuple):
-    """What a rank does at once with one micro-batch in one stage: a forward ("F"), a backward ("B"), or, where the
-    schedule splits that, its weight gradients ("W"); and its lane (`Work.lane`)."""
+    """An action of a rank with one micro-batch in one stage: a forward ("F"), a backward ("B"), or, if the schedule
+    splits backwards, its weight gradients ("W"); and its lane (`Work.lane`)."""
 
     kind: str
     stage: int
@@ -119,15 +120,15 @@ class Action(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How a pipeline computes.
+    """The computation of a pipeline.
 
     Attributes:
         forward: of a stage.
-        around_backward: every backward runs inside of what this returns.
-        weights: of schedules that split a backward, is called after each one, for what computes the weights' gradients
-            of this one.
-        lane: is called before each forward with a number that no other micro-batch in flight has, in any stage of this
-            rank, and before its backward with the same one.
+        around_backward: returns the context of every backward.
+        weights: for schedules that split backwards: called after each one, returns a function that computes its
+            deferred weight gradients.
+        lane: called before each forward with a number that no other micro-batch in flight has, in any stage of this
+            rank, and before its backward with the same number.
     """
 
     forward: Forward
@@ -137,21 +138,21 @@ class Work(NamedTuple):
 
 
 class Pipeline:
-    """Runs the micro-batches of a step through the stages of this rank and its neighbours.
+    """Runs the micro-batches of a step through the stages of all ranks.
 
     Args:
         schedule: one of `SCHEDULES`.
         group: the ranks of this pipeline, in order.
-        stages: their number.
-        work: what is computed, and how.
+        stages: number of stages.
+        work: the computation.
         device: of all tensors.
         pairs: runs the forward and the backward of a pair at the same time
-            (`carpool.ride.forward_backward.ForwardBesideBackward.run`), of a schedule that has pairs. Default: one
-            after the other.
+            (`carpool.ride.forward_backward.ForwardBesideBackward.run`), for schedules with pairs. Default: one after
+            the other.
 
     Attributes:
-        stages: the numbers of this rank's.
-        order: what this rank has done in the last step.
+        stages: the numbers of this rank's stages.
+        order: the actions of this rank in the last step.
     """
 
     def __init__(
@@ -172,20 +173,20 @@ class Pipeline:
         assert len(self.rank_of) == stages, f"{schedule} has {len(self.rank_of)} stages, not {stages}"
         self.stages = placed[dist.get_rank(group)]
         self._modules = [_StageModule(stage, self._forward) for stage in self.stages]
-        # Of (stage, micro-batch) in flight.
+        # The lane of each (stage, micro-batch) in flight.
         self._lanes: dict[tuple[int, int], int] = {}
         self._made: dict[Any, Any] = {}
 
     def lanes(self, micro_batches: int) -> int:
-        """More than the numbers that `lane` is called with, on any rank."""
-        # Of GPipe all are in flight at once, and nothing comes after the first that is done.
+        """An upper bound of the number of lanes, on any rank."""
+        # In GPipe all micro-batches are in flight at once.
         if self.schedule == "GPipe":
             return 1
         ranks, paired = dist.get_world_size(self.group), self.pairs is not None
         return math.ceil(in_flight(self.schedule, ranks, micro_batches, paired) * SCHEDULES[self.schedule].stages)
 
     def _lane_of(self, stage: int, number: int) -> int:
-        """That of a micro-batch in flight; a free one for a new one."""
+        """The lane of a micro-batch in flight, or a free one."""
         if (stage, number) not in self._lanes:
             taken = set(self._lanes.values())
             self._lanes[stage, number] = next((lane for lane in range(self._most_lanes) if lane not in taken), 0)
@@ -206,7 +207,7 @@ class Pipeline:
         del self._lanes[stage, number]
 
     def _weights(self) -> Callable[[], None]:
-        """What computes the weights' gradients of the last backward."""
+        """A function that computes the deferred weight gradients of the last backward."""
         action = next(one for one in reversed(self.order) if one.kind == "B")._replace(kind="W")
         compute = self.work.weights()
 
@@ -217,10 +218,10 @@ class Pipeline:
         return weights
 
     def step(self, micro_batches: int, travels: Tensors) -> None:
-        """All forwards and backwards of a step. All ranks of the pipeline call it.
+        """Run all forwards and backwards of a step. Collective over the ranks of the pipeline.
 
         Args:
-            travels: for each tensor that goes from a stage to the next, one on the device "meta" of its size and dtype.
+            travels: for each tensor that a stage sends to the next, a tensor of its size and dtype on "meta".
         """
         key = (micro_batches, *((one.shape, one.dtype) for one in travels))
         if key not in self._made:
@@ -230,11 +231,11 @@ class Pipeline:
         self._most_lanes = self.lanes(micro_batches)
         for module in self._modules:
             module.number = 0
-        # One row for each micro-batch, of nothing: the loss is made in the last stage's forward.
+        # Empty targets, one row per micro-batch: the forward of the last stage computes the loss.
         self._made[key].step(target=torch.empty(micro_batches, 0), return_outputs=False)
 
     def _make(self, micro_batches: int, travels: Tensors) -> Any:
-        """PyTorch's schedule."""
+        """Construct PyTorch's schedule."""
         kind = SCHEDULES[self.schedule]
         check_micro_batches(self.schedule, dist.get_world_size(self.group), micro_batches)
         metas = tuple(one.detach().requires_grad_() for one in travels)
@@ -249,12 +250,13 @@ class Pipeline:
                 input_args=metas if module.stage else (),
                 output_args=loss if module.stage == self.number - 1 else metas,
                 group=self.group,
-                # Without it PyTorch would run each node of the graph twice, for inputs and for weights: rides, too.
+                # Without this PyTorch would run each node of the graph twice, for inputs and for weights, rides
+                # included.
                 dw_builder=self._weights if kind.splits else None,
             )
             for module in self._modules
         ]
-        # Losses are divided by tokens before they come here: PyTorch must not divide gradients by micro-batches.
+        # Losses are already divided by tokens: PyTorch must not divide gradients by micro-batches.
         whole = stages if kind.stages > 1 else stages[0]
         made = _MADE_BY[self.schedule](whole, micro_batches, loss_fn=_given, scale_grads=False)
         if self.pairs is not None:
@@ -264,7 +266,7 @@ class Pipeline:
         return made
 
     def _run_pair(self, action: Any, context: Any) -> None:
-        """PyTorch's action OVERLAP_F_B: what its runtime does for the one action and then for the other, at once."""
+        """PyTorch's action OVERLAP_F_B: runs its two actions at the same time instead of one after the other."""
         assert self.pairs is not None
         runtime, stages = context.schedule_ref, {one.stage_index: one for one in context.schedule_ref._stages}
         (ahead, _, number), (back, _, other) = ((one[0], one[1], one[2]) for one in action.sub_actions)
@@ -300,7 +302,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_only(self, micro_batches: int, travels: Tensors) -> None:
-        """All forwards of so many micro-batches, one after the other. All ranks of the pipeline call it."""
+        """Run the forwards of `micro_batches` micro-batches, one after the other. Collective over the pipeline."""
         sent: list[tuple[dist.Work | None, torch.Tensor]] = []
         for number in range(micro_batches):
             made: Tensors = ()
@@ -322,7 +324,7 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """PyTorch's, whose backwards run inside of something."""
+    """PyTorch's stage, with a context around its backwards."""
 
     def __init__(self, around: Callable[[int], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -334,7 +336,7 @@ class _Stage(PipelineStage):
 
 
 class _StageModule(nn.Module):
-    """What PyTorch calls. Each schedule forwards the micro-batches of a stage in order."""
+    """The module of a stage, which counts micro-batches: each schedule runs the forwards of a stage in order."""
 
     def __init__(self, stage: int, compute: Forward) -> None:
         super().__init__()
@@ -347,7 +349,7 @@ class _StageModule(nn.Module):
 
 
 def _paired(order: Sequence[_Action | None]) -> list[_Action | None]:
-    """PyTorch's order of a rank with the pairs of `in_pairs`."""
+    """PyTorch's order of a rank, with the pairs of `in_pairs`."""
     pairs = in_pairs([one for one in order if one is not None], lambda one: one.computation_type.value)
     return [one[0] if len(one) == 1 else _Action(-1, OVERLAP_F_B, None, one) for one in pairs]
 

@@ -1,30 +1,29 @@
-"""Non-expert parameters whole on every rank, with the optimizer's state sharded: no all-gather for each layer.
+"""ZeRO-1 for non-expert parameters: whole parameters on every rank, sharded optimizer state, no all-gather per layer.
 
-FSDP2 gathers the parameters of each layer in the forward and again in the backward. Under expert parallelism over all
-ranks of a few hosts, few parameters are not experts' (Qwen3-30B-A3B: 1.5 of 30.5 billion), and gathering them costs
-more than the memory is worth. Here each rank keeps them whole. This is stage 1 of ZeRO (arXiv 1910.02054, section 5.1):
+FSDP2 gathers the parameters of each layer in the forward and again in the backward. With expert parallelism over all
+ranks of a few hosts, few parameters are non-expert (Qwen3-30B-A3B: 1.5 of 30.5 billion), and gathering them costs more
+than the memory is worth. Here each rank has them whole: stage 1 of ZeRO (arXiv 1910.02054, section 5.1):
 
-    backward     the gradients of a bucket are there -> reduce-scatter, beside the rest of the backward
+    backward     the gradients of a bucket are complete -> reduce-scatter, overlapped with the rest of the backward
     finish()     each rank has the gradients of its shards, summed over all ranks
-    optimizer    updates its shards; it keeps moments of these alone
+    optimizer    updates its shards, and has moments of these alone
     write()      one all-gather per dtype writes all whole parameters, in place: addresses never change
 
-Shards are DTensors with the placement that FSDP2 gives: `Shard(0)`, rank r of W has the rows [r * c, (r + 1) * c) of a
-parameter of n rows, c = ceil(n / W); the last ranks may have fewer, or none. So clipping, optimizers and checkpoints
-find what they find under FSDP2, and checkpoints are the same files. A parameter that is padded to W * c rows is a
-matrix with one row for each rank, and all parameters side by side are one (`FlatBuffers`):
+Shards are DTensors with FSDP2's placement: `Shard(0)`, rank r of W has the rows [r * c, (r + 1) * c) of a parameter of
+n rows, c = ceil(n / W); the last ranks may have fewer, or none. So clipping, optimizers and checkpoints work as under
+FSDP2, with the same checkpoint files. A parameter padded to W * c rows is a matrix with one row for each rank, and so
+are all parameters concatenated (`FlatBuffers`):
 
     a (3, 2) and b (4,) on 2 ranks    whole      a0 a0 a1 a1 a2 a2 .. ..   b0 b1 b2 b3     each parameter contiguous
                                       by rank    a0 a0 a1 a1 b0 b1                         row 0
                                                  a2 a2 .. .. b2 b3                         row 1
 
-A reduce-scatter takes gradients by rank and leaves this rank's row; an all-gather of shards gives parameters by rank.
-`torch._chunk_cat` and `split_with_sizes_copy`, with which FSDP2 does the same, go from one form to the other and change
-the dtype on the way, each in one kernel.
+A reduce-scatter of gradients by rank gives this rank's row; an all-gather of shards gives parameters by rank. As in
+FSDP2, `torch._chunk_cat` and `split_with_sizes_copy` convert between the two forms and dtypes, in one kernel each.
 
 Worked example, one step of 2 micro-batches on W ranks, 3 buckets:
 
-    begin(last=False), backward        3 buckets are added to the gradients of this rank; nothing travels
+    begin(last=False), backward        3 buckets are added to the gradients of this rank; nothing is communicated
     begin(first=False), backward       bucket 0 is complete: added, its reduce-scatter begins; then buckets 1 and 2
     finish()                           after 3 reduce-scatters
     clip, optimizer.step(), write()    1 all-gather
@@ -35,12 +34,13 @@ Cost. Parameters P, stored in s bytes, computed with in c, reduced in r:
     FSDP2              P * 2s / W and two layers whole       P * (2c + r) * (W - 1) / W * M
     here               P * (c + r) + P * (s + r) / W         P * (c + r) * (W - 1) / W
 
-Gradients are *summed* over ranks, not averaged: whoever makes the loss divides it by the number of ranks. So experts
-that no other rank has need no pass over their gradients; the optimizer takes them as the backward leaves them. This is
-all that is left to do where FSDP has all non-expert parameters (`carpool.hf.sharding.keep_experts`).
+Gradients are *summed* over ranks, not averaged: the loss is divided by the number of ranks before. So gradients of
+experts without replicas need no further operation, and the optimizer uses them directly. Where FSDP shards all
+non-expert parameters, this class only handles such experts (`carpool.hf.sharding.keep_experts`).
 
-Micro-batches are added in the dtype of the reduction. A bucket is added when all of its gradients are there, by few
-kernels, and buckets are reduced in one order, the same on all ranks. Nothing here waits for the host.
+Micro-batches are accumulated in the dtype of the reduction. A bucket is accumulated when all of its gradients are
+complete, by few kernels, and buckets are reduced in one order, the same on all ranks. Nothing synchronises with the
+host.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from torch.distributed.tensor import DTensor
 from carpool.experts.host_experts import host_experts
 from carpool.parallel import fsdp
 
-# Axes of the mesh of non-expert parameters: the last one shards, the one before copies.
+# Axes of the mesh of non-expert parameters: the last one shards, the one before replicates.
 MESH_AXES = {"dp_replicate", "fsdp"}
 BUCKET_BYTES = 100 * 2**20
 _ATTRIBUTE = "_carpool_replicated"
-# PyTorch 2.13 renames them, and warns of the names that 2.11 has.
+# PyTorch 2.13 renames these, and warns about the names of 2.11.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Whole parameters begin at multiples of so many elements, because kernels want round addresses.
+# Alignment of whole parameters, in elements, for vectorised kernels.
 _ALIGNMENT = 64
 
 
@@ -75,10 +75,10 @@ class Place:
     """One parameter.
 
     Attributes:
-        owners: the modules that have it, and its name there; several if it is tied.
-        whole: what modules compute with. Of experts, all rows of this rank.
-        shard: what the optimizer updates, a DTensor.
-        gradient: of `shard`, once gradients are reduced; None where the optimizer takes that of `whole`.
+        owners: modules with this parameter, and its name there; several if it is tied.
+        whole: the parameter of the modules. For experts, all those of this rank.
+        shard: the parameter of the optimizer, a DTensor.
+        gradient: of `shard`, once gradients are reduced; None where the optimizer uses the gradient of `whole`.
     """
 
     owners: list[tuple[nn.Module, str]]
@@ -92,11 +92,11 @@ class Bucket:
     """Parameters whose gradients are reduced together: columns `start` to `stop` of the gradients by rank.
 
     Attributes:
-        waiting: by parameter, in the order of micro-batches, the gradients that are not in the buffer yet.
-        came: number of all those.
-        filled: whether the buffer holds gradients of this step.
+        waiting: for each parameter, in the order of micro-batches, the gradients that are not in the buffer yet.
+        came: number of these.
+        filled: whether the buffer contains gradients of this step.
         done: whether all gradients of this backward are in the buffer.
-        seen: whether a parameter has had a gradient in this step.
+        seen: for each parameter, whether it has had a gradient in this step.
     """
 
     start: int
@@ -104,23 +104,24 @@ class Bucket:
     places: list[Place] = field(default_factory=list)
 
     def forget(self) -> None:
-        """A step begins."""
+        """Reset for a new step."""
         self.seen = [False] * len(self.places)
         self.waiting: list[list[torch.Tensor]] = [[] for _ in self.places]
         self.came, self.filled, self.done = 0, False, False
 
 
 class FlatBuffers:
-    """The buffers of parameters that are alike: stored in one dtype, trained all or none.
+    """Flat buffers of parameters of one dtype, of which all or none are trained.
 
     Args:
-        parameters: DTensors, each `Shard(0)` on the last axis of one mesh and copied on the others, with their owners.
+        parameters: DTensors, each `Shard(0)` on the last axis of one mesh and replicated on the others, with their
+            owners.
         computed: the dtype of whole parameters.
-        reduced: the dtype in which gradients are added.
-        bucket_bytes: gradients that are reduced together, at most; a larger parameter is alone.
+        reduced: the dtype in which gradients are accumulated and reduced.
+        bucket_bytes: largest size of a bucket of several parameters.
 
     Attributes:
-        buckets: in the order in which a backward needs them: the last parameters first.
+        buckets: in the order of a backward: the last parameters first.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class FlatBuffers:
         assert isinstance(first, DTensor)
         mesh, device, self.trained = first.device_mesh, first.device, first.requires_grad
         self.group, self.ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        self.copies = [mesh.get_group(axis) for axis in range(mesh.ndim - 1) if mesh.size(axis) > 1]
+        self.replica_groups = [mesh.get_group(axis) for axis in range(mesh.ndim - 1) if mesh.size(axis) > 1]
         parameters = parameters[::-1]
         sizes = [-(-p.shape[0] // self.ranks) * p.shape[1:].numel() for p, _ in parameters]
         self._columns, padded = sum(sizes), [-(-self.ranks * n // _ALIGNMENT) * _ALIGNMENT for n in sizes]
@@ -143,13 +144,13 @@ class FlatBuffers:
         self._shards = torch.zeros(self._columns, dtype=first.dtype, device=device)
         if self.trained:
             self._by_rank = torch.zeros(self.ranks * self._columns, dtype=reduced, device=device)
-            self._sums = torch.zeros(self._columns, dtype=reduced, device=device)
-            # An optimizer wants gradients in the dtype of its parameters.
-            self._gradients = self._sums if first.dtype == reduced else torch.zeros_like(self._shards)
+            self._reduced = torch.zeros(self._columns, dtype=reduced, device=device)
+            # Gradients for the optimizer have the dtype of its parameters.
+            self._gradients = self._reduced if first.dtype == reduced else torch.zeros_like(self._shards)
         self.buckets = [Bucket(0, 0)]
         self._matrices = []
         offset = 0
-        for (parameter, owners), size, room in zip(parameters, sizes, padded, strict=True):
+        for (parameter, owners), size, padded_size in zip(parameters, sizes, padded, strict=True):
             place = self._place(parameter, owners, offset)
             self._matrices.append(self._whole[offset : offset + self.ranks * size].view(self.ranks, size))
             bucket = self.buckets[-1]
@@ -158,10 +159,10 @@ class FlatBuffers:
                 self.buckets.append(bucket)
             bucket.places.append(place)
             bucket.stop += size
-            offset += room
+            offset += padded_size
 
     def _place(self, parameter: nn.Parameter, owners: list[tuple[nn.Module, str]], offset: int) -> Place:
-        """The views of one parameter, the next one; its shard keeps its values."""
+        """Create the views of the next parameter, with the values of its shard."""
         assert isinstance(parameter, DTensor)
         start, local = self.buckets[-1].stop, parameter.to_local()
         mine = slice(start, start + local.numel())
@@ -175,7 +176,7 @@ class FlatBuffers:
         )
 
     def put(self, bucket: Bucket, gradients: Sequence[torch.Tensor], add: bool) -> None:
-        """Gradients of all parameters of a bucket; `add`: to those that are there already."""
+        """Write, or with `add` accumulate, the gradients of all parameters of a bucket."""
         width = bucket.stop - bucket.start
         place_WN = self._bucket(bucket).view(self.ranks, width)
         if add:
@@ -184,7 +185,7 @@ class FlatBuffers:
             torch._chunk_cat(list(gradients), 0, self.ranks, out=place_WN)
 
     def put_waiting(self, bucket: Bucket) -> None:
-        """All that has come goes into the buffer, micro-batch after micro-batch."""
+        """Accumulate all waiting gradients, micro-batch after micro-batch."""
         for number in range(max(map(len, bucket.waiting))):
             # A parameter that this micro-batch has not used has no gradient.
             gradients = [
@@ -198,8 +199,8 @@ class FlatBuffers:
         bucket.came, bucket.done = 0, True
 
     def reduce(self, bucket: Bucket) -> dist.Work | None:
-        """Begin to sum a bucket over the ranks."""
-        mine = self._sums[bucket.start : bucket.stop]
+        """Start to reduce a bucket over the ranks."""
+        mine = self._reduced[bucket.start : bucket.stop]
         if self.ranks > 1:
             work: dist.Work = _reduce_scatter(mine, self._bucket(bucket), group=self.group, async_op=True)
             return work
@@ -207,14 +208,14 @@ class FlatBuffers:
         return None
 
     def finish(self) -> None:
-        """What comes when all buckets are reduced: sums over copies of the model (HSDP), and the shards' dtype."""
-        for group in self.copies:
-            dist.all_reduce(self._sums, group=group)
-        if self._gradients is not self._sums:
-            self._gradients.copy_(self._sums)
+        """After all buckets are reduced: sum over data-parallel replicas (HSDP), and cast to the shards' dtype."""
+        for group in self.replica_groups:
+            dist.all_reduce(self._reduced, group=group)
+        if self._gradients is not self._reduced:
+            self._gradients.copy_(self._reduced)
 
     def gather(self) -> None:
-        """Write the whole parameters from the shards of all ranks, in place. Gradients by rank are lost."""
+        """Write the whole parameters from the shards of all ranks, in place. Overwrites gradients by rank."""
         mine = self._shards.to(self._computed)
         if self.ranks > 1:
             size = self.ranks * self._columns
@@ -229,14 +230,14 @@ class FlatBuffers:
 
 
 class Replicated:
-    """Takes over those of a model's sharded parameters that FSDP does not have. All ranks construct and call it alike.
+    """Manages the sharded parameters of a model that FSDP does not manage. All methods are collective.
 
     Args:
         model: its non-expert parameters are DTensors, `Shard(0)` on a mesh of `MESH_AXES`; experts are DTensors on
             another mesh, of which modules then get this rank's part. Either may have hooks of FSDP instead. Afterwards
-            modules have plain parameters. What is frozen is frozen before.
-        computed: the dtype of whole parameters; None: as they are stored. Gradients are added in float32 then.
-        bucket_bytes: gradients that are reduced together.
+            modules have plain parameters. Parameters must be frozen before.
+        computed: the dtype of whole parameters; None: that of the model. Gradients are then accumulated in float32.
+        bucket_bytes: size of a bucket of gradients that are reduced together.
 
     Raises:
         ValueError: the model is not sharded.
@@ -274,7 +275,7 @@ class Replicated:
         for buffers in self.buffers:
             buffers.gather()
         object.__setattr__(model, _ATTRIBUTE, self)
-        # So that states always have what FSDP2's would have, under the same names.
+        # So that state dicts always have the entries and names of FSDP2's.
         model.register_state_dict_pre_hook(lambda *_: self._show())
         model.register_state_dict_post_hook(lambda *_: self._hide())
         model.register_load_state_dict_pre_hook(lambda *_: self._show())
@@ -282,16 +283,16 @@ class Replicated:
 
     @property
     def shard_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer updates of all that it has taken over."""
+        """The optimizer's parameters: the shards of all managed parameters."""
         return [place.shard for place in self._places]
 
     @property
     def expert_shards(self) -> list[nn.Parameter]:
-        """Those of experts, which are in the memory that modules compute with."""
+        """The shards of experts, which share memory with the modules' parameters."""
         return [place.shard for place in self._experts]
 
     def on_expert_gradient(self, take: Callable[[nn.Parameter], None]) -> None:
-        """From now on, call `take` with an expert parameter's shard whenever a backward has made its gradient."""
+        """Call `take` with the shard of an expert parameter whenever a backward has computed its gradient."""
         self._take_expert = take
         for number, place in enumerate(self._experts):
             if place.whole.requires_grad:
@@ -299,17 +300,17 @@ class Replicated:
 
     @property
     def places(self) -> set[tuple[int, str]]:
-        """The parameters that it has taken over: id of the module and name there."""
+        """The managed parameters: id of the module and name there."""
         return {(id(module), name) for place in self._places for module, name in place.owners}
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin(self, first: bool = True, last: bool = True, at_once: int = 1) -> None:
-        """Before each backward.
+        """Called before each backward.
 
         Args:
-            first: of the step. What an earlier step has left unfinished is forgotten.
-            last: of the step: gradients are reduced beside it.
+            first: of the step. State of an unfinished step is discarded.
+            last: of the step: reductions overlap this backward.
             at_once: micro-batches whose backwards run at the same time (`carpool.ride.two_batch`).
         """
         if first:
@@ -325,7 +326,7 @@ class Replicated:
             bucket.done = False
 
     def _came(self, number: int, whole: torch.Tensor) -> None:
-        """An expert parameter's gradient has come."""
+        """Hook: the gradient of an expert parameter is complete."""
         place = self._experts[number]
         grad, whole.grad = whole.grad, None
         assert grad is not None and isinstance(place.shard, DTensor) and self._take_expert is not None
@@ -333,7 +334,7 @@ class Replicated:
         self._take_expert(place.shard)
 
     def _take(self, number: int, index: int, parameter: torch.Tensor) -> None:
-        """A non-expert parameter's gradient has come."""
+        """Hook: the gradient of a non-expert parameter is complete."""
         buffers, bucket = self._buckets[number]
         assert self._at_once, "a backward without Replicated.begin"
         assert parameter.grad is not None
@@ -345,7 +346,7 @@ class Replicated:
             self._reduce_complete()
 
     def _reduce_complete(self) -> None:
-        """Begin to reduce what is complete, in order."""
+        """Start to reduce complete buckets, in order."""
         while self._last and self._next < len(self._buckets) and self._buckets[self._next][1].done:
             buffers, bucket = self._buckets[self._next]
             if work := buffers.reduce(bucket):
@@ -353,7 +354,7 @@ class Replicated:
             self._next += 1
 
     def _end_pass(self) -> None:
-        """What parameters without a gradient have held up."""
+        """Complete buckets that lack gradients of unused parameters."""
         for buffers, bucket in self._buckets:
             if not bucket.done:
                 buffers.put_waiting(bucket)
@@ -365,18 +366,18 @@ class Replicated:
         self._works.clear()
 
     def drain(self) -> None:
-        """After a backward that is captured into a CUDA graph, inside the capture: nothing of it is left for later."""
+        """Finish all reductions of a backward. Called at the end of the capture of a CUDA graph."""
         self._end_pass()
         self._wait()
 
     def abandon(self) -> None:
-        """Forget what a capture that has failed has begun."""
+        """Discard the reductions of a failed capture."""
         self._works.clear()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last backward, and whatever else adds to the gradients of experts: `.grad` of all shards is there.
-        Parameters that no backward of this step has used have None."""
+        """Set `.grad` of all shards, after the last backward and all other additions to gradients of experts. None for
+        parameters that the step has not used."""
         self.drain()
         for buffers in self._trained:
             buffers.finish()
@@ -393,7 +394,7 @@ class Replicated:
 
     @torch.no_grad()
     def write(self) -> None:
-        """After the optimizer's step: all whole parameters follow from the shards that are trained."""
+        """After the optimizer step: update the whole parameters from the trained shards."""
         for buffers in self._trained:
             buffers.gather()
 
@@ -401,12 +402,12 @@ class Replicated:
 
     @contextmanager
     def shards(self, write: bool = False) -> Iterator[None]:
-        """Inside, the model's parameters are shards. `write`: they have changed, and whole parameters follow."""
+        """Context in which the model's parameters are shards. `write`: update whole parameters from them afterwards."""
         self._show()
         try:
             yield
         except BaseException:
-            # Other ranks may not be here: nothing that needs them.
+            # Other ranks may not have failed: nothing collective.
             self._hide()
             raise
         self._hide(write)
@@ -432,24 +433,27 @@ class Replicated:
 
 
 def replicated(model: nn.Module) -> Replicated | None:
-    """What has taken over parameters of a model; None: nothing has."""
+    """The `Replicated` of a model, or None."""
     found: Replicated | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
 @contextmanager
 def sharded_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
-    """Inside, the parameters of a model are what its optimizer updates: DTensors, where it is sharded at all; those of
-    experts that live in host memory are there.
+    """Context in which the parameters of a model are those of its optimizer: DTensors if it is sharded, and parameters
+    in host memory for offloaded experts.
 
-    `write`: they are changed inside. All ranks together then."""
-    found, away = replicated(model), host_experts(model)
-    with nullcontext() if found is None else found.shards(write), nullcontext() if away is None else away.shown():
+    `write`: they are changed inside. Collective then."""
+    found, offloaded = replicated(model), host_experts(model)
+    with (
+        nullcontext() if found is None else found.shards(write),
+        nullcontext() if offloaded is None else offloaded.shown(),
+    ):
         yield
 
 
 def _sum_over_replicas(grad: torch.Tensor, shard: DTensor) -> None:
-    """Add up what the ranks that hold a copy of a shard have: of adapters of experts, which FSDP does not know."""
+    """Sum the gradient of a shard over its replicas: for adapters of experts, which FSDP does not manage."""
     mesh = shard.device_mesh
     for axis, placement in enumerate(shard.placements):
         if placement.is_replicate() and mesh.size(axis) > 1:
@@ -457,7 +461,7 @@ def _sum_over_replicas(grad: torch.Tensor, shard: DTensor) -> None:
 
 
 def _sharded(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """All DTensors among a model's parameters that FSDP has not taken, each once, with their owners."""
+    """All DTensors among a model's parameters that FSDP does not manage, each once, with their owners."""
     known = {
         (id(module), name)
         for state in fsdp.states(model)
@@ -473,14 +477,14 @@ def _sharded(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module,
 
 
 def on_gradient(parameter: torch.Tensor, method: Callable[..., None], *arguments: Any) -> None:
-    """From now on, call `method(*arguments, parameter)` whenever a backward has made the parameter's gradient.
+    """Call `method(*arguments, parameter)` whenever a backward has computed the parameter's gradient.
 
-    Python's garbage collector does not see what such a hook holds. One that held what owns the parameter would keep
-    both for good, with all that the owner has. So the method's object is held weakly.
+    Python's garbage collector does not see the references of such a hook. A reference to the owner of the parameter
+    would leak both. So the method's object is referenced weakly.
 
     Args:
         method: of an object that lives as long as the parameter is trained.
-        arguments: nothing that holds a parameter.
+        arguments: without references to parameters.
     """
     held = weakref.WeakMethod(method)
 

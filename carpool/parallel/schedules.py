@@ -1,7 +1,7 @@
-"""What is known of each schedule of a pipeline's stages: facts for plans, refusals and the pipeline itself.
+"""Properties of the pipeline schedules, for the planner, configuration checks and the pipeline itself.
 
-The names, and the orders, are those of `torch.distributed.pipelining`. `carpool.parallel.pipeline` runs them, and
-`carpool.planner.step.pipelines` plays them on paper.
+Names and orders are those of `torch.distributed.pipelining`. `carpool.parallel.pipeline` runs them, and
+`carpool.planner.step.pipelines` simulates them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Kind(NamedTuple):
     """A schedule.
 
     Attributes:
-        stages: of each rank.
-        is_v: whether a rank's stages are r and 2P - 1 - r, not r and P + r.
-        splits: whether it asks for the gradients of weights by themselves.
-        has_pairs: whether a forward and a backward of two micro-batches can run at the same time.
+        stages: per rank.
+        is_v: whether a rank's stages are r and 2P - 1 - r, instead of r and P + r.
+        splits: whether weight gradients are actions of their own.
+        has_pairs: whether the forward and the backward of two micro-batches can run at the same time.
     """
 
     stages: int = 1
@@ -40,7 +40,7 @@ PAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.has_pairs)
 
 
 def rank_of(schedule: str, ranks: int, stage: int) -> int:
-    """Which rank has a stage. In loops: 0 1 2 0 1 2; as a V: 0 1 2 2 1 0."""
+    """The rank of a stage. In loops: 0 1 2 0 1 2; in a V: 0 1 2 2 1 0."""
     loop, place = divmod(stage, ranks)
     return ranks - 1 - place if SCHEDULES[schedule].is_v and loop else place
 
@@ -55,9 +55,9 @@ def stages_of(schedule: str, ranks: int) -> list[tuple[int, ...]]:
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raise ValueError, with the nearest number that can be, if a schedule cannot run so many micro-batches."""
+    """Raise ValueError, with the nearest possible number, if a schedule cannot run so many micro-batches."""
     least = {"GPipe": 1, "ZBVZeroBubble": 1, "DualPipeV": 2 * ranks}.get(schedule, ranks)
-    # PyTorch's interleaved orders go in rounds of equally many micro-batches.
+    # PyTorch's interleaved schedules run in rounds of equally many micro-batches.
     rounds = max(1, micro_batches // ranks) if schedule.startswith("Interleaved") else 1
     if micro_batches < least or micro_batches % rounds:
         nearest = max(least, round(micro_batches / ranks) * ranks)
@@ -68,22 +68,22 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
 
 
 def in_flight(schedule: str, ranks: int, micro_batches: int, paired: bool = False, rank: int = 0) -> float:
-    """The most micro-batches whose forwards a rank has begun and whose backwards it has not done, all of its stages
-    counted.
+    """The largest number of micro-batches in flight on a rank (forward begun, backward not done), averaged over its
+    stages.
 
     Args:
         paired: pairs run at the same time.
-        rank: of the pipeline. The first has most.
+        rank: of the pipeline. The first has the most.
 
     Example: 4 ranks, 8 micro-batches: GPipe 8, 1F1B 4, Interleaved1F1B 5.5, or 6 in pairs, a V 4.5.
     """
     if schedule == "GPipe":
         return micro_batches
-    # Of two stages on a rank, each micro-batch keeps half.
+    # With two stages on a rank, each stage of a micro-batch counts half.
     if schedule == "1F1B":
         most: float = ranks - rank
     elif schedule.startswith("Interleaved"):
-        # The forward of a pair has begun before its backward is done; that of DualPipeV's, too, where fewer are.
+        # In a pair the forward begins before the backward is done; in DualPipeV, too, where fewer are in flight.
         most = (3 * ranks - 2 * rank - (not paired)) / 2
     else:
         most = ranks + 0.5
@@ -91,11 +91,11 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, paired: bool = Fals
 
 
 def in_pairs(order: Sequence[Action], kind: Callable[[Action], str]) -> list[tuple[Action, ...]]:
-    """The order of a rank in Interleaved1F1B with pairs: a backward and the forward that follows it, (F, B), at once.
+    """The order of a rank in Interleaved1F1B with pairs (F, B) of a backward and the forward that follows it.
 
-    Neither waits for the other, because the forward is of a later micro-batch. PyTorch's order takes two micro-batches
-    more for each rank before it, so pairs of all ranks follow each other without a gap, as in Pangu Ultra MoE (arXiv
-    2505.04519, section 4) and Megatron-Core.
+    Neither waits for the other, because the forward is of a later micro-batch. In PyTorch's order each rank has two
+    micro-batches more in flight than the next one, so pairs of all ranks follow each other without a gap, as in Pangu
+    Ultra MoE (arXiv 2505.04519, section 4) and Megatron-Core.
 
     Args:
         kind: of an action: "F" or "B".

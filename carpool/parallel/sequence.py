@@ -1,24 +1,24 @@
 """Sequence parallelism: between tensor-parallel blocks, each tensor-parallel rank has its own tokens.
 
-Tensor parallelism alone (Megatron-LM, arXiv 1909.08053) leaves every rank with all tokens between two blocks: norms,
+With tensor parallelism alone (Megatron-LM, arXiv 1909.08053) every rank has all tokens between two blocks: norms,
 routers and residuals are computed tp times, and each block ends with an all-reduce. An all-reduce is a reduce-scatter
-and an all-gather. Sequence parallelism (Korthikanti et al., arXiv 2205.05198) puts what is between two blocks between
-the two, so that it is computed once and kept once:
+and an all-gather. Sequence parallelism (Korthikanti et al., arXiv 2205.05198) computes norms, routers and residuals
+between these two, so that each token is computed and saved on one rank only:
 
-    rows of this rank   norm   [all-gather] column-parallel ... row-parallel [reduce-scatter]   residual   norm   router
-    backward                   [reduce-scatter]                          [all-gather]
+    own tokens   norm   [all-gather] column-parallel ... row-parallel [reduce-scatter]   residual   norm   router
+    backward            [reduce-scatter]                              [all-gather]
 
-Rows are the tokens of all sequences one after the other; rank r of n has rows r * ceil(T / n) up to the next rank's.
-The last ranks may have fewer, or none.
+The tokens of all sequences are concatenated; rank r of n has tokens r * ceil(T / n) up to the next rank's. The last
+ranks may have fewer, or none.
 
-    T = 5, n = 2    rank 0: rows 0 1 2    rank 1: rows 3 4
+    T = 5, n = 2    rank 0: tokens 0 1 2    rank 1: tokens 3 4
 
-A gradient of a whole activation is either *partial*, one term of a sum over the ranks (what a column-parallel layer
-sends back), or the same on every rank (what something computed alike on all ranks sends back). The function's name
-says which it means; the wrong one is off by the number of ranks.
+The gradient of an activation with all tokens is either *partial*, one term of a sum over the ranks (as from a
+column-parallel layer), or equal on every rank (as from a computation that all ranks repeat). The argument or name of
+each function says which it expects; the wrong one is off by the number of ranks.
 
-What a collective brought may be kept by a checkpointed region (`carpool.activations.whole_layers`), so that the forward
-that runs again sends nothing: communication-aware checkpointing (DeepSpeed-TED, arXiv 2303.06318, section 4.3).
+A checkpointed region (`carpool.activations.whole_layers`) saves the results of collectives, so that its recomputation
+communicates nothing: communication-aware checkpointing (DeepSpeed-TED, arXiv 2303.06318, section 4.3).
 """
 
 from __future__ import annotations
@@ -34,66 +34,66 @@ from carpool.activations.whole_layers import checkpointed
 
 Group = dist.ProcessGroup | None
 Compute = Callable[[torch.Tensor], torch.Tensor]
-# Newer torch has other names, and warns whoever uses those that torch 2.11 knows.
+# Newer releases of torch rename these, and warn about the names of torch 2.11.
 _reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def tokens_per_rank(tokens: int, group: Group) -> int:
-    """The most rows that a rank has of T."""
+    """The largest number of tokens of a rank, of T in all."""
     return -(-tokens // dist.get_world_size(group))
 
 
 def own_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's rows of all T (dimension 0), without a gradient of its own: a view."""
+    """This rank's part of all T tokens (dimension 0), as a view."""
     each = tokens_per_rank(x.shape[0], group)
     first = min(x.shape[0], dist.get_rank(group) * each)
     return x[first : first + each]
 
 
 def split_tokens(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's rows of what every rank has alike. Backward: all ranks get all rows' gradients."""
+    """This rank's tokens of an activation that is equal on every rank. Backward: an all-gather of the gradients."""
     tokens = x_TH.shape[0]
     return _apply(x_TH, lambda x: own_tokens(x, group).clone(), lambda dy_RH: _all_gather(dy_RH, tokens, group))
 
 
 def gather_tokens(x_RH: torch.Tensor, tokens: int, group: Group, *, partial: bool) -> torch.Tensor:
-    """All T rows, from each rank's own.
+    """All T tokens (all-gather).
 
     Args:
         tokens: T.
-        partial: the gradients that come back are terms of a sum over the ranks; else they are the same on all."""
+        partial: the gradients of the output are terms of a sum over the ranks; else they are equal on all."""
     backward = _reduce_scatter if partial else own_tokens
-    return _apply(x_RH, lambda x: _all_gather(x, tokens, group), lambda dy_TH: backward(dy_TH, group), kept=True)
+    return _apply(x_RH, lambda x: _all_gather(x, tokens, group), lambda dy_TH: backward(dy_TH, group), save=True)
 
 
 def scatter_sum(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's rows of the sum over ranks (reduce-scatter)."""
+    """This rank's tokens of the sum over ranks (reduce-scatter)."""
     tokens = x_TH.shape[0]
-    return _apply(x_TH, lambda x: _reduce_scatter(x, group), lambda dy_RH: _all_gather(dy_RH, tokens, group), kept=True)
+    return _apply(x_TH, lambda x: _reduce_scatter(x, group), lambda dy_RH: _all_gather(dy_RH, tokens, group), save=True)
 
 
 def sum_over(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum over ranks, on all of them (all-reduce), for what all ranks then compute alike."""
-    return _apply(x, lambda x: _all_reduce(x, group), lambda dy: dy, kept=True)
+    """The sum over ranks (all-reduce), for computations that all ranks repeat."""
+    return _apply(x, lambda x: _all_reduce(x, group), lambda dy: dy, save=True)
 
 
 def gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """All features (last dimension), from each rank's equal part; for what all ranks then compute alike."""
-    return _apply(x, lambda x: _all_gather_features(x, group), lambda dy: _own_features(dy, group), kept=True)
+    """All features (last dimension) from equal parts (all-gather), for computations that all ranks repeat."""
+    return _apply(x, lambda x: _all_gather_features(x, group), lambda dy: _own_features(dy, group), save=True)
 
 
 def split_features(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part of the features that every rank has alike. Backward: all ranks get all features' gradients."""
+    """This rank's features of an activation that is equal on every rank. Backward: an all-gather of the gradients."""
     return _apply(x, lambda x: _own_features(x, group).clone(), lambda dy: _all_gather_features(dy, group))
 
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> None:
-    """Sum the gradients of parameters of which every rank has the same shard and its own tokens' gradient: in one
-    all-reduce for each dtype. Once a step, after the last backward: a second time would count twice.
+    """Sum the gradients of parameters of which every rank has the same shard, but the gradient of its own tokens: one
+    all-reduce for each dtype. To be called once per step, after the last backward.
 
-    Collective. A parameter without a gradient has none on all ranks."""
+    Collective. A parameter without a gradient must have none on all ranks."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
@@ -161,9 +161,9 @@ class _Collective(torch.autograd.Function):
         return ctx.compute(dy), None, None
 
 
-def _apply(x: torch.Tensor, forward: Compute, backward: Compute, kept: bool = False) -> torch.Tensor:
-    """`forward`, with this backward. `kept`: in a region that is computed again, what it brought the first time."""
-    if kept and (region := checkpointed.get()) is not None:
+def _apply(x: torch.Tensor, forward: Compute, backward: Compute, save: bool = False) -> torch.Tensor:
+    """Run `forward`, with this backward. `save`: a checkpointed region saves the result for its recomputation."""
+    if save and (region := checkpointed.get()) is not None:
         send = forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""Ranks of unequal speed: each gets work in proportion to its speed, so that all are done at the same time.
+"""Ranks of unequal speed: work in proportion to speed, so that all ranks finish at the same time.
 
-A step waits for the rank that is last. Where some devices are slower (another generation, a hot one, one that others
-share), equal work makes all wait for them. HeterMoE (arXiv 2504.03871) and HEXA-MoE (arXiv 2411.01288) give them less:
+A step ends with its slowest rank. If some devices are slower (another generation, throttled, shared), all wait for them
+when work is equal. HeterMoE (arXiv 2504.03871) and HEXA-MoE (arXiv 2411.01288) give them less:
 
     4 sequences on each of 4 ranks, speeds 1, 1, 0.5, 0.5    5, 5, 3 and 3 sequences
     experts with 60 choices on 2 ranks, speeds 1 and 0.5     a layout is as slow as max(load / speed): 40 and 20
 
-The loss and its gradient are sums over all tokens, divided by all tokens (`carpool.train.steps.training_objective`),
-so that who computes which token changes rounding alone.
+The loss and its gradient are sums over all tokens, divided by all tokens (`carpool.train.steps.training_objective`), so
+that the distribution of tokens changes only rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shares(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def data_speeds(speeds: Sequence[float], degrees: Degrees) -> tuple[float, ...]:
-    """The speed of each data-parallel rank: of the slowest of the ranks that share its sequences."""
+    """The speed of each data-parallel rank: that of the slowest rank that shares its sequences."""
     found = [math.inf] * degrees.dp
     for rank, speed in enumerate(speeds):
         place = degrees.dp_rank(rank)

@@ -1,6 +1,6 @@
-"""Who started this process, and which rank of how many is it? Read from the environment variables of the launcher.
+"""The rank and world size of this process, from the environment variables of its launcher.
 
-torchrun sets what PyTorch reads. Slurm sets its own, from which the same is derived:
+torchrun sets the variables that PyTorch reads. Those of Slurm are converted:
 
     SLURM_PROCID=5  SLURM_STEP_NUM_TASKS=8  SLURM_LOCALID=1  SLURM_STEP_NODELIST="gpu[07-08]"  SLURM_JOB_ID=4711
     ->  RANK=5  WORLD_SIZE=8  LOCAL_RANK=1  MASTER_ADDR=gpu07  MASTER_PORT=19711
@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among ranks that somebody else started."""
+    """The place of this process among the ranks that a launcher started."""
 
     rank: int
     world_size: int
@@ -38,10 +38,10 @@ class World:
 
 
 def find_world(env: Mapping[str, str]) -> World | None:
-    """Who started this process as one rank of several? None: nobody did.
+    """The world of this process; None if no launcher started it as one of several ranks.
 
     Raises:
-        ValueError: variables that contradict each other or are no numbers.
+        ValueError: variables that contradict each other or are not numbers.
     """
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
@@ -56,8 +56,8 @@ def find_world(env: Mapping[str, str]) -> World | None:
         if "RANK" in env:
             raise ValueError(f"RANK={env['RANK']} is set, but WORLD_SIZE is not: set both, or neither")
         tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
-        # A batch script also has SLURM_PROCID, but only what srun started has a step: without it, this process is
-        # alone and would wait forever for ranks that nobody starts.
+        # A batch script also has SLURM_PROCID, but only processes started by srun have a step. Without one this process
+        # is alone, and would wait forever for other ranks.
         in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
         if "SLURM_PROCID" in env and tasks > 1 and in_step:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
@@ -67,7 +67,7 @@ def find_world(env: Mapping[str, str]) -> World | None:
                 world_size=tasks,
                 local_rank=_number(env, "SLURM_LOCALID", 0),
                 master_addr=env.get("MASTER_ADDR") or first_host(nodes),
-                # Derived from the job, so that all of its ranks agree and two jobs on one node do not.
+                # Derived from the job id: the same on all ranks, and different for two jobs on one node.
                 master_port=_number(env, "MASTER_PORT", 15000 + job % 15000),
                 started_by="slurm",
             )
@@ -86,5 +86,5 @@ def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's notation: "gpu[07-09,12],login1" gives "gpu07"."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist.strip())
-    assert first is not None  # it matches nothing, too
+    assert first is not None  # the pattern also matches the empty string
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])

@@ -1,1 +1,1 @@
-"""How slots get their experts: filling, spare slots for each step, gradients sent home, and moving experts."""
+"""Expert replicas: filling slots from homes, returning gradients to homes, and moving homes."""

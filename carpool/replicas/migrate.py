@@ -1,19 +1,21 @@
-"""Moving experts to other homes between two steps: their parameters, and all that the optimizer keeps of them.
+"""Moving experts to other homes between two steps: their parameters and their optimizer state.
 
-An expert's home holds one row of each stacked parameter and one of each optimizer state of that shape (both of Adam's
-moments, the low bits of float32 masters, the scales of 8-bit moments). Training goes on as if nothing had happened only
-if all of them move together: moments that stay behind would steer other experts, and the loss curve would look normal.
-Every rank knows both layouts, so nothing is negotiated: rows that change their rank travel, each once, in one
-all-to-all per tensor, and rows that only change their place are copied.
+An expert's home has one row of each stacked parameter and one of each optimizer state of that shape (both moments of
+Adam, the low bits of float32 masters, the scales of 8-bit moments). Training continues unchanged only if all of them
+move together: with the moments of other experts the loss curve would look normal. Every rank knows both layouts, so
+nothing is negotiated: rows that change their rank are sent once, in one all-to-all per tensor, and rows that only
+change their place are copied.
 
     homes 0: [0, 1]  1: [2, 3]   ->   homes 0: [2, 0]  1: [1, 3]
-    rank 0 sends row 1 (expert 1) and puts what comes (expert 2) first, its own row 0 second;  rank 1 the reverse
+    rank 0 sends row 1 (expert 1), and puts the received row (expert 2) first, its own row 0 second;  rank 1 the reverse
 
-Memory: equal homes are moved in place, through buffers of at most `CHUNK_BYTES` on each side: long rows go in several
-pieces of columns, all rows' at a time. Uneven homes change the parameter's shape, so one new tensor is made at a time.
+Memory: if numbers of experts per rank do not change, they move in place, through buffers of at most `CHUNK_BYTES` on
+    each
+side: long rows are cut into pieces of columns, and all rows of a piece move together. Otherwise the parameter's shape
+changes, and one new tensor at a time is allocated.
 
-The parameter stays the same object, so an optimizer, which finds its state by it, goes on. What is exact about it: rows
-are copied bit by bit; under another layout only the order changes in which sums over ranks are added.
+The parameter stays the same object, so that the optimizer finds its state. Rows are copied exactly; another layout only
+changes the order in which sums over ranks are computed.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# Of the buffers on either side of an exchange.
+# Size of the send buffer, and of the receive buffer.
 CHUNK_BYTES = 64 * 2**20
 Rows = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a migration did, over all layers and all ranks of one copy of the model.
+    """Statistics of a migration, over all layers and all ranks of one data-parallel replica.
 
     Attributes:
-        layers: with another layout than before, homes or slots.
+        layers: number of layers whose homes or slots changed.
         experts: homes that changed rank.
-        bytes: that travelled between ranks, for that.
+        bytes: sent between ranks.
         seconds: of this rank.
     """
 
@@ -60,10 +62,10 @@ class Moved:
 
 
 class RowMove:
-    """What one rank sends, receives and copies so that rows get from one order to another.
+    """The sends, receives and copies of one rank that reorder the rows of a distributed matrix.
 
     Args:
-        before, after: for each rank, what its rows are, in order: any numbers that name rows. Each name once.
+        before, after: for each rank, the ids of its rows, in order. Each id occurs once.
         rank: this one.
     """
 
@@ -77,15 +79,15 @@ class RowMove:
         self.receive = [[i for source, i in wanted if source == r != rank] for r in peers]
         self.stay = [(place[name], i) for i, name in enumerate(after[rank]) if name in place]
         self.rows = len(after[rank])
-        # The same on all ranks: rows that travel, and the most that any rank sends, receives or copies.
+        # The same on all ranks: rows that are sent, and the largest number that any rank sends, receives or copies.
         self.travelling = sum(where[name] != r for r, names in enumerate(after) for name in names)
         self.most = max(1, *map(len, before), *map(len, after))
 
     def apply(
         self, rows: torch.Tensor, group: dist.ProcessGroup | None, chunk_bytes: int = CHUNK_BYTES
     ) -> torch.Tensor:
-        """The rows in their new order: in place if there are as many as before, else a new tensor. Collective over
-        `group` (None: all ranks), whose ranks are those of `before`, if anything travels."""
+        """Reorder rows: in place if their number on this rank does not change, else in a new tensor. Collective over
+        `group` (None: all ranks), whose ranks are those of `before`, if anything is sent."""
         in_place = self.rows == rows.shape[0] and rows.is_contiguous()
         out = rows if in_place else rows.new_empty(self.rows, *rows.shape[1:])
         stay = [(i, j) for i, j in self.stay if not in_place or i != j]
@@ -101,7 +103,7 @@ class RowMove:
             leaving, staying = source[index[0], part], source[index[2], part]
             if self.travelling:
                 came = leaving.new_empty(len(index[1]), leaving.shape[1])
-                # As bytes: neither gloo nor NCCL knows int16.
+                # As bytes: gloo and NCCL do not support int16.
                 to, of = came.view(torch.uint8), leaving.view(torch.uint8)
                 dist.all_to_all_single(to, of, _lengths(self.receive), _lengths(self.send), group=group)
                 target[index[1], part] = came
@@ -121,10 +123,10 @@ def move_experts(
     forward.
 
     Returns:
-        Bytes that travelled, over all ranks of the move.
+        Bytes sent, over all ranks of the move.
 
     Raises:
-        ValueError: the optimizer keeps what cannot be divided by experts; see `check_can_move`.
+        ValueError: the optimizer has state that cannot be divided by experts; see `check_can_move`.
     """
     moved = 0
     for parameter in parameters:
@@ -135,7 +137,7 @@ def move_experts(
             if rows is local:
                 continue
             if isinstance(tensor, DTensor):
-                local.copy_(rows)  # FSDP holds this memory
+                local.copy_(rows)  # FSDP references this memory
             elif owner is None:
                 _replace(parameter, rows)
             else:
@@ -150,7 +152,7 @@ def check_can_move(
     problem: str = "",
 ) -> None:
     """Raise the ValueErrors of `move_experts`, on all ranks, before anything has moved. Collective over `group` (None:
-    all ranks). problem: what this rank knows already to be in the way."""
+    all ranks). problem: a reason of this rank against the move, or ""."""
     kept = []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -182,8 +184,8 @@ def check_can_move(
 def _tensors(
     parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[dict[str, Any] | None, str, torch.Tensor]]:
-    """(whose entry, under which key, tensor) of all that has a row for each of the parameter's rows: the parameter
-    itself, which is nobody's entry, and its optimizer state. Scales of blocks differ in the last dimension alone."""
+    """(state dict, key, tensor) of all tensors with a row for each of the parameter's rows: the parameter itself, with
+    state dict None, and its optimizer state. Scales of blocks differ in the last dimension alone."""
     found: list[tuple[dict[str, Any] | None, str, torch.Tensor]] = [(None, "", parameter.data)]
     state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     for key in sorted(state):
@@ -203,15 +205,15 @@ def _tensors(
 
 def _replace(parameter: nn.Parameter, rows: torch.Tensor) -> None:
     """Give a parameter memory of another shape."""
-    # Where somebody still holds the last loss, its graph holds the node that adds up this parameter's gradient, and
-    # that node would insist on the old shape. PyTorch makes a new one when the dtype changes.
+    # If the last loss is still alive, its graph references the node that accumulates this parameter's gradient, which
+    # expects the old shape. PyTorch creates a new node when the dtype changes.
     other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
     parameter.data = rows.new_empty(0, dtype=other)
     parameter.data = rows
 
 
 class Stopwatch:
-    """Seconds that work on a device took, measured when somebody asks. Waits for the device."""
+    """Measures the seconds of work on a device. Reading it waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,26 +1,24 @@
-"""Slots that are filled across nodes: what several ranks of a node want crosses once, and is shared inside it.
+"""Filling slots over two hops: an expert that several ranks of a node replicate is sent to the node once.
 
-Two fillers do it one after the other, each over ranks of its own (the picture is below):
+By default each home sends an expert to each rank that replicates it. On several nodes it is sent once per node, to the
+rank of the home's number in that node, and distributed from there (Janus, SIGCOMM 2023, fetches experts once per node):
 
-    between    the ranks of equal number in their nodes    homes -> held: what a rank's node wants of its number's homes
-    inside     the ranks of a node                         held -> slots
+    2 nodes of 2 ranks, rank 0 is home to expert 0, which ranks 2 and 3 replicate
 
-In the backward each adds up gradients in float32 in a fixed order and rounds them, so that one gradient of an expert
-crosses for a node. Weights are those of one filler, gradients are equal to rounding.
-
-Inside `keep_slots` the first hop is ahead of its layer and late behind it, as one filler is; the second is waited for.
-It costs memory for what is held, once for each parameter.
-
-Source: Janus (SIGCOMM 2023) fetches an expert's weights once for a node.
-
-Without nodes each home sends a row to each rank that wants it. On several nodes a row that several ranks of a node want
-crosses once, to the rank there that has the home's number in its node, and is shared from there (Janus, SIGCOMM 2023):
-
-    2 nodes of 2 ranks, rank 0 is home to expert 0, which ranks 2 and 3 want
-
-                        between nodes    inside
+                        inter-node        intra-node
         one hop         0 -> 2, 0 -> 3
-        two hops        0 -> 2           2 -> 3
+        two hops        0 -> 2            2 -> 3
+
+Two fillers run one after the other:
+
+    inter-node    the ranks of equal number in their nodes    homes -> held: experts that the rank's node needs of these
+    intra-node    the ranks of a node                         held -> slots
+
+In the backward each adds up gradients in float32 in a fixed order and rounds them, so that one gradient per expert and
+node is sent. Weights are identical to those of one hop, gradients are equal up to rounding.
+
+Inside `keep_slots` the first hop is prefetched and deferred, as with one filler; the second is not. The held experts
+take memory, once for each parameter.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ from carpool.transport.nodes import hops_of, known_topology
 
 
 def make_filler(layout: ExpertLayout, group: dist.ProcessGroup | None, meter: Meter | None = None) -> SlotFiller:
-    """Over two hops where the ranks are known to lie on several nodes, and fewer rows then cross. All ranks of the
-    group together."""
+    """A filler with two hops, if the ranks are known to be on several nodes and this saves inter-node sends, else with
+    one. Collective over the group."""
     if group is not None and crosses_once(layout, known_topology(group)):
         return NodeSlotFiller(layout, group, meter)
     return SlotFiller(layout, group, meter)
@@ -51,7 +49,7 @@ class NodeSlotFiller(SlotFiller):
     """Two fillers, one after the other; see the module's docstring.
 
     Attributes:
-        hops: between nodes, and inside.
+        hops: the inter-node and the intra-node filler.
     """
 
     def __init__(self, layout: ExpertLayout, group: dist.ProcessGroup, meter: Meter | None = None) -> None:
@@ -93,14 +91,14 @@ class NodeSlotFiller(SlotFiller):
 
 
 def _of_ranks(ranks: Sequence[int], homes: Sequence[Sequence[int]], slots: Sequence[Sequence[int]]) -> ExpertLayout:
-    """The layout of some ranks, whose homes hold some of the experts, which are numbered anew."""
+    """The layout of a subset of ranks, with its experts renumbered."""
     number = {expert: i for i, expert in enumerate(e for rank in ranks for e in homes[rank])} | {-1: -1}
     own, held = (tuple(tuple(number[e] for e in of[rank]) for rank in ranks) for of in (homes, slots))
     return ExpertLayout(own, held)
 
 
 def crosses_once(layout: ExpertLayout, topology: Topology | None) -> bool:
-    """Whether several ranks of a node want an expert of another one, and two hops can bring it."""
+    """Whether several ranks of a node replicate an expert of another node, and two hops are possible."""
     if topology is None or topology.num_nodes == 1 or layout.slices > 1:
         return False
     try:
@@ -123,7 +121,8 @@ def crosses_once(layout: ExpertLayout, topology: Topology | None) -> bool:
 
 
 def held_rows(layout: ExpertLayout, per_node: int) -> list[list[int]]:
-    """For each rank, the experts that its node wants of the homes of its number: its own first, each in order."""
+    """For each rank, the experts that its node needs from the homes of the rank's rail: its own first, each in
+    order."""
     rails = [[e for homes in layout.homes[number::per_node] for e in homes] for number in range(per_node)]
     held: list[list[int]] = []
     for first in range(0, layout.num_ranks, per_node):
@@ -137,7 +136,7 @@ def held_rows(layout: ExpertLayout, per_node: int) -> list[list[int]]:
 
 
 def rows_filled(layout: ExpertLayout, topology: Topology | None) -> npt.NDArray[np.int64]:
-    """(W, W) rows that rank [i] sends to rank [j] to fill slots; their gradients go the other way."""
+    """(W, W) experts that rank [i] sends to rank [j] to fill slots; gradients are sent in reverse."""
     sent_WW = np.zeros((layout.num_ranks, layout.num_ranks), dtype=np.int64)
     if not crosses_once(layout, topology):
         for rank, experts in enumerate(layout.slots):

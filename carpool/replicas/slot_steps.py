@@ -1,35 +1,35 @@
-"""Replicas from one update of the weights to the next: filled once, ahead of their layer; nobody waits for gradients.
+"""Replicas between two updates of the weights: received once, prefetched, and with deferred reduction of gradients.
 
 Between two updates a layer runs several times: in each micro-batch, again under activation checkpointing, in every
-batch of an evaluation. Inside `keep_slots` its weights do not change, which allows three things:
+batch of an evaluation. Inside `keep_slots` its weights do not change, which allows three optimisations:
 
-  kept    what arrived for the slots travels once, and serves all these forwards
-  ahead   the fill of a layer starts when the MoE layer before it has computed, and that of the first one at once. It
-          travels while the layers between compute (attention, norms, the router), and is waited for where the layer
-          needs its slots. Started earlier, it would queue in front of the previous layer's own rides, which use the
-          same communicator. (Pro-Prophet's block-wise scheduler: arXiv 2411.10003)
-  late    a backward sends replicas' gradients home and does not wait. They are added up in the next backward of the
-          same layer, or at the end of `keep_slots`, and only then to `.grad` of their homes, which lacks them before
+  reused      the parameters of slots are received once, for all these forwards
+  prefetched  the fill of a layer starts after the previous MoE layer has computed, and that of the first one at once.
+              It overlaps the layers between (attention, norms, the router), and the layer waits for it when it needs
+              its slots. If it started earlier, it would delay the previous layer's rides, which use the same
+              communicator. (Pro-Prophet's block-wise scheduler: arXiv 2411.10003)
+  deferred    a backward starts to send replicas' gradients to their homes, and does not wait. They are summed in the
+              next backward of the same layer, or at the end of `keep_slots`, and then added to `.grad` of their homes
 
-    forward    attention 0      experts 0   attention 1      experts 1
-    beside it  fill of layer 0  rides       fill of layer 1  rides
-    backward   experts 1        attention 1                   experts 0   attention 0           end of keep_slots
-    beside it  rides            gradients of layer 1, home    rides       gradients of layer 0  added to the homes'
+    forward      attention 0      experts 0   attention 1      experts 1
+    overlapped   fill of layer 0  rides       fill of layer 1  rides
+    backward     experts 1        attention 1                    experts 0   attention 0           end of keep_slots
+    overlapped   rides            gradients of layer 1 to homes  rides       gradients of layer 0  added to .grad
 
-All of this is exact, bit for bit. In the backward a home's row that has replicas gets zero, and its summands are kept
-until all have come. Then they are rounded and added as if they had been waited for: those of a micro-batch in order of
-(rank, slot), then micro-batch after micro-batch. It takes memory for these rows, in all layers, as kept fills do.
+All of this is bit-identical. The backward gives zero gradients to homes with replicas, and stores the terms of their
+sums until all have arrived. Then they are rounded and added in the order without deferral: those of a micro-batch in
+order of (rank, slot), then micro-batch after micro-batch. This takes memory for these gradients in all layers, and for
+the received parameters.
 
-One send for all micro-batches would need fewer bytes if there are more than two (sums of several travel in float32),
-but all of them at the step's end, where nothing is left to compute beside; and it would round differently.
+One send for all micro-batches would need fewer bytes for more than two micro-batches (their sums must be sent in
+float32), but at the end of the step, where no computation overlaps, and with other rounding.
 
-FSDP2 and homes. `experts._parameters[name]` is FSDP's shard between two forwards. If an expert-parallel rank's experts
-are on that rank alone (efsdp size 1), the shard has all of its rows: FSDP, if it has them at all
-(`carpool.hf.sharding`), then only casts them, and divides their gradients at the end of the layer's backward, where
-there is nothing left to overlap with. So a late gradient is divided here in the same way, and added to the shard's
-gradient past FSDP. Where FSDP has divided the rows among ranks, a layer fills its slots itself and sums where it is;
-where it sums gradients over copies of the model (HSDP), only gradients are not late. A plain `carpool.MoE` has its
-homes at any time, and both work.
+**FSDP2 and homes.** `experts._parameters[name]` is FSDP's shard between two forwards. With efsdp size 1 the shard has
+all experts of the rank. FSDP, if it manages them (`carpool.hf.sharding`), then only casts them, and divides their
+gradients at the end of the layer's backward. So a deferred gradient is divided here in the same way, and added to the
+shard's gradient without FSDP. Where FSDP shards experts over ranks, a layer fills its slots and reduces their gradients
+without these optimisations; where it sums gradients over data-parallel replicas (HSDP), only gradients are not
+deferred. A plain `carpool.MoE` always has its homes, and supports both.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from carpool.replicas.slots import SlotFiller, Transfer
 
 
 class Home(NamedTuple):
-    """A parameter of this rank's homes, as it is between two forwards.
+    """A stacked parameter of this rank's homes between two forwards.
 
     Attributes:
-        parameter: all of this rank's rows; a DTensor may hold them.
-        dtype: in which the layer computes with them.
-        divisor: by which a gradient is divided on its way to `parameter.grad`; None: it must not be late.
+        parameter: of all experts of this rank; may be a DTensor.
+        dtype: the compute dtype of the layer.
+        divisor: by which a gradient is divided before it is added to `parameter.grad`; None: it must not be deferred.
     """
 
     parameter: torch.Tensor
@@ -67,7 +67,7 @@ class SlotStep:
 
     Args:
         filler: of the layer.
-        homes: by the names that `SlotFiller.fill` is given. None: nothing is ahead or late.
+        homes: by the names in `SlotFiller.fill`. None: nothing is prefetched or deferred.
     """
 
     def __init__(self, filler: SlotFiller, homes: Homes | None) -> None:
@@ -75,18 +75,18 @@ class SlotStep:
         self.homes: Homes = homes if homes is not None and filler.travels else {}
         self.next: SlotStep | None = None
         self._started = False
-        self._kept: dict[str, torch.Tensor] = {}
+        self._received: dict[str, torch.Tensor] = {}
         self._filling: dict[str, Transfer] = {}
-        # Gradients under way, each with those of this rank's own slots for the same rows, and what has come.
+        # Gradients in flight, each with those of this rank's own slots for the same experts; and the sums so far.
         self._coming: dict[str, tuple[Transfer, torch.Tensor]] = {}
-        self._sums: dict[str, torch.Tensor] = {}
+        self._reduced: dict[str, torch.Tensor] = {}
 
-    # What it starts outlives the call: torch.compile must not take it for values of a graph.
+    # The transfers outlive the call: torch.compile must not treat them as values of a graph.
     @torch._disable_dynamo
     @torch.no_grad()
     def start(self) -> None:
-        """Start to fill, unless the layer has begun already."""
-        if self._started or self._kept:
+        """Start to fill, unless this was done."""
+        if self._started or self._received:
             return
         self._started = True
         for name, home in self.homes.items():
@@ -99,20 +99,20 @@ class SlotStep:
             self.next.start()
 
     def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
-        """The rows of this rank's slots that live on other ranks, waited for at most once."""
-        if name not in self._kept:
+        """The parameters of this rank's slots whose homes are on other ranks, received at most once."""
+        if name not in self._received:
             transfer, ahead = self._filling.pop(name, None), True
             if transfer is None or transfer.out.dtype != home.dtype:
                 transfer, ahead = self.filler.send_rows(home.detach(), home.dtype), False
-            self._kept[name] = self.filler.wait(transfer, ahead)
-        return self._kept[name]
+            self._received[name] = self.filler.wait(transfer, ahead)
+        return self._received[name]
 
     def send_home(self, dslots: torch.Tensor, name: str) -> bool:
-        """Start to send the gradients of other ranks' slots, and keep what they will be added to; or False: they must
-        not be late."""
+        """Start to send the gradients of slots to homes on other ranks, and store the terms of their sums; or return
+        False: they must not be deferred."""
         if name not in self.homes or self.homes[name].divisor is None:
             return False
-        # At most one is under way: several micro-batches need no more memory than one.
+        # At most one transfer is in flight: several micro-batches need no more memory than one.
         self._settle(name)
         own = dslots[self.filler.indices(dslots.device).summed_slots]
         self._coming[name] = self.filler.send_gradients(dslots), own
@@ -125,19 +125,19 @@ class SlotStep:
         back, home = transfer.wait(), self.homes[name]
         assert home.divisor is not None
         total = self.filler.add_up(back, own).to(home.parameter.dtype).div_(home.divisor)
-        self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+        self._reduced[name] = self._reduced[name].add_(total) if name in self._reduced else total
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for whatever is under way, and bring gradients that came to their homes'.
+        """Wait for all transfers, and add the gradients of replicas to those of their homes.
 
         Raises:
-            RuntimeError: a home's gradient is gone, and what came for it would be lost."""
+            RuntimeError: a home has no gradient to add to."""
         for transfer in self._filling.values():
             transfer.wait()
         for name in list(self._coming):
             self._settle(name)
-        for name, total in self._sums.items():
+        for name, total in self._reduced.items():
             if not len(total):
                 continue
             grad = self.homes[name].parameter.grad
@@ -152,13 +152,14 @@ class SlotStep:
 
 @contextmanager
 def keep_slots(layers: Iterable[tuple[SlotFiller, Homes | None]]) -> Iterator[None]:
-    """Inside, weights do not change; gradients are complete afterwards. All ranks together; see the module's docstring.
+    """Context in which weights do not change; gradients are complete afterwards. Collective; see the module's
+    docstring.
 
     Args:
-        layers: in the order of their forwards, each with its homes, or None: it then fills and sums when it runs."""
-    # Of several hops, only the first has homes that are there between two forwards.
+        layers: in the order of their forwards, each with its homes, or None: without prefetching and deferral."""
+    # With several hops, only the first has homes that exist between two forwards.
     hops = [(hop, homes if not number else None) for filler, homes in layers for number, hop in enumerate(filler.hops)]
-    # Without replicas there is nothing to keep, and a captured step waits for a host that prepares it.
+    # Without replicas there is nothing to do, which saves host time before a captured step.
     steps = [SlotStep(filler, homes) for filler, homes in hops] if any(hop.travels for hop, _ in hops) else []
     for before, after in pairwise(steps):
         before.next = after
@@ -176,6 +177,6 @@ def keep_slots(layers: Iterable[tuple[SlotFiller, Homes | None]]) -> Iterator[No
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it, detached."""
+    """This rank's part of a tensor, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,19 +1,19 @@
-"""Filling slots from homes, and summing their gradients back to the homes.
+"""Filling slots with the parameters of their homes, and summing the gradients of slots at the homes.
 
-In the plain layout there is nothing to do. Otherwise each home sends its expert's rows to the other ranks whose slots
-want them, and in the backward every slot's gradient goes to the home, where they are added in float32 in order of
-(rank, slot). A replica that is forgotten here trains on a part of its tokens and nothing looks wrong, so the parity
-tests break this reduction on purpose and must fail.
+If every slot is a home, nothing is done. Otherwise each home sends its expert's parameters (a row of the stacked
+parameters) to the slots of other ranks that replicate it. In the backward every slot sends its gradient to the home,
+where they are added in float32 in order of (rank, slot). Without this reduction a replica would train on a part of its
+tokens, and the loss would look normal, so the parity tests break it on purpose and must fail.
 
     homes 0: [0, 1]  1: [2, 3]      slots 0: [0, 1]  1: [2, 3, 1]
-    forward    rank 0 sends row 1 to rank 1, which copies its own rows beside it
+    forward    rank 0 sends row 1 to rank 1, which copies its own rows to the other slots
     backward   rank 1 sends the gradient of its slot 2 to rank 0, which adds it to that of its own slot 1
 
-What stays on its rank is copied, and a gradient with one summand is not summed. So a replica costs what it sends: a row
-of weights out in the forward, one of gradients home in the backward.
+Slots of a home's own rank are copied, and a single gradient is not summed. So a replica costs its communication: one
+expert's parameters in the forward, its gradients in the backward.
 
-By itself a layer waits for both, each time it runs. What can be kept, started ahead and waited for later between two
-updates of the weights is in carpool/replicas/slot_steps.py.
+By default a layer waits for both, each time it runs. carpool/replicas/slot_steps.py reuses, prefetches and defers them
+between two updates of the weights.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from carpool.metrics.counters import Meter, in_recompute, new_counter
 
 
 class Step(Protocol):
-    """What `SlotFiller` asks of what is kept between two updates of the weights (`carpool.replicas.slot_steps`)."""
+    """State between two updates of the weights, as `SlotFiller` uses it (`carpool.replicas.slot_steps`)."""
 
     def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of this rank's slots that live on other ranks, waited for at most once."""
 
     def send_home(self, dslots: torch.Tensor, name: str) -> bool:
-        """Start to send the gradients of other ranks' slots; False: the filler must do it, and wait."""
+        """Start to send the gradients of slots to homes on other ranks. False: the filler must do it, and wait."""
 
     def start_next(self) -> None:
         """Start to fill the slots of the layer that follows."""
 
 
 class _Indices(NamedTuple):
-    """Of one rank, int64 but for the last. Rows are of the homes.
+    """Indices of one rank, int64 except the last. Rows are rows of the homes' stacked parameters.
 
-    send_rows: rows to other ranks, by rank, in the order of their slots;  arrival_slots: where arriving rows go.
-    own_rows, own_slots: what is copied on the rank.
-    summed_rows: rows whose gradient has not just one summand, on this rank. `order_N` picks their summands, row after
-    row, each in order of (rank, slot), from what came back and `summed_slots` behind it; `summed_N` says which of these
-    rows each is for, `starts` where each row's begin, and where the last one's end.
-    first_S1: bool, whether a slot computes the first slice of its expert.
+    send_rows: rows sent to other ranks, by rank, in the order of their slots;  arrival_slots: the slots of received
+        rows.
+    own_rows, own_slots: rows copied to slots of this rank. summed_rows: rows whose gradient is not just that of one
+    slot of this rank. `order_N` selects the terms of their sums, row after row, each in order of (rank, slot), from the
+    received gradients followed by `summed_slots`; `summed_N` has the row of each term, `starts` the first term of each
+    row, and the end. first_S1: bool, whether a slot computes the first slice of its expert.
     """
 
     send_rows: torch.Tensor
@@ -69,7 +69,7 @@ class _Indices(NamedTuple):
 
 
 class SlotFiller:
-    """Moves rows of expert parameters between homes and slots of one layout.
+    """Communicates expert parameters and gradients between the homes and slots of one layout.
 
     Args:
         layout: homes and slots.
@@ -77,13 +77,13 @@ class SlotFiller:
         meter: of the layer; its span "fill" is the time that the layer waited for its slots.
 
     Attributes:
-        send, receive: rows to and from each rank, none to oneself.
+        send, receive: numbers of experts sent to and received from each rank, 0 for itself.
         travels: whether any rank sends anything.
-        step: inside `keep_slots`, what is kept, ahead and late.
-        bytes_filled, bytes_summed: what this rank has sent to other ranks since `reset`: weights, and gradients.
-        bytes_ahead: of the weights that came since `reset`, those that were under way when the layer began.
-        load_P: with replicas, choices of this rank's tokens that each slot of the group served since `reset` (one more
-            place for no expert), int64; without them a slot's load is its expert's, and this is None.
+        step: inside `keep_slots`, the state between two updates.
+        bytes_filled, bytes_summed: bytes of weights, and of gradients, sent to other ranks since `reset`.
+        bytes_ahead: bytes of weights received since `reset` whose transfer started before their layer.
+        load_P: with replicas, choices of this rank's tokens for each slot of the group since `reset` (and one more
+            entry for no expert), int64. None without replicas, where a slot's load is its expert's.
     """
 
     def __init__(self, layout: ExpertLayout, group: dist.ProcessGroup | None, meter: Meter | None = None) -> None:
@@ -97,7 +97,7 @@ class SlotFiller:
         self._plan()
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset the counters."""
         self._filled = self._summed = self._ahead = 0
         if self.load_P is not None:
             self.load_P.zero_()
@@ -116,13 +116,12 @@ class SlotFiller:
 
     @property
     def hops(self) -> tuple[SlotFiller, ...]:
-        """The fillers that do it one after the other; the first has the homes."""
+        """The fillers that run one after the other; the first has the homes."""
         return (self,)
 
     @torch.no_grad()
     def count(self, slot_TK: torch.Tensor) -> None:
-        """Count what slots serve in a forward, where replicas share an expert's tokens. A recomputed one is not
-        counted."""
+        """Count the choices that each slot serves in a forward, if there are replicas. Recomputation is not counted."""
         if not self.layout.num_replicas or in_recompute():
             return
         places = self.layout.num_ranks * self.layout.slots_per_rank
@@ -147,8 +146,8 @@ class SlotFiller:
         own = [(slot, row) for slot, home, row in mine if home == me]
         self.send, self.receive = [len(rows) for rows in sends], [len(slots) for slots in arriving]
 
-        copies = {row: [(w, slot) for w, slot, r in served if r == row] for row in row_of.values()}
-        summed = [row for row, places in copies.items() if [w for w, _ in places] != [me]]
+        slots_of_row = {row: [(w, slot) for w, slot, r in served if r == row] for row in row_of.values()}
+        summed = [row for row, places in slots_of_row.items() if [w for w, _ in places] != [me]]
         place = {row: i for i, row in enumerate(summed)}
         own_summed = [slot for slot, row in own if row in place]
         came = iter(range(sum(self.send)))
@@ -173,7 +172,7 @@ class SlotFiller:
         self.travels = self.group is not None and any(
             w != layout.home_of[e][0] for w in ranks for e in layout.slots[w] if e != -1
         )
-        # Rows that stay, and keep their places, are copied as one piece.
+        # If own rows have the same order in homes and slots, they are copied as one range.
         straight = list(range(len(own)))
         self.prefix = len(own) if lists[2] == straight == lists[3] else None
         self.full = len(mine) == self.num_slots
@@ -182,26 +181,25 @@ class SlotFiller:
         self._on_device: dict[torch.device, _Indices] = {}
 
     def fill(self, home: torch.Tensor, name: str) -> torch.Tensor:
-        """(rows of this rank's homes, ...) -> (slots of this rank, ...), differentiable. Collective.
-
-        `name` tells the layer's parameters apart."""
+        """(homes of this rank, ...) -> (slots of this rank, ...), differentiable. Collective. `name`: of the
+        parameter."""
         if self.layout.slot_is_home:
             return home
         return _Fill.apply(home, self, name)
 
     def indices(self, device: torch.device) -> _Indices:
-        """Kept on the device, so that no step copies them there."""
+        """The indices on a device, cached."""
         if device not in self._on_device:
             self._on_device[device] = _Indices(*(one.to(device) for one in self._indices))
         return self._on_device[device]
 
     def start_next(self) -> None:
-        """The layer has computed: start to fill the next one's slots, inside `keep_slots`."""
+        """Called after the layer: start to fill the next one's slots, inside `keep_slots`."""
         if self.step is not None:
             self.step.start_next()
 
     def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
-        """The rows of this rank's slots that live on other ranks, by rank, in the order of their slots."""
+        """The parameters of this rank's slots whose homes are on other ranks, by rank, in the order of slots."""
         if self.step is not None:
             return self.step.arrivals(home, name)
         return self.wait(self.send_rows(home.detach(), home.dtype), ahead=False)
@@ -213,7 +211,7 @@ class SlotFiller:
         return self._exchange(rows, self.send, self.receive)
 
     def wait(self, transfer: Transfer, ahead: bool) -> torch.Tensor:
-        """What came for the slots. `ahead`: it was under way before the layer asked."""
+        """Wait for parameters of slots. `ahead`: the transfer started before the layer."""
         device = transfer.out.device
         with self.meter.span("fill", device) if self.meter is not None else nullcontext():
             arrived = transfer.wait()
@@ -221,17 +219,17 @@ class SlotFiller:
         return arrived
 
     def send_gradients(self, dslots: torch.Tensor) -> Transfer:
-        """Start to send the gradients of slots to the homes on other ranks. What comes is in order of (rank, slot)."""
+        """Start to send the gradients of slots to homes on other ranks. They arrive in order of (rank, slot)."""
         rows = dslots[self.indices(dslots.device).arrival_slots]
         self._summed += rows.nbytes
         return self._exchange(rows, self.receive, self.send)
 
     def add_up(self, back: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The gradients of rows that have several summands: what came, and those of this rank's own slots."""
+        """The gradients of `summed_rows`, from the received ones and those of this rank's own slots."""
         index = self.indices(back.device)
         rows, count = torch.cat([back, own]).flatten(1), len(index.summed_rows)
         if not torch.compiler.is_compiling() and on_gpu(rows):
-            # As `ordered_sum`, which would sort what is sorted here, and wants the rows copied into order.
+            # As `ordered_sum`, without its sort and its copy into order.
             from carpool.kernels.ordered_sum_kernel import launch
 
             wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
@@ -245,14 +243,14 @@ class SlotFiller:
         if not self.travels:
             return Transfer(rows, rows, None)
         out, rows = rows.new_empty(sum(receive), *rows.shape[1:]), rows.contiguous()
-        # torch.compile only knows the one that waits.
+        # torch.compile supports only the synchronous one.
         under_way = not torch.compiler.is_compiling()
         work = dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=under_way)
         return Transfer(out, rows, work)
 
 
 class Transfer:
-    """Rows under way between ranks, and `out`, where they arrive."""
+    """An asynchronous all-to-all, with its receive buffer `out`."""
 
     def __init__(self, out: torch.Tensor, sent: torch.Tensor, work: dist.Work | None) -> None:
         self.out = out
@@ -260,11 +258,11 @@ class Transfer:
         self._work = work
 
     def wait(self) -> torch.Tensor:
-        """The rows, for the current stream. Nothing blocks on CUDA but that stream."""
+        """Let the current stream wait, and return `out`. On CUDA the host does not wait."""
         if self._work is not None:
             self._work.wait()
             if self.out.is_cuda:
-                # It may be another stream than the one that started this, which would then use the memory again.
+                # If another stream started the transfer, it must not reuse the memory too early.
                 stream = torch.cuda.current_stream(self.out.device)
                 for tensor in (self.out, self._sent):
                     assert tensor is not None
@@ -277,7 +275,7 @@ def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
     """The weights of this rank's slots from those of its homes, differentiable. Collective unless slots are homes.
 
     Raises:
-        ValueError: experts in slices, and adapters or quantised weights, of which no slices are known."""
+        ValueError: sliced experts with adapters or quantised weights, which cannot be sliced."""
     if filler.layout.slot_is_home and filler.layout.slices == 1:
         return home
     parts = zip(ExpertWeights._fields, home, strict=True)
@@ -291,14 +289,14 @@ def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
             "parallelism alone (etp_size = 1)"
         )
     if slots.down_bias_SH is not None:
-        # Those of other slices than the first are zeros, but would get a gradient each.
+        # The biases of other slices than the first are zero, but would get a gradient each.
         slots = slots._replace(down_bias_SH=_OfFirstSlices.apply(slots.down_bias_SH, filler))
     return slots
 
 
 class _OfFirstSlices(torch.autograd.Function):
-    """Zeros for other slices. Autograd saves nothing: a product would save its factor, and a weight's gradient that is
-    computed after its backward (`carpool.ride.setup`) would have a checkpointed layer computed again for that."""
+    """Zeros for other slices than the first. Autograd saves nothing: a product would save its factor, and a deferred
+    weight gradient (`carpool.ride.setup`) would cause another recomputation of a checkpointed layer."""
 
     @staticmethod
     def forward(ctx: Any, rows_SH: torch.Tensor, filler: SlotFiller) -> torch.Tensor:

@@ -1,24 +1,24 @@
-"""A forward of one micro-batch beside a backward of another: the ride of each beside the computation of the other.
+"""The forward of one micro-batch overlapped with the backward of another: each one's ride with the other's computation.
 
-DualPipe's pairs (DeepSeek-V3, arXiv 2412.19437, section 3.2.1). A pipeline's rank has a forward and a backward to do,
-of two micro-batches in two of its stages. Each runs in a thread of its own, and wherever a ride is under way it hands
-over to the other (`carpool.ride.turns`). D: dispatch, E: experts, C: combine, A: attention; a backward begins with the
-layer's last step:
+DualPipe's pairs (DeepSeek-V3, arXiv 2412.19437, section 3.2.1). A rank of a pipeline runs a forward and a backward, of
+two micro-batches in two of its stages. Each has a thread of its own, which lets the other one run while its ride is in
+flight (`carpool.ride.turns`). D: dispatch, E: experts, C: combine, A: attention; a backward begins with the layer's
+last step:
 
     backward    D dy            E            C            A           D dy           ...
     forward            A        D            E            C           A              D
                 beside D dy   beside E   beside C    beside A
 
 The backward has the first turn, because it begins with a ride and the forward with attention. The forward is half 0 and
-runs in the caller's thread, which so goes on with its random numbers, as if there were no backward.
+runs in the caller's thread, so that its random numbers are the same as without a backward.
 
-What is computed is the same as one after the other, bit by bit, because only the backward has gradients. FSDP gathers
-and reduces as ever, but for two things. Its hooks count on one pass at a time, and here its root is in two, and so are
-the layers of a stage whose forward and backward meet (Interleaved1F1B; a V pairs two stages). So each of the two has
-phases of its own, and what the other still computes with is not freed (`carpool.parallel.fsdp.TwoPhases`). And after a
-backward FSDP closes the books of all modules: here that comes when both are done.
+The results are bit-identical to running one after the other, because only the backward has gradients. FSDP gathers and
+reduces as usual, with two exceptions. Its hooks expect one pass at a time, but here its root is in two, and so are the
+layers of a stage whose forward and backward overlap (Interleaved1F1B; a V pairs two stages). So each of the two has
+phases of its own, and parameters that the other one still uses are not freed (`carpool.parallel.fsdp.TwoPhases`). And
+FSDP's final callback, which covers all modules, runs when both are done.
 
-Weight gradients that a schedule of stages computes apart (`carpool.ride.split_backward`) come after the pair.
+Deferred weight gradients of a pipeline schedule (`carpool.ride.split_backward`) are computed after the pair.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ForwardBesideBackward:
 
     Args:
         model: plain, or sharded by FSDP2.
-        processors: is asked for the multiprocessors that are left to rides throughout (`carpool.kernels.device`).
+        processors: returns the multiprocessors that are reserved for rides (`carpool.kernels.device`).
     """
 
     def __init__(self, model: nn.Module, processors: Callable[[], int] = lambda: 0) -> None:
@@ -49,14 +49,14 @@ class ForwardBesideBackward:
         self._threads = TwoThreads()
 
     def run(self, forward: Callable[[], Result], backward: Callable[[], None], resume: Callable[[int], None]) -> Result:
-        """What `forward` returns, once both are done. All ranks call it together.
+        """Run both, and return the result of `forward`. Collective.
 
         Args:
             forward, backward: of two micro-batches.
-            resume: is called whenever one of them has the turn again: 0 the forward, 1 the backward.
+            resume: called whenever one of them gets the turn: with 0 for the forward, 1 for the backward.
 
         Raises:
-            The error of the one that failed first, if one does."""
+            The error of the one that failed first."""
         device = next(self.model.parameters()).device
         phases, replaced = fsdp.TwoPhases(self.model), fsdp.Replaced()
 
@@ -71,7 +71,7 @@ class ForwardBesideBackward:
             return forward()
 
         def back() -> None:
-            # In this thread, or on a GPU it would be autograd's own, which cannot wait for turns.
+            # In this thread: autograd's own thread, its default on a GPU, could not wait for turns.
             with torch.autograd.set_multithreading_enabled(False):
                 backward()
 

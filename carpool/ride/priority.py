@@ -1,33 +1,33 @@
-"""Rides before reductions: in the backward, FSDP2's reductions of gradients keep off the links that rides need.
+"""Rides before reductions: in the backward, FSDP2's gradient reductions wait while a ride uses the same links.
 
-FSDP reduces a layer's gradients when its backward has ended. That is the moment at which the next ride begins, on the
-same links, and for this ride the whole computation waits; for the reduction nobody does until the step's end. So here
+FSDP reduces a layer's gradients at the end of the layer's backward, when the next ride begins on the same links. The
+whole computation waits for this ride, while no one needs the reduction before the step's end. So here
 
     as FSDP does      ... attn 4 | reduce 4 . . .
                                  | dispatch . . . . . . | experts 3        | combine | attn 3 ...
     rides first       ... attn 4 | dispatch . . . | experts 3              | combine | attn 3 ...
                                                   | reduce 4 . . .                              -> next: reduce 3
 
-  - **Held**: what FSDP does at the end of a module's backward (`post_backward`: it reduces, and frees the gathered
-    parameters) waits for the next ride of the backward, until its gradients have arrived. The computation's stream has
-    waited for them then, and FSDP's reductions wait for that stream: no more is needed, on any transport. At most one
-    layer waits; what no ride releases (layers without one, the last layers of the backward) goes on when the next
-    layer ends, or before FSDP closes its books. Cost: a layer's gathered parameters and gradients stay for the length
-    of a dispatch.
-  - **Experts** that are not copied reduce nothing, but where FSDP has them (`carpool.hf.sharding`), it lets the
-    computation wait for the reduction before at their end, too. So it is held with their layer's: then a reduction has
-    the time of a whole layer. Cost: their gathered parameters stay while attention's backward runs. Where they have
-    copies (efsdp), they are reduced when their ride has ended, as ever.
+  - **Delayed reductions.** FSDP's hook at the end of a module's backward (`post_backward`: it reduces gradients, and
+    frees the gathered parameters) is delayed until the gradients of the next ride have arrived. By then the
+    computation's stream has waited for them, and FSDP's reductions wait for that stream, so this works with any
+    transport. At most one layer is delayed. Without a next ride (layers without one, the last layers of the backward)
+    the hook runs when the next layer ends, or before FSDP's final callback. Cost: a layer's gathered parameters and
+    gradients stay in memory for the length of a dispatch.
+  - **Experts** without data-parallel replicas reduce nothing, but if FSDP has them (`carpool.hf.sharding`), it lets the
+    computation wait for the previous reduction at their end, too. So their hook is delayed with their layer's, and a
+    reduction can take as long as a whole layer. Cost: their gathered parameters stay in memory during attention's
+    backward. Experts with data-parallel replicas (efsdp) are reduced when their ride has ended, as usual.
 
-The host asks for all of that in one order, the same on every rank. Holding changes no bits.
+The host enqueues all of this in one order, the same on every rank. Results do not change.
 
-Tried and taken out (docs/log.md, 2026-11-22): reductions cut into pieces that look at the links before each one (Lina,
-USENIX ATC 2023), and weight gradients of linear layers that are put off into the next ride (LANCET, arXiv 2404.19429).
-Neither made any measured step faster than holding alone.
+Tried and removed (docs/log.md, 2026-11-22): reductions in pieces that wait for idle links (Lina, USENIX ATC 2023), and
+weight gradients of linear layers deferred into the next ride (LANCET, arXiv 2404.19429). Neither made any measured step
+faster than delayed reductions alone.
 
-Only reductions wait, not FSDP's gathers: the computation needs these soon. Without FSDP (`carpool.reduce_gradients`)
-reductions come after the backward, when there are no rides to yield to. On a CPU the order is the same, and nothing
-runs beside anything. This replaces FSDP's private hooks, as `carpool.ride.two_batch` does.
+Only reductions are delayed, not FSDP's all-gathers, which the computation needs soon. Without FSDP
+(`carpool.reduce_gradients`) reductions run after the backward, when there are no rides. On a CPU the order is the same,
+without overlap. This replaces FSDP's private hooks, as `carpool.ride.two_batch` does.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from carpool.ride.turns import HALF
 
 
 class Rides(Protocol):
-    """A layer that rides."""
+    """A layer with rides."""
 
     hooks: RideHooks
 
 
 class RidesFirst(RideHooks):
-    """Inside, forward and backward of `model` run as the module's docstring says. All ranks alike.
+    """Context in which reductions of `model` are delayed; see the module's docstring. On all ranks.
 
     Args:
         model: sharded by FSDP2.
-        layers: the layers that ride, by the names of their modules, such as "model.layers.3.mlp.experts".
+        layers: the MoE layers, by the names of their modules, such as "model.layers.3.mlp.experts".
 
     Raises:
-        ValueError: nothing can wait: the model is not sharded by FSDP2.
+        ValueError: the model is not sharded by FSDP2.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Rides]) -> None:
@@ -95,12 +95,12 @@ class RidesFirst(RideHooks):
             for layer in self.layers:
                 layer.hooks = NO_HOOKS
 
-    # -- what rides say -------------------------------------------------------------------------------------------
+    # -- hooks of rides -------------------------------------------------------------------------------------------
 
     def before_experts(self) -> None:
         self._go_on()
 
-    # -- what FSDP does -------------------------------------------------------------------------------------------
+    # -- hooks of FSDP --------------------------------------------------------------------------------------------
 
     def _hold(self, group: Any) -> Callable[..., None]:
         post_backward = group.post_backward
@@ -113,7 +113,7 @@ class RidesFirst(RideHooks):
                 # Not reduced: the other half's gradients are added first (`carpool.ride.two_batch`).
                 post_backward()
             elif self._closing or (riding and not alone):
-                # Experts' gradients are there when their ride has ended: nothing is in their way.
+                # Gradients of experts are complete when their ride has ended, so that no ride competes.
                 post_backward()
             else:
                 if self._module_waits and not riding:
@@ -137,7 +137,7 @@ class RidesFirst(RideHooks):
         return closing
 
     def _go_on(self) -> None:
-        """What has waited is done now."""
+        """Run the delayed hook now."""
         held, self._held, self._module_waits = self._held, [], False
         for one in held:
             one()

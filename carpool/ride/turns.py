@@ -1,14 +1,14 @@
-"""Two threads that take turns: what one does between two hand-overs, nobody else does meanwhile.
+"""Two threads that take turns: only one of them runs between two hand-overs.
 
     half 0    attention  dispatch |              | experts  combine |
     half 1                        | attention .. |                  | experts ..          | handover()
 
 So the host enqueues the work of both halves in one fixed order: collectives start in the same order on all ranks,
-gradients are added in the same order in every run, and no state of the model is touched by two threads at a time.
+gradients are added in the same order in every run, and no two threads access the model's state at the same time.
 
-A thread gives its turn to the other and waits, with two locks that are otherwise closed. Each half has random numbers
-of its own: its generators' states come back with its turn. A checkpointed layer with drop-out would otherwise drop
-something else when it is computed again, and its gradients would be wrong.
+A thread passes its turn to the other and waits; two locks implement this. Each half has its own random numbers: the
+states of the generators are restored with its turn. Otherwise a checkpointed layer with drop-out would drop other
+elements in its recomputation, and its gradients would be wrong.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Second = TypeVar("Second")
 
 
 class AbandonedError(RuntimeError):
-    """The other half has failed; its error is the one to look at."""
+    """The other half has failed; its error is the cause."""
 
 
 class Turns:
     """The turns of one run. Half 0 has the first.
 
     Args:
-        device: whose random numbers each half has for itself, besides the CPU's.
-        resume: is called with the number of a half that has the turn again, for what else it has for itself.
-        draws: whether the halves may draw random numbers. While a CUDA graph is captured they may not: a generator's
-            state is the graph's then.
+        device: of the generator whose state each half has for itself, besides the CPU's.
+        resume: called with the number of a half that gets the turn, to restore further state of that half.
+        draws: whether the halves may draw random numbers. They may not during the capture of a CUDA graph, which owns
+            the generator's state.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class Turns:
         self._closed = threading.Lock(), threading.Lock()
         for lock in self._closed:
             lock.acquire()
-        # Waits for the other at the end of a phase, or has nothing to do any more.
+        # For each half: waiting at the end of a phase, or finished.
         self._idle = [False, False]
         self._failed = False
 
     def hand_over(self, half: int) -> None:
-        """Called by `half` in its turn; returns in its next one."""
+        """Pass the turn of `half` to the other one; returns in its next turn."""
         if not self._idle[1 - half]:
             self._give_turn(half)
 
     def meet(self, half: int) -> None:
-        """The end of a phase: neither half goes on before both have come here; half 0 goes on first."""
+        """A barrier at the end of a phase, after which half 0 continues first."""
         if not self._idle[1 - half]:
             self._idle[half] = True
             self._give_turn(half)
@@ -67,12 +67,12 @@ class Turns:
             self._give_turn(half)
 
     def begin(self, half: int) -> None:
-        """Returns in the first turn of `half`."""
+        """Wait for the first turn of `half`."""
         if half == 1:
             self._wait(half)
 
     def end(self, half: int) -> None:
-        """`half` has nothing more to do. For half 0 it returns when half 1 has ended too."""
+        """Mark `half` as finished. For half 0, returns when half 1 has finished too."""
         if half == 1:
             self._idle[half] = True
             self._closed[0].release()
@@ -81,7 +81,7 @@ class Turns:
             self._give_turn(half)
 
     def fail(self, half: int) -> None:
-        """`half` has failed: the other will, too, when it next comes to hand over."""
+        """Mark `half` as failed: the other one raises at its next hand-over."""
         self._failed = True
         self._closed[1 - half].release()
 
@@ -103,18 +103,18 @@ class Turns:
 
 
 class Half(NamedTuple):
-    """Which half of which run a thread computes."""
+    """The run and the half that a thread computes."""
 
     turns: Turns
     number: int
 
 
-# Of a thread, as a context is.
+# Of the current thread, because contexts are per thread.
 HALF: ContextVar[Half | None] = ContextVar("carpool_half", default=None)
 
 
 def half_number() -> int:
-    """The half that this thread computes; 0 if there are no halves."""
+    """The number of the half that this thread computes; 0 if there are no halves."""
     half = HALF.get()
     return 0 if half is None else half.number
 
@@ -128,18 +128,18 @@ def handover() -> None:
 
 
 class TwoThreads:
-    """The caller's thread and one more, which it keeps: the first of two pieces of work runs in the caller's.
+    """Runs two functions in the caller's thread and in a persistent second thread.
 
-    What the caller has set is set for both: context variables, autocast, the device and its stream."""
+    The second thread inherits context variables, autocast, the device and its stream."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="carpool-half-1")
 
     def run(self, turns: Turns, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-        """What the two return.
+        """Run both, and return their results.
 
         Raises:
-            The error of the one that failed first, if one does; the other has then been abandoned."""
+            The error of the one that failed first; the other one is then abandoned."""
         inherit = _thread_state(turns.device)
 
         def beside() -> Second:
@@ -173,14 +173,14 @@ def _run(half: Half, work: Callable[[], First]) -> First:
 
 
 def _thread_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """What this thread has set, for another: autocast, and the device's stream."""
+    """A context that sets this thread's autocast and stream in another thread."""
     on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def inherit() -> Iterator[None]:
         if stream is not None:
-            # A thread begins on device 0, and leaving the stream's context would go back there.
+            # A new thread is on device 0, to which leaving the stream's context would return.
             torch.cuda.set_device(device)
         with torch.autocast(device.type, dtype) if on else nullcontext(), torch.cuda.stream(stream):
             yield

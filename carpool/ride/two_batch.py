@@ -1,69 +1,67 @@
-"""Two micro-batches, half a layer apart: attention of one beside the ride of the other.
+"""Two micro-batches, half a layer apart: the attention of one overlaps the ride of the other.
 
-With accumulation of gradients the two are micro-batches as they come. A step of only one micro-batch cuts it into
-halves, which costs: kernels are smaller, and there are twice as many. Here each of the two is called a half.
+With gradient accumulation the two are successive micro-batches. A step of only one micro-batch is cut into halves,
+which costs smaller and twice as many kernels. Here each of the two is called a half.
 
-No code of the model changes. Each half runs in a thread of its own, the whole forward and then the whole backward, and
-wherever a ride is under way it hands over to the other half (`carpool.ride.turns`):
+The model's code does not change. Each half runs in a thread of its own, first the whole forward and then the whole
+backward, and lets the other one run while its ride is in flight (`carpool.ride.turns`):
 
     half 0     attn 0  dispatch . . . experts 0  combine . . . attn 1  dispatch . . .          . . .  attn 1  ...
     half 1             attn 0  dispatch . . . experts 0  combine . . . attn 1  dispatch          backward, the same
 
-The host enqueues all computation in one stream, in the order of the turns. A ride runs beside it, on the transport's
-own stream or NCCL's, and what `wait()` enqueues comes after the other half's computation. One stream for both halves,
-because then memory is used again in the order in which the host let go of it, as always: what both halves touch
-(parameters, gradients, what FSDP gathers) needs no events. And two streams of computation would only compete for the
-same multiprocessors. `nvlink` needs `side_stream` for that, and two leases (four if tokens are sent again).
+The host enqueues all computation in one stream, in the order of the turns. Rides run concurrently, on the transport's
+stream or NCCL's, and the kernels that `wait()` enqueues come after the other half's computation. Both halves share one
+stream, because then memory is reused in the order in which the host frees it, as usual: parameters, gradients and
+FSDP's gathered parameters need no events. Two streams of computation would only compete for the same multiprocessors.
+`nvlink` needs `side_stream`, and two leases (four if tokens are sent again).
 
 Neither half begins its backward before both have ended their forward. Half 0's output layer and loss hide half 1's
 last combine.
 
-What is computed: each half is a micro-batch. Losses, and gradients without FSDP, are bit by bit those of two
-micro-batches one after the other, because half 0 comes first wherever both add to the same gradient. Under FSDP the
-halves share gathers and reductions, and gradients are the same to rounding (below). Random
-numbers: half 1 has its own, seeded from half 0's, so with drop-out both differ from two micro-batches, but not from run
-to run. The balance loss is of each half, as it is of each micro-batch.
+Each half computes like a micro-batch. Losses, and gradients without FSDP, are bit-identical to two successive
+micro-batches, because half 0 is first wherever both add to the same gradient. Under FSDP the halves share all-gathers
+and reductions, and gradients are equal up to rounding (below). Half 1 has its own random numbers, seeded from half 0's,
+so with drop-out both differ from two micro-batches, but not from run to run. The balance loss is computed for each
+half, as for each micro-batch.
 
-What was tried, on 4 gloo ranks:
-  - Strict alternation holds in forward and backward, for layers of different sizes, dense layers, shared experts,
+Tried on 4 gloo ranks:
+  - Strict alternation works in forward and backward, for layers of different sizes, dense layers, shared experts,
     checkpoints with and without reentry, and compiled layers (each call has its own ticket). If one half fails, the
     other is woken and abandoned.
-  - Halves that do not meet between forward and backward. Gradients were right, but half 0's backward is in the output
-    layer before half 1's forward is, which FSDP does not expect, and nothing more is hidden.
+  - Without a barrier between forward and backward gradients were right, but half 0's backward is in the output layer
+    before half 1's forward is, which FSDP does not expect, and no more communication is hidden.
   - Each backward must run in the thread that called it, or it could not wait: `set_multithreading_enabled(False)`.
-    Otherwise, on a GPU, one thread of autograd's would run both.
+    Otherwise, on a GPU, one thread of autograd would run both.
 
-Under the capture of a CUDA graph nothing changes: both threads enqueue into the stream that is captured, one at a time,
-as autograd's own thread does, and rides fork from it and join it. A replay has the same two streams and no threads, so
-the host's time is gone. The model must draw no random numbers
-(`carpool.hf.decoder_layers.draws_random_numbers`).
+The capture of a CUDA graph works in the same way: both threads enqueue into the captured stream, one at a time, as
+autograd's thread does, and rides fork from it and join it. A replay has the same two streams and no threads, so it
+takes no host time. The model must draw no random numbers (`carpool.hf.decoder_layers.draws_random_numbers`).
 
-Not with CUDA graphs of whole layers (`mode="reduce-overhead"`), which have one memory for all calls. DeepSeek-V3 (arXiv
-2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; here there is no pipeline
-(`carpool.ride.forward_backward` is that of one).
+CUDA graphs of whole layers (`mode="reduce-overhead"`) are not supported, because they have one memory for all calls.
+DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; here there is no
+pipeline (`carpool.ride.forward_backward` is for pipelines).
 
-FSDP2 under two forwards and backwards at a time.
-
-FSDP gathers a module's parameters before its forward and frees them after it, and in the backward gathers them again,
-reduces the gradients and frees both. Its hooks count on one forward at a time: of two halves that are half a layer
-apart, the first to leave a module would free what the other computes with, and reduce gradients to which the other
-has not added. Here both halves share one pass of each module through FSDP:
+**FSDP2 with two forwards and backwards at a time.** FSDP gathers a module's parameters before its forward and frees
+them after it, and in the backward gathers them again, reduces the gradients and frees both. Its hooks expect one
+forward at a time: of two halves that are half a layer apart, the first to leave a module would free parameters that the
+other uses, and reduce gradients to which the other has not added. Here both halves share one pass of each module
+through FSDP:
 
     forward     half 0 enters: gathers    half 0 leaves    half 1 leaves: frees
     backward    half 0 enters: gathers    half 0 leaves: gradients in the dtype of the reduction, not reduced
                                           half 1 leaves: adds its own, reduces the sum, frees
-    end         half 1: what no hook has reduced (modules whose inputs need no gradient); waits for all reductions
+    end         half 1: reduces gradients that no hook has reduced (modules whose inputs need none); waits for all
 
-So parameters are gathered, and their gradients reduced, once for both halves, and not twice as for two micro-batches;
-and they stay half a layer longer than usual, not for the whole step. Gradients are those of two micro-batches of which
-only the second reduces (`set_requires_gradient_sync`): bit by bit if gradients are reduced in the dtype in which they
-are computed. In mixed precision a part of half 1's may be added in bfloat16 already.
+So parameters are gathered, and their gradients reduced, once for both halves, and not twice as for two micro-batches.
+They stay in memory half a layer longer than usual, not for the whole step. Gradients are those of two micro-batches of
+which only the second reduces (`set_requires_gradient_sync`): bit-identical if gradients are reduced in the dtype in
+which they are computed. In mixed precision a part of half 1's may already be added in bfloat16.
 
-Tried instead, on 4 ranks with fsdp 4 and ep 2:
-  - FSDP as it is: half 1 computes with a weight whose memory has been freed, and PyTorch raises.
+Alternatives, tried on 4 ranks with fsdp 4 and ep 2:
+  - FSDP unchanged: half 1 computes with a weight whose memory has been freed, and PyTorch raises.
   - FSDP's public switches, `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)`: most gradients
-    are missing. The callback at the end of half 0's backward closes the books of all modules, half 1's included. With
-    `set_requires_gradient_sync(False)` besides, nobody ever reduces, or the whole model at the end, hidden by nothing.
+    are missing, because the callback at the end of half 0's backward finishes all modules, half 1's included. With
+    `set_requires_gradient_sync(False)`, too, gradients are never reduced, or all at the end, without overlap.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ class TwoBatch:
         model: plain, or sharded by FSDP2.
 
     Raises:
-        ValueError: the model is wrapped in something whose hooks count on one backward at a time.
+        ValueError: the model is wrapped in a module whose hooks expect one backward at a time.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -106,18 +104,18 @@ class TwoBatch:
         self._threads = TwoThreads()
 
     def backward(self, losses: Sequence[Loss], processors: int = 0) -> list[torch.Tensor]:
-        """Compute two losses and accumulate the gradients of both. All ranks call it together.
+        """Compute two losses and accumulate the gradients of both. Collective.
 
         Args:
             losses: two functions, each of which runs the model's forward on its half and returns a scalar. The second
                 runs in another thread.
-            processors: multiprocessors that are left to rides throughout (`carpool.kernels.device`).
+            processors: multiprocessors that are reserved for rides (`carpool.kernels.device`).
 
         Returns:
-            Their values, detached.
+            The losses, detached.
 
         Raises:
-            The error of the half that failed first, if one does; gradients are worthless then.
+            The error of the half that failed first; gradients are invalid then.
         """
         if len(losses) != 2:
             raise ValueError(f"two batches take two losses, not {len(losses)}")
@@ -141,7 +139,7 @@ class TwoBatch:
 
 
 class _Shared:
-    """Stands for the hooks of one of FSDP's parameter groups, which both halves pass."""
+    """Replaces the hooks of one of FSDP's parameter groups, through which both halves pass."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -150,8 +148,8 @@ class _Shared:
 
     def pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         half = _half()
-        # Each half enters by itself, or its gradients would pass without the hook that the backward needs. Several
-        # modules may be one group: then a half enters with the first.
+        # Called for each half, because the original hook registers the hook of the half's backward. Several modules may
+        # be one group: then a half enters with the first.
         fsdp.set_phase(self.group, "forward" if self.inside[half] else "idle")
         self.inside[half] = True
         return self.enter(module, args, kwargs)
@@ -159,7 +157,7 @@ class _Shared:
     def post_forward(self, module: Any, given: Any, output: Any) -> Any:
         half = _half()
         self.inside[half] = False
-        # A module that is used again may have the other half inside.
+        # The other half may be inside a module that is used twice.
         if half == 0 or self.inside[0]:
             return output
         return self.leave(module, given, output)
@@ -169,14 +167,14 @@ class _Shared:
             self.reduce()
             return
         fsdp.reduce_later(self.group, self.reduce)
-        # It has not been through: half 1 is still inside.
+        # Half 1 is still inside.
         fsdp.set_phase(self.group, "pre_backward")
 
 
 @contextmanager
 def shared_shards(model: nn.Module) -> Iterator[None]:
-    """Inside, two halves may run through the FSDP2 modules of a model, half 0 first, one phase after the other."""
-    # Somebody else's may stand there: `carpool.ride.priority`'s.
+    """Context in which two halves may run through the FSDP2 modules of a model, half 0 first, phase by phase."""
+    # Hooks may already be replaced by `carpool.ride.priority`.
     replaced = fsdp.Replaced()
     try:
         for state in fsdp.states(model):

@@ -111,7 +111,7 @@ def refusals() -> list[str]:
 
 def test_what_slices_cannot_do_is_refused(ranks: Ranks) -> None:
     for other, limit, size in ranks(refusals):
-        assert "cuts each expert into 4 slices, the layer has 2: a slice is a row of the parameters" in other
+        assert "cuts each expert into 4 slices, the layer has 2: their number is part of the parameters' shape" in other
         assert "a token visits every slice of its experts, and MoE cuts each into 2" in limit
         assert "have a hidden dimension of 12, which 5 slices do not divide" in size and "1, 2, 3, 4, 6, 12" in size
 

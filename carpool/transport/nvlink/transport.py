@@ -349,8 +349,8 @@ class NVLink(VerbRunner, Transport):
         hidden, row_bytes = x_TH.shape[1], x_TH.shape[1] * x_TH.element_size()
         if row_bytes % 16:
             raise ValueError(
-                f"transport 'nvlink' moves rows in pieces of 16 bytes, but {hidden} x {x_TH.dtype} are {row_bytes} "
-                "bytes: use a hidden size that is a multiple of 8, or transport 'dedup'"
+                f"transport 'nvlink' sends hidden states in units of 16 bytes, but {hidden} x {x_TH.dtype} are "
+                f"{row_bytes} bytes: use a hidden size that is a multiple of 8, or transport 'dedup'"
             )
         lease = self.buffers.acquire(row_bytes, route.top_k)
         route.lease = lease
