@@ -66,7 +66,7 @@ PREDICTS = {
 NOT_RUN = {
     ("finetune.md", "carpool chat"): "asks a person, and needs a file of prompts of the reader's own",
     ("finetune.md", "--experts host"): "needs the run of another example, whose choices decide how many experts come",
-    ("install.md", "carpool doctor"): "says what this machine has: versions, files, devices",
+    ("index.md", "carpool doctor"): "says what this machine has: versions, files, devices",
     ("measurements.md", "benchmarks.bubbles"): "measures shares of time, which depend on what else the machine does",
 }
 # Blocks without a language that are the output of no block of commands, by the page and the words they begin with.
