@@ -56,28 +56,24 @@ if TYPE_CHECKING:
 
 def evaluate(run: Run) -> None:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
-    with full_capacity(capacities_of_rides(run.built.rides)):
-        _evaluate(run)
-
-
-def _evaluate(run: Run) -> None:
-    if len(run.data.held_out):
-        loss, tokens = _held_out(run)
-        run.records.write("eval", run.step, loss=loss, tokens=tokens)
-        if run.losses["first_eval_loss"] is None:
-            run.losses["first_eval_loss"] = loss
-        run.losses["final_eval_loss"] = loss
-        run.records.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
-    training = run.config.training
-    # The stages of a pipeline do not generate.
-    if training.sample_prompt is not None and run.plan.pipeline is None:
-        context = run.built.objective.context
-        with eagerly(), run.built.objective.cast(run.built.device), nullcontext() if context is None else context.off():
-            text = sample(
-                run.built.model, run.tokenizer, training.sample_prompt, max_new_tokens=training.sample_tokens,
-                seed=training.seed, context=run.plan.sequence_length,
-            )  # fmt: skip
-        run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
+    training, built = run.config.training, run.built
+    with full_capacity(capacities_of_rides(built.rides)):
+        if len(run.data.held_out):
+            loss, tokens = _held_out(run)
+            run.records.write("eval", run.step, loss=loss, tokens=tokens)
+            if run.losses["first_eval_loss"] is None:
+                run.losses["first_eval_loss"] = loss
+            run.losses["final_eval_loss"] = loss
+            run.records.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
+        # The stages of a pipeline do not generate.
+        if training.sample_prompt is not None and run.plan.pipeline is None:
+            context = built.objective.context
+            with eagerly(), built.objective.cast(built.device), nullcontext() if context is None else context.off():
+                text = sample(
+                    built.model, run.tokenizer, training.sample_prompt, max_new_tokens=training.sample_tokens,
+                    seed=training.seed, context=run.plan.sequence_length,
+                )  # fmt: skip
+            run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
 
 
 def _held_out(run: Run) -> tuple[float, int]:
@@ -152,8 +148,7 @@ def save(run: Run) -> Path | None:
             write_files=run.placement.write_files,
         )  # fmt: skip
     except CheckpointWriteError as error:
-        run.records.unwritten["checkpoint"] = str(error)
-        run.records.say(f"warning: step {run.step}: {error}")
+        run.records.missed("checkpoint", error, f"step {run.step}: ")
         return None
     if run.built.adapted:
         _save_adapter(run)
@@ -222,11 +217,9 @@ def _save_adapter(run: Run) -> None:
     """The adapter as it is now, in peft's format."""
     try:
         save_adapter(run.built.model, run.folder / ADAPTER)
+        run.records.unwritten.pop("adapter", None)
     except CheckpointWriteError as error:
-        run.records.unwritten["adapter"] = str(error)
-        run.records.say(f"warning: {error}")
-        return
-    run.records.unwritten.pop("adapter", None)
+        run.records.missed("adapter", error)
 
 
 def _export(run: Run) -> None:
@@ -235,12 +228,9 @@ def _export(run: Run) -> None:
         if run.saved_at != run.step:
             raise CheckpointWriteError(f"{target} was not written: there is no checkpoint of step {run.step}")
         checkpoint = run.checkpoints.folder / checkpoint_name(run.step)
-        exported = export_checkpoint(run.folder, checkpoint, target, replace=True)
+        run.records.say(f"model for transformers: {export_checkpoint(run.folder, checkpoint, target, replace=True)}")
     except (CheckpointError, CheckpointWriteError) as error:
-        run.records.unwritten["model"] = str(error)
-        run.records.say(f"warning: {error}")
-        return
-    run.records.say(f"model for transformers: {exported}")
+        run.records.missed("model", error)
 
 
 def _compare(run: Run) -> dict[str, Any] | None:

@@ -266,11 +266,12 @@ def update(run: Run) -> tuple[Losses, float, int]:
 
 def _launch(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     """As `gradients`. Then the device has work, and the host does what would else keep it waiting."""
-    found = gradients(run, batches)
+    found, device = gradients(run, batches), run.built.device
     record(run)
-    run.rode = start_numbers(run)
+    # Collective; waits for the end of the step's rides if they are timed.
+    run.rode = run.built.metrics.start(device, beside=(peak_memory(device) - run.memory_before,))
     if run.metrics:
-        run.measured = start_metrics(run.metrics, run.built.model, run.built.device)
+        run.measured = start_metrics(run.metrics, run.built.model, device)
     return found
 
 
@@ -321,13 +322,6 @@ def _stop_not_finite(run: Run, loss: float, norm: float, batches: list[Batch]) -
         f"step {run.step}: loss {loss:g}, gradient norm {norm:g}: {where}. {made}; {good}. "
         "Lower training.learning_rate or training.max_grad_norm, or look at that layer's input"
     )
-
-
-def start_numbers(run: Run) -> LaterRecord:
-    """The numbers of the rides of the step that is being computed, and its peak of memory up to here. Collective; waits
-    for the end of its rides if they are timed."""
-    device = run.built.device
-    return run.built.metrics.start(device, beside=(peak_memory(device) - run.memory_before,))
 
 
 def step_numbers(run: Run, losses: Losses, norm: float, begin: float) -> StepNumbers:

@@ -75,7 +75,9 @@ def profile(
     recorded = folder / PROFILE
     if dist.get_rank() == 0:
         recorded.mkdir(parents=True, exist_ok=True)
-        _remove_old(recorded)
+        old = [METRICS, INFO, CONFIG, LAYOUT, "profile.json", "trace.json.gz"]
+        for path in [*(recorded / name for name in old), *recorded.glob("rank*.json.gz")]:
+            path.unlink(missing_ok=True)
     dist.barrier()
     run = start_run(_as_profiled(config, folder, recorded), None, command, fixed)
     try:
@@ -101,12 +103,6 @@ def _check_profiler() -> None:
             "this build of PyTorch cannot record what runs on a GPU (torch.profiler has no CUDA activity); install one "
             "with CUPTI, or profile on the CPU with parallelism.device=cpu"
         )
-
-
-def _remove_old(recorded: Path) -> None:
-    old = [METRICS, INFO, CONFIG, LAYOUT, "profile.json", "trace.json.gz"]
-    for path in [*(recorded / name for name in old), *recorded.glob("rank*.json.gz")]:
-        path.unlink(missing_ok=True)
 
 
 def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:

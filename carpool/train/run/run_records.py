@@ -59,6 +59,11 @@ class Records:
     def write(self, kind: str, step: int, **fields: Any) -> None:
         self.recorder.write(kind, step, **fields)
 
+    def missed(self, name: str, error: Exception, when: str = "") -> None:
+        """Note, and say, that something could not be written."""
+        self.unwritten[name] = str(error)
+        self.say(f"warning: {when}{error}")
+
     def write_info(self) -> None:
         """Write run.json again, on rank 0."""
         if self.main:
