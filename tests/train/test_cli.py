@@ -119,6 +119,8 @@ def test_errors_of_the_input_are_one_line(tmp_path):
 )
 def test_paths_are_checked_before_ranks_are_started(monkeypatch, tmp_path, setting, message):
     monkeypatch.setattr("carpool.train.launch.start.run", pytest.fail)
+    # A busy machine takes long enough for that to speak.
+    monkeypatch.setattr(sys.modules["carpool.cli.train"], "said_if_slow", contextlib.nullcontext)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     (tmp_path / "file").touch()

@@ -44,8 +44,7 @@ class RankFailure(RuntimeError):
     """A rank that this process started has failed, and the others were stopped.
 
     Attributes:
-        rank: The rank that failed first.
-        pid: Its process on this machine.
+        rank, pid: The rank that failed first, and its process on this machine.
         exit_code: Its exit code; negative: the signal that killed it.
         user_error: Did it refuse something that a user can put right? Then `str(self)` is that alone.
         traceback: Python's traceback in that rank, or "".
@@ -66,14 +65,11 @@ class Interrupted(RuntimeError):
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Is the text of this error meant for users, and says what to do? Others are shown with a traceback.
-
-    These are refused input (ValueError), a full disk and the like (OSError), and a loss that is not a number
-    (ArithmeticError), but not a lost connection.
-    """
-    return isinstance(error, (ValueError, OSError, ArithmeticError)) and not isinstance(
-        error, (ConnectionError, TimeoutError)
-    )
+    """Is the text of this error meant for users, and says what to do? Others are shown with a traceback. These are
+    refused input (ValueError), a full disk and the like (OSError), and a loss that is not a number (ArithmeticError),
+    but not a lost connection."""
+    lost = isinstance(error, (ConnectionError, TimeoutError))
+    return isinstance(error, (ValueError, OSError, ArithmeticError)) and not lost
 
 
 def text_of(error: BaseException) -> str:
@@ -146,7 +142,6 @@ def rank_failure(
     Args:
         failures: By rank, in the order in which they were noticed; not empty.
         ranks: How many ranks there were.
-        config: Says where checkpoints are.
         logs: The agent's folder of logs, which has what ranks other than 0 wrote.
         started: When the ranks were started, in seconds since the epoch.
     """
@@ -195,10 +190,8 @@ def resume_hint(config: Config) -> str:
     if saved := _checkpoints(config):
         return f"continue from {saved[-1]} with the same command and training.resume_from_checkpoint=last"
     folder = config.training.folder
-    again = ", so start again"
-    if (folder / METRICS).exists():
-        again = ": begin again with the same command and training.resume_from_checkpoint=auto"
-    return f"no checkpoint was written to {folder} yet{again}"
+    auto = ": begin again with the same command and training.resume_from_checkpoint=auto"
+    return f"no checkpoint was written to {folder} yet{auto if (folder / METRICS).exists() else ', so start again'}"
 
 
 def _checkpoints(config: Config) -> list[Path]:

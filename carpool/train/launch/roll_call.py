@@ -147,10 +147,8 @@ class RollCall:
                 return
 
     def _gone(self, ranks: Sequence[int]) -> str:
-        return (
-            f"{self._name(ranks)} does not answer any more: its processes have ended or stand still, or its link is "
-            "down or too slow"
-        )
+        why = "its processes have ended or stand still, or its link is down or too slow"
+        return f"{self._name(ranks)} does not answer any more: {why}"
 
     def _unreached(self, seconds: float) -> str:
         return (

@@ -82,11 +82,7 @@ def run(config: Config, entry: Callable[..., None] | str, *, debug: bool = False
 
 
 def local_ranks(config: Config) -> int:
-    """How many ranks this machine starts for `config`.
-
-    Raises:
-        ValueError: more ranks than GPUs.
-    """
+    """How many ranks this machine starts for `config`. ValueError for more ranks than GPUs."""
     asked = config.parallelism.num_ranks
     if not use_cuda(config):
         return CPU_RANKS if asked is None else asked
@@ -102,10 +98,7 @@ def local_ranks(config: Config) -> int:
 
 
 def startable_ranks(config: Config) -> int:
-    """`local_ranks`, if this machine can start so many.
-
-    Raises:
-        ValueError: it cannot, or the degrees of parallelism do not fit their number."""
+    """`local_ranks`; ValueError if this machine cannot start so many, or the degrees of parallelism do not fit."""
     ranks = local_ranks(config)
     config.parallelism.check_ranks(ranks)
     needed, memory = ranks * _RANK_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

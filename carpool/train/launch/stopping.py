@@ -1,7 +1,7 @@
 """Stopping a run without losing a step: what SIGTERM and SIGUSR1 do.
 
 Slurm sends SIGTERM when it takes nodes away, and the signal that `--signal=USR1@120` names some time before the end.
-PyTorch's agent would end ranks at once.
+PyTorch's agent would pass it on to whole process groups, and kill who has not ended after 30 s (before 2.12, always).
 
     1. the signal is noted: by Carpool's agent, which passes it on to its ranks, or by the ranks themselves
     2. at the end of the step all ranks learn of it, from one more number in a reduction that they do anyway

@@ -95,8 +95,7 @@ class Watchdog:
     gives up and cannot be interrupted. So this thread looks too: if a rank is missing and `stop` has not been called
     `grace` seconds later, it logs and records which, and ends the process with exit code 1.
 
-    Args:
-        buffers: gives the buffers of the moment.
+    `buffers` gives the buffers of the moment.
     """
 
     def __init__(self, buffers: Callable[[], Sequence[Buffers]], grace: float = WATCHDOG_GRACE_SECONDS) -> None:
@@ -169,11 +168,8 @@ def use_cuda(config: Config) -> bool:
 
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[None]:
-    """The default process group: NCCL with this rank's GPU, or gloo; left at the end, on errors too.
-
-    Raises:
-        ValueError: this rank has no GPU of its own, or the ranks do not meet.
-    """
+    """The default process group: NCCL with this rank's GPU, or gloo; left at the end, on errors too. ValueError if
+    this rank has no GPU of its own, or the ranks do not meet."""
     import torch
     import torch.distributed as dist
 
@@ -201,13 +197,8 @@ def process_group(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _meeting(timeout: float) -> Iterator[None]:
-    """Ranks meet inside. Those that no agent has started wait for each other, which a person sees and may help with.
-
-    Args:
-        timeout: seconds that PyTorch waits.
-
-    Raises:
-        ValueError: they do not meet."""
+    """Ranks meet inside. Those that no agent has started wait for each other, which a person sees and may help with;
+    ValueError if they do not meet. `timeout`: seconds that PyTorch waits."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield
         return
@@ -323,7 +314,7 @@ def lasting_output() -> Iterator[None]:
             # Closed before Python started: a file of the run's must not get this number, here or in a rank.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest number that is free
     # Python has None for what was closed, and libraries write to it.
-    null: TextIO = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
+    null: Any = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
     before = sys.stdout or null, sys.stderr or null
     lasting: tuple[Any, Any] = _Lasting(before[0], "output", "stderr"), _Lasting(before[1], "error", "stdout")
     sys.stdout, sys.stderr = lasting
