@@ -8,12 +8,21 @@ import pytest
 import torch
 
 from carpool.experts import make_activation, make_experts
-from carpool.experts.quantised import Kind, Quantised, dequantise, quantise, quantised_bytes
+from carpool.experts.quantised import (
+    Kind,
+    Quantised,
+    dequantise,
+    dequantised_rows,
+    parts_of_scale,
+    quantise,
+    quantised_bytes,
+    tables_of,
+)
 from tests.experts_problem import ExpertProblem
 
-KINDS: tuple[Kind, ...] = ("nf4", "int8")
+KINDS: tuple[Kind, ...] = ("nf4", "mxfp4", "int8")
 # Of `digest`, as bitsandbytes 0.50.2 made them (`test_equals_bitsandbytes`, where it is installed).
-OF_BITSANDBYTES = {"nf4": "222797d84cbb4080", "int8": "9a111571496bc18e"}
+OF_BITSANDBYTES = {"nf4": "68b20bc57a0e5d81", "int8": "9a111571496bc18e"}
 
 
 def stack(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -28,38 +37,66 @@ def digest(one: Quantised) -> str:
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in (one.code, one.scale, values))).hexdigest()[:16]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_BITSANDBYTES)
 def test_equals_what_bitsandbytes_made(kind: Kind) -> None:
     assert digest(quantise(stack(), kind)) == OF_BITSANDBYTES[kind]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_BITSANDBYTES)
 def test_equals_bitsandbytes(kind: Kind, dtype: torch.dtype) -> None:
     theirs = pytest.importorskip("bitsandbytes").functional
     weight = stack(dtype)
     ours = quantise(weight, kind)
     for expert, one in enumerate(weight):
         if kind == "nf4":
-            code, state = theirs.quantize_4bit(one, blocksize=64, quant_type="nf4")
-            scale, values = state.absmax, theirs.dequantize_4bit(code, state)
+            code, state = theirs.quantize_4bit(one, blocksize=64, quant_type="nf4", compress_statistics=True)
+            values = theirs.dequantize_4bit(code, state)
+            codes, floats = parts_of_scale(ours.scale, state.absmax.numel())
+            assert torch.equal(codes[expert], state.absmax.flatten())
+            assert torch.equal(tables_of("nf4", one.device)[16:], state.state2.code)
+            assert torch.allclose(floats[expert], torch.cat((state.state2.absmax, state.offset[None])), rtol=1e-6)
         else:
             code, scale, _ = theirs.int8_vectorwise_quant(one)
             code = torch.where(scale[:, None] == 0, 0, code)
             values = theirs.int8_vectorwise_dequant(code, scale).to(dtype)
+            assert torch.equal(ours.scale[expert].flatten(), scale.flatten())
         assert torch.equal(ours.code[expert].flatten(), code.flatten())
-        assert torch.equal(ours.scale[expert].flatten(), scale.flatten())
-        assert torch.equal(dequantise(*ours, dtype)[expert], values)
+        got = dequantise(*ours, dtype)[expert]
+        # The mean of magnitudes is rounded otherwise.
+        assert torch.equal(got, values) if kind == "int8" else torch.allclose(got, values, rtol=1e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("nf4", 0.16), ("int8", 0.008)])
+def test_mxfp4_is_what_transformers_reads() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 37, 6, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(117, 134, (3, 37, 6), dtype=torch.uint8, generator=generator)
+    want = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    got = dequantise(blocks.flatten(-2), scales, torch.bfloat16)
+    assert torch.equal(got, want.transpose(1, 2))
+    # What is published so comes out as it was, though another code may stand for it.
+    assert torch.equal(dequantise(*quantise(got, "mxfp4"), torch.bfloat16), got)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("nf4", 0.17), ("mxfp4", 0.25), ("int8", 0.008)])
 def test_errors_are_half_a_step_and_zeros_stay(kind: Kind, most: float) -> None:
-    weight = stack(torch.float32)
+    # Without the expert of which one value is 1e4: 256 magnitudes of nf4 share a scale.
+    weight = stack(torch.float32)[:2]
     one = quantise(weight, kind)
     error = (dequantise(*one, torch.float32) - weight).abs()
-    largest = one.scale.repeat_interleave(192 // one.scale.shape[-1], -1)
+    blocks = weight.unflatten(-1, (-1, {"nf4": 64, "mxfp4": 32, "int8": 192}[kind]))
+    largest = blocks.abs().amax(-1, keepdim=True).expand_as(blocks).flatten(-2)
     assert (error <= most * largest).all() and not error[0, 0].any() and not error[1, 5, :64].any()
     assert one.nbytes == quantised_bytes(kind, weight.shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_an_embedding(kind: Kind) -> None:
+    one = quantise(stack()[:1], kind)
+    index = torch.tensor([[3, 0, 36], [3, 7, 5]])
+    assert torch.equal(dequantised_rows(*one, index, torch.bfloat16), dequantise(*one, torch.bfloat16)[0][index])
 
 
 def test_rows_that_are_no_blocks() -> None:
@@ -69,7 +106,7 @@ def test_rows_that_are_no_blocks() -> None:
 
 def problem(kind: Kind, transposed: bool, dtype: torch.dtype) -> tuple[ExpertProblem, ExpertProblem]:
     """With quantised matrices, and with what they are dequantised to. Rows of int8 are of any length."""
-    hidden, inner = (64, 192) if kind == "nf4" else (37, 19)
+    hidden, inner = (37, 19) if kind == "int8" else (64, 192)
     made = ExpertProblem(
         "random", hidden, inner, make_activation("silu", True), True, dtype, transposed, ranks=(3, 5), frozen=True
     )

@@ -1,16 +1,25 @@
-"""Frozen matrices of experts in 4 or 8 bits, and back: the base of QLoRA (Dettmers et al., arXiv 2305.14314).
+"""Frozen matrices in 4 or 8 bits, and back: the base of QLoRA (Dettmers et al., arXiv 2305.14314).
 
-    nf4     a value is one of 16 levels times the largest magnitude of its block of 64 in a row: 4.5 bits
+    nf4     a value is one of 16 levels times the largest magnitude of its block of 64 in a row; these magnitudes are
+            themselves kept in 8 bits (double quantisation): 4.13 bits
+    mxfp4   a value is one of 16 numbers of 4 bits times a power of two of its block of 32 inputs: 4.25 bits. So is
+            gpt-oss published (OCP Microscaling 1.0), and its files are kept as they are
     int8    a value is a whole number from -127 to 127, times the largest magnitude of its row / 127: 8 bits
 
     row 0.5 -2 1 ...     largest magnitude 2; 0.25 -1 0.5 -> nearest levels 0.2461 -1 0.4407 -> codes 10 0 12
 
-A row is one of the memory's, so experts stored (in, out) have blocks along their outputs. Two codes of nf4 share a
-byte, the first in its upper half; scales are float32. Both are what bitsandbytes keeps (`quantize_4bit` without nested
-statistics, `int8_vectorwise_quant`), bit by bit, which tests check. torchao's NF4 has the same levels and blocks, and
-rounds the scales once more (QLoRA's double quantisation: 0.4 bits a value less).
+A row is one of the memory's, so in nf4 and int8 experts stored (in, out) have blocks along their outputs; in mxfp4 rows
+are outputs always. Two codes of 4 bits share a byte; the first is in the upper half in nf4, in the lower in mxfp4.
 
-Rows of experts are quantised alone, so codes do not depend on how experts are sharded.
+Magnitudes of nf4, m of all G blocks of a matrix, are kept as 8-bit codes of m - mean(m), with a float32 scale for each
+256 of them:
+
+    scale    G codes, 0 to 3 bytes that mean nothing, G / 256 scales, the mean       one run of bytes for each matrix
+
+nf4 and int8 are what bitsandbytes keeps (`quantize_4bit` with `compress_statistics`, `int8_vectorwise_quant`), bit by
+bit but for how the mean is rounded, which tests check.
+
+Matrices of a stack are quantised alone, so codes of experts do not depend on how these are sharded.
 
 A product dequantises a layer's matrix right before it reads it, forward and backward, and lets it go: experts without
 rows are left out, and the most that there is at a time is one matrix of one layer. In a step that takes as long as
@@ -31,14 +40,17 @@ import torch.nn.functional as F
 from carpool.experts import pairs as sides
 from carpool.experts.base import ExpertWeights
 
-Kind = Literal["nf4", "int8"]
-BLOCK = 64
+Kind = Literal["nf4", "mxfp4", "int8"]
+BLOCK = {"nf4": 64, "mxfp4": 32}
+SUPERBLOCK = 256  # magnitudes of nf4 that share a scale
 # Quantiles of a normal distribution (QLoRA, appendix E), as bitsandbytes has them.
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+# Of 4 bits: a sign, two of exponent, one of mantissa.
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 STEP = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 
 
@@ -46,8 +58,9 @@ class Quantised(NamedTuple):
     """A stack of matrices.
 
     Attributes:
-        code: (S, A, B / 2) uint8 in nf4, (S, A, B) int8 in int8.
-        scale: (S, A, B / 64) or (S, A, 1) float32, the largest magnitude of a block or a row.
+        code: (S, A, B / 2) uint8, (S, A, B) int8 in int8. In mxfp4 A are outputs, whichever way the matrices lie.
+        scale: of nf4 (S, bytes) uint8, see the module's docstring; of mxfp4 (S, A, B / 32) uint8, exponents + 127; of
+            int8 (S, A, 1) float32, the largest magnitude of a row.
     """
 
     code: torch.Tensor
@@ -58,47 +71,100 @@ class Quantised(NamedTuple):
         return self.code.nbytes + self.scale.nbytes
 
 
+def kind_of(scale: torch.Tensor) -> Kind:
+    """How something is quantised, by its scales."""
+    return "int8" if scale.dtype == torch.float32 else "nf4" if scale.dim() == 2 else "mxfp4"
+
+
 def why_not(kind: Kind, shape: Sequence[int]) -> str | None:
     """Why matrices of this shape cannot be quantised so; None: they can."""
-    if kind == "nf4" and shape[-1] % BLOCK:
-        return f"nf4 has blocks of {BLOCK} values of a row, and rows of {tuple(shape)} do not divide into these"
+    if kind != "int8" and shape[-1] % BLOCK[kind]:
+        return (
+            f"{kind} has blocks of {BLOCK[kind]} values of a row, and rows of {tuple(shape)} do not divide into these"
+        )
     return None
 
 
 def quantised_bytes(kind: Kind, shape: Sequence[int]) -> int:
     """Of a stack of matrices, codes and scales."""
     elements, rows = math.prod(shape), math.prod(shape[:-1])
-    return elements // 2 + elements // BLOCK * 4 if kind == "nf4" else elements + rows * 4
+    if kind == "int8":
+        return elements + rows * 4
+    if kind == "mxfp4":
+        return elements // 2 + elements // BLOCK[kind]
+    matrices = math.prod(shape[:-2])
+    return elements // 2 + matrices * _statistics(elements // BLOCK[kind] // max(1, matrices))[1]
+
+
+def _statistics(groups: int) -> tuple[int, int]:
+    """Of the bytes of nf4's scales of a matrix with so many blocks: where floats begin, and how many there are."""
+    first = -(-groups // 4) * 4
+    return first, first + 4 * (-(-groups // SUPERBLOCK) + 1)
+
+
+def parts_of_scale(scale: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of nf4's scales, views: (S, groups) codes, and (S, groups / 256 + 1) float32, of which the mean is the last."""
+    return scale[:, :groups], scale[:, _statistics(groups)[0] :].view(torch.float32)
 
 
 @torch.no_grad()
 def quantise(weight_SAB: torch.Tensor, kind: Kind) -> Quantised:
-    """Codes and scales, one expert after another.
+    """Codes and scales, one matrix after another. In mxfp4 rows are to be outputs.
 
     Raises:
         ValueError: a shape that cannot be quantised so."""
     if why := why_not(kind, weight_SAB.shape):
         raise ValueError(why)
     slots, rows, width = weight_SAB.shape
-    packed, dtype, groups = (width // 2, torch.uint8, width // BLOCK) if kind == "nf4" else (width, torch.int8, 1)
+    packed, dtype = (width, torch.int8) if kind == "int8" else (width // 2, torch.uint8)
     code = torch.empty(slots, rows, packed, dtype=dtype, device=weight_SAB.device)
-    scale = torch.empty(slots, rows, groups, dtype=torch.float32, device=weight_SAB.device)
+    shape: tuple[int, ...] = (slots, rows, 1)
+    if kind == "nf4":
+        shape = slots, _statistics(rows * width // BLOCK[kind])[1]
+    elif kind == "mxfp4":
+        shape = slots, rows, width // BLOCK[kind]
+    scale = torch.zeros(shape, dtype=torch.float32 if kind == "int8" else torch.uint8, device=weight_SAB.device)
     for slot, weight_AB in enumerate(weight_SAB):
         if kind == "nf4":
-            code[slot], scale[slot] = _to_nf4(weight_AB)
+            code[slot] = _to_nf4(weight_AB, scale[slot])
         else:
-            code[slot], scale[slot] = _to_int8(weight_AB)
+            code[slot], scale[slot] = _to_int8(weight_AB) if kind == "int8" else _to_mxfp4(weight_AB)
     return Quantised(code, scale)
 
 
-def _to_nf4(weight_AB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = weight_AB.float().unflatten(-1, (-1, BLOCK))
-    scale = blocks.abs().amax(-1)
+def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.bucketize(values, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+def _to_blocks(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     # bitsandbytes multiplies by the reciprocal.
-    scaled = (blocks * (1.0 / scale.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
-    level = torch.tensor(LEVELS, device=blocks.device)
-    code = torch.bucketize(scaled, (level[1:] + level[:-1]) / 2, out_int32=True).to(torch.uint8)
-    return (code[..., ::2] << 4 | code[..., 1::2]).flatten(-2), scale
+    return (values * (1.0 / largest.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
+
+
+def _to_nf4(weight_AB: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes; statistics go into `scale`."""
+    blocks = weight_AB.float().unflatten(-1, (-1, BLOCK["nf4"]))
+    largest = blocks.abs().amax(-1)
+    tables = tables_of("nf4", weight_AB.device)
+    code = _nearest(_to_blocks(blocks, largest), tables[:16])
+    # In float64 the mean does not depend on the order, so that all devices find the same.
+    mean = largest.mean(dtype=torch.float64).float()
+    codes, floats = (part[0] for part in parts_of_scale(scale.unsqueeze(0), largest.numel()))
+    around = (largest - mean).flatten()
+    wide = F.pad(around, (0, -len(around) % SUPERBLOCK)).view(-1, SUPERBLOCK)
+    floats[:-1], floats[-1] = wide.abs().amax(-1), mean
+    codes.copy_(_nearest(_to_blocks(wide, floats[:-1]), tables[16:]).flatten()[: len(around)])
+    return (code[..., ::2] << 4 | code[..., 1::2]).flatten(-2)
+
+
+def _to_mxfp4(weight_AB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = weight_AB.float().unflatten(-1, (-1, BLOCK["mxfp4"]))
+    largest = blocks.abs().amax(-1)
+    # 6 = 1.5 * 2**2 is the largest number; `frexp` has mantissas below 1.
+    exponent = torch.where(largest > 0, (torch.frexp(largest).exponent - 3).clamp(-126, 127), 0)
+    scaled = blocks * torch.ldexp(torch.ones_like(largest), -exponent).unsqueeze(-1)
+    code = _nearest(scaled.abs(), torch.tensor(FP4, device=scaled.device)) | torch.signbit(scaled).to(torch.uint8) << 3
+    return (code[..., ::2] | code[..., 1::2] << 4).flatten(-2), (exponent + 127).to(torch.uint8)
 
 
 def _to_int8(weight_AB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,27 +182,72 @@ def dequantise(
         offsets_S: where each slot's rows end. On GPUs matrices of slots without rows are then left as they are in
             memory, for nobody reads them.
     """
+    kind = kind_of(scale)
     if sides.on_gpu(code):
         from carpool.experts import quantised_kernels
 
-        return quantised_kernels.dequantise(code, scale, dtype, offsets_S, levels(code.device), BLOCK, STEP)
-    nf4, level = code.dtype == torch.uint8, torch.tensor(LEVELS)
-    pairs = torch.stack((level.repeat_interleave(16), level.repeat(16)), 1)  # of each byte
-    out = torch.empty(*code.shape[:2], code.shape[2] * (2 if nf4 else 1), dtype=dtype, device=code.device)
-    for slot, (code_AC, scale_AG) in enumerate(zip(code, scale, strict=True)):
-        if nf4:
-            values = F.embedding(code_AC.int(), pairs).view(*scale_AG.shape, BLOCK)
-            out[slot] = (values * scale_AG.unsqueeze(-1)).flatten(-2)
-        else:
-            out[slot] = code_AC * scale_AG * STEP
+        return quantised_kernels.dequantise(code, scale, dtype, offsets_S, kind)
+    out = torch.empty(*code.shape[:2], code.shape[2] * (1 if kind == "int8" else 2), dtype=dtype, device=code.device)
+    for slot, code_AC in enumerate(code):
+        out[slot] = _values(code_AC, _largest(scale[slot : slot + 1], code_AC.shape, kind)[0], kind)
     return out
 
 
+def dequantised_rows(code: torch.Tensor, scale: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a stack of one matrix, (*index, B): of an embedding. Plain operations of PyTorch on any device."""
+    kind, groups = kind_of(scale), 2 * code.shape[2] // BLOCK["nf4"]
+    if kind == "nf4":
+        of_row = index.unsqueeze(-1) * groups + torch.arange(groups, device=index.device)
+        codes, floats = parts_of_scale(scale, code.shape[1] * groups)
+        largest = _of_statistics(codes[0][of_row], floats[0][of_row // SUPERBLOCK], floats[0, -1])
+    else:
+        largest = _largest(scale[:, index.flatten()], code.shape[1:], kind).view(*index.shape, -1)
+    return _values(code[0][index], largest, kind).to(dtype)
+
+
+def _largest(scale: torch.Tensor, shape: Sequence[int], kind: Kind) -> torch.Tensor:
+    """(S, rows, groups) float32: what each group's values are multiplied by. `shape`: of a matrix's codes."""
+    if kind == "nf4":
+        groups = 2 * math.prod(shape) // BLOCK[kind]
+        codes, floats = parts_of_scale(scale, groups)
+        scales = floats[:, :-1].repeat_interleave(SUPERBLOCK, 1)[:, :groups]
+        return _of_statistics(codes, scales, floats[:, -1:]).view(len(scale), shape[0], -1)
+    if kind == "mxfp4":
+        # As bits of a float32; 2**-127 has no leading one.
+        return torch.where(scale == 0, 0x400000, scale.int() << 23).view(torch.float32)
+    return scale
+
+
+def _of_statistics(codes: torch.Tensor, scales: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    # In float64 there is one rounding, whether or not a device multiplies and adds at once.
+    table = tables_of("nf4", codes.device)[16:]
+    return (F.embedding(codes.int(), table.unsqueeze(1)).squeeze(-1).double() * scales.double() + mean.double()).float()
+
+
+def _values(code: torch.Tensor, largest: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """(..., B) float32 of (..., B / 2) or (..., B) codes, and (..., groups) magnitudes."""
+    if kind == "int8":
+        return code * largest * STEP
+    level = tables_of(kind, code.device)[:16]
+    of_both = level.repeat_interleave(16), level.repeat(16)  # of each byte: of its upper half, and of its lower
+    pairs = torch.stack(of_both if kind == "nf4" else of_both[::-1], 1)
+    values = F.embedding(code.int(), pairs).view(*largest.shape, BLOCK[kind])
+    return (values * largest.unsqueeze(-1)).flatten(-2)
+
+
 @cache
-def levels(device: torch.device) -> torch.Tensor:
-    """`LEVELS` on a device, where kernels look them up. A constant."""
+def tables_of(kind: Kind, device: torch.device) -> torch.Tensor:
+    """The 16 values of codes on a device, and behind those of nf4 the 256 of magnitudes: bitsandbytes' dynamic map
+    (Dettmers et al., arXiv 2110.02861). A constant."""
     with torch.inference_mode(False):
-        return torch.tensor(LEVELS, device=device)
+        if kind == "mxfp4":
+            return torch.tensor((*FP4, *(-value for value in FP4)), device=device)
+        found = [0.0, 1.0]
+        for i in range(7):
+            bounds = torch.linspace(0.1, 1, 2**i + 1)
+            means = 10 ** (i - 6) * ((bounds[:-1] + bounds[1:]) / 2)
+            found += [*means.tolist(), *(-means).tolist()]
+        return torch.tensor((*LEVELS, *sorted(found)), device=device)
 
 
 def dequantised(weights: ExpertWeights) -> ExpertWeights:

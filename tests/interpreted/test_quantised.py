@@ -18,7 +18,7 @@ from tests.interpreted.test_experts import kernels, nan_in_fresh_memory  # noqa:
 
 @pytest.mark.parametrize(
     ("kind", "rows", "width"),
-    [("nf4", 37, 192), ("nf4", 3, 64), ("nf4", 130, 320), ("int8", 130, 320), ("int8", 5, 37)],
+    [("nf4", 37, 192), ("nf4", 3, 64), ("nf4", 130, 320), ("mxfp4", 7, 96), ("int8", 130, 320), ("int8", 5, 37)],
 )
 def test_the_kernel_makes_the_same_bits(kind: Kind, rows: int, width: int) -> None:
     one = quantise(torch.randn(4, rows, width, generator=torch.Generator().manual_seed(0)), kind)
