@@ -51,6 +51,7 @@ LEVELS = (
 )  # fmt: skip
 # Of 4 bits: a sign, two of exponent, one of mantissa.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+PIECE = 2**22  # elements of a matrix that are quantised at a time
 STEP = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 
 
@@ -124,11 +125,19 @@ def quantise(weight_SAB: torch.Tensor, kind: Kind) -> Quantised:
     elif kind == "mxfp4":
         shape = slots, rows, width // BLOCK[kind]
     scale = torch.zeros(shape, dtype=torch.float32 if kind == "int8" else torch.uint8, device=weight_SAB.device)
-    for slot, weight_AB in enumerate(weight_SAB):
-        if kind == "nf4":
-            code[slot] = _to_nf4(weight_AB, scale[slot])
-        else:
-            code[slot], scale[slot] = _to_int8(weight_AB) if kind == "int8" else _to_mxfp4(weight_AB)
+    # An embedding is large, and all this takes several times its memory.
+    piece = max(1, PIECE // max(1, width))
+    for slot in range(slots):
+        largest = []
+        for first in range(0, rows, piece):
+            part = slice(first, first + piece)
+            code[slot, part], of_part = _TO[kind](weight_SAB[slot, part].contiguous())
+            if kind == "nf4":
+                largest.append(of_part.flatten())
+            else:
+                scale[slot, part] = of_part
+        if largest:
+            _keep_statistics(torch.cat(largest), scale[slot : slot + 1])
     return Quantised(code, scale)
 
 
@@ -141,36 +150,54 @@ def _to_blocks(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return (values * (1.0 / largest.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
 
 
-def _to_nf4(weight_AB: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Codes; statistics go into `scale`."""
+def _to_nf4(weight_AB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = weight_AB.float().unflatten(-1, (-1, BLOCK["nf4"]))
     largest = blocks.abs().amax(-1)
-    tables = tables_of("nf4", weight_AB.device)
-    code = _nearest(_to_blocks(blocks, largest), tables[:16])
+    code = _nearest(_to_blocks(blocks, largest), tables_of("nf4", weight_AB.device)[:16])
+    return (code[..., ::2] << 4 | code[..., 1::2]).flatten(-2), largest
+
+
+def _keep_statistics(largest: torch.Tensor, scale: torch.Tensor) -> None:
+    """Put the magnitudes of all blocks of a matrix into the bytes of its scales."""
     # In float64 the mean does not depend on the order, so that all devices find the same.
     mean = largest.mean(dtype=torch.float64).float()
-    codes, floats = (part[0] for part in parts_of_scale(scale.unsqueeze(0), largest.numel()))
-    around = (largest - mean).flatten()
+    codes, floats = (part[0] for part in parts_of_scale(scale, len(largest)))
+    around = largest - mean
     wide = F.pad(around, (0, -len(around) % SUPERBLOCK)).view(-1, SUPERBLOCK)
     floats[:-1], floats[-1] = wide.abs().amax(-1), mean
-    codes.copy_(_nearest(_to_blocks(wide, floats[:-1]), tables[16:]).flatten()[: len(around)])
-    return (code[..., ::2] << 4 | code[..., 1::2]).flatten(-2)
+    table = tables_of("nf4", largest.device)[16:]
+    codes.copy_(_nearest(_to_blocks(wide, floats[:-1]), table).flatten()[: len(around)])
 
 
 def _to_mxfp4(weight_AB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of two scales for a block, the largest value's and twice that, the one whose squared errors are smaller."""
     blocks = weight_AB.float().unflatten(-1, (-1, BLOCK["mxfp4"]))
     largest = blocks.abs().amax(-1)
     # 6 = 1.5 * 2**2 is the largest number; `frexp` has mantissas below 1.
-    exponent = torch.where(largest > 0, (torch.frexp(largest).exponent - 3).clamp(-126, 127), 0)
-    scaled = blocks * torch.ldexp(torch.ones_like(largest), -exponent).unsqueeze(-1)
-    code = _nearest(scaled.abs(), torch.tensor(FP4, device=scaled.device)) | torch.signbit(scaled).to(torch.uint8) << 3
-    return (code[..., ::2] | code[..., 1::2] << 4).flatten(-2), (exponent + 127).to(torch.uint8)
+    exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 3, -127).clamp(-127, 124)
+    code, error = _fp4(blocks, exponent)
+    other, others_error = _fp4(blocks, exponent + 1)
+    doubled = 4 * others_error < error  # in units of the scale
+    code = torch.where(doubled.unsqueeze(-1), other, code)
+    return (code[..., ::2] | code[..., 1::2] << 4).flatten(-2), (exponent + doubled + 127).to(torch.uint8)
+
+
+def _fp4(blocks: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of blocks with a scale, and the squared error of each block in units of the scale."""
+    numbers = torch.tensor(FP4, device=blocks.device)
+    scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1))
+    code = _nearest(scaled.abs(), numbers)
+    error = (F.embedding(code.int(), numbers.unsqueeze(1)).squeeze(-1) - scaled.abs()).square().sum(-1)
+    return code | (scaled < 0).to(torch.uint8) << 3, error
 
 
 def _to_int8(weight_AB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = weight_AB.abs().amax(-1, keepdim=True).float()
     code = torch.round(weight_AB * (127.0 / scale)).to(torch.int8)
     return torch.where(scale == 0, 0, code), scale  # of a row of zeros the quotient is no number
+
+
+_TO = {"nf4": _to_nf4, "mxfp4": _to_mxfp4, "int8": _to_int8}
 
 
 def dequantise(
@@ -183,11 +210,16 @@ def dequantise(
             memory, for nobody reads them.
     """
     kind = kind_of(scale)
+    width = code.shape[2] * (1 if kind == "int8" else 2)
+    out = torch.empty(*code.shape[:2], width, dtype=dtype, device=code.device)
     if sides.on_gpu(code):
         from carpool.experts import quantised_kernels
 
-        return quantised_kernels.dequantise(code, scale, dtype, offsets_S, kind)
-    out = torch.empty(*code.shape[:2], code.shape[2] * (1 if kind == "int8" else 2), dtype=dtype, device=code.device)
+        group = width if kind == "int8" else BLOCK[kind]
+        scales = parts_of_scale(scale, code.shape[1] * width // group) if kind == "nf4" else (scale, scale)
+        tables = scale if kind == "int8" else tables_of(kind, code.device)
+        quantised_kernels.dequantise(code, scales, tables, offsets_S, out, kind, group, SUPERBLOCK, STEP)
+        return out
     for slot, code_AC in enumerate(code):
         out[slot] = _values(code_AC, _largest(scale[slot : slot + 1], code_AC.shape, kind)[0], kind)
     return out

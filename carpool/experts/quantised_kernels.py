@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.experts.quantised import BLOCK, STEP, SUPERBLOCK, Kind, parts_of_scale, tables_of
 from carpool.kernels.quick import cdiv, quick
 
 COLUMNS = 256
@@ -68,22 +67,30 @@ def _dequantise(  # type: ignore[no-untyped-def]
 
 
 def dequantise(
-    code: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, offsets_S: torch.Tensor | None, kind: Kind
-) -> torch.Tensor:
-    """As `carpool.experts.quantised.dequantise`."""
-    slots, rows, packed = code.shape
-    width = packed if kind == "int8" else 2 * packed
-    out = torch.empty(slots, rows, width, dtype=dtype, device=code.device)
+    code: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    tables: torch.Tensor,
+    offsets_S: torch.Tensor | None,
+    out: torch.Tensor,
+    kind: str,
+    group: int,
+    superblock: int,
+    step: float,
+) -> None:
+    """As `carpool.experts.quantised.dequantise`, into `out`.
+
+    Args:
+        scales: of nf4, codes of magnitudes and float32 beside them; of others twice the same.
+        tables: `tables_of`; of int8 anything.
+        group: values that share a scale; superblock: magnitudes of nf4 that do.
+        step: of int8, beside the scale."""
     if out.numel() == 0:
-        return out
-    group = width if kind == "int8" else BLOCK[kind]
+        return
+    slots, rows, width = out.shape
     columns = COLUMNS if kind == "int8" else group
     groups, each = rows * (width // group), ELEMENTS // columns
-    codes, floats = parts_of_scale(scale, groups) if kind == "nf4" else (scale, scale)
-    tables = scale if kind == "int8" else tables_of(kind, code.device)
     _dequantise[cdiv(groups, each), slots](
-        code, codes, floats, tables, out, code if offsets_S is None else offsets_S, groups, codes.stride(0),
-        floats.stride(0), WIDTH=group, KIND=kind, STEP=STEP, SUPERBLOCK=SUPERBLOCK, SKIPS=offsets_S is not None,
+        code, *scales, tables, out, code if offsets_S is None else offsets_S, groups, scales[0].stride(0),
+        scales[1].stride(0), WIDTH=group, KIND=kind, STEP=step, SUPERBLOCK=superblock, SKIPS=offsets_S is not None,
         GROUPS=each, COLUMNS=columns, num_warps=8,
     )  # fmt: skip
-    return out

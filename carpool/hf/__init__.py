@@ -17,7 +17,8 @@ what, `compile_layers` compiles what is between rides. `TraceRecorder` samples w
     routing, weights    what changes or shows what routers choose; how weights get in and out
     build_model         a model to train, sharded by sharding, tensor_parallel, context_parallel and pipeline_stages
     decoder_layers, documents, loss_head        what is computed between rides, and how
-    adapters, expert_adapters, held_experts     what trains, if it is not everything; where experts are kept
+    adapters, expert_adapters, quantised_base   what trains, if it is not everything, and what does not
+    held_experts        experts in host memory
     generation; callback, ride_metrics, trace_recorder, activation_sizes    text; what happens
 """
 
@@ -31,7 +32,7 @@ if find_spec("transformers") is None:
 
 from carpool.hf.adapters import synchronize_adapters, watch_adapters
 from carpool.hf.decoder_layers import compile_layers, offload_layers
-from carpool.hf.held_experts import quantise_experts, quantised_while_loading
+from carpool.hf.quantised_base import quantise_experts, quantised_while_loading
 from carpool.hf.routing.replay import record_rollout, replay
 from carpool.hf.routing.router_balance import BiasBalance, balance_loss
 from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32

@@ -13,7 +13,8 @@ Carpool's layers, and changes three methods of that tuner:
   - `inject_adapter` takes over the adapters of experts. On a sharded model it refuses what peft would compute from
     sharded weights (PiSSA, copies of modules), and adds a hook that synchronises new adapter parameters before each
     forward, also those that loading or `set_adapter` puts in place later.
-  - `merge_and_unload` and `merge_adapter` are refused on a sharded model: they add a whole matrix to a sharded one.
+  - `merge_and_unload` and `merge_adapter` are refused on a sharded model, to which they add a whole matrix, and on one
+    that is quantised.
 
 Prompt tuning and its kin are refused: their parameters are outside the model, and they read its embedding outside its
 forward. A model with an adapter of `model.add_adapter` gets a `save_pretrained` of its own: that of transformers
@@ -38,6 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from carpool.hf.expert_adapters import full, is_expert_adapter, take_over
+from carpool.hf.seam.experts_module import base_of
 from carpool.hf.seam.refusals import known_to_fsdp
 from carpool.hf.sharding import non_expert_mesh, replaced
 from carpool.parallel import fsdp
@@ -63,8 +65,11 @@ def _look_after(owner: Any, name: str, model: nn.Module | None) -> None:
     if name != "model" or not hasattr(owner, "inject_adapter") or not _has_layers(model):
         return
     owner.inject_adapter = partial(_inject, owner, owner.inject_adapter)
+    assert model is not None
     if _is_sharded(model):
         owner.merge_and_unload = owner.merge_adapter = _refuse_merge
+    elif any(base_of(module) for module in model.modules()):
+        owner.merge_and_unload = owner.merge_adapter = _refuse_quantised
 
 
 def _has_layers(model: Any) -> bool:
@@ -173,6 +178,13 @@ def _refuse_merge(*_: Any, **__: Any) -> None:
     raise ValueError(
         "adapters cannot be merged into a sharded model, because each rank has only a part of each weight; save the "
         "adapter with save_pretrained, load the model and the adapter in one process, and merge them there"
+    )
+
+
+def _refuse_quantised(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "adapters cannot be merged into weights that are quantised: merge them into the model that these were loaded "
+        "from, with `carpool merge` or peft's merge_and_unload"
     )
 
 

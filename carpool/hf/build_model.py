@@ -26,10 +26,16 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import is_sharded_checkpoint
 
+from carpool.experts.base import stand_in
 from carpool.experts.quantised import Kind
 from carpool.hf.architecture_changes import change_architecture, changes_of
-from carpool.hf.held_experts import check_can_be_quantised, quantised_while_loading
 from carpool.hf.pipeline_stages import Part, kept_parts
+from carpool.hf.quantised_base import (
+    PackedExperts,
+    QuantisedBase,
+    check_can_be_quantised,
+    quantised_while_loading,
+)
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.seam.refusals import check_tensor_parallel
@@ -37,6 +43,7 @@ from carpool.hf.sharding import SlicedExperts, sharded_as, sharded_over, uneven_
 from carpool.hf.tensor_parallel import own_styles, sequence_plan, shard_sequences
 from carpool.hf.weights.initial import fill, set_tensor
 from carpool.hf.weights.model_config import check_sizes, read_config
+from carpool.hf.weights.mxfp4_files import is_packed
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights, check_loaded, misfit
 from carpool.hf.weights.stored_experts import read_without_experts
 from carpool.hf.weights.weight_files import merges_experts, stored_weights, unshardable
@@ -57,6 +64,7 @@ def build_model(
     device: torch.device | None = None,
     read_experts: bool = True,
     base_dtype: Kind | None = None,
+    base_keep: Sequence[str] | None = (),
     meshes: Meshes | None = None,
     sequence_parallel: bool = False,
     parts: Sequence[Part] = (),
@@ -77,8 +85,10 @@ def build_model(
             after which `replicate_dense` comes before the first forward. None: FSDP shards everything.
         device: of a model on one process; None: its accelerator.
         read_experts: of a folder. False, on one process: parameters of experts stay on the device "meta".
-        base_dtype: experts of a folder are kept in "nf4" or "int8", to be frozen (`carpool.hf.held_experts`). With
-            several ranks, each expert is on one of them, and `dense` is "zero1". None: as they are.
+        base_dtype: matrices are kept in "nf4", "mxfp4" or "int8", to be frozen (`carpool.hf.quantised_base`). With
+            several ranks only those of experts are, each expert is on one of them, and `dense` is "zero1". None: as
+            they are, also where a folder has experts in MXFP4, which one process can read.
+        base_keep: ends of the names of modules that stay as they are, for they are trained. None: all but experts.
         meshes: of the run; the model is sharded over the ranks of one pipeline stage, of which `distributed_config` has
             the sizes. None: over all ranks, on meshes that Transformers makes.
         sequence_parallel: divide tokens over tensor-parallel ranks; the shard then sums gradients once a step.
@@ -120,11 +130,17 @@ def build_model(
     if base_dtype is not None:
         for name in experts_modules(blueprint, distributed_config):
             check_can_be_quantised(name, blueprint.get_submodule(name), base_dtype)
+    packed = PackedExperts(path) if path is not None and is_packed(path) else None
+    if packed is not None and any(size_of(distributed_config, axis) > 1 for axis in ("fsdp", "dp_replicate", "tp")):
+        raise ValueError(
+            f"the experts in {path} are in MXFP4, which one process can read: run on one GPU, or save the model "
+            "dequantised (Mxfp4Config(dequantize=True) of Transformers)"
+        )
     with sharded_as(dense), sharded_over(meshes), kept_parts(parts):
-        if path is not None and sliced is None:
+        if path is not None and sliced is None and packed is None:
             check_shardable(path, blueprint, distributed_config)
             if read_experts:
-                with quantised_while_loading(base_dtype):
+                with quantised_while_loading(base_dtype, base_keep):
                     model = _load(path, blueprint, distributed_config, dtype, device or _device(), kwargs)
             else:
                 model = _on_meta(config, dtype, kwargs)
@@ -138,8 +154,11 @@ def build_model(
                 sliced.apply(model)
             model = model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
             offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
-            stored = None if path is None else _reader(path, blueprint)
-            fill(model, blueprint, seed, device or _device(), offload, stored, None if sliced is None else sliced.rows)
+            target, lies = device or _device(), None if sliced is None else sliced.rows
+            stored = None if path is None else _reader(path, blueprint, packed, target)
+            base = QuantisedBase(base_dtype, base_keep, packed)
+            fill(model, blueprint, seed, target, offload, stored, lies, base.take)
+            base.finish(model)
             if path is not None and (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if dtype == torch.float16:
@@ -180,14 +199,20 @@ def _load(
     return model
 
 
-def _reader(folder: Path, blueprint: PreTrainedModel) -> Callable[[str], torch.Tensor | None]:
-    """Of a tensor's name in the model, the tensor that the folder's files hold; None of one that no file holds."""
+def _reader(
+    folder: Path, blueprint: PreTrainedModel, packed: PackedExperts | None, device: torch.device
+) -> Callable[[str], torch.Tensor | None]:
+    """Of a tensor's name in the model, the tensor that the folder's files hold; None of one that no file holds. For
+    what `packed` has, something of its shape without memory."""
     stored = stored_weights(folder)
     layout = OriginalLayout(blueprint, None, stored)
     weights = OriginalWeights(blueprint, folder, stored, layout)
     held = {name for group in layout.groups for name in group.inputs}
 
     def read(name: str) -> torch.Tensor | None:
+        if packed is not None and packed.has(name):
+            parameter = blueprint.get_parameter(name)
+            return stand_in(parameter.shape, parameter.dtype, device)
         if name not in held:
             return None
         try:

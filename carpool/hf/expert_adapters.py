@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from carpool.hf.seam.expert_rides import ExpertRides
-from carpool.hf.seam.experts_module import base_of, weight_names
+from carpool.hf.seam.experts_module import weight_names
 from carpool.hf.seam.moved_experts import places, states_lie
 
 # Of `ExpertWeights`: a and b of up, a and b of down.
@@ -186,11 +186,6 @@ def _added(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _delta(wrapper: Any, transposed: bool, adapter: str, *_: Any, **__: Any) -> torch.Tensor:
     """What the adapter adds to the weights, in their shape: for peft's merging, in one process."""
-    if base_of(wrapper.get_base_layer()):
-        raise ValueError(
-            "adapters cannot be merged into experts that are quantised: merge them into the model that these were "
-            "loaded from, with `carpool merge` or peft's merge_and_unload"
-        )
     delta = wrapper.lora_B[adapter].weight @ wrapper.lora_A[adapter].weight * wrapper.scaling[adapter]
     base = wrapper.get_param()
     return (delta.transpose(1, 2) if transposed else delta).to(base.device, base.dtype)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.families import Logits, family_of_class
+from carpool.hf.quantised_base import QuantisedLinear, weight_of
 from carpool.hf.tensor_parallel import SequenceHead, of_all_words, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
 
@@ -134,7 +135,7 @@ class _Head:
                 f"labels of shape {tuple(asked.target_BL.shape)}, so it cannot compute the loss: set "
                 "training.loss_chunk_size=0"
             )
-        weight_VH, bias_V = self.head.weight, self.head.bias
+        weight_VH, bias_V = weight_of(self.head), self.head.bias
         if isinstance(self.own, SequenceHead):
             weight_VH, bias_V = of_all_words(weight_VH), of_all_words(bias_V)
         x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
@@ -178,7 +179,8 @@ def why_whole(model: nn.Module) -> str | None:
     if known is not None and known.change == "other":
         return f"{name} changes its logits after its output layer"
     head = output_layer(model)
-    if not isinstance(head, nn.Linear) or next(c for c in type(head).__mro__ if "forward" in vars(c)) is not nn.Linear:
+    plain = isinstance(head, nn.Linear) and next(c for c in type(head).__mro__ if "forward" in vars(c))
+    if plain not in (nn.Linear, QuantisedLinear):
         return f"the output layer of {name} is no plain linear layer, but {type(head).__name__}"
     own = vars(head).get("forward")
     rows = isinstance(own.own if isinstance(own, _Head) else own, SequenceHead)

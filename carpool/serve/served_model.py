@@ -153,6 +153,7 @@ def open_model(
         kwargs["attn_implementation"] = source.run.model.attn_implementation
         kwargs["experts_implementation"] = source.run.model.experts_implementation
         kwargs["base_dtype"] = source.run.adapter.base_dtype
+        kwargs["base_keep"] = source.run.adapter.base_keep
     model = spread_model(source.build, kind, max_tokens, experts, source.adapter, **kwargs)
     if source.checkpoint is not None:
         load(source.checkpoint, model, restore_rng=False)

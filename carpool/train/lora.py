@@ -1,7 +1,8 @@
 """The adapter of a run: from `[adapter]` to peft's configuration, and into the model.
 
 frozen model -> peft injects the adapters -> Carpool takes over those of experts (`carpool.hf.expert_adapters`)
--> float32 -> with whole non-expert parameters (parallelism.data_parallel = zero1) reduced with the other buckets
+-> float32 or bfloat16 -> with whole non-expert parameters (parallelism.data_parallel = zero1) reduced with the other
+buckets
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def add_adapter(
     modules, parameters = resolve_targets(model, section.targets)
     saved = resolve_saved(model, section.modules_to_save)
     if start is not None:
-        attach_adapter(model, start)
+        attach_adapter(model, start, getattr(torch, section.dtype))
     else:
         config = LoraConfig(
             r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, task_type="CAUSAL_LM",
@@ -63,7 +64,7 @@ def add_adapter(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model.add_adapter(config)
-        _to_float32(model)
+        _set_dtype(model, getattr(torch, section.dtype))
     (config,) = model.peft_config.values()
     config.base_model_name_or_path = str(Path(model.name_or_path).absolute())
     if replicate:
@@ -71,15 +72,15 @@ def add_adapter(
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def attach_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Freeze a model and put in an adapter that peft, or a run, has written. All ranks together, before non-expert
-    parameters are made whole. Raises ValueError if it is not of this model."""
+def attach_adapter(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Freeze a model and put in an adapter that peft, or a run, has written, in `dtype`. All ranks together, before
+    non-expert parameters are made whole. Raises ValueError if it is not of this model."""
     from peft import PeftConfig, set_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # as peft has it in files
     model.add_adapter(config)
-    _to_float32(model)
+    _set_dtype(model, dtype)
     values = load_file(folder / "adapter_model.safetensors")
     values = {name.removeprefix("base_model.model."): value for name, value in values.items()}
     try:
@@ -92,11 +93,11 @@ def attach_adapter(model: PreTrainedModel, folder: Path) -> None:
         raise ValueError(f"{folder} is not an adapter of this model: {len(wrong)} names differ, such as {wrong[0]}")
 
 
-def _to_float32(model: nn.Module) -> None:
+def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-                module._parameters[name] = nn.Parameter(parameter.detach().float())
+            if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
+                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
 
 
 def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> None:
@@ -108,10 +109,11 @@ def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> N
             "adapter.modules_to_save are copied, and FSDP has given each rank a part of them: set "
             "parallelism.data_parallel=zero1"
         )
-    if config.adapter.modules_to_save and config.model.dtype in ("bfloat16", "float16") and not bf16:
+    stored, own = config.model.dtype, config.adapter.dtype
+    if config.adapter.modules_to_save and stored in ("bfloat16", "float16") and own != stored and not bf16:
         raise ValueError(
-            f"adapter.modules_to_save are trained in float32, and without training.bf16 a model of model.dtype = "
-            f"{config.model.dtype!r} computes in that alone: set training.bf16=true, or model.dtype=float32"
+            f"adapter.modules_to_save are trained in {own}, and without training.bf16 a model of model.dtype = "
+            f"{stored!r} computes in that alone: set training.bf16=true, or model.dtype=float32"
         )
     if config.adapter.base_dtype is None or degrees.world_size == 1:
         return

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,19 @@ from carpool.experts.quantised import Kind, dequantise, quantise
 from carpool.hf import rides
 from carpool.hf.adapters import adapter_tensors, share_adapters
 from carpool.hf.build_model import build_model
-from carpool.hf.held_experts import keep_experts_in_host_memory, quantise_experts
+from carpool.hf.held_experts import keep_experts_in_host_memory
+from carpool.hf.quantised_base import (
+    QuantisedEmbedding,
+    QuantisedLinear,
+    base_bytes,
+    layer_kind,
+    quantisable_layers,
+    quantise_experts,
+)
 from carpool.hf.seam.experts_module import base_of, weight_names
 from carpool.hf.sharding import replicate_dense
 from carpool.parallel.replicated import sharded_parameters
+from carpool.train.blueprint import meta_model
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import BOUND, relative_error
 from tests.hf.test_behaviours import _alone, _own, _save
@@ -40,13 +50,16 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 @torch.no_grad()
-def dequantise_experts(model: Any, kind: Kind) -> Any:
-    """A plain model whose experts have the values that they have in 4 or 8 bits."""
+def dequantised_model(model: Any, kind: Kind, keep: Sequence[str] | None = ()) -> Any:
+    """A plain model with the values that it has in 4 or 8 bits."""
     for module in model.modules():
         if hasattr(module, "is_transposed"):
             for name in weight_names(module)[:2]:
-                weight = module.get_parameter(name)
+                weight = module.get_parameter(name).data
+                weight = weight.transpose(1, 2) if kind == "mxfp4" and module.is_transposed else weight
                 weight.copy_(dequantise(*quantise(weight, kind), weight.dtype))
+    for weight in {layer.weight for layer in quantisable_layers(model, kind, keep).values()}:
+        weight.copy_(dequantise(*quantise(weight[None], layer_kind(kind)), weight.dtype)[0])
     return model
 
 
@@ -56,7 +69,7 @@ def _curves(path: str, folder: str, kind: Kind) -> dict[str, float]:
     mesh = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="carpool")
     settings: Any = {"dtype": torch.float32, "seed": 0, "dense": "zero1", "base_dtype": kind}
     model: Any = build_model(path, distributed_config=mesh, **settings)
-    single: Any = dequantise_experts(_alone(folder, path), kind)
+    single: Any = dequantised_model(_alone(folder, path), kind, None)
     for one in (model, single):
         torch.manual_seed(0)
         one.add_adapter(config())
@@ -119,12 +132,30 @@ def test_a_model_is_quantised_while_it_is_loaded(folder: Path, kind: Kind) -> No
             assert parameter.untyped_storage().nbytes() == 2 and not parameter.requires_grad
             assert f"{name}.{weight}" not in model.state_dict()
     batch = tiny_batch(model)
-    after = dequantise_experts(plain, kind)
+    after = dequantised_model(plain, kind)
     assert torch.equal(model(**batch).logits, after(**batch).logits)
     assert quantise_experts(load(folder, None), kind) == sum(
         one.nbytes for own in rides(model).values() for one in base_of(own.experts).values()
     )
+    layers = [module for module in model.modules() if isinstance(module, QuantisedLinear | QuantisedEmbedding)]
+    meta = meta_model(folder)
+    number, size = base_bytes(meta, kind, ())
+    assert number == sum(layer.weight.numel() for layer in layers) and len(layers) == 2 + 4 * len(rides(model))
+    assert size == sum(base_of(layer)["weight"].nbytes for layer in layers)
     assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4")])
+def test_random_weights_are_quantised_as_they_are_drawn(family: str, kind: Kind) -> None:
+    sizes = SIZES[family] | {"tie_word_embeddings": True}
+    made = tiny_model(discover()[family], **sizes).config
+    settings: Any = {"distributed_config": None, "dtype": torch.float32, "seed": 0}
+    model = build_model(made, base_dtype=kind, base_keep=["q_proj"], **settings)
+    want = dequantised_model(build_model(made, **settings), kind, ["q_proj"])
+    assert not any(base_of(module) for name, module in model.named_modules() if name.endswith("q_proj"))
+    carpool.hf.install(model)
+    batch = tiny_batch(model)
+    torch.testing.assert_close(model(**batch).logits, want(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_what_such_a_model_cannot_do(folder: Path, tmp_path: Path) -> None:

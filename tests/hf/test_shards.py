@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import carpool.hf
 from carpool.hf import rides
 from carpool.hf.build_model import build_model
-from carpool.hf.held_experts import quantised_while_loading
+from carpool.hf.quantised_base import quantised_while_loading
 from carpool.hf.seam.experts_module import base_of
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights

@@ -39,8 +39,6 @@ from tests.train.test_loop import run, text
 __all__ = ["text"]  # a fixture
 
 LORA = ["adapter.kind=lora", "adapter.rank=4", "adapter.targets=all-linear"]
-# What gradients that are consumed want beside them.
-CONSUMABLE = ["training.gradient_accumulation_steps=1", "training.max_grad_norm=0"]
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +213,13 @@ def test_modules_that_are_trained_themselves_are_whole_and_get_rows_of_their_dty
         check_adapter(narrow, Degrees(), "fsdp", bf16=False)
 
 
+def test_gradients_of_adapters_are_used_in_the_backward_of_one_rank(base: Path, text: list[str]) -> None:
+    settings = ["adapter.kind=lora", "training.max_grad_norm=0", "training.optimizer_in_backward=true"]
+    settings += [f"model.path={base}", "data.tokenizer=bytes", "training.gradient_accumulation_steps=1", *text]
+    with pytest.raises(ValueError, match="with adapters needs one rank"):
+        check_run(load_config(None, [*settings, "parallelism.num_ranks=2"]), [])
+
+
 def test_a_quantised_base_has_each_expert_on_one_rank(
     ranks: Ranks, base: Path, text: list[str], tmp_path: Path
 ) -> None:
@@ -234,10 +239,6 @@ def test_a_quantised_base_has_each_expert_on_one_rank(
         (["adapter.kind=dora"], "no adapters of experts"),
         (["adapter.kind=lora", "adapter.dropout=0.1"], "peft has none"),
         (["adapter.kind=lora", "training.freeze=non_expert"], "training.freeze = 'non_expert': adapters freeze all"),
-        (
-            ["adapter.kind=lora", "training.optimizer_in_backward=true", *CONSUMABLE],
-            "over ranks after it",
-        ),
         (["adapter.kind=lora", "moe.experts=fp8"], "have no adapters"),
         (["adapter.kind=lora", "adapter.targets=[]"], "adapter.targets is empty"),
     ],

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -193,6 +193,8 @@ class ExpertRides(LayerCore):
         if base := base_of(self.experts):
             factors = (None,) * 4 if self.adapters is None else self.adapters.factors()
             codes = [tensor for name in names[:2] if name for tensor in base[name]]
+            if self.function is not None and self.function.transposed != self.experts.is_transposed:
+                weights[:2] = [cast(Any, weight).transpose(1, 2) for weight in weights[:2]]  # stand-ins, as codes are
             return ExpertWeights.of([*weights, *factors, *codes])
         return ExpertWeights.of(weights if self.adapters is None else [*weights, *self.adapters.factors()])
 

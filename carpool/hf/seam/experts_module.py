@@ -2,7 +2,7 @@
 
 Classes that carry transformers' experts decorator say it by flags: has_gate, has_bias, is_transposed. Their activation
 is found by the type of `act_fn`, or by the gate function. A module says so if its experts were cut into slices or
-quantised (`carpool.hf.held_experts`), or if its tokens are projected before dispatch (`project_tokens`).
+quantised (`carpool.hf.quantised_base`), or if its tokens are projected before dispatch (`project_tokens`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActiva
 from transformers.integrations.moe import _default_apply_gate
 
 from carpool.experts import Activation, ExpertFunction, ExpertWeights
-from carpool.experts.quantised import Quantised
+from carpool.experts.quantised import Quantised, kind_of
 from carpool.families import family_of_class
 from carpool.layer.core import Projections
 
@@ -46,7 +46,9 @@ def expert_function(experts: Any) -> ExpertFunction | None:
     if {name for name, _ in experts.named_parameters()} != {name for name in weight_names(experts) if name}:
         return None
     own = experts._apply_gate if experts.has_gate else experts.act_fn
-    return ExpertFunction(_described(experts) or own, experts.is_transposed)
+    # Rows of MXFP4 are outputs, whichever way the parameters lie.
+    turned = any(kind_of(one.scale) == "mxfp4" for one in base_of(experts).values())
+    return ExpertFunction(_described(experts) or own, experts.is_transposed and not turned)
 
 
 def _described(experts: Any) -> Activation | None:
@@ -82,9 +84,9 @@ def check_not_quantised(experts: Any) -> None:
         )
 
 
-def base_of(experts: nn.Module) -> dict[str, Quantised]:
-    """What an experts module has in the place of its parameters, by their names; empty: it is not quantised."""
-    found: dict[str, Quantised] = vars(experts).get(QUANTISED, {})
+def base_of(module: nn.Module) -> dict[str, Quantised]:
+    """What a module has in the place of its parameters, by their names; empty: it is not quantised."""
+    found: dict[str, Quantised] = vars(module).get(QUANTISED, {})
     return found
 
 

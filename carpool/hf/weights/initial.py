@@ -39,6 +39,7 @@ def fill(
     offload: bool,
     stored: Callable[[str], torch.Tensor | None] | None = None,
     lies: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    filled: Callable[[PreTrainedModel, str], None] = lambda _, __: None,
 ) -> None:
     """Gives `model`, sharded and on the meta device, its values; see the module's docstring.
 
@@ -46,6 +47,7 @@ def fill(
         offload: parameters go to the CPU (FSDP brings them to the device when it needs them), buffers do not.
         stored: by name, the tensor of a checkpoint in the place of a random one; None: there is none.
         lies: a tensor of the blueprint, by name, as the whole of it lies in `model`; None: as in the blueprint.
+        filled: is called with `model` and the name of each tensor that has got its values.
     """
     placeholders = dict(_tensors(model))
     tied = set(model.all_tied_weights_keys)
@@ -73,6 +75,8 @@ def fill(
                     full = lies(key, full.detach())
                 set_tensor(model, key, _shard_like(placeholders[key], full, target))
                 set_tensor(blueprint, key, tensor)
+                del full, value
+                filled(model, key)
     model.tie_weights(recompute_mapping=False)
     for module in model.modules():
         module._is_hf_initialized = True  # type: ignore[assignment]

@@ -78,7 +78,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
             f"{folder / 'config.json'} has model_type {model_type!r}, which the installed Transformers does not have"
             f"{suggestion(str(model_type), CONFIG_MAPPING)}.{code}"
         )
-    if raw.get("quantization_config"):
+    # Experts in MXFP4 are read as they are; who would train them refuses (`carpool.train.plan.start_checks`).
+    if raw.get("quantization_config") and raw["quantization_config"].get("quant_method") != "mxfp4":
         method = raw["quantization_config"].get("quant_method", "unknown method")
         raise ValueError(
             f"the weights in {folder} are quantised ({method}), and quantised weights cannot be trained; "
@@ -86,9 +87,13 @@ def read_config(folder: Path) -> PreTrainedConfig:
         )
     check_weight_files(folder, raw)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # each configuration validates in its own way, and with its own exception
         raise ValueError(f"the {model_type} configuration refuses {folder / 'config.json'}: {error}") from error
+    if hasattr(config, "quantization_config"):
+        # The model is built without: its layers are Carpool's.
+        del config.quantization_config
+    return config
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,16 +16,21 @@ from pathlib import Path
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from carpool.experts.quantised import quantise
+
 BLOCK = 32
 BLOCKS, SCALES = "_blocks", "_scales"
-# Between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
-_LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_MIDDLES = (_LEVELS[1:] + _LEVELS[:-1]) / 2
 
 
 def packed_names(names: Iterable[str]) -> frozenset[str]:
     """The tensors of the model that files hold in blocks, of the names in the files."""
     return frozenset(name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS))
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether a checkpoint folder has its experts in MXFP4."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
 def unpacked_names(names: Iterable[str]) -> set[str]:
@@ -57,28 +62,10 @@ def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pack(weight_EIO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales, one expert after another. Of two scales for a block, the largest value's and twice that, the
-    one whose squared errors are smaller."""
+    """Blocks and scales (`carpool.experts.quantised`)."""
     shape = packed_shape(tuple(weight_EIO.shape))
-    blocks, scales = torch.empty(shape, dtype=torch.uint8), torch.empty(shape[:-1], dtype=torch.uint8)
-    for expert, weight_IO in enumerate(weight_EIO):
-        values = weight_IO.float().T.contiguous().unflatten(1, (-1, BLOCK))
-        largest = values.abs().amax(-1, keepdim=True)
-        exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 3, -127).clamp(-127, 124)
-        code, error = _codes(values, exponent)
-        other, others_error = _codes(values, exponent + 1)
-        doubled = 4 * others_error < error  # in units of the scale
-        code = torch.where(doubled, other, code)
-        blocks[expert] = code[..., ::2] | code[..., 1::2] << 4
-        scales[expert] = (exponent + doubled + 127).squeeze(-1).to(torch.uint8)
-    return blocks, scales
-
-
-def _codes(values: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scaled = torch.ldexp(values, -exponent)
-    code = torch.bucketize(scaled.abs(), _MIDDLES, out_int32=True)
-    error = (_LEVELS[code] - scaled.abs()).square().sum(-1, keepdim=True)
-    return (code + 8 * (scaled < 0)).to(torch.uint8), error
+    code, scale = quantise(weight_EIO.transpose(1, 2), "mxfp4")
+    return code.view(shape), scale
 
 
 def check_blocks(name: str, written_OI: torch.Tensor, expected_OI: torch.Tensor) -> float:

@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.weights.mxfp4_files import BLOCKS, SCALES, pack, packed_shape, unpack, unpacked_names
+from carpool.hf.weights.mxfp4_files import BLOCKS, SCALES, pack, packed_names, packed_shape, unpack, unpacked_names
 from carpool.hf.weights.weight_files import Entry, Stored, split_by_size, stored_weights, write_index, write_tensor_file
 
 
@@ -267,7 +267,7 @@ def misfit(folder: Path, blueprint: PreTrainedModel, why: str) -> str:
 def _why_misfit(folder: Path, blueprint: PreTrainedModel) -> str | None:
     """Shapes are those of the files: of a sharded model, Transformers knows a rank's."""
     stored = stored_weights(folder)
-    layout = OriginalLayout(blueprint, None, stored)
+    layout = OriginalLayout(blueprint, None, stored, packed=packed_names(stored))
     expected = {name: entry.shape for file in layout.files.values() for name, entry in file.items()}
     if wrong := [name for name, one in stored.items() if expected.get(name, one.shape) != one.shape]:
         one = stored[wrong[0]]

@@ -148,7 +148,8 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     lossy = limit_routing(model, config.moe.limits(ep_topology))
     lossy += drop_choices(model, config.moe.drops, top_k_of(model))
     if (base := config.adapter.base_dtype) is not None:
-        lossy.append(f"the frozen experts are stored in {base}")
+        what = "experts" if plan.degrees.world_size > 1 or config.adapter.base_keep is None else "weights"
+        lossy.append(f"the frozen {what} are stored in {base}")
     bias = _bias_balance(plan, model, meshes)
 
     experts_lossy = set_experts(model, config.moe.experts, **config.moe.expert_options)
@@ -206,7 +207,8 @@ def _load(plan: Plan, meshes: Meshes) -> PreTrainedModel:
             plan.blueprint.source, distributed_config=distributed_config(plan.degrees, plan.bf16),
             dtype=getattr(torch, config.model.stored_dtype), seed=training.seed,
             attn_implementation=plan.attention, experts_implementation=config.model.experts_implementation,
-            dense=plan.data_parallel.answer, base_dtype=config.adapter.base_dtype, meshes=meshes,
+            dense=plan.data_parallel.answer, base_dtype=config.adapter.base_dtype, base_keep=config.adapter.base_keep,
+            meshes=meshes,
             sequence_parallel=plan.sequence_parallel.answer, slices=plan.degrees.etp,
             parts=() if plan.pipeline is None else plan.pipeline.own,
         )  # fmt: skip

@@ -145,7 +145,7 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
     """What comes to a rank if all experts are chosen equally often; see the module's docstring."""
     assert isinstance(own.compute, GroupedExperts) and own.transport is not None
     hidden, inner = own.experts.get_parameter(weight_names(own.experts)[1]).shape[-2:]
-    if own.compute.function.transposed:
+    if own.experts.is_transposed:
         hidden, inner = inner, hidden
     # Replicas come and go while a run goes on, and what was chosen must not depend on when it was resumed.
     slots, per_row = own.num_local_experts, 1

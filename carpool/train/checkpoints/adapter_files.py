@@ -348,12 +348,11 @@ def merge_adapter(
         raise ValueError(f"the model of {adapter} is not in {base} any more: say where it is (--base)")
     read_config(base)
     stored, source, model = stored_weights(base), read_source(run), meta_model(base)
-    layout = OriginalLayout(model, None, source.weights)
-    weights = OriginalWeights(model, base, stored, layout)
+    packed = mxfp4_files.packed_names(stored) if dtype is None else _packable(model)
+    weights = OriginalWeights(model, base, stored, OriginalLayout(model, None, stored, packed=packed))
+    layout = OriginalLayout(model, None, source.weights, packed=packed)
     trained = trained_base(weights, model, run)
     merged_into = trained if into == "trained" else Base(weights, model, None, trained.dtype)
-    if dtype is not None:
-        layout = OriginalLayout(model, None, source.weights, packed=_packable(model))
     with warnings.catch_warnings():
         # peft reads an attribute that Transformers calls deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

@@ -11,7 +11,10 @@ depend on what `Base` reads, and a merge compares the two.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +24,10 @@ from carpool.experts.base import stand_in
 from carpool.experts.quantised import Kind, dequantise, quantise
 from carpool.hf import install
 from carpool.hf.build_model import build_model
+from carpool.hf.quantised_base import layer_kind, quantisable_layers
 from carpool.hf.seam.experts_module import base_of, weight_names
 from carpool.hf.seam.find_modules import experts_modules
+from carpool.hf.weights.mxfp4_files import packed_names
 from carpool.hf.weights.original_layout import OriginalWeights
 from carpool.train.config import load_config
 from carpool.train.lora import attach_adapter
@@ -34,25 +39,44 @@ class Base:
     Args:
         weights: the base's files.
         model: the base on the meta device.
-        kind: how the run stored the experts; None: the tensors are the files'.
+        kind: how the run stored frozen matrices; None: the tensors are the files'.
         dtype: of the run's weights, before they were quantised.
+        keep: as of `carpool.hf.quantised_base.quantisable_layers`.
 
     Attributes:
         quantised: names of the tensors that were stored so."""
 
-    def __init__(self, weights: OriginalWeights, model: PreTrainedModel, kind: Kind | None, dtype: torch.dtype) -> None:
-        self._weights, self.stored, self.kind, self.dtype = weights, weights.stored, kind, dtype
-        names = experts_modules(model) if kind is not None else {}
-        self.quantised = frozenset(
-            f"{name}.{weight}" for name in names for weight in weight_names(model.get_submodule(name))[:2]
-        )
+    def __init__(
+        self,
+        weights: OriginalWeights,
+        model: PreTrainedModel,
+        kind: Kind | None,
+        dtype: torch.dtype,
+        keep: Sequence[str] | None = (),
+    ) -> None:
+        self._weights, self.stored, self.kind, self.dtype, self.keep = weights, weights.stored, kind, dtype, keep
+        self._kinds: dict[str, tuple[Kind, bool]] = {}
+        if kind is not None:
+            packed = packed_names(weights.stored)
+            for name in experts_modules(model):
+                experts: Any = model.get_submodule(name)
+                turned = kind == "mxfp4" and experts.is_transposed
+                names = {f"{name}.{weight}" for weight in weight_names(experts)[:2]}
+                self._kinds |= dict.fromkeys(names - packed, (kind, turned))
+            # Of a tied weight the first name is in the files.
+            there, layers = dict(model.named_parameters()), quantisable_layers(model, kind, keep)
+            self._kinds |= {f"{name}.weight": (layer_kind(kind), False) for name in layers if f"{name}.weight" in there}
+        self.quantised = frozenset(self._kinds)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, which whoever reads it may change, once. One that was quantised comes in float32."""
         value = self._weights.read(name)
-        if self.kind is None or name not in self.quantised:
+        if name not in self._kinds:
             return value
-        return dequantise(*quantise(value.to(self.dtype), self.kind), torch.float32)
+        kind, turned = self._kinds[name]
+        stack = value.to(self.dtype).view(-1, *value.shape[-2:])
+        found = dequantise(*quantise(stack.transpose(1, 2) if turned else stack, kind), torch.float32)
+        return (found.transpose(1, 2) if turned else found).reshape(value.shape)
 
 
 def trained_base(weights: OriginalWeights, model: PreTrainedModel, run: Path) -> Base:
@@ -60,15 +84,20 @@ def trained_base(weights: OriginalWeights, model: PreTrainedModel, run: Path) ->
     if not (run / "config.toml").is_file():
         return Base(weights, model, None, torch.float32)
     config = load_config(run / "config.toml")
-    return Base(weights, model, config.adapter.base_dtype, getattr(torch, config.model.stored_dtype))
+    # On several ranks only experts are quantised.
+    found = run / "run.json"
+    ranks = json.loads(found.read_text(encoding="utf-8"))["parallelism"]["world_size"] if found.is_file() else 1
+    keep = config.adapter.base_keep if ranks == 1 else None
+    return Base(weights, model, config.adapter.base_dtype, getattr(torch, config.model.stored_dtype), keep)
 
 
 @torch.no_grad()
 def load_trained(base: Path, adapter: Path, trained: Base) -> PreTrainedModel:
     """Base and adapter as the run computes them, its experts quantised, but all in float32. On this process's CPU."""
     model = build_model(
-        base, distributed_config=None, dtype=trained.dtype, seed=0, device=torch.device("cpu"), base_dtype=trained.kind
-    )
+        base, distributed_config=None, dtype=trained.dtype, seed=0, device=torch.device("cpu"), base_dtype=trained.kind,
+        base_keep=trained.keep,
+    )  # fmt: skip
     stands_in = {(id(module), name) for module in model.modules() for name in base_of(module)}
     for module in model.modules():
         for name, value in module._parameters.items():

@@ -75,7 +75,9 @@ def defaults(settings: Mapping[str, Any], recorded: bool = False) -> dict[Key, t
     adapts = adapter.get("kind") or adapter.get("path")
     found["training", "learning_rate"] = ADAPTER_RATE if adapts else RATE, FOR_FINE_TUNING
     found["training", "output_dir"] = f"runs/{Path(path).resolve().name}", FOR_FINE_TUNING
-    if (checkpoint.get("dtype") or checkpoint.get("torch_dtype")) == "bfloat16":
+    # What is in few bits beside bfloat16 need not say the latter.
+    stored = "bfloat16" if checkpoint.get("quantization_config") else None
+    if (checkpoint.get("dtype") or checkpoint.get("torch_dtype") or stored) == "bfloat16":
         found["model", "dtype"] = "bfloat16", FROM_CHECKPOINT
     return {key: value for key, value in found.items() if key[1] not in _table(settings, key[0])}
 

@@ -41,11 +41,6 @@ class AdapterSection(Section):
         Excludes("parallelism.pp_size", "adapters are not cut into stages"),
         Excludes("training.freeze", "adapters freeze all of the model", instead={"training.freeze": None}),
         Excludes(
-            "training.optimizer_in_backward",
-            "updates are made inside the backward, and gradients of adapters are added up over ranks after it",
-            instead={"training.optimizer_in_backward": False},
-        ),
-        Excludes(
             "moe.experts=fp8",
             "experts in FP8 have no adapters: name other adapter.targets, or other experts",
             own=_adapts_experts,
@@ -73,7 +68,7 @@ class AdapterSection(Section):
     """What is adapted: attention, shared (dense and shared feed-forward layers, where peft can tell them from
     experts), experts, router, all-linear (all of these), or names as in peft's target_modules and target_parameters."""
     base_dtype: Annotated[
-        Literal["nf4", "int8"] | None,
+        Literal["nf4", "mxfp4", "int8"] | None,
         Excludes(
             "moe.experts!=auto or grouped or reference or moe.layout or placement.every or memory.experts",
             "experts that are quantised stay on their GPU, in order, and grouped products dequantise them",
@@ -92,12 +87,24 @@ class AdapterSection(Section):
             instead={"moe.schedule": "none"},
         ),
     ] = None
-    """How the frozen experts are stored, as bitsandbytes defines it: nf4 (blocks of 64 values, 4.5 bits each; arXiv
-    2305.14314), int8 (rows of a matrix, 8 bits). LOSSY. All other weights stay as model.dtype says. On several ranks
-    each expert is on one of them, and parallelism.data_parallel is zero1. none: as model.dtype says."""
+    """How frozen matrices are stored: nf4 (blocks of 64 values, 4.13 bits each with their scales in 8 bits; arXiv
+    2305.14314) or int8 (rows of a matrix, 8 bits), both as bitsandbytes defines them; mxfp4 (4.25 bits) of experts,
+    beside nf4 of the others. LOSSY. Experts, linear layers, embeddings and the output layer; not routers, norms, biases
+    and what is trained, and with dora only experts. On several ranks only experts, each of them on one rank, and
+    parallelism.data_parallel is zero1. none: as model.dtype says. Experts that a checkpoint has in MXFP4 (gpt-oss) stay
+    so in any case, which is exact; they need one rank."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of adapters and modules_to_save. bfloat16 takes half of the memory. The one-pass optimizer keeps the other 16
+    bits, so that updates are those of float32."""
     modules_to_save: Texts = ()
     """Modules that are trained themselves, and saved with the adapter, such as lm_head: ends of names, but none with
     routed experts. On several ranks this needs parallelism.data_parallel = zero1."""
+
+    @property
+    def base_keep(self) -> tuple[str, ...] | None:
+        """Ends of the names of modules that base_dtype leaves as they are; None: all but experts. peft's DoRA reads the
+        weights beside it."""
+        return None if self.kind == "dora" else self.modules_to_save
 
     @property
     def is_used(self) -> bool:

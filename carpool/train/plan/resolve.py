@@ -25,6 +25,7 @@ from carpool.hf.build_model import check_parallelism
 from carpool.hf.routing.router_balance import check_biases, find_biases
 from carpool.hf.seam.moved_experts import lies_logically
 from carpool.hf.sharding import SlicedExperts
+from carpool.hf.weights.mxfp4_files import is_packed
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.memory import TIERS
@@ -262,10 +263,28 @@ def _check_model_has(config: Config, blueprint: Blueprint, degrees: Degrees) -> 
     """What settings of routing and of slices ask of a model."""
     model, counts = blueprint.model, blueprint.expert_counts
     config.moe.drops.check(blueprint.top_k)
+    if config.adapter.is_used and config.training.optimizer_in_backward and degrees.world_size > 1:
+        raise ValueError(
+            "training.optimizer_in_backward = true with adapters needs one rank: gradients of adapters are added up "
+            "over ranks after the backward; set it to false, or parallelism.num_ranks=1"
+        )
     if config.moe.bias_update_rate:
         check_biases(model, find_biases(model, counts))
+    if isinstance(blueprint.source, Path) and is_packed(blueprint.source):
+        _check_packed(config, blueprint.source, degrees)
     if degrees.etp > 1:
         SlicedExperts(model, counts, degrees.expert_ranks, degrees.etp)
+
+
+def _check_packed(config: Config, folder: Path, degrees: Degrees) -> None:
+    plain = config.moe.in_order and config.memory.experts == "device" and config.moe.experts != "fp8"
+    if config.adapter.is_used and degrees.world_size == 1 and plain and config.placement.every is None:
+        return
+    raise ValueError(
+        f"the experts in {folder} are in MXFP4: they are frozen, and stay on one GPU, in order, under adapters; set "
+        "adapter.kind=lora and parallelism.num_ranks=1, or save the model dequantised (Mxfp4Config(dequantize=True) of "
+        "Transformers)"
+    )
 
 
 def check_layout_file(

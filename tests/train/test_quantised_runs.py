@@ -1,0 +1,115 @@
+"""Runs of one rank whose frozen matrices are in few bits: experts as gpt-oss is published, all else in nf4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from carpool.cli import app
+from carpool.experts.quantised import dequantise, quantise
+from carpool.train.config import load_config
+from carpool.train.run.run import train
+from tests.hf.tiny_models import discover, tiny_model
+from tests.train.test_loop import text
+
+__all__ = ["text"]  # a fixture
+
+SIZES = {
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 96},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "tie_word_embeddings": True},
+}
+SMALL = [
+    "adapter.dtype=bfloat16", "training.optimizer_state_dtype=int8", "training.optimizer_in_backward=true",
+    "training.grad_clipping=delayed", "memory.layer_activations=recompute", "memory.moe_outputs=recompute",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1), rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def checkpoint(folder: Path, family: str, packed: bool = False) -> Path:
+    """Of a tiny model in bfloat16, whose experts have values of MXFP4; packed: as gpt-oss has them in its files."""
+    model = tiny_model(discover()[family], vocab_size=320, head_dim=32, **SIZES[family]).bfloat16()
+    model.save_pretrained(folder)
+    file, found = folder / "model.safetensors", dict[str, torch.Tensor]()
+    for name, value in load_file(file).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            one = quantise(value.transpose(1, 2), "mxfp4")
+            if packed:
+                found[f"{name}_blocks"], found[f"{name}_scales"] = one.code.unflatten(-1, (-1, 16)), one.scale
+            else:
+                found[name] = dequantise(*one, value.dtype).transpose(1, 2).contiguous()
+        else:
+            found[name] = value
+    save_file(found, file, metadata={"format": "pt"})
+    if packed:
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run(base: Path, output: Path, text: list[str], *overrides: str) -> dict[str, Any]:
+    """What the run's folder says of it."""
+    settings = [
+        f"model.path={base}", f"training.output_dir={output}", "data.tokenizer=bytes", "data.sequence_length=24",
+        "data.max_bytes=4000", "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1",
+        "training.max_steps=4", "training.learning_rate=1e-2", "training.save_steps=2", "training.sample_prompt=none",
+        "adapter.kind=lora", "adapter.rank=4",
+    ]  # fmt: skip
+    train(load_config(None, [*settings, *text, *overrides]), compare=None, command="test")
+    found: dict[str, Any] = json.loads((output / "run.json").read_text())
+    return found
+
+
+def adapter(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "adapter" / "adapter_model.safetensors")
+
+
+def same(a: Path, b: Path) -> bool:
+    found, other = adapter(a), adapter(b)
+    return found.keys() == other.keys() and all(torch.equal(found[name], other[name]) for name in other)
+
+
+def test_experts_in_mxfp4_are_those_of_the_files(text: list[str], tmp_path: Path) -> None:
+    """Bit by bit the run on the model dequantised: nothing is lost, and the log says nothing of a loss."""
+    packed, plain = checkpoint(tmp_path / "packed", "gpt_oss", True), checkpoint(tmp_path / "plain", "gpt_oss")
+    info = run(packed, tmp_path / "a", text)
+    run(plain, tmp_path / "b", text)
+    assert same(tmp_path / "a", tmp_path / "b") and info["lossy_reasons"] == []
+    for base in ("packed", "plain"):
+        out = ["--out", str(tmp_path / f"merged-{base}"), "--base", str(tmp_path / base)]
+        merged = CliRunner().invoke(app, ["merge", str(tmp_path / "a"), *out])
+        assert merged.exit_code == 0 and ("LOSSY: from what was trained" in merged.output) == (base == "packed")
+    with pytest.raises(ValueError, match=r"adapter\.kind=lora and parallelism\.num_ranks=1"):
+        run(packed, tmp_path / "c", text, "adapter.kind=none")
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "nf4"), ("qwen3_moe", "nf4"), ("qwen3_moe", "mxfp4")])
+def test_all_in_few_bits_resumes_and_merges(text: list[str], tmp_path: Path, family: str, kind: str) -> None:
+    base = checkpoint(tmp_path / "base", family, family == "gpt_oss")
+    settings = [f"adapter.base_dtype={kind}", *SMALL]
+    info = run(base, tmp_path / "whole", text, *settings)
+    assert f"the frozen weights are stored in {kind}" in info["lossy_reasons"]
+    run(base, tmp_path / "rest", text, *settings, f"training.resume_from_checkpoint={tmp_path}/whole/checkpoints/"
+        "step-00000002")  # fmt: skip
+    assert same(tmp_path / "rest", tmp_path / "whole")
+    found = adapter(tmp_path / "whole")
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    assert any("experts.lora_B" in name and value.abs().max() > 1e-3 for name, value in found.items())
+    result = CliRunner().invoke(app, ["merge", str(tmp_path / "whole"), "--out", str(tmp_path / "merged")])
+    assert result.exit_code == 0 and f"differ from base in {kind} plus adapter" in result.output, result.output
+    assert "logits of 64 random tokens" in result.output
