@@ -201,8 +201,8 @@ def test_the_whole_model_is_compared(damage: str, tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
 
 
-def without_head(model: Any, tensors: Any, source: Any) -> Any:
-    layout = OriginalLayout(model, tensors, source)
+def without_head(model: Any, tensors: Any, source: Any, **options: Any) -> Any:
+    layout = OriginalLayout(model, tensors, source, **options)
     layout.groups = [group for group in layout.groups if "lm_head.weight" not in group.inputs]
     for entries in layout.files.values():
         entries.pop("lm_head.weight", None)

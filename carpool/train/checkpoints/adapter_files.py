@@ -348,9 +348,9 @@ def merge_adapter(
         raise ValueError(f"the model of {adapter} is not in {base} any more: say where it is (--base)")
     read_config(base)
     stored, source, model = stored_weights(base), read_source(run), meta_model(base)
-    packed = mxfp4_files.packed_names(stored) if dtype is None else _packable(model)
+    packed = mxfp4_files.packed_names(stored)
     weights = OriginalWeights(model, base, stored, OriginalLayout(model, None, stored, packed=packed))
-    layout = OriginalLayout(model, None, source.weights, packed=packed)
+    layout = OriginalLayout(model, None, source.weights, packed=packed if dtype is None else _packable(model))
     trained = trained_base(weights, model, run)
     merged_into = trained if into == "trained" else Base(weights, model, None, trained.dtype)
     with warnings.catch_warnings():
