@@ -49,14 +49,14 @@ def compare(history_NE: Array, num_ranks: int, *, warmup: int = 8, every: int = 
     if not 1 <= warmup < len(loads_NE):
         raise ValueError(f"a history of {len(loads_NE)} steps leaves nothing to predict after {warmup}")
     num_experts = loads_NE.shape[1]
-    room_W = np.full(num_ranks, -(-num_experts // num_ranks))
+    capacity_W = np.full(num_ranks, -(-num_experts // num_ranks))
     records: list[dict[str, float | str]] = []
     for name in (*PREDICTORS, "oracle"):
         rows = []
         for step in range(warmup, len(loads_NE), every):
             real_E = loads_NE[step]
             guess_E = real_E if name == "oracle" else forecast(name, loads_NE[:step])
-            load_W = np.bincount(pack(guess_E, room_W), weights=real_E, minlength=num_ranks)
+            load_W = np.bincount(pack(guess_E, capacity_W), weights=real_E, minlength=num_ranks)
             share_E = guess_E / max(guess_E.sum(), 1e-12) * real_E.sum()
             error = np.abs(share_E - real_E).sum() / max(real_E.sum(), 1e-12)
             rows.append((error, load_W.max() / max(load_W.mean(), 1e-12)))

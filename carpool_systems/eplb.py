@@ -28,35 +28,37 @@ from carpool.placement.trace import Array
 
 def eplb(problem: Problem) -> ExpertLayout:
     """Loads packed into equal slots, hot experts in several."""
-    return from_loads(problem.expected_E, problem.room_W, problem.topology, problem.extra_slots, problem.expert_groups)
+    return from_loads(
+        problem.expected_E, problem.capacity_W, problem.topology, problem.extra_slots, problem.expert_groups
+    )
 
 
 def from_loads(
-    load_E: Array, room_W: Array, topology: Topology, extra_slots: int = 0, expert_groups: int | None = None
+    load_E: Array, capacity_W: Array, topology: Topology, extra_slots: int = 0, expert_groups: int | None = None
 ) -> ExpertLayout:
     """The same from loads alone, which may be a prediction.
 
     Args:
         load_E: (E,) expected choices of each expert.
-        room_W: (W,) experts that each rank owns; their sum is at least E.
+        capacity_W: (W,) experts that each rank owns; their sum is at least E.
         topology, extra_slots, expert_groups: see `Problem`.
 
     Raises:
         ValueError: with `expert_groups`, nodes that own unequal numbers of experts."""
     num_experts, num_nodes, node_W = len(load_E), topology.num_nodes, np.array(topology.node_of)
-    room_N = np.bincount(node_W, weights=room_W).astype(np.int64)
+    room_N = np.bincount(node_W, weights=capacity_W).astype(np.int64)
     groups = expert_groups or num_experts
     load_G = np.asarray(load_E, dtype=np.float64).reshape(groups, -1).sum(1)
     size = num_experts // groups
     if size > 1 and (room_N != num_experts // num_nodes).any():
         raise ValueError("EPLB with expert_groups needs equally many experts per node")
     node_E = np.repeat(pack(load_G, room_N // size), size)
-    slots: list[list[int]] = [[]] * len(room_W)
+    slots: list[list[int]] = [[]] * len(capacity_W)
     for node in range(num_nodes):
         experts, ranks = np.flatnonzero(node_E == node), np.flatnonzero(node_W == node)
-        for rank, filled in zip(ranks, _fill_node(load_E, experts, room_W[ranks] + extra_slots), strict=True):
+        for rank, filled in zip(ranks, _fill_node(load_E, experts, capacity_W[ranks] + extra_slots), strict=True):
             slots[rank] = filled
-    return ExpertLayout(_choose_homes(slots, room_W), tuple(map(tuple, slots)))
+    return ExpertLayout(_choose_homes(slots, capacity_W), tuple(map(tuple, slots)))
 
 
 def _fill_node(load_E: Array, experts: Array, slots_W: Array) -> list[list[int]]:
@@ -82,9 +84,9 @@ def _fill_node(load_E: Array, experts: Array, slots_W: Array) -> list[list[int]]
     return [[int(experts[one]) for one in rank] for rank in filled]
 
 
-def _choose_homes(slots: list[list[int]], room_W: Array) -> tuple[tuple[int, ...], ...]:
-    """A home for each expert among the ranks that hold it, `room_W` per rank: a matching by augmenting paths. An expert
-    that fits nowhere gets a home on a rank with room, which does not compute it."""
+def _choose_homes(slots: list[list[int]], capacity_W: Array) -> tuple[tuple[int, ...], ...]:
+    """A home for each expert among the ranks that hold it, `capacity_W` per rank: a matching by augmenting paths. An
+    expert that fits nowhere gets a home on a rank with room, which does not compute it."""
     holders: dict[int, list[int]] = {}
     for rank, experts in enumerate(slots):
         for expert in experts:
@@ -96,7 +98,7 @@ def _choose_homes(slots: list[list[int]], room_W: Array) -> tuple[tuple[int, ...
             if rank in tried:
                 continue
             tried.add(rank)
-            if len(homes[rank]) < room_W[rank]:
+            if len(homes[rank]) < capacity_W[rank]:
                 homes[rank].add(expert)
                 return True
             for other in sorted(homes[rank]):
@@ -109,6 +111,6 @@ def _choose_homes(slots: list[list[int]], room_W: Array) -> tuple[tuple[int, ...
 
     homeless = [e for e in sorted(holders, key=lambda e: (len(holders[e]), e)) if not place(e, set())]
     for expert in homeless:
-        next(home for home, room in zip(homes, room_W, strict=True) if len(home) < room).add(expert)
+        next(home for home, room in zip(homes, capacity_W, strict=True) if len(home) < room).add(expert)
     return tuple(tuple(e for e in experts if e in home) + tuple(sorted(home - set(experts)))
                  for experts, home in zip(slots, homes, strict=True))  # fmt: skip

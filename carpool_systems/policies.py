@@ -104,9 +104,9 @@ def pick(
 
 def eplb(load_E: Array, layout: ExpertLayout, extra_slots: int = 0, model: LoadModel | None = None) -> ExpertLayout:
     """What EPLB finds for the load, all extra slots filled, whether or not the model of time says that it pays."""
-    room_W = np.array([len(home) for home in layout.homes])
+    capacity_W = np.array([len(home) for home in layout.homes])
     topology = model.topology if model is not None else None
-    return from_loads(load_E, room_W, topology or Topology.even(layout.num_ranks), extra_slots)
+    return from_loads(load_E, capacity_W, topology or Topology.even(layout.num_ranks), extra_slots)
 
 
 def fetch(load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadModel | None = None) -> ExpertLayout:
@@ -136,10 +136,10 @@ def degree(load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadMod
 def make_pool(history_NE: Array, num_ranks: int, size: int = 8) -> list[ExpertLayout]:
     """Layouts that suit the loads of different parts of a history (N steps), each by LPT: SmartMoE's pool."""
     loads_NE = np.asarray(history_NE, dtype=np.float64)
-    room_W = np.array([len(home) for home in ExpertLayout.contiguous(loads_NE.shape[1], num_ranks).homes])
+    capacity_W = np.array([len(home) for home in ExpertLayout.contiguous(loads_NE.shape[1], num_ranks).homes])
     pool: list[ExpertLayout] = []
     for part_NE in np.array_split(loads_NE, min(size, len(loads_NE))):
-        rank_E = pack(part_NE.sum(0), room_W)
+        rank_E = pack(part_NE.sum(0), capacity_W)
         layout = ExpertLayout(tuple(tuple(np.flatnonzero(rank_E == rank).tolist()) for rank in range(num_ranks)))
         if layout not in pool:
             pool.append(layout)
@@ -161,7 +161,7 @@ def _best(
 ) -> tuple[Array, bool]:
     """After the change with the least time, if that is less than now."""
     best, best_EW = model.seconds(load_E, held_EW, home_E) - 1e-12, None
-    room_W = np.bincount(home_E, minlength=held_EW.shape[1]) + extra_slots
+    capacity_W = np.bincount(home_E, minlength=held_EW.shape[1]) + extra_slots
     most = max(1, MOST_AT_ONCE // held_EW.size)
     for first in range(0, len(changes), most):
         some = changes[first : first + most]
@@ -169,7 +169,7 @@ def _best(
         for number, change in enumerate(some):
             for expert, rank, holds in change:
                 after_CEW[number, expert, rank] = holds
-        after_CEW = after_CEW[(after_CEW.sum(1) <= room_W).all(1)]
+        after_CEW = after_CEW[(after_CEW.sum(1) <= capacity_W).all(1)]
         if not len(after_CEW):
             continue
         seconds_C = model.seconds_of(load_E, after_CEW, home_E)

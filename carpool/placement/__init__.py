@@ -1,6 +1,6 @@
-"""Where experts should live: traces of a routing, what a layout costs on them, solvers, and when to move.
+"""Placement of experts: recorded routings, the cost of a layout, solvers, and when to move experts.
 
-Needs no accelerator and nothing that moves rows.
+Needs no accelerator and no communication.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Whether to move: what a new layout saves over the steps that it will be good for, against what moving costs.
+"""Whether to move experts: the time that a new layout saves over its lifetime, against the cost of moving.
 
-Moving an expert's home sends its parameters, their float32 master copies and both Adam moments, once. Adopting a
-replica costs nothing: replicas are filled in every step, and the modelled step times contain that.
+Moving an expert's home sends its parameters, their float32 masters and both Adam moments, once. Adopting a replica has
+no such cost: replicas are filled in every step, which the modelled step times include.
 
-    saved    = (seconds per step now - then) * min(steps left, WINDOW)    loads drift: no layout is good for ever
-    cost     = bytes of the fullest link / its bandwidth
+    saved    = (seconds per step now - then) * min(steps left, WINDOW)    loads drift, so a layout has a lifetime
+    cost     = bytes of the busiest link / its bandwidth
     adopt if saved > hysteresis * cost, and a step gets faster by at least hysteresis * LEAST_GAIN
 
-Without hysteresis two layouts of nearly equal worth would take turns. `aligned` names a solver's ranks after those
-where experts are already, so that little has to move.
+Without hysteresis two layouts of nearly equal cost would alternate. `aligned` renames a solver's ranks so that most
+experts stay on their ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from carpool.planner.machine.cost import CostModel
 
 WINDOW = 500  # steps
 LEAST_GAIN = 0.005  # of a step
-STATE_BYTES = 12  # of a parameter beside its own: float32 master, two float32 Adam moments
+STATE_BYTES = 12  # of a parameter in addition to its own: float32 master, two float32 Adam moments
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to adopt, and the numbers behind it.
+    """Whether to adopt a layout, and why.
 
     Attributes:
-        adopt: move, or stay.
+        adopt: whether to move.
         why: a sentence for the log.
         now_seconds, new_seconds: modelled, per step, all layers.
-        steps: for how many steps the gain is counted.
-        saved_seconds, cost_seconds: over those steps; of moving.
-        moved_experts, moved_bytes: homes that change, and what they weigh.
+        steps: over which the gain is counted.
+        saved_seconds, cost_seconds: gain over these steps; cost of moving.
+        moved_experts, moved_bytes: homes that change, and their size.
     """
 
     adopt: bool
@@ -53,8 +53,8 @@ class Decision:
 
 
 def moved_bytes(before: ExpertLayout, after: ExpertLayout, cost: CostModel) -> tuple[Array, int]:
-    """(W, W) bytes from rank to rank for homes that change, and the number of those. Raises ValueError if the layouts
-    are not of the same experts and ranks."""
+    """(W, W) bytes from rank to rank for homes that change, and the number of these. Raises ValueError if the layouts
+    do not have the same experts and ranks."""
     sizes = [(one.num_ranks, one.num_experts, one.slices) for one in (before, after)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -82,7 +82,7 @@ def decide(
     topology: Topology | None = None,
     cost: CostModel | None = None,
 ) -> Decision:
-    """Move from `before` to `after`?
+    """Decide whether to move from `before` to `after`.
 
     Args:
         before, after: layout of each layer, by name; the same layers.
@@ -125,19 +125,19 @@ def decide(
 
 
 def aligned(found: ExpertLayout, current: ExpertLayout, topology: Topology) -> ExpertLayout:
-    """The layout `found` with its ranks renamed and its rows reordered, so that few homes move.
+    """The layout `found` with its ranks renamed and its homes reordered, so that few homes move.
 
-    Each rank of `found` becomes the rank that holds most of its experts already, nodes first. Experts that stay on
-    their rank keep their rows, and slots begin with the homes.
+    Each rank of `found` becomes the rank that already has most of its experts, nodes first. Experts that stay on their
+    rank stay in their places, and slots begin with the homes.
 
     Args:
-        topology: of the ranks. Ranks that share a node still share one.
+        topology: of the ranks. Ranks of one node stay on one node.
 
     Example: found homes [[2, 3], [0, 1]], current [[0, 1], [3, 2]]  ->  [[0, 1], [3, 2]]
     """
     common_WW = np.array([[len(set(a) & set(b)) for b in current.homes] for a in found.homes])
     ranks_of = [np.flatnonzero(np.array(topology.node_of) == node) for node in range(topology.num_nodes)]
-    # Nodes with other numbers of ranks cannot take each other's places.
+    # Only nodes of equal size can be exchanged.
     common_NN = np.array(
         [[common_WW[np.ix_(a, b)].sum() if len(a) == len(b) else -1 for b in ranks_of] for a in ranks_of]
     )
@@ -156,7 +156,7 @@ def aligned(found: ExpertLayout, current: ExpertLayout, topology: Topology) -> E
 
 
 def _in_rows(experts: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
-    """`experts` in an order in which those that `rows` has too are in the same places, as far as there are places."""
+    """`experts`, with those that `rows` contains in the same places, as far as possible."""
     if len(experts) != len(rows):
         return tuple(experts)
     new = iter([e for e in experts if e not in rows])
@@ -164,7 +164,7 @@ def _in_rows(experts: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
 
 
 def _pairs(common_XX: Array) -> list[int]:
-    """For each row a column of its own, the largest numbers first; numbers below 0 are no pairs."""
+    """A greedy assignment of rows to columns, largest numbers first; negative numbers are not assigned."""
     chosen = [-1] * len(common_XX)
     order = np.argsort(-common_XX, axis=None, kind="stable")
     taken: set[int] = set()

@@ -1,15 +1,15 @@
-"""What a layout is worth on a recorded routing: rows, load and modelled time, exact for any layout.
+"""The objective of placement on a recorded routing: sends, load and modelled time, exact for any layout.
 
-Every number follows from one table: the rank that `carpool.layout.assign` chooses for each choice of each token, the
-same function that decides during training. Replicas are therefore counted as they will serve.
+All numbers follow from the rank that `carpool.layout.assign` chooses for each choice of each token. Training uses the
+same function, so replicas are counted as they will be used.
 
-    rows_WW   [i, j] tokens of rank i that visit rank j; the diagonal stays at home. One row for each of them is what
-              `dedup` and `nvlink` send. Equal to `carpool.placement.predicted_volume.predict("dedup", ...)`.
-    sent_WW   [i, j] rows that the cost model's transport really sends: what modelled time and `rows_nodes` count
-    rows_NN   tokens of one node that visit another: what `hierarchical` sends between nodes
+    rows_WW   [i, j] tokens of rank i that visit rank j; the diagonal stays on its rank. `dedup` and `nvlink` send one
+              hidden state for each. Equal to `carpool.placement.predicted_volume.predict("dedup", ...)`.
+    sent_WW   [i, j] hidden states that the cost model's transport sends, for modelled time and `rows_nodes`
+    rows_NN   tokens of one node that visit another, which `hierarchical` sends inter-node
     load_W    (token, choice) pairs that each rank computes; of sliced experts, (token, slice) pairs
 
-Modelled time is that of `carpool.planner.machine.cost`. It ranks layouts, and is no forecast of a step.
+Modelled time is that of `carpool.planner.machine.cost`. It ranks layouts, and does not predict the time of a step.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from carpool.transport import find_transport
 
 @dataclass(frozen=True)
 class Objective:
-    """What `evaluate` found. Rows, loads as they are in the trace; seconds scaled to a step of the cost model.
+    """The result of `evaluate`. Sends and loads are those of the trace; seconds are scaled to a step of the cost model.
 
     Attributes:
         tokens: T of the trace.
-        rows_WW, rows_NN: tokens that visit ranks, and nodes; what stays at home on the diagonal.
-        sent_WW: rows that the transport sends.
-        rows_nodes: of these, the rows to other nodes.
+        rows_WW, rows_NN: tokens that visit ranks, and nodes; the diagonal stays.
+        sent_WW: hidden states that the transport sends.
+        rows_nodes: of these, those to other nodes.
         load_W: pairs computed by each rank.
-        intra_share: of the pairs of experts that a token chose together, those served by one rank (Occult's
-            intra-collaboration).
+        intra_share: share of the pairs of experts of a token that one rank serves (Occult's intra-collaboration).
         ride_seconds, compute_seconds, replica_seconds: of one layer, forward and backward.
     """
 
@@ -55,17 +54,17 @@ class Objective:
 
     @property
     def rows_remote(self) -> int:
-        """Rows to other ranks, as the transport sends them."""
+        """Hidden states that the transport sends to other ranks."""
         return int(self.sent_WW.sum() - self.sent_WW.trace())
 
     @property
     def ranks_per_token(self) -> float:
-        """Ranks that serve a token, mean: λ, its own included."""
+        """Mean number of ranks that a token visits, its own included: λ."""
         return float(self.rows_WW.sum() / self.tokens)
 
     @property
     def load_ratio(self) -> float:
-        """Load of the fullest rank by the mean."""
+        """Largest rank load over the mean."""
         return float(self.load_W.max() / max(self.load_W.mean(), 1e-9))
 
     @property
@@ -75,10 +74,9 @@ class Objective:
 
 
 def served_by(trace: LayerTrace, layout: ExpertLayout) -> Array:
-    """(T, K) the rank that serves each choice, or each slice of it: `assign` on the tokens of each rank, as that rank
-    would hold them."""
+    """(T, K) the rank that serves each choice, or each slice of it: `assign` on the tokens of each rank."""
     expert_TK = torch.from_numpy(np.ascontiguousarray(trace.expert_TK, dtype=np.int32))
-    if layout.num_replicas == 0:  # then all ranks decide alike
+    if layout.num_replicas == 0:  # then `assign` does not depend on the rank
         slot_TK = assign(Routing(expert_TK, None), layout, 0)
         return (slot_TK // layout.slots_per_rank).numpy().astype(np.int64)
     source_T = torch.from_numpy(trace.source_T(layout.num_ranks))
@@ -93,15 +91,14 @@ def served_by(trace: LayerTrace, layout: ExpertLayout) -> Array:
 def evaluate(
     trace: LayerTrace, layout: ExpertLayout, *, topology: Topology | None = None, cost: CostModel | None = None
 ) -> Objective:
-    """Rows, loads and modelled time of a layout on a trace.
+    """Sends, loads and modelled time of a layout on a trace.
 
     Args:
         topology: of the layout's ranks. None: one node with NVLink.
         cost: sizes of the layer, hardware and transport.
 
     Raises:
-        ValueError: the layout is of another number of experts or ranks, or the transport needs
-            nodes of equally many ranks.
+        ValueError: the layout has another number of experts or ranks, or the transport needs nodes of equal size.
     """
     if layout.num_experts != trace.num_experts:
         raise ValueError(
@@ -148,7 +145,7 @@ def _sum_by(visits_TX: Array, source_T: Array, number: int) -> Array:
 
 
 def _intra_share(rank_TK: Array, num_ranks: int) -> float:
-    """Of all pairs of choices of a token, the share that one rank serves."""
+    """The share of all pairs of choices of a token that one rank serves."""
     num_tokens, top_k = rank_TK.shape
     if top_k < 2:
         return 1.0

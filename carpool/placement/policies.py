@@ -1,14 +1,15 @@
-"""How a run reacts to its loads: from expected loads and today's layout to the next layout.
+"""Placement policies: the next layout from expected loads and the current layout.
 
-A policy knows how often each expert is chosen, but not together with which others. So it counts (token, expert) pairs,
-not shared rides. If tokens are spread evenly over ranks, an expert with load l and replicas on c of W ranks gives each
-of these l / c pairs, of which l (1/c - 1/W) come from other ranks. `LoadModel` turns that into seconds:
+A policy knows how often each expert is chosen, but not which experts are chosen together. So it counts (token, expert)
+pairs, without deduplication. If tokens are distributed evenly over ranks, an expert with load l and replicas on c of W
+ranks gives each of these l / c pairs, of which l (1/c - 1/W) come from other ranks. `LoadModel` converts this to
+seconds:
 
-    4 rides of the rank that receives most  +  GEMMs of the fullest rank  +  replicas filled, gradients sent back
+    4 verbs of the rank that receives most  +  GEMMs of the rank with the largest load  +  filling replicas, gradients
 
 `placement.policy` names one of `POLICIES`, a registry for plug-ins (entry points of the group "carpool.policies"), or
-"migrate" or "place", which ask a solver instead (`carpool.placement.solvers`). What loads are expected, one of
-`PREDICTORS` says.
+"migrate" or "place", which use a solver instead (`carpool.placement.solvers`). One of `PREDICTORS` gives the expected
+loads.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class LoadModel:
     topology: Topology | None = None  # None: one node with NVLink
 
     def rank_loads(self, load_E: Array, held_EW: Array) -> Array:
-        """(W,) pairs of each rank, copies taking equal parts."""
+        """(W,) pairs of each rank, if the replicas of an expert share its load equally."""
         return np.asarray((np.asarray(load_E, dtype=np.float64) / held_EW.sum(1)) @ held_EW)
 
     def seconds(self, load_E: Array, held_EW: Array, home_E: Array, slices: int = 1) -> float:
         """Modelled time of one layer, forward and backward.
 
         Args:
-            held_EW: which ranks hold each expert; home_E: its home.
-            slices: of each expert. The two before then have E * slices rows, and load_E has E."""
+            held_EW: bool, whether a rank holds each expert; home_E: its home.
+            slices: of each expert. held_EW and home_E then have E * slices entries, and load_E has E."""
         return float(self.seconds_of(load_E, held_EW[None], home_E, slices)[0])
 
     def seconds_of(self, load_E: Array, held_CEW: Array, home_E: Array, slices: int = 1) -> Array:
@@ -53,25 +54,25 @@ class LoadModel:
         pairs = loads * (self.cost.tokens_per_rank * num_ranks * self.top_k / max(loads.sum(), 1e-12))
         pairs = pairs.repeat(slices)
         held = held_CEW.astype(np.float64)
-        copies_CE = held.sum(2)
-        load_CW = np.matmul((pairs / copies_CE)[:, None], held)[:, 0] / slices
-        # One row for all slices of an expert that a rank holds.
+        replicas_CE = held.sum(2)
+        load_CW = np.matmul((pairs / replicas_CE)[:, None], held)[:, 0] / slices
+        # A token is sent once for all slices of an expert that a rank holds.
         apart = held.reshape(len(held), -1, slices, num_ranks)
         riding = (apart / np.maximum(1, apart.sum(2, keepdims=True))).reshape(held.shape)
-        arriving_CW = np.matmul((pairs * (1 / copies_CE - 1 / num_ranks))[:, None], riding)[:, 0]
-        # They come from all other ranks alike.
+        arriving_CW = np.matmul((pairs * (1 / replicas_CE - 1 / num_ranks))[:, None], riding)[:, 0]
+        # Equally many from all other ranks.
         arriving_CWW = np.repeat(arriving_CW[:, None] / max(1, num_ranks - 1), num_ranks, axis=1)
         filling_CWW = self._filling(held, home_E, slices) * self.cost.expert_bytes / slices
         hops_in_turn = find_transport(self.cost.transport).hops_in_turn
         rides_C = RIDES * self._over_links(arriving_CWW * self.cost.row_bytes, in_turn=hops_in_turn)
-        # Parameters one way, gradients the other, which takes as long.
+        # Parameters in one direction, gradients in the other, which takes as long.
         upkeep_C = 2 * self._over_links(filling_CWW, idle=False)
         last_C = (load_CW / self.cost.speed_W(num_ranks)).max(1) * self.cost.pair_seconds
         return np.asarray(rides_C + last_C + (1 - self.cost.replicas_hidden) * upkeep_C)
 
     def _filling(self, held_CEW: Array, home_E: Array, slices: int) -> Array:
-        """(C, W, W) rows that ranks send to fill slots; across nodes about those of `node_slots.rows_filled`, which
-        takes two hops only where several ranks of a node want the same."""
+        """(C, W, W) experts that ranks send to fill slots; inter-node approximately `node_slots.rows_filled`, which
+        uses two hops only if several ranks of a node replicate the same expert."""
         num_rows, num_ranks = len(home_E), held_CEW.shape[2]
         home_EW = np.zeros((num_rows, num_ranks))
         home_EW[np.arange(num_rows), home_E] = 1
@@ -91,8 +92,8 @@ class LoadModel:
         return filling_CNPNP.reshape(-1, num_ranks, num_ranks)
 
     def _over_links(self, bytes_CWW: Array, idle: bool = True, in_turn: bool = False) -> Array:
-        """(C,) seconds of the slowest kind of link, as `CostModel` has them, or of all. `idle`: one without traffic
-        takes its latency all the same."""
+        """(C,) seconds of the slowest kind of link of the `CostModel`, or with `in_turn` of all. `idle`: a link without
+        traffic takes its latency, too."""
         topology, seconds_C = self.topology or Topology.even(bytes_CWW.shape[2]), np.zeros(len(bytes_CWW))
         for link in topology.pairs:
             each_C = self.cost.seconds_over(link, bytes_CWW, topology)
@@ -104,12 +105,12 @@ class LoadModel:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy. All ranks call it alike, so it must be deterministic.
+    """A policy. All ranks call it with the same arguments, so it must be deterministic.
 
     Attributes:
-        find: (load_E, layout, extra_slots, model, history_SE) -> the next layout; the given one if nothing is better.
+        find: (load_E, layout, extra_slots, model, history_SE) -> the next layout; the given one if none is better.
             load_E are expected choices of each expert, history_SE those of the last steps.
-        replicas: it puts replicas into the extra slots, and needs some.
+        replicas: whether it fills extra slots with replicas, and needs some.
     """
 
     find: Callable[[Array, ExpertLayout, int, LoadModel, Array], ExpertLayout]
@@ -128,7 +129,7 @@ class Policy:
         Args:
             load_E: (E,) expected choices.
             extra_slots: of each rank, for replicas.
-            model: of time; None: of the default machine.
+            model: of time; None: for the default machine.
             history_SE: (S, E) choices of the last S steps; None: load_E alone."""
         history_SE = np.asarray(load_E)[None] if history_SE is None else history_SE
         return self.find(load_E, layout, extra_slots, model or LoadModel(), history_SE)
@@ -148,13 +149,13 @@ Predictor = Callable[[Array], Array]
 
 
 def last(history_NE: Array) -> Array:
-    """The load of the last step (FasterMoE, Prophet). Right where loads drift slowly, noisy for small batches."""
+    """The load of the last step (FasterMoE, Prophet). Good for slow drift, noisy for small batches."""
     return checked_history(history_NE)[-1].copy()
 
 
 def ema(history_NE: Array, decay: float = 0.9) -> Array:
-    """Moving average of the shares; a step that is n steps old counts decay**n (MindSpeed's migrator). Averages noise
-    away, follows drift late."""
+    """Moving average of the shares, with weight decay**n for a step that is n steps old (MindSpeed's migrator). Reduces
+    noise, follows drift late."""
     loads_NE = checked_history(history_NE)
     age_N = np.arange(len(loads_NE))[::-1]
     share_E = np.average(_shares(loads_NE), axis=0, weights=decay**age_N)

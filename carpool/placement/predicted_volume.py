@@ -1,30 +1,30 @@
-"""How much a routing moves under a layout, from the definition alone: nothing travels, nothing is measured.
+"""The communication volume of a routing under a layout, computed from the definition: nothing is sent or measured.
 
 A batch's routing is a *hypergraph*: experts are its vertices, and a token is a hyperedge, the set of experts that it
 chose. A layout cuts the vertices into one part for each rank; the number of parts that an edge touches is its
-*connectivity*, written λ. Each transport's class says how many rows that makes (`Transport.volume`): λ of a token with
-one row for each rank, K with one for each choice, W with one to every rank. Of sliced experts K counts every slice. So
-to place experts well is to partition a hypergraph into parts of given sizes with a small sum of (λ - 1), the metric
-that partitioners call km1. A replica is a vertex in several parts; `carpool.layout.assign` says which of them serves a
+*connectivity*, written λ. Each transport's class defines the number of sends (`Transport.volume`): λ per token with one
+send per rank, K with one per choice, W with one to every rank. With sliced experts K counts every slice. So to place
+experts well is to partition a hypergraph into parts of given sizes with a small sum of (λ - 1), the metric that
+partitioners call km1. A replica is a vertex in several parts; `carpool.layout.assign` chooses the one that serves a
 token, as in training.
 
     4 experts on 2 ranks, [0, 1 | 2, 3]; rank 0 holds tokens {0, 1}, {1, 2}, {1, 2}, rank 1 holds token {0, 3}
 
-                  rows from rank 0 to (0, 1)     rows from rank 1 to (0, 1)
+                  rank 0 sends to (0, 1)         rank 1 sends to (0, 1)
         dedup     3, 2                           1, 1             λ = 1, 2, 2 | 2, in sum 7
         alltoall  4, 2                           1, 1             K = 2 for each of 4 tokens
 
-    With experts [1, 2 | 0, 3] instead, λ is 2, 1, 1 | 1, in sum 5: tokens that want 1 and 2 now share a ride.
+    With experts [1, 2 | 0, 3] instead, λ is 2, 1, 1 | 1, in sum 5: tokens that chose 1 and 2 are sent once.
 
-A row is H elements, as its verb's codec says. Beside it travel, on the way out, a slot and a weight for each of the
-choices that it may serve, and on the backward's way back the weights' gradients:
+A hidden state has H elements, encoded by its verb's codec. With it are sent, in the dispatch, a slot and a weight for
+each of the choices that it may serve, and in the backward of the dispatch the weights' gradients:
 
-    verb                from, to                     bytes per row
+    verb                from, to                     bytes per send
     dispatch            token's rank -> expert's     H * element + 8 * choices
     combine             expert's rank -> token's     H * element
-    combine_backward    token's rank -> expert's     H * element                     (gradients of what came back)
-    dispatch_backward   expert's rank -> token's     H * element + 4 * choices       (gradients of what went out)
-    plan                all -> all                   how many rows (and choices) will come
+    combine_backward    token's rank -> expert's     H * element                     (gradients of MoE outputs)
+    dispatch_backward   expert's rank -> token's     H * element + 4 * choices       (gradients of tokens)
+    plan                all -> all                   how many tokens (and choices) will arrive
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def predict(
     options: Any = None,
     topology: Topology | None = None,
 ) -> Volume:
-    """Rows and bytes that `transport` moves for these routings under this layout.
+    """Sends and bytes of `transport` for these routings under this layout.
 
     Args:
         transport: a key of `carpool.transport.TRANSPORTS`.
         routings: for each rank, expert_TK: (T, K) logical expert ids of its tokens, -1: none. T may differ.
         layout: where the experts are.
-        hidden: H, elements of a row.
-        element_size: bytes of an element on the wire (2 for bfloat16).
-        options: of the transport, if they change what a row is (`TransportOptions(codecs=Codecs(dispatch="fp8"))`).
-        topology: of the layout's ranks; None: one node. Rows of `hierarchical` depend on it.
+        hidden: H, elements of a hidden state.
+        element_size: bytes of an element (2 for bfloat16).
+        options: of the transport, if they change the volume (`TransportOptions(codecs=Codecs(dispatch="fp8"))`).
+        topology: of the layout's ranks; None: one node. The volume of `hierarchical` depends on it.
 
     Raises:
         ValueError: an unknown transport, options of another one, a routing for each rank missing, expert ids out of
@@ -85,7 +85,7 @@ def predict(
 
 
 def _ranks_visited(expert_TK: torch.Tensor, layout: ExpertLayout, source: int) -> Counts:
-    """(T, K) the rank that serves each choice, -1: none; of sliced experts, each slice of each choice."""
+    """(T, K) the rank that serves each choice, -1: none; with sliced experts, each slice of each choice."""
     slot_TK = assign(Routing(expert_TK, None), layout, source).numpy().astype(np.int64)
     return np.where(slot_TK < 0, -1, slot_TK // layout.slots_per_rank)
 

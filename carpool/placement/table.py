@@ -1,8 +1,9 @@
-"""`carpool place`: every solver on one half of a trace, judged on the other half, and the best written as a file.
+"""`carpool place`: runs every solver on one half of a trace, evaluates it on the other half, and writes the best
+layout.
 
-The halves are alternate sequences (`Trace.split`). Which solver is best is decided on the half that they solved, layer
-by layer: the least modelled time, of those within the load limit there, if any is. So the numbers of the held-out half
-are not flattered by the choice.
+The halves are alternate sequences (`Trace.split`). The best solver of each layer is chosen on the half that was solved:
+the least modelled time, of those within the load limit there, if any is. So the choice does not bias the numbers of the
+held-out half.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from carpool.planner.machine.cost import CostModel
 
 @dataclass(frozen=True)
 class Row:
-    """One solver on one layer. Unless said otherwise, of the held-out half.
+    """One solver on one layer. All numbers are of the held-out half, except solved_*.
 
     Attributes:
         ranks_per_token: mean number of ranks that a token visits, its own included if it has experts there.
@@ -37,11 +38,11 @@ class Row:
         load: largest rank load over the mean.
         intra: share of pairs of a token's experts that one rank serves.
         layer_us: modelled microseconds of the layer, forward and backward.
-        solved_*: the same of the half that was solved.
+        solved_*: the same for the half that was solved.
         replicas: slots beyond one per expert.
-        seconds: that the solver took.
-        best: whether this layout is the one written.
-        unavailable: why there are no numbers.
+        seconds: time of the solver.
+        best: whether this layout is written.
+        unavailable: why the solver could not run, or None.
     """
 
     layer: str
@@ -63,13 +64,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Placement:
-    """What `place` found; `to_dict` is JSON-able.
+    """The result of `place`; `to_dict` can be written as JSON.
 
     Attributes:
         rows: every solver on every layer.
         layouts: the best of each layer.
         specialisation: of each layer of the trace (`LayerTrace.specialisation`).
-        settings: what was asked.
+        settings: the arguments of `place`.
     """
 
     rows: list[Row]
@@ -86,7 +87,8 @@ class Placement:
         }
 
     def means(self) -> list[Row]:
-        """One row per solver: means over layers, the largest load, the sum of seconds. Last: the best of each layer."""
+        """One row per solver: means over layers, the largest load, the sum of seconds. The last row has the best solver
+        of each layer."""
         by_solver: dict[str, list[Row]] = {}
         for row in self.rows:
             by_solver.setdefault(row.solver, []).append(row)
@@ -118,14 +120,14 @@ def place(
         solvers: names for `solve`. None: `default_solvers()`. One whose package is missing is reported, not fatal.
         slots: experts that each rank has memory for; None: equally many.
         extra_slots: of each rank, for replicas.
-        load_limit: largest load by the mean that is allowed.
+        load_limit: largest rank load over the mean that is allowed.
         layers: names; None: all.
         expert_groups, seed, cost: see `solvers.Problem`.
         out: where to write the best layouts.
-        on_row: called with each row as it comes.
+        on_row: called with each row when it is complete.
 
     Raises:
-        ValueError: no trace, an unknown solver or layer, what cannot be laid out, or no solver available."""
+        ValueError: no trace, an unknown solver or layer, an impossible layout, or no solver available."""
     solvers = default_solvers() if solvers is None else solvers
     for name in solvers:
         check_solver(name)
@@ -192,7 +194,7 @@ def place(
 
 
 def print_table(result: Placement, console: Console | None = None, *, every_layer: bool = False) -> None:
-    """Means over layers, or with `every_layer` a table for each."""
+    """Print means over layers, or with `every_layer` a table for each."""
     console = console or Console(width=140)
     settings = result.settings
     nodes = f"{settings['nodes']} node{'s' * (settings['nodes'] != 1)}"
@@ -283,10 +285,9 @@ def _mean(name: str, rows: Sequence[Row]) -> Row:
 
 
 def plot_coactivation(trace: LayerTrace, layout: ExpertLayout, path: str | Path) -> None:
-    """Write a figure (PNG, SVG or PDF by its name): how often two experts are chosen together, before and after.
+    """Write a figure (PNG, SVG or PDF by its name) of how often two experts are chosen together, before and after.
 
-    Squares are ranks; what lies inside a square shares a ride. Replicas are left out: an expert stands at its home.
-    Needs matplotlib.
+    Squares are ranks: pairs inside a square need one send. Replicas are not shown. Needs matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -315,7 +316,7 @@ def plot_coactivation(trace: LayerTrace, layout: ExpertLayout, path: str | Path)
 
 
 def _expected(load_E: Array, together_EE: Array) -> Array:
-    """(E, E) what the counts would be if experts were chosen by their loads alone; the same sum, an empty diagonal."""
+    """(E, E) expected counts if experts were chosen independently by their loads; same sum, zero diagonal."""
     product_EE = np.outer(load_E, load_E).astype(np.float64)
     np.fill_diagonal(product_EE, 0)
     return product_EE * (together_EE.sum() / max(product_EE.sum(), 1.0))

@@ -1,18 +1,18 @@
-"""Which experts each token chose, per layer: the recording that placement is computed from and judged on.
+"""A trace: the experts that each token chose, per layer. Placement is solved and evaluated on traces.
 
 A trace is one compressed `.npz` file:
 
     expert_LTK  uint8 (uint16 from 257 experts on)   L layers, T sampled tokens, K choices, best first
     weight_LTK  float16, may be missing              routing weights
-    sequence_T  int32                                which sequence a token is of; a sequence's tokens are consecutive
+    sequence_T  int32                                the sequence of each token; a sequence's tokens are consecutive
     token_T     int32, may be missing                token ids
     layers      names of the L layers
-    meta        JSON: num_experts, and what is worth knowing of its origin (model, data, steps, seed, ...)
+    meta        JSON: num_experts, and the origin of the trace (model, data, steps, seed, ...)
 
     32 768 tokens of 8 layers, top-8 of 64 experts, are 2 MB before compression, weights not counted.
 
-Tokens are dealt to ranks by whole sequences, in turn, as a data loader would (`source_T`); a held-out half is
-every second sequence (`split`), so that it is of the same time but other text.
+Sequences are distributed to ranks in turn, as by a data loader (`source_T`); a held-out half is every second sequence
+(`split`), which has other data of the same steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerTrace:
 
     Attributes:
         expert_TK: (T, K) int16 or wider, best first.
-        sequence_T: (T,) which sequence each token is of.
+        sequence_T: (T,) the sequence of each token.
         num_experts: E.
         name: the layer's name.
         weight_TK: (T, K) float32 routing weights, or None.
@@ -80,18 +80,18 @@ class LayerTrace:
         return LayerTrace(self.expert_TK[keep_T], self.sequence_T[keep_T], self.num_experts, self.name, weight_TK)
 
     def specialisation(self) -> dict[str, float]:
-        """How far the routing is from uniform: see `specialisation`."""
+        """Statistics of how far the routing is from uniform: see `specialisation`."""
         return specialisation(self.expert_TK, self.sequence_T, self.load_E)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The choices of all recorded layers. Checks itself.
+    """The choices of all recorded layers. The constructor validates them.
 
     Attributes: see the module's docstring; `meta` is a dictionary here.
 
     Raises:
-        ValueError: shapes that do not fit, ids out of range, an expert twice for one token, torn sequences.
+        ValueError: inconsistent shapes, ids out of range, an expert twice for one token, non-consecutive sequences.
     """
 
     expert_LTK: Array
@@ -141,7 +141,7 @@ class Trace:
         if self.token_T is not None:
             object.__setattr__(self, "token_T", np.asarray(self.token_T).astype(np.int32, copy=False))
 
-    # -- reading it -------------------------------------------------------------------------------------------
+    # -- access -----------------------------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -168,7 +168,7 @@ class Trace:
         return source_ranks(self.sequence_T, num_ranks)
 
     def layer(self, which: int | str) -> LayerTrace:
-        """One layer, by number or by name. Raises ValueError for one that is not there."""
+        """One layer, by number or by name. Raises ValueError for an unknown one."""
         if isinstance(which, str):
             if which not in self.layers:
                 raise ValueError(f"the trace has no layer {which!r}; it has {', '.join(self.layers)}")
@@ -185,7 +185,8 @@ class Trace:
         )
 
     def split(self, parts: int = 2) -> tuple[Trace, ...]:
-        """`parts` traces of whole sequences, dealt in turn. Raises ValueError if there are too few sequences."""
+        """`parts` traces with whole sequences, distributed in turn. Raises ValueError if there are too few
+        sequences."""
         if not 1 <= parts <= self.num_sequences:
             raise ValueError(f"{self.num_sequences} sequences cannot be split into {parts} parts")
         number_T = _numbers(self.sequence_T) % parts
@@ -221,10 +222,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote. Raises ValueError naming the file if it is no trace."""
+        """Read a file written by `save`. Raises ValueError with the file's name if it is not a trace."""
         try:
             with Path(path).open("rb") as file:
-                # What else NumPy reads is one array or a pickle, which it advises to read all the same.
+                # NumPy reads other files as an array or a pickle, and its error advises to allow pickles.
                 if not zipfile.is_zipfile(file):
                     raise ValueError("it is no .npz file, as `carpool trace` writes it")
                 file.seek(0)
@@ -246,14 +247,14 @@ class Trace:
 
 
 def source_ranks(sequence_T: Array, num_ranks: int) -> Array:
-    """(T,) int64: the rank that holds each token, sequences dealt in turn."""
+    """(T,) int64: the rank that holds each token, with sequences distributed in turn."""
     if num_ranks < 1:
         raise ValueError(f"tokens need at least one rank, not {num_ranks}")
     return _numbers(sequence_T) % num_ranks
 
 
 def concatenate(parts: Sequence[Trace]) -> Trace:
-    """Traces of the same layers one after the other; sequences are numbered anew."""
+    """Concatenate traces of the same layers, and renumber their sequences."""
     first = parts[0]
     if any(part.layers != first.layers or part.num_experts != first.num_experts for part in parts):
         raise ValueError("traces of different layers or numbers of experts cannot be joined")
@@ -274,7 +275,7 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
 
 
 def _numbers(sequence_T: Array) -> Array:
-    """Sequences numbered 0, 1, 2, ... as they come."""
+    """Sequences renumbered 0, 1, 2, ... in order."""
     return np.concatenate([[0], np.cumsum(np.diff(sequence_T) != 0)]).astype(np.int64)[: len(sequence_T)]
 
 
@@ -299,9 +300,9 @@ def specialisation(expert_TK: Array, sequence_T: Array, load_E: Array) -> dict[s
         load_entropy: entropy of the load by expert, as a share of log E: 1.0 when balanced.
         load_gini: Gini coefficient of the load: 0.0 when balanced.
         load_max_mean: largest load by mean load.
-        choice_information: what a token's first choice tells about its second: their mutual information by the second
-            choice's entropy, less what the same choices tell when shuffled, because a sample is never quite
-            independent. 0.0 for random routing, 1.0 if the one choice determines the other.
+        choice_information: mutual information of a token's first and second choice over the second choice's entropy,
+            less that of shuffled choices, which corrects for the finite sample. 0.0 for random routing, 1.0 if one
+            choice determines the other.
         neighbour_information: the same for the first choices of a token and of the next token of its sequence.
     """
     num_experts, top_k = len(load_E), expert_TK.shape[1]
@@ -328,7 +329,7 @@ def _entropy(share: Array) -> float:
 
 
 def _information(a_T: Array, b_T: Array, num_experts: int) -> float:
-    """Mutual information of two choices by the entropy of the second, less that of shuffled ones; 0 if constant."""
+    """Mutual information of two choices over the entropy of the second, less that of shuffled ones; 0 if constant."""
     if len(a_T) == 0:
         return 0.0
     entropy = _entropy(np.bincount(b_T, minlength=num_experts) / len(b_T))

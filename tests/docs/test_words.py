@@ -95,12 +95,7 @@ def test_settings_and_their_help() -> None:
 
 
 # Renaming these is left to who changes their packages: a reason for each.
-NAMES = {
-    "carpool.routing.sum_over": "a sum over ranks is what it is",
-    "carpool.activations.Away": "what offloads activations; no user makes one",
-    "carpool.activations.Rows": "arrivals of the backward; no user makes one",
-    "carpool.transport.Rows": "the same",
-}
+NAMES = {"carpool.routing.sum_over": "a sum over ranks is what it is"}
 
 
 def test_public_names() -> None:
@@ -125,6 +120,43 @@ def _messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield one.lineno, "".join(str(part.value) for part in one.values if isinstance(part, ast.Constant))
                 elif isinstance(one, ast.Constant) and isinstance(one.value, str):
                     yield one.lineno, one.value
+
+
+# Packages whose docstrings are in the field's words. Kernels may speak of the rows of their matrices.
+PLAIN = ("activations", "experts", "layer", "parallel", "placement", "replicas", "ride", "transport")
+# What is wrong in a docstring, beside the words above.
+IN_DOCSTRINGS = (
+    *WORDS,
+    Word(r"\brows? (on|to|from|of) (each|other|every|a) (rank|node)s?\b|\brows travel", "tokens, or hidden states"),
+    Word(r"\bwhat (is|was|a layer|layers|rides|experts) (kept|keeps?)\b|\bkept (rows|tokens)\b", "saved activations"),
+    Word(r"\bsums back\b|\bsums (of|are) NaN\b|\bsums are NaN", "MoE outputs"),
+    Word(r"\bcopies of (a |the )?(model|expert|shard|group)s?\b", "data-parallel replicas, or expert replicas"),
+    Word(r"\b(whoever|who asked|nobody|somebody) ", "a subject that exists: the caller, the trainer, a kernel"),
+    Word(r"\bdense (parameters?|experts?)\b", "non-expert parameters, shared experts"),
+    Word(r"\b(is|are|be) asked for\b|\bhas been asked for\b", "requested, called, or launched"),
+)
+
+
+def _public_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstrings of a module and of its public classes, functions and methods."""
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        assert isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if text := ast.get_docstring(node):
+            yield getattr(node, "lineno", 1), text
+        inner = (one for one in node.body if isinstance(one, ast.ClassDef | ast.FunctionDef))
+        nodes += [] if isinstance(node, ast.FunctionDef) else [one for one in inner if not one.name.startswith("_")]
+
+
+@pytest.mark.parametrize("package", PLAIN)
+def test_docstrings(package: str) -> None:
+    found = []
+    for path in sorted((ROOT / "carpool" / package).rglob("*.py")):
+        for line, text in _public_docstrings(ast.parse(path.read_text())):
+            wrong = [one for word in IN_DOCSTRINGS for one in word.found(re.sub(r"\s+", " ", text))]
+            found += [f"{path.relative_to(ROOT)}:{line}: {one}" for one in wrong]
+    assert not found, "\n".join(found)
 
 
 def test_messages() -> None:

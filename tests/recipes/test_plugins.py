@@ -163,4 +163,4 @@ def test_a_solver_must_be_a_function_of_a_usable_name() -> None:
         with pytest.raises(ValueError, match="must be a function, and its name without"):
             register(thing, name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="solver 'lpt' is registered already"):
-        register(lambda problem: problem.layout(problem.room_W), "lpt")
+        register(lambda problem: problem.layout(problem.capacity_W), "lpt")

@@ -1,14 +1,14 @@
 """Solvers: from a recorded routing to an `ExpertLayout`. One file each; none needs an accelerator.
 
-    contiguous, random    what a layout is worth that knows nothing
+    contiguous, random    baselines that ignore the routing
     lpt                   load alone
     hypergraph            the exact objective without load or replicas, by Mt-KaHyPar
     search                the exact objective under the load limit, with replicas in the extra slots
 
-Plug-ins bring further ones, such as eplb and occult of carpool_systems. "hypergraph+search" and so on start the search
-from what that solver found.
+Plug-ins add further ones, such as eplb and occult of carpool_systems. "hypergraph+search" starts the search from the
+layout of that solver, and so on.
 
-A solver is a function from a `Problem` to an `ExpertLayout`, the same for the same problem. From outside the package:
+A solver is a deterministic function from a `Problem` to an `ExpertLayout`. From outside the package:
 
     # mine.py, with CARPOOL_PLUGINS=mine; or an entry point of the group "carpool.solvers" (carpool/plugins)
     from carpool.placement.solvers import Problem, register
@@ -18,7 +18,7 @@ A solver is a function from a `Problem` to an `ExpertLayout`, the same for the s
         rank_E = np.repeat(np.arange(problem.num_ranks), problem.fill_W)[::-1]
         return problem.layout(rank_E)
 
-`carpool place`, `placement.solver` of `carpool train`, and recipes then know "backwards" and "backwards+search".
+`carpool place`, `placement.solver` of `carpool train`, and recipes then accept "backwards" and "backwards+search".
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ register = SOLVERS.register
 
 
 def solver_names() -> tuple[str, ...]:
-    """What `solve` knows: every solver, and every solver as the start of the search."""
+    """The names for `solve`: every solver, and every solver as the start of the search."""
     return (*SOLVERS, *(f"{name}+search" for name in SOLVERS if name != "search"))
 
 
 def default_solvers() -> tuple[str, ...]:
-    """What `carpool place` runs: every solver, and the search from the strongest start."""
+    """The solvers of `carpool place`: all, and the search from the strongest start."""
     return (*SOLVERS, "hypergraph+search")
 
 
@@ -94,17 +94,17 @@ def solve(
     load_E: Array | None = None,
     start: ExpertLayout | None = None,
 ) -> ExpertLayout:
-    """The layout that a solver finds for one layer. Deterministic by seed.
+    """The layout of a solver for one layer. Deterministic for a seed.
 
     Args:
         name: one of `solver_names()`.
         topology: of the ranks; `Topology.even(8, 2)` is two nodes of four.
-        start: where "search" starts (its homes); else from what the solver before "+search" finds.
+        start: the layout whose homes start "search"; else that of the solver before "+search".
         others: see `Problem`.
 
     Raises:
-        ValueError: an unknown solver, a start for one that takes none, or what cannot be laid out.
-        ImportError: "hypergraph" without its package, or a plug-in that cannot be imported; says what to do.
+        ValueError: an unknown solver, a start for one that takes none, or an impossible layout.
+        ImportError: "hypergraph" without its package, or a plug-in that cannot be imported; with advice.
     """
     check_solver(name)
     problem = Problem(
@@ -118,8 +118,8 @@ def solve(
                 f"start has {start.num_experts} experts on {start.num_ranks} ranks, not {trace.num_experts} on "
                 f"{topology.num_ranks}"
             )
-        if any(len(home) > room for home, room in zip(start.homes, problem.room_W, strict=True)):
-            raise ValueError(f"start has more experts on a rank than {problem.room_W.tolist()} allow")
+        if any(len(home) > capacity for home, capacity in zip(start.homes, problem.capacity_W, strict=True)):
+            raise ValueError(f"start has more experts on a rank than {problem.capacity_W.tolist()} allow")
         return search(problem, start)
     first, _, then = name.partition("+")
     layout = SOLVERS[first](problem)
@@ -130,21 +130,20 @@ def solve(
 def solve_both(
     name: str, trace: LayerTrace, topology: Topology, *, extra_slots: int = 0, **options: Any
 ) -> tuple[ExpertLayout, ...]:
-    """What `solve` finds without replicas and, if it puts any into the extra slots, with them.
+    """The layouts of `solve` without replicas and, if it fills extra slots, with them.
 
     Args:
         options: others of `solve`."""
     found = solve(name, trace, topology, extra_slots=extra_slots, **options)
     if not found.num_replicas:
         return (found,)
-    # The search places homes before replicas, so its homes alone are what it finds without room for replicas.
+    # The search places homes before replicas, so its homes are its layout without extra slots.
     plain = name.endswith("search")
     return ExpertLayout(found.homes) if plain else solve(name, trace, topology, **options), found
 
 
 def _check_layout(name: str, layout: ExpertLayout, problem: Problem) -> None:
-    """Raise ValueError if a solver's layout is not of the problem's experts and ranks, or takes more room than there
-    is."""
+    """Raise ValueError if a solver's layout does not have the problem's experts and ranks, or exceeds a capacity."""
     if not isinstance(layout, ExpertLayout):
         raise ValueError(f"solver {name!r} must return an ExpertLayout, not a {type(layout).__name__}")
     if (layout.num_ranks, layout.num_experts) != (problem.num_ranks, problem.num_experts):
@@ -153,9 +152,11 @@ def _check_layout(name: str, layout: ExpertLayout, problem: Problem) -> None:
             f"{problem.num_experts} on {problem.num_ranks}"
         )
     homes, slots = ([len(one) for one in of] for of in (layout.homes, layout.slots))
-    if any(home > room for home, room in zip(homes, problem.room_W, strict=True)):
-        raise ValueError(f"solver {name!r} gives ranks {homes} experts, but they own {problem.room_W.tolist()} at most")
-    if any(slot > room + problem.extra_slots for slot, room in zip(slots, problem.room_W, strict=True)):
+    if any(home > capacity for home, capacity in zip(homes, problem.capacity_W, strict=True)):
+        raise ValueError(
+            f"solver {name!r} gives ranks {homes} experts, but they own {problem.capacity_W.tolist()} at most"
+        )
+    if any(slot > capacity + problem.extra_slots for slot, capacity in zip(slots, problem.capacity_W, strict=True)):
         raise ValueError(f"solver {name!r} fills {slots} slots, with {problem.extra_slots} more than homes on a rank")
 
 

@@ -1,13 +1,14 @@
 """Hypergraph partitioning with Mt-KaHyPar (Gottesbüren et al., "Scalable High-Quality Hypergraph Partitioning", 2024).
 
-Experts are vertices, tokens are hyperedges, and rows are what partitioners call km1: the sum over edges of (parts
-touched - 1). So the exact objective without replicas is a textbook problem, and this is its reference solver. It merges
-vertices that share many edges, partitions the small graph, undoes the merges and improves at each level.
+Experts are vertices, tokens are hyperedges, and the number of sends is the metric that partitioners call km1: the sum
+over edges of (parts touched - 1). So the exact objective without replicas is a standard problem, and this is its
+reference solver. It merges vertices that share many edges, partitions the small graph, undoes the merges and improves
+each level.
 
-It keeps the number of experts per rank, and ignores load, because a vertex has one weight and that counts experts. To
-meet a load limit, start `search` from it ("hypergraph+search"). With several nodes it divides experts among nodes
-first, since rows between nodes cost most, and then each node's experts among its ranks. One thread and a seed make it
-deterministic. Needs the package mtkahypar (Linux on x86-64).
+It respects the number of experts per rank, and ignores load, because a vertex has one weight, which counts experts. To
+satisfy a load limit, start `search` from it ("hypergraph+search"). With several nodes it first divides experts among
+nodes, because inter-node sends cost most, and then each node's experts among its ranks. It uses one thread and a seed
+to be deterministic. Needs the package mtkahypar (Linux on x86-64).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from carpool.placement.trace import Array
 
 
 def hypergraph(problem: Problem) -> ExpertLayout:
-    """Fewest rows for equal numbers of experts; on nodes first, then on ranks."""
+    """Minimise sends for given numbers of experts; first over nodes, then over ranks."""
     kahypar = _import()
     fill_N = np.bincount(problem.node_W, weights=problem.fill_W).astype(np.int64)
     node_E = partition(kahypar, problem, np.arange(problem.num_experts), fill_N)
@@ -33,9 +34,9 @@ def hypergraph(problem: Problem) -> ExpertLayout:
     return problem.layout(rank_E)
 
 
-def partition(kahypar: Any, problem: Problem, experts: Array, room_G: Array) -> Array:
-    """(len(experts),) the part of each expert given, `room_G` in each part."""
-    if len(room_G) == 1 or len(experts) == 0:
+def partition(kahypar: Any, problem: Problem, experts: Array, capacity_G: Array) -> Array:
+    """(len(experts),) the part of each given expert, with `capacity_G` experts in each part."""
+    if len(capacity_G) == 1 or len(experts) == 0:
         return np.zeros(len(experts), dtype=np.int64)
     number_E = np.full(problem.num_experts, -1)
     number_E[experts] = np.arange(len(experts))
@@ -44,23 +45,23 @@ def partition(kahypar: Any, problem: Problem, experts: Array, room_G: Array) -> 
     several_X = (edges_XK >= 0).sum(1) > 1  # a token with one expert here cannot be cut
     edges = [[pin for pin in row if pin >= 0] for row in edges_XK[several_X].tolist()]
     if not edges:
-        return np.repeat(np.arange(len(room_G)), room_G)
+        return np.repeat(np.arange(len(capacity_G)), capacity_G)
     library = kahypar.initialize(1, False)
     kahypar.set_seed(problem.seed)
     context = library.context_from_preset(kahypar.PresetType.DEFAULT)
-    context.set_partitioning_parameters(len(room_G), 0.0, kahypar.Objective.KM1)
-    if len(set(room_G.tolist())) > 1:
-        context.set_individual_target_block_weights(np.maximum(room_G, 1).tolist())
+    context.set_partitioning_parameters(len(capacity_G), 0.0, kahypar.Objective.KM1)
+    if len(set(capacity_G.tolist())) > 1:
+        context.set_individual_target_block_weights(np.maximum(capacity_G, 1).tolist())
     ones, weights = [1] * len(experts), weight_X[several_X].tolist()
     graph = library.create_hypergraph(context, len(experts), len(edges), edges, ones, weights)
     part = np.array(graph.partition(context).get_partition())
-    return fit(part, room_G, problem.trace.coactivation_EE[np.ix_(experts, experts)])
+    return fit(part, capacity_G, problem.trace.coactivation_EE[np.ix_(experts, experts)])
 
 
-def fit(part: Array, room_G: Array, together_EE: Array) -> Array:
-    """The same partition with part g holding room_G[g]: experts that collaborate least where they are move."""
+def fit(part: Array, capacity_G: Array, together_EE: Array) -> Array:
+    """The partition changed so that part g has capacity_G[g] experts: those with the least co-activation move."""
     part = part.copy()
-    while (over_G := np.bincount(part, minlength=len(room_G)) - room_G).any():
+    while (over_G := np.bincount(part, minlength=len(capacity_G)) - capacity_G).any():
         source, target = int(over_G.argmax()), int(over_G.argmin())
         movable = np.flatnonzero(part == source)
         stays = together_EE[np.ix_(movable, np.flatnonzero(part == source))].sum(1) - np.diag(together_EE)[movable]

@@ -1,4 +1,4 @@
-"""What every solver gets: a recorded routing, ranks and their nodes, and what memory and balance allow."""
+"""The input of a solver: a recorded routing, ranks and their nodes, and limits of memory and balance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from carpool.layout.topology import Topology
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.machine.cost import CostModel
 
-OVERLOAD = 4.0  # rows that a pair above the load limit costs; a swap moves no more than 2 rows per pair of load
+OVERLOAD = 4.0  # cost in sends of a pair above the load limit; a swap changes at most 2 sends per pair of load
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class Problem:
     Args:
         trace: the routing.
         topology: of the ranks.
-        experts_per_rank: how many experts each rank may own. None: equally many; if the ranks do not divide the
-            experts, the first ranks own one more. If there is more room than experts, LPT, EPLB and the search use it
-            where it helps; the other solvers leave every rank the same share of its room empty.
-        extra_slots: slots that each rank has beside those, for replicas.
-        load_limit: the highest load of a rank that is allowed, by the mean. The search keeps it, if it can.
-        expert_groups: number of groups of experts, in order, whose members EPLB keeps on one node. None: no groups.
+        experts_per_rank: capacity of each rank in experts. None: equal; if the ranks do not divide the experts, the
+            first ranks have one more. If the total capacity exceeds the experts, LPT, EPLB and the search use it where
+            it helps; the other solvers leave the same share of every rank's capacity free.
+        extra_slots: further slots of each rank, for replicas.
+        load_limit: the largest load of a rank over the mean. The search satisfies it, if possible.
+        expert_groups: number of groups of consecutive experts that EPLB places on one node each. None: no groups.
         seed: of all random numbers.
-        cost: how much a row between nodes costs against a row inside a node.
+        cost: of inter-node and intra-node sends.
         load_E: (E,) expected loads, for LPT and EPLB. None: those of the trace.
 
     Raises:
-        ValueError: what cannot be laid out.
+        ValueError: an impossible layout.
     """
 
     trace: LayerTrace
@@ -48,7 +48,7 @@ class Problem:
     load_E: Array | None = None
 
     def __post_init__(self) -> None:
-        ExpertLayout.contiguous(self.trace.num_experts, self.num_ranks)  # refuses fewer experts than ranks
+        ExpertLayout.contiguous(self.trace.num_experts, self.num_ranks)  # raises for fewer experts than ranks
         if self.experts_per_rank is not None:
             given = list(self.experts_per_rank)
             if len(given) != self.num_ranks or min(given) < 0 or sum(given) < self.trace.num_experts:
@@ -88,20 +88,20 @@ class Problem:
 
     @property
     def expected_E(self) -> Array:
-        """(E,) the loads to be balanced."""
+        """(E,) the loads to balance."""
         return self.trace.load_E if self.load_E is None else self.load_E
 
     @cached_property
-    def room_W(self) -> Array:
-        """(W,) experts that each rank can own."""
+    def capacity_W(self) -> Array:
+        """(W,) capacity of each rank in experts."""
         if self.experts_per_rank is not None:
             return np.array(self.experts_per_rank, dtype=np.int64)
         return np.array([len(rank) for rank in ExpertLayout.contiguous(self.num_experts, self.num_ranks).homes])
 
     @cached_property
     def fill_W(self) -> Array:
-        """(W,) experts of each rank if all fill their room alike."""
-        exact_W = self.room_W * self.num_experts / self.room_W.sum()
+        """(W,) experts of each rank if all use the same share of their capacity."""
+        exact_W = self.capacity_W * self.num_experts / self.capacity_W.sum()
         fill_W = np.floor(exact_W + 1e-9).astype(np.int64)
         missing = self.num_experts - int(fill_W.sum())
         fill_W[np.argsort(fill_W - exact_W, kind="stable")[:missing]] += 1
@@ -109,18 +109,18 @@ class Problem:
 
     @property
     def network_weight(self) -> float:
-        """What a row between nodes costs, in rows between ranks of one node."""
+        """The cost of an inter-node send, in intra-node sends."""
         return self.cost.network_weight(self.topology)
 
     @property
     def node_weight(self) -> float:
-        """What one more node for a token costs beside its ranks there. 0 if rows travel once per rank: then it matters
-        how many ranks a token visits, and not whether they share a node, for its own node may be any of them."""
+        """The cost of one more node that a token visits, in addition to its ranks there. 0 if a token is sent once per
+        rank: then only the number of ranks matters, because a token's own node is arbitrary."""
         return self.network_weight if self.cost.copies_per_node and self.num_nodes > 1 else 0.0
 
     @property
     def rank_weight(self) -> float:
-        """What one more rank for a token costs: a row inside a node, or the mean over all pairs of ranks."""
+        """The cost of one more rank that a token visits: an intra-node send, or the mean over all pairs of ranks."""
         if self.cost.copies_per_node or self.num_nodes == 1:
             return 1.0
         pairs = self.num_ranks * (self.num_ranks - 1)
@@ -130,12 +130,14 @@ class Problem:
     def layout(self, rank_E: Array) -> ExpertLayout:
         """The layout in which rank_E[e] is the home of expert e."""
         homes = [np.flatnonzero(rank_E == rank).tolist() for rank in range(self.num_ranks)]
-        assert all(len(home) <= room for home, room in zip(homes, self.room_W, strict=True)), "a solver broke the sizes"
+        assert all(len(home) <= capacity for home, capacity in zip(homes, self.capacity_W, strict=True)), (
+            "a solver broke the sizes"
+        )
         return ExpertLayout(tuple(map(tuple, homes)))
 
 
 def held(layout: ExpertLayout) -> Array:
-    """(E, W) bool: which ranks hold an expert; of each slice, where experts are sliced."""
+    """(E, W) bool: whether a rank holds an expert, or a slice if experts are sliced."""
     held_EW = np.zeros((layout.num_rows, layout.num_ranks), dtype=bool)
     for rank, experts in enumerate(layout.slots):
         held_EW[[e for e in experts if e != -1], rank] = True

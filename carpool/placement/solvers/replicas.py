@@ -1,16 +1,16 @@
-"""Replicas for the extra slots: greedy by what a replica is estimated to save, checked by the true objective.
+"""Replicas for extra slots: added greedily by an estimate of what they save, and checked by the exact objective.
 
-A replica of expert e on rank w saves a ride for a token that has e alone on another rank a, if
+A replica of expert e on rank w saves a send of a token that has e alone on another rank a, if
     - the token visits w anyway for another expert, and its source is not a, or
-    - w is the token's own rank, where e is then served without a ride.
-Sources are taken as uniformly random: a trace is too short to tell which rank will hold what text.
-It also moves load from a to w, where each pair above the limit costs several rows, as in `search.py`. And it has a
-price in every step: its parameters are sent to it and its gradients sent back (`_upkeep`, in rows).
+    - w is the token's own rank.
+Sources are taken as uniformly random, because a trace is too short to predict the data of each rank. A replica also
+moves load from a to w, where each pair above the limit costs several sends, as in `search.py`. And it has a cost in
+every step: its parameters are sent to it, and its gradients back (`_upkeep`, in sends).
 
-    1. estimate the saving of every (expert, rank) from who serves whom now,
-    2. add the best for each rank that has a free slot, an expert once per round,
-    3. let `assign` decide again who serves whom, and repeat until slots are full or nothing saves;
-    4. a few times: drop the replicas that save least, fill again, keep it if the true objective fell.
+    1. estimate the saving of every (expert, rank) from the current assignment,
+    2. add the best for each rank that has a free slot, each expert at most once per round,
+    3. update the assignment with `assign`, and repeat until slots are full or no replica saves anything;
+    4. a few times: drop the replicas that save least, fill again, and accept if the exact objective fell.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from carpool.placement.trace import Array
 from carpool.planner.machine.cost import RIDES
 
 EXCHANGES = 2
-DROPPED = 0.25  # of the replicas, in each exchange
+DROPPED = 0.25  # share of the replicas that step 4 drops
 
 
 def with_replicas(problem: Problem, layout: ExpertLayout, allowed_load: Array) -> ExpertLayout:
-    """`layout` with replicas in the extra slots of each rank, fewer where none would help."""
+    """`layout` with replicas in the extra slots of each rank, where they help."""
     if problem.extra_slots == 0:
         return layout
     best = _fill(problem, layout, allowed_load)
@@ -46,7 +46,7 @@ def with_replicas(problem: Problem, layout: ExpertLayout, allowed_load: Array) -
 def _fill(
     problem: Problem, layout: ExpertLayout, allowed: Array, not_again: ExpertLayout | None = None
 ) -> ExpertLayout:
-    """Steps 1 to 3. What `not_again` had and `layout` has not is not added in the first round."""
+    """Steps 1 to 3. Replicas of `not_again` that `layout` lacks are not added in the first round."""
     full_W = np.array([len(home) for home in layout.homes]) + problem.extra_slots
     banned_EW = held(not_again) & ~held(layout) if not_again is not None else None
     for _ in range(problem.extra_slots * problem.num_ranks):
@@ -69,7 +69,7 @@ def _fill(
 
 
 def _value(problem: Problem, layout: ExpertLayout, allowed: Array) -> Array:
-    """(E, W) rows that a further replica saves, and overload that it relieves, estimated."""
+    """(E, W) estimate of the sends that a further replica saves, and of the overload that it removes."""
     trace, ranks = problem.trace, problem.num_ranks
     rank_TK = served_by(trace, layout)
     value_EW, moved_EW = _saved(problem, rank_TK, np.arange(ranks))
@@ -77,7 +77,7 @@ def _value(problem: Problem, layout: ExpertLayout, allowed: Array) -> Array:
     if problem.node_weight:
         value_EW += problem.node_weight * _saved(problem, rank_TK, problem.node_W)[0]
     load_W = np.bincount(rank_TK.ravel(), minlength=ranks).astype(np.float64)
-    # Load moves from where the expert is served now, in the shares in which it is.
+    # Load moves from the ranks that serve the expert now, in proportion.
     flat = trace.expert_TK.astype(np.int64) * ranks + rank_TK
     served_EW = np.bincount(flat.ravel(), minlength=problem.num_experts * ranks).reshape(-1, ranks)
     share_EW = served_EW / np.maximum(served_EW.sum(1, keepdims=True), 1)
@@ -89,8 +89,8 @@ def _value(problem: Problem, layout: ExpertLayout, allowed: Array) -> Array:
 
 
 def _upkeep(problem: Problem, home_E: Array) -> Array:
-    """(E, W) what a replica sends in a step, in rows of the trace: parameters one way, gradients the other, where a row
-    rides four times."""
+    """(E, W) bytes of a replica in a step (parameters in one direction, gradients in the other), in units of the four
+    sends of a hidden state, scaled to the trace."""
     cost, trace = problem.cost, problem.trace
     rows = (1 - cost.replicas_hidden) * 2 * cost.expert_bytes / (RIDES * cost.row_bytes)
     rows *= trace.num_tokens / (cost.tokens_per_rank * problem.num_ranks)
@@ -98,7 +98,8 @@ def _upkeep(problem: Problem, home_E: Array) -> Array:
 
 
 def _saved(problem: Problem, rank_TK: Array, group_W: Array) -> tuple[Array, Array]:
-    """(E, W) rows between groups saved by a replica of e on w, and pairs that would go there. group_W: of each rank."""
+    """(E, W) sends between groups saved by a replica of e on w, and pairs that it would serve. group_W: of each
+    rank."""
     expert_TK, experts = problem.trace.expert_TK.astype(np.int64), problem.num_experts
     groups, group_TK = int(group_W.max()) + 1, group_W[rank_TK]
     tokens = np.arange(len(rank_TK))[:, None]
@@ -114,7 +115,7 @@ def _saved(problem: Problem, rank_TK: Array, group_W: Array) -> tuple[Array, Arr
 
 
 def _sum_over(expert_TK: Array, mask_TK: Array, what_TG: Array, experts: int) -> Array:
-    """(E, G) sum of what_TG over the (token, choice) pairs of each expert that the mask names."""
+    """(E, G) sum of what_TG over the masked (token, choice) pairs of each expert."""
     chosen_TE = np.zeros((len(expert_TK), experts), dtype=np.float32)
     row, column = np.nonzero(mask_TK)
     chosen_TE[row, expert_TK[row, column]] = 1
@@ -122,7 +123,7 @@ def _sum_over(expert_TK: Array, mask_TK: Array, what_TG: Array, experts: int) ->
 
 
 def _drop_least(problem: Problem, layout: ExpertLayout, allowed: Array) -> ExpertLayout:
-    """Without the replicas that serve the fewest tokens for whom the home's rank would be a further ride."""
+    """The layout without the replicas that save the fewest sends to the home's rank."""
     rank_TK = served_by(problem.trace, layout)
     expert_TK = problem.trace.expert_TK.astype(np.int64)
     home_E = homes_of(layout)
@@ -139,7 +140,7 @@ def _drop_least(problem: Problem, layout: ExpertLayout, allowed: Array) -> Exper
 
 
 def _cost(problem: Problem, layout: ExpertLayout, allowed: Array) -> float:
-    """What the search minimises, with the trace's own sources."""
+    """The objective of the search, with the trace's own sources."""
     rank_TK, source_T = served_by(problem.trace, layout), problem.trace.source_T(problem.num_ranks)
     held_EW, home_E = held(layout), homes_of(layout)
     held_EW[np.arange(len(home_E)), home_E] = False

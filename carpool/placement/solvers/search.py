@@ -1,36 +1,36 @@
-"""Local search on the true objective: swap experts between ranks while rows fall and the load limit holds.
+"""Local search on the exact objective: swaps experts between ranks while this reduces sends within the load limit.
 
-A token has count[t, w] experts on rank w, and costs one row for each w with count > 0. To move expert e from rank a
-to b changes, over the tokens that chose e:
+A token has count[t, w] experts on rank w, and costs one send for each w with count > 0. Moving expert e from rank a to
+b changes the sends of the tokens that chose e by
 
-    - 1 where count[t, a] = 1     e is *alone* there, the ride to a is saved          leave[e]
-    + 1 where count[t, b] = 0     a new ride to b                                    enter[e, b]
+    - 1 where count[t, a] = 1     e is *alone* there, the send to a is saved          leave[e]
+    + 1 where count[t, b] = 0     a new send to b                                    enter[e, b]
 
-To swap e (on a) and f (on b) is two moves, but a token that chose both keeps its counts. There the two moves were
-credited [e alone on a] + [f alone on b], which is given back: pair[e, f] + pair[f, e], with pair[e, f] the number of
-tokens that chose both and have e alone. So the gain of all E x E swaps is a sum of four small tables,
+A swap of e (on a) and f (on b) is two moves, but the counts of a token that chose both do not change. There the two
+moves were credited [e alone on a] + [f alone on b], which is given back: pair[e, f] + pair[f, e], with pair[e, f] the
+number of tokens that chose both and have e alone. So the gain of all E x E swaps is a sum of four small tables,
 
     change[e, f] = - leave[e] + enter[e, b] + pair[e, f]  - leave[f] + enter[f, a] + pair[f, e]
 
 and a step takes the best of all swaps. Only tokens that chose e or f (about 2 K / E of them) have other counts
-afterwards; their part of the tables is taken out and put back: a step costs a few ms at 256 experts and 20k tokens.
+afterwards; only their part of the tables is updated: a step costs a few ms at 256 experts and 20k tokens.
 
-- Several nodes: there is a second set of tables, with nodes in place of ranks. It is weighed by how much slower the
-  links between nodes are.
-- Load: each pair above the limit costs several rows (`OVERLOAD`), so overload falls first and does not come back. In
-  the first descents it counts less (`EASED`). The search aims below the limit (`MARGIN`), because other text has
+- Several nodes: there is a second set of tables, with nodes in place of ranks, weighted by how much slower inter-node
+  links are.
+- Load: each pair above the limit costs several sends (`OVERLOAD`), so overload is reduced first and does not return. In
+  the first descents it has less weight (`EASED`). The search aims below the limit (`MARGIN`), because other data has
   other loads.
-- Free room is an expert that no token chose. To swap an expert with it is to move the expert.
-- At a local optimum the search makes a few random swaps and descends again, `KICKS` times, and keeps what is better.
+- Free capacity is an expert that no token chose. Swapping an expert with it moves the expert.
+- At a local optimum the search makes a few random swaps and descends again, `KICKS` times, and takes the best result.
   (200 steps of tabu search instead were at most 0.4 % better, and slower.)
 
-It starts from the better of two layouts: by pairs of experts that are chosen together (`by_pairs`), and by load
-(`plain.lpt`). Replicas then fill the extra slots (`replicas.py`).
+It starts from the better of two layouts: by co-activation of experts (`by_pairs`), and by load (`plain.lpt`). Replicas
+    then fill the extra slots (`replicas.py`).
 
 Measured on traces with topics (64 or 256 experts, top-8, 8 ranks, 10k tokens, another 10k held out), ranks per token
 without a load limit: Occult's greedy 4.473 / 4.803, Mt-KaHyPar 4.330 / 4.790, this from Occult's 4.325 / 4.744, this
 from Mt-KaHyPar's 4.274 / 4.704. Their loads are 1.6 to 2.2 times the mean; with the limit of 1.1, 4.466 / 4.892 from
-Occult's: where experts of one topic are hot together, balance costs rows.
+Occult's: if experts of one topic have high loads together, balance costs sends.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from carpool.placement.solvers.problem import OVERLOAD, Problem, homes_of
 from carpool.placement.solvers.replicas import with_replicas
 from carpool.placement.trace import Array
 
-# Shares of OVERLOAD in successive descents, so that good groups form before balance rules.
+# Shares of OVERLOAD in successive descents, so that good groups form before balance dominates.
 EASED = (0.1, 0.25, 0.5, 1.0)
 MARGIN = 0.5  # the search aims at 1 + MARGIN * (load limit - 1)
 KICKS = 6
 
 
 def search(problem: Problem, *starts: ExpertLayout) -> ExpertLayout:
-    """Swaps from the better of `starts`, then replicas."""
+    """Local search from the better of `starts`, then replicas."""
     rank_E = swap_search(problem, *map(homes_of, starts))
     return with_replicas(problem, problem.layout(rank_E), aimed_load(problem))
 
 
 def aimed_load(problem: Problem) -> Array:
-    """(W,) pairs that the search allows: in proportion to the ranks' speeds."""
+    """(W,) pairs that the search allows on each rank, in proportion to the ranks' speeds."""
     mean = problem.trace.load_E.sum() / problem.num_ranks
     allowed_W: Array = mean * (1 + MARGIN * (problem.load_limit - 1)) * problem.cost.speed_W(problem.num_ranks)
     return allowed_W
 
 
 def swap_search(problem: Problem, *starts_E: Array) -> Array:
-    """(E,) ranks after local search from the ranks given. Sizes stay within the room of each rank."""
+    """(E,) ranks after local search from the given ranks, within the capacity of each rank."""
     states = []
     for rank_E in starts_E:
-        free_W = problem.room_W - np.bincount(rank_E, minlength=problem.num_ranks)
+        free_W = problem.capacity_W - np.bincount(rank_E, minlength=problem.num_ranks)
         state = _State(problem, np.concatenate([rank_E, np.repeat(np.arange(problem.num_ranks), free_W)]))
         for share in EASED:
             state.descend(share)
@@ -89,11 +89,11 @@ def swap_search(problem: Problem, *starts_E: Array) -> Array:
 
 
 def by_pairs(problem: Problem) -> ExpertLayout:
-    """Ranks filled by co-activation, greedily, as in Occult (ICML 2025): nodes first, and then the ranks of each.
+    """Fills ranks greedily by co-activation, as in Occult (ICML 2025): first nodes, then the ranks of each.
 
     A rank starts with the pair of unplaced experts that tokens choose together most often. The expert with the largest
-    sum of co-activations with those on the rank follows, until the rank is full. An expert that is chosen with two of
-    the rank's experts by the same tokens counts twice, though it saves them one ride; load is ignored."""
+    sum of co-activations with those on the rank follows, until the rank is full. An expert that the same tokens choose
+    with two of the rank's experts counts twice, although it saves one send; load is ignored."""
     together_EE = problem.trace.coactivation_EE.copy()
     np.fill_diagonal(together_EE, 0)
     fill_N = np.bincount(problem.node_W, weights=problem.fill_W).astype(np.int64)
@@ -105,19 +105,19 @@ def by_pairs(problem: Problem) -> ExpertLayout:
     return problem.layout(rank_E)
 
 
-def _groups_by_pairs(together_EE: Array, experts: Array, room_G: Array) -> Array:
-    """(len(experts),) the group of each expert given, groups of the sizes `room_G` filled one after the other."""
+def _groups_by_pairs(together_EE: Array, experts: Array, capacity_G: Array) -> Array:
+    """(len(experts),) the group of each given expert; groups of the sizes `capacity_G` are filled one by one."""
     among = together_EE[np.ix_(experts, experts)].astype(np.float64)
     group = np.full(len(experts), -1)
-    for number, room in enumerate(room_G):
-        if room == 0:
+    for number, capacity in enumerate(capacity_G):
+        if capacity == 0:
             continue
         free = group < 0
         pairs = np.where(free[:, None] & free[None, :], among, -1.0)
         first = int(pairs.max(1).argmax())
         group[first] = number
         attraction = among[first].copy()
-        for _ in range(int(room) - 1):
+        for _ in range(int(capacity) - 1):
             best = int(np.where(group < 0, attraction, -1.0).argmax())
             group[best] = number
             attraction += among[best]
@@ -136,15 +136,15 @@ class _Level:
         self._recount(np.arange(len(expert_TK)))
         self._enter_tables(slice(None), 1.0)
 
-    def _recount(self, rows: Array) -> None:
-        group_RK = self.group_X[self.expert_TK[rows]]
-        flat = np.arange(len(rows))[:, None] * self.num_groups + group_RK
-        count = np.bincount(flat.ravel(), minlength=len(rows) * self.num_groups)
-        self.count_TG[rows] = count.reshape(len(rows), self.num_groups)
+    def _recount(self, tokens: Array) -> None:
+        group_RK = self.group_X[self.expert_TK[tokens]]
+        flat = np.arange(len(tokens))[:, None] * self.num_groups + group_RK
+        count = np.bincount(flat.ravel(), minlength=len(tokens) * self.num_groups)
+        self.count_TG[tokens] = count.reshape(len(tokens), self.num_groups)
 
-    def _enter_tables(self, rows: Array | slice, sign: float) -> None:
-        """Add (or take out) what these tokens contribute."""
-        expert_RK, count_RG = self.expert_TK[rows], self.count_TG[rows]
+    def _enter_tables(self, tokens: Array | slice, sign: float) -> None:
+        """Add (or subtract) the contributions of these tokens."""
+        expert_RK, count_RG = self.expert_TK[tokens], self.count_TG[tokens]
         alone_RK = np.take_along_axis(count_RG, self.group_X[expert_RK], axis=1) == 1
         row, column = np.nonzero(alone_RK)
         flat = expert_RK[row, column][:, None] * self.size + expert_RK[row]
@@ -154,26 +154,26 @@ class _Level:
         enter = np.bincount(flat.ravel(), minlength=self.size * self.num_groups)
         self.enter_XG += sign * enter.reshape(self.size, self.num_groups)
 
-    def set_groups(self, group_X: Array, rows: Array) -> None:
-        """Experts have other groups; `rows` are all tokens that chose one whose group changed."""
+    def set_groups(self, group_X: Array, tokens: Array) -> None:
+        """Change the groups of experts; `tokens` are all tokens that chose one whose group changed."""
         if (group_X == self.group_X).all():
             return
-        self._enter_tables(rows, -1.0)
+        self._enter_tables(tokens, -1.0)
         self.group_X = group_X.copy()
-        self._recount(rows)
-        self._enter_tables(rows, 1.0)
+        self._recount(tokens)
+        self._enter_tables(tokens, 1.0)
 
     def changes_XX(self) -> Array:
-        """Rows more (less, if negative) after each swap. The diagonal of `pair` is `leave`."""
+        """The change of sends by each swap. The diagonal of `pair` is `leave`."""
         half_XX = self.pair_XX - np.diag(self.pair_XX)[:, None] + self.enter_XG[:, self.group_X]
         return np.where(self.group_X[:, None] == self.group_X, 0.0, half_XX + half_XX.T)
 
-    def rows(self) -> float:
+    def sends(self) -> float:
         return float(np.count_nonzero(self.count_TG))
 
 
 class _State:
-    """A placement in the making. X: experts, and free room as experts without tokens."""
+    """The state of the search. X: experts, and free capacity as experts without tokens."""
 
     def __init__(self, problem: Problem, rank_X: Array) -> None:
         self.expert_TK = problem.trace.expert_TK.astype(np.int64)
@@ -192,26 +192,26 @@ class _State:
         return np.bincount(self.rank_X, weights=self.load_X, minlength=self.num_ranks)
 
     def cost(self) -> float:
-        rows = sum(weight * level.rows() for weight, level in self.levels)
-        return rows + self.overload * float(np.maximum(self.load_W() - self.allowed, 0).sum())
+        sends = sum(weight * level.sends() for weight, level in self.levels)
+        return sends + self.overload * float(np.maximum(self.load_W() - self.allowed, 0).sum())
 
     def swap(self, one: int, other: int) -> None:
-        rows = np.union1d(self.tokens_of[one], self.tokens_of[other])
+        tokens = np.union1d(self.tokens_of[one], self.tokens_of[other])
         self.rank_X[[one, other]] = self.rank_X[[other, one]]
-        self._follow(rows)
+        self._follow(tokens)
 
     def go_to(self, rank_X: Array) -> None:
         changed = np.flatnonzero(rank_X != self.rank_X)
-        rows = np.unique(np.concatenate([self.tokens_of[x] for x in changed])) if len(changed) else np.empty(0, int)
+        tokens = np.unique(np.concatenate([self.tokens_of[x] for x in changed])) if len(changed) else np.empty(0, int)
         self.rank_X = rank_X.copy()
-        self._follow(rows)
+        self._follow(tokens)
 
-    def _follow(self, rows: Array) -> None:
+    def _follow(self, tokens: Array) -> None:
         for number, (_, level) in enumerate(self.levels):
-            level.set_groups(self.node_W[self.rank_X] if number else self.rank_X, rows)
+            level.set_groups(self.node_W[self.rank_X] if number else self.rank_X, tokens)
 
     def descend(self, share: float = 1.0) -> None:
-        """The best swap of all, while there is one that helps; overload counts by `share`."""
+        """Make the best of all swaps, while one improves the cost; overload is weighted by `share`."""
         for _ in range(20 * len(self.rank_X)):
             change_XX = self.changes_XX(share)
             best = int(np.argmin(change_XX))
@@ -220,7 +220,7 @@ class _State:
             self.swap(*divmod(best, len(self.rank_X)))
 
     def changes_XX(self, share: float = 1.0) -> Array:
-        """Cost more after each swap; nothing between experts of one rank."""
+        """The change of the cost by each swap; zero between experts of one rank."""
         change_XX = np.zeros((len(self.rank_X), len(self.rank_X)))
         for weight, level in self.levels:
             change_XX += weight * level.changes_XX()

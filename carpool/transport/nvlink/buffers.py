@@ -169,7 +169,7 @@ class Buffers:
 
     @property
     def home_row(self) -> int:
-        """The first row of a rank's own tokens."""
+        """The row at which a rank's own tokens begin."""
         return (self.num_ranks - 1) * self.capacity
 
     def agree(self, tokens: int) -> None:

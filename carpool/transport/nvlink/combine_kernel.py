@@ -1,26 +1,26 @@
-"""Combine: every token's partial sums are read from the ranks that it visited, and added up.
+"""Combine: reads every token's partial outputs from the ranks that it visited, and adds them up.
 
-    1  signal   the own experts have written their sums: tell every peer, then wait for all of them
+    1  signal   the own experts have written their partial outputs: signal to every peer, then wait for all of them
     2  weights  in the backward, the K gradients of a token's weights, each from the rank that served the choice
-    3  rows     tile by tile (BT tokens x BH columns): load the tile's rows from every rank's memory, add them in
-                float32 in rank order, store
+    3  outputs  tile by tile (BT tokens x BH columns): load the tile from every rank's memory, add in float32 in rank
+                order, store
 
-Why pull: whoever needs the sum reads the rows straight out of the buffer that the experts wrote, and adds on the fly.
-Pushing partial rows to the token's rank and adding there takes a second pass over memory: 694 + 119 us against 503 us
-at T 4096, H 7168. A pull needs many loads under way: 1024 threads hold 32 KiB from each of four ranks in registers, and
+Why pull: the token's rank reads the buffers that the experts wrote, and adds while it reads. Pushing partial outputs to
+the token's rank and adding there takes a second pass over memory: 694 + 119 us against 503 us at T 4096, H 7168. A pull
+needs many loads in flight: 1024 threads hold 32 KiB from each of four ranks in registers, and
 as soon as a rank's part is added its registers take the next tile's. So the links never run dry between two tiles, and
 the order does not depend on the compiler: the store of the sums, which may alias with anything, ends each turn. Loading
 a whole tile and then adding it took 503 us with 16 CTAs and 641 with 8 (ceiling 434) when the compiler kept the loads
 together, and 540 when it did not. Software pipelining through shared memory (8 x 512, four stages): the same with 16,
 887 with 8. Half the tile: 818 with 16.
 
-There is no wait at the end: nobody writes into this lease's sums before the next dispatch on it has finished, and that
-waits for every peer, after this combine. See dispatch_kernel.py.
+There is no wait at the end: the partial outputs of this lease are overwritten only after the next dispatch on it has
+finished, which waits for every peer, after this combine. See dispatch_kernel.py.
 
-A ride in parts has a combine for each: of a range of tokens, whose sums all ranks have said to have written, while the
+A ride in parts has a combine for each part, a range of tokens: all ranks have signalled its partial outputs, while the
 experts compute on the next part.
 
-If a slab was too small somewhere (`needed` > capacity), rows are missing and the sums are wrong: they are set to NaN.
+If a slab was too small on any rank (`needed` > capacity), tokens are missing, and the outputs are set to NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _place(tile, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):  # type: 
 
 @triton.jit
 def _source(row, peer, token, tokens, stride, W: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tokens' rows on a rank; -1: was not there, or there is no such rank."""
+    """The tokens' rows on a rank; -1: not visited, or there is no such rank."""
     inside = (token < tokens) & (peer < W)
     return tl.load(row + (peer % W) * stride.to(tl.int64) + token, mask=inside, other=-1)
 
@@ -89,8 +89,8 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     source3 = _source(row, 3, next_token, tokens, stride, W)
     tiles = tl.cdiv(tokens, BT) * ((H + BH - 1) // BH)
     for tile in range(tl.program_id(0), tiles, step):
-        # A part's registers are free once it is added: the next tile's rows of that rank are asked for at once, and
-        # where the rows of the tile after that are.
+        # The registers of a rank's part are free once it is added: load the next tile of that rank at once, and the row
+        # numbers of the tile after that.
         after, after_column = _place(tile + 2 * step, H, BT, BH)
         total = part0.to(tl.float32) + poison
         part0 = _rows_of(base0, source0, next_column, element, H)
@@ -190,9 +190,9 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     SPIN: tl.constexpr,
 ):
     """y: (T, H), out. dweight: (T, K) float32, out, if WEIGHTS. base0...3: the first four of `bases`, which no
-    row points into where there is no such rank. stride: tokens from rank to rank in `row`; all that is by token may be
-    of a range of them. behind: how far the mark of these sums is behind the end of the ride; 0: they are all, or the
-    last. The rest as in `dispatch_kernel`."""
+    entry of `row` refers to where there is no such rank. stride: tokens from rank to rank in `row`; all arguments by
+    token may be of a range of them. behind: distance of the mark of these outputs from the end of the ride; 0: all
+    outputs, or the last part. The rest as in `dispatch_kernel`."""
     program = tl.program_id(0)
     peer = tl.arange(0, WP)
     epoch = tl.load(epochs + 1)
@@ -201,7 +201,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         send(bases, written_at + own * 4, mark, W, WP)
     if RECEIVE:
         poison = tl.where(tl.load(needed) > capacity, float("nan"), 0.0)
-        # Where the first tile's rows are does not depend on anybody.
+        # The row numbers of the first tile do not depend on other ranks.
         token, column = _place(program, H, BT, BH)
         source0 = _source(row, 0, token, tokens, stride, W)
         source1 = _source(row, 1, token, tokens, stride, W)
@@ -215,7 +215,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
             tokens, stride, poison, token, column, source0, source1, source2, source3, H, W, BT, BH,
         )  # fmt: skip
         if (program == 0) & (behind == 0):
-            # Rows that this rank computed for each rank; to itself, those that it wanted.
+            # Tokens that this rank computed for each rank; for itself, its own tokens.
             came = tl.load(received + (peer - own - 1 + W) % W, mask=peer < W, other=0)
             rows = tl.where(peer == own, tl.load(count + peer, mask=peer < W, other=0), came)
             count_sent(tally, rows, choices, blocks, W, WP)

@@ -1,43 +1,44 @@
-"""Dispatch: every row is loaded once and stored to each rank that wants it.
+"""Dispatch: loads every token once and stores it to each rank that it visits.
 
-    rows      ROWS programs, tile by tile (BT tokens x BH words): for each rank, store the tile to where the plan says;
-              the next tile's load is under way meanwhile
-    choices   OTHERS more programs, meanwhile: for each row K slots of its rank (-1: elsewhere) and K weights, in one
-              piece of 8 K bytes; how many rows come from here; when those of all peers have come, slots and weights
-              leave the buffer into tensors of the layer, and rows past a slab's count get slot -1
-    signal    each program tells each peer that its part is written; one waits for the programs of all peers
+    tokens    ROWS programs, tile by tile (BT tokens x BH words): for each rank, store the tile to the rows of the plan,
+              while the next tile is loaded
+    choices   OTHERS more programs, meanwhile: for each token K slots of the rank (-1: elsewhere) and K weights, in one
+              piece of 8 K bytes; the number of tokens from here; when those of all peers have arrived, copy slots and
+              weights from the buffer into tensors of the layer, and set slot -1 in rows past a slab's count
+    signal    each program signals to each peer that its part is written; one waits for the programs of all peers
 
 Eight programs fill the links, so of 16 the other 8 have time for the choices (T 8192, H 2048: 287 us instead of 304).
 With 8 in all they do both: 7 + 1 was slower (533 us instead of 489 at T 4096, H 7168).
 
-Rows are copied as 4-byte words, whatever their dtype. Why push: a store needs no answer, so few programs fill the
-links (8 CTAs: 487 us at T 4096, H 7168, where copy engines take 434; 16 CTAs 476; a pull with 8: 641).
+Tokens are copied as 4-byte words, for any dtype. Why push: a store needs no answer, so few programs fill the links
+(8 CTAs: 487 us at T 4096, H 7168, where copy engines take 434; 16 CTAs 476; a pull with 8: 641).
 
-Rows may ride in parts (`begins` of plan_kernel.py): tiles go in the order of tokens, and whenever a program comes to a
-tile of a later part it says how many parts it has sent. Who computes waits for a part instead of for the end
-(`signals.wait_part`); choices then go ahead in a kernel of their own (`choices_kernel`).
+A dispatch may have parts (`begins` of plan_kernel.py): tiles are sent in the order of tokens, and a program that
+reaches a tile of a later part signals how many parts it has sent. The experts' kernels wait for a part instead of for
+the end (`signals.wait_part`); choices are then sent ahead by a kernel of their own (`choices_kernel`).
 
 There is one wait, at the end, and none at the start. A peer may write into a lease as soon as its own dispatch runs:
-that comes after its combine on the same lease, which waited for the signal that this rank's experts have finished with
-it. In the same way this dispatch's end says that all peers have finished reading this lease's partial sums.
+that is after its combine on the same lease, which waited for the signal that this rank's experts have finished with it.
+In the same way the end of this dispatch implies that all peers have finished reading this lease's partial outputs.
 
-Rows for the own experts stay where they are: who reads arrivals finds them in x (`Arrivals.home_TH`). An SM stores
-about 45 GB/s to wherever it may be, so filling the own slab too would take a quarter of what 8 programs can do (8 CTAs:
-582 us against 500 at T 4096, H 7168), and a copy beside the kernel was delayed by it in one run of two.
+Tokens for the own experts are not copied: kernels read them in the layer's input (`HiddenStates.home`). An SM stores
+about 45 GB/s to any memory, so filling the own slab too would take a quarter of the throughput of 8 programs (8 CTAs:
+582 us against 500 at T 4096, H 7168), and a concurrent copy was delayed by the kernel in one run of two.
 
-Choices may go ahead of rows which ride in parts: then the experts can be told apart before a row is there.
+Choices may be sent ahead of tokens in parts: then pairs can be sorted by expert before any token arrives.
 
-    send      beside each row of every rank its K slots and weights, how many rows come from here, and where in them
-              each part begins (plan_kernel.py)
+    send      to every rank the K slots and weights of each token, the number of tokens from here, and the first row of
+              each part (plan_kernel.py)
     wait      for those of all peers
-    unpack    slots and weights into tensors of the layer, and of each choice its group, slot * parts + part, by which
+    unpack    slots and weights into tensors of the layer, and the group of each choice, slot * parts + part, by which
               pairs are sorted
 
     2 parts, rows 0..2 of a slab, of which row 2 is the first of part 1      slots [[3, -1], [0, 1], [3, 0]]
                                                                              groups [[6, -1], [0, 2], [7, 1]]
 
-`choices_kernel` is a kernel of its own because the computation waits for it, but not for the rows, which a dispatch
-without choices sends meanwhile. It has flags of its own. Peers may write choices into a lease as they may rows.
+`choices_kernel` is a kernel of its own because the computation waits for it, but not for the tokens, which a dispatch
+without choices sends meanwhile. It has flags of its own. Peers may write choices into a lease when they may write
+tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from carpool.kernels.signals import MARKS, count_sent, end_of, send, wait
 
 @triton.jit
 def _target(row, step, own, token, tokens, W: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the tokens of a tile go on the `step`-th rank after the own one; -1: not wanted there, or no such rank."""
+    """The rows of a tile's tokens on the `step`-th rank after the own one; -1: not visited, or no such rank."""
     peer = (own + step) % W
     inside = (token < tokens) & (step < W)
     return tl.load(row + peer.to(tl.int64) * tokens + token, mask=inside, other=-1)
@@ -102,15 +103,15 @@ def _send_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     PARTED: tl.constexpr,
 ):
-    """Words BEGIN to END of every row of PITCH words, by ROWS programs. If PARTED, with a signal at `flag_at` after
-    each `length` tokens: mark + how many parts have been sent."""
+    """Send words BEGIN to END of every token of PITCH words, by ROWS programs. If PARTED, with a signal at `flag_at`
+    after each `length` tokens: mark + number of parts sent."""
     across: tl.constexpr = (END - BEGIN + BH - 1) // BH
     tiles = tl.cdiv(tokens, BT) * across
     value, token, column = _load(x, tl.program_id(0), tokens, PITCH, BEGIN, END, BT, BH)
     for tile in range(tl.program_id(0), tiles, ROWS):
-        # All loads come before the stores, which the compiler must not pass: what a store waits for is then under way.
+        # All loads precede the stores, and the compiler must not reorder them: they are then in flight together.
         following, next_token, next_column = _load(x, tile + ROWS, tokens, PITCH, BEGIN, END, BT, BH)
-        # Ranks start with different peers, so that no one is written to by all at once. Three peers at a time.
+        # Ranks start with different peers, so that not all write to the same one. Three peers at a time.
         for step in tl.static_range(1, W, 3):
             target0 = _target(row, step, own, token, tokens, W)
             target1 = _target(row, step + 1, own, token, tokens, W)
@@ -123,7 +124,7 @@ def _send_rows(  # type: ignore[no-untyped-def]
             _store(buffer2, target2, column, value, PITCH, END)
         value, token, column = following, next_token, next_column
         if PARTED:
-            # A tile is of the part of its first token. The end of the last part is the end of the program.
+            # A tile belongs to the part of its first token. The last part ends with the program.
             sent = (tile + ROWS) // across * BT // length
             if (tile + ROWS < tiles) & (sent > tile // across * BT // length):
                 send(bases, flag_at, mark + sent, W, WP)
@@ -172,7 +173,7 @@ def send_choices(  # type: ignore[no-untyped-def]
     BC: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Beside row r lie 2 K words: K slots, then the bits of K weights. The own slab has a row for every token."""
+    """Row r has 2 K words of choices: K slots, then the bits of K weights. The own slab has a row for every token."""
     column = tl.arange(0, 2 * KP)
     choice = column % KP
     for block in range(tl.program_id(0) - FIRST, tl.cdiv(tokens, BC), tl.num_programs(0) - FIRST):
@@ -211,7 +212,7 @@ def unpack(  # type: ignore[no-untyped-def]
     BU: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Of each row its slots and weights; if PARTED, also slot * parts + part (-1: none)."""
+    """Copy each row's slots and weights; if PARTED, also slot * parts + part (-1: none)."""
     choices = (base + choice_at).to(tl.pointer_type(tl.int32))
     counts = (base + count_at).to(tl.pointer_type(tl.int32))
     choice = tl.arange(0, KP)
@@ -240,7 +241,7 @@ def unpack(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def send_counts(bases, count_at, count, tokens, most, own, W: tl.constexpr, WP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every rank hears how many rows come from here, and how large the fullest slab of all would have to be."""
+    """Send every rank the number of tokens from here, and the largest capacity that any slab would need."""
     peer = tl.arange(0, WP)
     here = peer < W
     rows = tl.load(count + peer, mask=here, other=0)
@@ -254,7 +255,7 @@ def send_counts(bases, count_at, count, tokens, most, own, W: tl.constexpr, WP: 
 
 @triton.jit
 def note_counts(base, count_at, received, needed, W: tl.constexpr, WP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write down what all ranks have said by `send_counts`. The own rows have not travelled."""
+    """Store the counts that all ranks sent by `send_counts`; 0 for the own tokens, which are not sent."""
     peer = tl.arange(0, WP)
     counts = (base + count_at).to(tl.pointer_type(tl.int32))
     came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
@@ -316,14 +317,14 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     RECEIVE: tl.constexpr,
     SPIN: tl.constexpr,
 ):
-    """ROWS programs send rows, OTHERS more the choices (0: the first do that too); the same numbers on every rank.
+    """ROWS programs send tokens, OTHERS more send choices (0: the first do that too); the same on every rank.
 
     x: (T, PITCH) words, of which MAIN first, in wide tiles, then the rest (the scales of FP8). slot, weight: (T, K).
     row: (W, T), count: (2, W), choices: (blocks, W): from the plan. bases: (W,) addresses of the ranks' leases; *_at:
     byte offsets in a lease. epochs: (2,) of this lease. needed: (1,) the largest capacity that any rank would have
-    needed so far. tally: (2, W) int64, rows and choices. slot_out, weight_out: (R, K). received: (W,) rows in each
-    slab of the rows that travelled.
-    CHOICES: False for gradients, whose slots are known, and for rows that ride in parts. length: tokens of a part, if
+    needed so far. tally: (2, W) int64, tokens and choices. slot_out, weight_out: (R, K). received: (W,) tokens in each
+    slab.
+    CHOICES: False for gradients, whose slots are known, and for a dispatch in parts. length: tokens of a part, if
     PARTED.
     """
     LAST: tl.constexpr = ROWS + OTHERS - 1
@@ -354,8 +355,8 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     if RECEIVE:
         base = tl.load(bases + own)
         mark = end_of(epoch)
-        # One program waits for everything. Those that unpack wait for the choices alone, which come long before the
-        # rows, if others than the rows' programs send them.
+        # One program waits for everything. Those that unpack wait for the choices alone, which arrive long before the
+        # tokens, if other programs send them.
         awaited: tl.constexpr = OTHERS if OTHERS > 0 else ROWS
         if program == 0:
             wait(base, arrived_at, mark, timeout, status, host_status, verb, W, LAST + 1, MAX_CTAS, PAD, SPIN)
@@ -370,7 +371,7 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
         if program == 0:
             if CHOICES:
                 note_counts(base, count_at, received, needed, W, WP)
-            # The combine of this lease reads this one, and sets the one that the next dispatch reads.
+            # The combine of this lease reads this epoch, and sets the epoch of the next dispatch.
             tl.store(epochs + 1, epoch)
 
 

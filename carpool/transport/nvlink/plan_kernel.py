@@ -1,9 +1,8 @@
-"""The plan: to which row of which rank does each token go? One kernel, nothing exchanged, nothing read back.
+"""The plan: the row of each token in the buffer of each rank. One kernel, without communication or a host read-back.
 
 Every rank's buffer has one slab of `capacity` rows for each other rank, in the order of the ranks that follow it, and
 at the end one of `most` rows for its own tokens. A sender fills its slab from the front, in the order of its tokens, so
-where a row lands is a prefix sum over the sender's own tokens. A rank's rows for itself need not be copied: they are
-its tokens.
+the row of a token is a prefix sum over the sender's own tokens. A rank's own tokens are not copied.
 
     rank 1 of 3, capacity 4, most 4, slots 0..1 on rank 0, 2..3 on rank 1, 4..5 on rank 2
     slabs      on rank 0: [1, 2, 0]      on rank 1: [2, 0, 1]      on rank 2: [0, 1, 2]
@@ -14,15 +13,16 @@ its tokens.
     token 2: [1, 5]              1            -1           4 + 1
     count                        2            1            2
 
-Tokens that ride in parts are cut into ranges of `length`: `begins` says where each part begins in each slab, which is
-how many of the tokens before it go there. (Parts of 1 token above: on rank 0 [0, 1, 1, 2].)
+For a dispatch in parts, tokens are cut into ranges of `length`: `begins` has the first row of each part in each slab,
+which is the number of earlier tokens that go there. (Parts of 1 token above: on rank 0 [0, 1, 1, 2].)
 
-A program handles BLOCK tokens. It counts what all blocks before it want by itself, which is a read of K int32 per
-token from the L2 cache, and needs neither a second kernel nor a wait for other programs. That is quadratic, and cheap
-up to some hundred thousand tokens.
+A program handles BLOCK tokens. It counts the choices of all blocks before it by itself, which reads K int32 per token
+from the L2 cache, and needs neither a second kernel nor a wait for other programs. This is quadratic, and cheap up to
+some hundred thousand tokens.
 
-A slab that is too small is not an error here: rows past the capacity get no destination (-1), and `needed` tells every
-rank how large it had to be. At most 63 ranks: a token's ranks are one bit each.
+A slab that is too small is not an error here: tokens past the capacity get no row (-1), and `needed` gives every rank
+    the
+capacity that would have sufficed. At most 63 ranks: a token's ranks are one bit each.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def plan_kernel(  # type: ignore[no-untyped-def]
     PARTED: tl.constexpr,
     PP: tl.constexpr,
 ):
-    """slot: (T, K) int32. row: (W, T) int32, out. count: (2, W) int32, out: rows to each rank, and the capacity that
+    """slot: (T, K) int32. row: (W, T) int32, out. count: (2, W) int32, out: tokens to each rank, and the capacity that
     the slab for each rank would need. choices: (blocks, W) int32, out: choices of a block's tokens on each rank. own:
-    this rank. begins: (parts + 1, W) int32, out, if PARTED, of `length` tokens. AHEAD: how many of the tokens
-    before the own block are counted at once. FIELDS: counters in an int64, 4 for fewer than 2^16 tokens, else 2: scans
-    and sums are what takes time here, so there are as few as can be. PP: at least parts + 1."""
+    this rank. begins: (parts + 1, W) int32, out, if PARTED, of `length` tokens. AHEAD: tokens before the own block that
+    are counted at once. FIELDS: counters in an int64, 4 for fewer than 2^16 tokens, else 2, because scans and sums
+    dominate the time. PP: at least parts + 1."""
     block = tl.program_id(0)
     first = block * BLOCK
     token = first + tl.arange(0, BLOCK)
@@ -103,7 +103,7 @@ def plan_kernel(  # type: ignore[no-untyped-def]
             before += _pack(tl.reduce(_bit(chosen, S), 1, _or), group, FIELDS)
         base = tl.sum(before, 0)
 
-        # Column by column, in the plain layout of one number per token: the scan wants that.
+        # Column by column, one number per token, which is the layout of the scan.
         bits = tl.zeros([BLOCK], tl.int64)
         chosen_here = tl.zeros([BLOCK], tl.int64)
         for k in tl.static_range(K):
