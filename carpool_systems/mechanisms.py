@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from carpool.activations.offload import Offloader
 from carpool.activations.whole_layers import SavedRides
 from carpool.experts import EXPERTS
-from carpool.experts.gemm.grouped import GroupedExperts, Stages
+from carpool.experts.gemm.grouped import GroupedExperts, GroupedProducts
 from carpool.experts.host_experts import HostExperts
 from carpool.experts.on_host import FewOnHost
 from carpool.layout import ExpertLayout
@@ -128,7 +128,7 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     # -- what is saved, and where
     "experts:fp8": lambda seen: seen.called(EXPERTS["fp8"].forward),
     "saved:inputs-resent": lambda seen: seen.events.count("dispatch_again"),
-    "saved:activations-recomputed": lambda seen: seen.called(Stages.up, by=GroupedExperts.backward),
+    "saved:activations-recomputed": lambda seen: seen.called(GroupedProducts.up, by=GroupedExperts.backward),
     "saved:activations-offloaded": lambda seen: seen.called(Offloader.put) and seen.called(Offloader.get),
     "saved:layers-recomputed": lambda seen: seen.events.count("attention") > 1.5 * seen.events.count("dispatch"),
     "saved:collectives": lambda seen: seen.called(SavedRides.ride, by=sequence),

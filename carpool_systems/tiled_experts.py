@@ -29,7 +29,7 @@ import torch
 from carpool.activations import Arena, Arrivals, HiddenStates, Ready
 from carpool.experts.base import Activation, Experts, ExpertWeights
 from carpool.experts.gemm.choices import LIBRARY, Choices, default_choices
-from carpool.experts.gemm.grouped import GroupedExperts, Stages, has_kernels
+from carpool.experts.gemm.grouped import GroupedExperts, GroupedProducts, has_kernels
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs
 
 FUSED = "flat"  # the way of a stage that has to be fused, where one was chosen that cannot be used
@@ -170,11 +170,11 @@ def sort_parts(arrivals: Arrivals, slots: int) -> tuple[Pairs, tuple[torch.Tenso
 
 def stages_of(
     experts: GroupedExperts, weights: ExpertWeights, pairs: Pairs, tiles: tuple[torch.Tensor, ...] | None
-) -> Stages:
+) -> GroupedProducts:
     """The experts' own choices, where they can be used here."""
     pairs_per_slot = pairs.order_P.shape[0] // max(1, weights.up_SFH.shape[0])
     choices = experts.choices or default_choices(weights.up_SFH.device, pairs_per_slot)
-    return Stages(experts.function, weights, pairs, fused(choices), tiles)
+    return GroupedProducts(experts.function, weights, pairs, fused(choices), tiles)
 
 
 def fused(choices: Choices) -> Choices:

@@ -1,6 +1,6 @@
-"""What is computed on a row: one file per way. `base.py` says what an expert is; `reference.py` defines the answer.
+"""Expert computations, one file each. `base.py` has the contract; `reference.py` defines the results.
 
-`register` adds a way from outside the package (`carpool.plugins`). `EXPERTS` is the only list of them.
+`register` adds an expert computation from outside the package (`carpool.plugins`). `EXPERTS` is the only list.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _check(name: str, cls: type[Experts]) -> None:
         raise ValueError(f"experts {name!r}: the class is named {cls.name!r}; give both the same name")
 
 
-# Those that change the model's function have `lossy_reasons`, and come last.
+# Those that change the model's function have `lossy_reasons`, and are last.
 EXPERTS: Registry[type[Any]] = Registry(
     "experts", "carpool.experts", {cls.name: cls for cls in (GroupedExperts, ReferenceExperts, FP8Experts)}, _check
 )
@@ -64,12 +64,12 @@ def register(cls: type[Any]) -> type[Any]:
     class.
 
     Raises:
-        ValueError: another one has the name, or it lacks a method."""
+        ValueError: the name is taken, or a method is missing."""
     return EXPERTS.register(cls)
 
 
 def exact_experts() -> tuple[str, ...]:
-    """Names of those that compute the model's function to rounding."""
+    """Names of the computations that equal the model's function up to rounding."""
     return tuple(name for name in EXPERTS if not getattr(EXPERTS[name], "lossy_reasons", ()))
 
 
@@ -79,9 +79,9 @@ def make_experts(
     """Construct the expert computation `name` ("auto" is "grouped").
 
     Args:
-        choices, recompute: for classes that name them in `options` (`GroupedExperts`): the way of each stage; keep no
-            pre-activation.
-        others: what else a class names there.
+        choices, recompute: for classes that name them in `options` (`GroupedExperts`): the kernel of each product;
+            recompute pre-activations instead of saving them.
+        others: further options of the class.
 
     Raises:
         ValueError: an unknown name, a function that these experts do not compute, or an option that they do not have.

@@ -1,6 +1,6 @@
 """The CUDA side of `carpool.experts.pairs.activate` and its backward: everything between the two grouped products.
 
-    forward     h (+ bias)  ->  a = act(h),  and h once more where it is kept, if that is elsewhere (an arena)
+    forward     h (+ bias)  ->  a = act(h),  and a copy of h in the arena, if there is one
     backward    h, dA       ->  dh = weight * dA * act'(h),  weight * a,  and per pair sum(dA * a) (+ sum(dy * bias))
 
 One pass each. P pairs with F1 = 2F: the forward reads 2F and writes F (2F more into an arena); the backward reads
@@ -8,9 +8,9 @@ One pass each. P pairs with F1 = 2F: the forward reads 2F and writes F (2F more 
 Arithmetic is float32 (float64 for float64), each result is rounded once, except that h is rounded after its bias as
 if the product had been written with it: the forward must compute from the h that the backward will see.
 
-`_act` gives an activation and its derivative together; whoever needs one does not pay for the other, for the compiler
-drops it. gelu_tanh is x * sigmoid(2u), which is 0.5 x (1 + tanh(u)) without a tanh. Comparisons are written so that a
-NaN stays one where it does in PyTorch.
+`_act` gives an activation and its derivative together; the compiler removes the one that is not used. gelu_tanh is x *
+sigmoid(2u), which is 0.5 x (1 + tanh(u)) without a tanh. Comparisons are written so that a NaN stays one where it does
+in PyTorch.
 
 Persistent over the pairs that are there: see pair_kernels.py.
 """

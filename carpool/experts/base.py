@@ -1,9 +1,9 @@
-"""The contract of an expert computation, and what an expert computes.
+"""The contract of an expert computation, and the function of an expert.
 
-    partial_R = sum over the row's slots s of  weight_Rs * (down_s @ activation(up_s @ x_R + up_bias_s) + down_bias_s)
+    partial_R = sum over the token's slots s of  weight_Rs * (down_s @ activation(up_s @ x_R + up_bias_s) + down_bias_s)
 
-accumulated in float32 and rounded once to the dtype of `partial_RH`. The routing weight is applied where the
-expert is, so that one row per (token, rank) can go back.
+accumulated in float32 and rounded once to the dtype of `partial_RH`. The routing weight is applied on the expert's
+rank, so that combine sends one partial output per (token, rank).
 
 Experts may have adapters of low rank (LoRA: Hu et al., arXiv 2106.09685): `up_s` is then `up_s + b_s @ a_s`, and
 `down_s` likewise. The sum is never made: a row is multiplied by a, and that by b.
@@ -82,8 +82,8 @@ NUM_BASE, NUM_TRAINED = 4, 8
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of this shape, dtype and device without memory, for a matrix that is kept otherwise: all of it is one
-    NaN, so that whoever computes with it by mistake finds out."""
+    """A tensor of this shape, dtype and device without memory, for a matrix that is stored otherwise. All elements are
+    one NaN, so that using it by mistake has a visible effect."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
 
 
@@ -100,7 +100,7 @@ ACTIVATIONS: dict[str, ActivationFunction] = {
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation that is described rather than only callable, so that kernels can compute it too.
+    """An activation function with a description, from which kernels can compute it.
 
         plain       a = act(h)
         gated       a = act(gate) * (up + up_shift), gate and up clamped first if there is a `limit`
@@ -111,12 +111,12 @@ class Activation:
         name: act, a key of `ACTIVATIONS`.
         gated: h is [gate; up], twice as wide as the result.
         interleaved: gate is every even column of h and up every odd one, instead of its halves.
-        limit: gate is cut at `limit`, up at `-limit` and `limit`. None: not.
+        limit: gate is clamped to at most `limit`, up to `-limit`..`limit`. None: no clamping.
         alpha: of silu, which is `gate * sigmoid(alpha * gate)`.
-        up_shift: what is added to up.
+        up_shift: is added to up.
 
     Raises:
-        ValueError: an unknown name, or fields that mean nothing for it.
+        ValueError: an unknown name, or fields that do not apply to it.
 
     Example: gpt-oss is Activation("silu", gated=True, interleaved=True, limit=7.0, alpha=1.702, up_shift=1.0)
     """
@@ -164,12 +164,12 @@ def make_activation(name: str, gated: bool) -> Activation:
 
 @dataclass(frozen=True)
 class ExpertFunction:
-    """What an expert computes apart from its weights.
+    """The function of an expert without its weights.
 
     Attributes:
-        activation: (P, F1) -> (P, F), differentiable, row by row. Gated activations take [gate, up] side by side,
-            or however the weights have them. On CUDA an `Activation` is computed by kernels in one pass, any other
-            callable by PyTorch, on as many rows as there could be.
+        activation: (P, F1) -> (P, F), differentiable, independent for each row. Gated activations take [gate, up]
+            concatenated, or in the order of the weights. On CUDA kernels compute an `Activation` in one pass; PyTorch
+            computes any other callable, on the worst-case number of rows.
         transposed: weights are stored (in, out) instead of (out, in).
     """
 
@@ -178,12 +178,12 @@ class ExpertFunction:
 
 
 class Experts(Protocol):
-    """Computes partial sums of arrived rows, forward and backward, without autograd.
+    """Computes partial outputs of arrived tokens, forward and backward, without autograd.
 
-    Whoever calls keeps the arrived rows x for the backward; the experts keep the rest. Experts with an attribute
-    `reads_packets` that is True get rows and gradients as packets of FP8, whenever there are any. Only those whose
-    `computes_adapters` is True get weights with adapters, or quantised ones. CUDA graphs do not hold
-    those whose `counts_on_host` is True."""
+    The caller saves the arrived tokens x for the backward; the experts save the rest. Experts with an attribute
+    `reads_packets` that is True get tokens and gradients as packets of FP8, if there are any. Only experts whose
+    `computes_adapters` is True get weights with adapters, or quantised ones. CUDA graphs cannot contain experts whose
+    `counts_on_host` is True."""
 
     name: str
 
@@ -195,11 +195,11 @@ class Experts(Protocol):
         arena: Arena | None = None,
         backward: bool = True,
     ) -> tuple[Any, ...]:
-        """Write the partial sum of every row into `partial_RH`; return what backward needs besides x.
+        """Write the partial output of every token into `partial_RH`; return the saved activations except x.
 
         Args:
-            arena: where to keep what has one row per pair, if `arrivals.num_pairs` is only a bound.
-            backward: whether one will follow. If not, what is returned may lack anything.
+            arena: memory for activations with one row per pair, if `arrivals.num_pairs` is only a bound.
+            backward: whether one will follow. If not, nothing needs to be saved.
         """
         ...
 
@@ -212,19 +212,19 @@ class Experts(Protocol):
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
-        """Write the rows' gradients into `dx_RH`; return dweight_RJ (float32), and what computes the gradients of the
-        weights: None if there are none to compute. Those of adapters are always computed, where there are adapters.
+        """Write the gradients of tokens into `dx_RH`; return dweight_RJ (float32), and a function that computes the
+        gradients of the weights: None if there are none. Gradients of adapters are always computed.
 
-        So the rows' gradients can leave first. What comes later may still read x, but dpartial no more.
+        So the gradients of tokens can be sent first. The function may still read x, but not dpartial.
 
         Args:
-            saved: what `forward` returned: tensors, `HiddenStates`, or None.
-            x: the rows that arrived in the forward, kept by the caller.
-            dpartial: gradients of the partial sums, in the order of x.
-            needs_dweights: whether those of the weights that are not adapters are needed."""
+            saved: the result of `forward`: tensors, `HiddenStates`, or None.
+            x: the tokens that arrived in the forward, saved by the caller.
+            dpartial: gradients of the partial outputs, in the order of x.
+            needs_dweights: whether gradients of weights other than adapters are needed."""
         ...
 
 
 def reads_packets(experts: Experts) -> bool:
-    """Whether these compute on packets of FP8 (`carpool.kernels.packets`) instead of rows."""
+    """Whether these experts read packets of FP8 (`carpool.kernels.packets`)."""
     return bool(getattr(experts, "reads_packets", False))

@@ -1,38 +1,37 @@
-"""Experts whose parameters are in host memory, and on the device only while their layer needs them.
+"""Offloaded experts: their parameters are in host memory, and on the device only while their layer computes.
 
-Experts are almost all of a model (Qwen3-30B-A3B: 29 of 30.5 billion parameters), and one layer computes at a time. So
-two layers' experts on the device are enough: those that compute, and those that are under way. (In a backward there is
-a third, on its way out.)
+Most parameters of a model are experts (Qwen3-30B-A3B: 29 of 30.5 billion), and one layer computes at a time. So the
+device needs memory for the experts of two layers: the current one, and the next one, which is prefetched. (In a
+backward there is a third, which is copied out.)
 
     forward     computes     layer 0 | layer 1 | layer 2 | layer 3
                 in           1       | 2       | 3       |
     backward    computes     layer 3 | layer 2 | layer 1 | layer 0
                 in           2       | 1       | 0       |
-                out                  | 3       | 2       | 1, 0      what the update has made of them
+                out                  | 3       | 2       | 1, 0      updated parameters
 
-Copies run on streams of their own. Each parameter is updated while it is on the device: as soon as its gradient is
-there (`carpool.optim.in_backward`), with optimizer state that may come from host memory in the same way. So gradients
-never leave the device, and a step moves each parameter in twice and out once. ZeRO-Infinity (arXiv 2104.07857) and
-ES-MoE (ICML 2024) send gradients out and update on the CPU.
+Copies run on streams of their own. Each parameter is updated while it is on the device, as soon as its gradient is
+complete (`carpool.optim.in_backward`), with optimizer state that may be offloaded in the same way. So gradients never
+leave the device, and a step copies each parameter in twice and out once. ZeRO-Infinity (arXiv 2104.07857) and ES-MoE
+(ICML 2024) copy gradients out and update on the CPU.
 
-The memory of a parameter on the device is given back and taken again under the same tensor, as FSDP2 does it. So
-whoever holds the parameter, or saved it for a backward, finds its values there when it is the layer's turn. The last
-layer of a forward stays for its backward, and the first layer of a backward for the next forward.
+The device memory of a parameter is freed and reallocated under the same tensor, as in FSDP2. So references to the
+parameter, and saved tensors of a backward, are valid while the layer computes. The last layer of a forward stays for
+its backward, and the first layer of a backward for the next forward.
 
-Experts that nobody chose need not come. In generation a token chooses 8 of 128, say. With a predictor
-(`carpool.memory.next_experts`) a layer brings in those that its router has chosen, and while it computes, those of the
-next layer that are likely by what was chosen so far. A wrong guess costs time alone. Where tokens of a generation
-choose most of a layer's experts, as in a prompt, the layer comes whole. In training the backward brings in what the
-forward has chosen; experts that are trained come whole then, because an update changes those that nobody chose, too. A
-cache on the device (`expert_cache`) holds experts that came and are not trained, as long as no others have a higher
-priority. From there they are copied to their layer's memory, which takes a hundredth of the time of the way from the
-host. Experts with few tokens may stay where they are, and be computed by the CPU (`carpool.experts.on_host`).
+Experts without tokens need not be copied. In generation a token chooses 8 of 128 experts, for example. With a predictor
+(`carpool.memory.next_experts`) a layer loads the experts that its router has chosen, and prefetches the experts that
+the next layer is likely to choose. A wrong prediction only costs time. If tokens choose most of a layer's experts, as
+in a prompt, the whole layer is loaded. In training the backward loads the experts of the forward; of trained experts it
+loads the whole layer, because an update changes experts without tokens, too. A cache on the device (`expert_cache`)
+holds frozen experts by priority. They are copied from there to their layer's memory in a hundredth of the time from the
+host. Experts with few tokens may stay in host memory and be computed by the CPU (`carpool.experts.on_host`).
 
-On disk experts that are not trained stay in the files of their checkpoint, and are read one by one (`read_experts`).
-Those that are trained are in files of this process, layer by layer, and are written back when they have been updated
+On disk, frozen experts stay in the files of their checkpoint, and are read individually (`read_experts`). Trained
+experts are in files of this process, layer by layer, and are written back after their update
 (`carpool.memory.Staging`). Threads read ahead of the copies to the device.
 
-On a CPU the same code copies at once.
+On a CPU the same code copies synchronously.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ _ATTRIBUTE = "_carpool_host_experts"
 
 
 class HostWeight:
-    """One parameter, which moves to `device` if it is not there.
+    """One offloaded parameter.
 
     Attributes:
-        device: its memory on the device; without any while the parameter is away.
-        here: the same memory, whose changes autograd does not count.
-        host: its values in host memory or a file of this process, if they are not newer elsewhere; None: they are in a
-            checkpoint's files.
+        device: the tensor on the device, without memory while the parameter is offloaded.
+        here: the same memory, without autograd's version counter.
+        host: its values in host memory or a file of this process, unless those on the device are newer; None: they are
+            in a checkpoint's files.
         shard: the DTensor of the same memory, if the model is sharded.
     """
 
@@ -82,7 +81,7 @@ class HostWeight:
         if values.device != device:
             values = torch.empty_like(values, device=device)
         elif values.untyped_storage().nbytes() != values.nbytes or not values.untyped_storage().resizable():
-            values = values.clone()  # it was a part of a file that is mapped, say
+            values = values.clone()  # for instance a part of a mapped file
         self.device = whole.data = values
         if isinstance(shard, DTensor):
             shard._local_tensor = values
@@ -95,7 +94,7 @@ class HostWeight:
 
     @property
     def shown(self) -> bool:
-        """Whether the parameter is its values in host memory."""
+        """Whether the parameter refers to its values in host memory."""
         return self.host is not None and self.whole.data_ptr() == self.host.data_ptr()
 
 
@@ -103,15 +102,15 @@ class HostLayer:
     """The experts of one layer.
 
     Attributes:
-        here: whether they are on the device, or on their way to it.
-        reads: what threads do for that.
-        ready: when they have come; None: the device has waited for that.
-        gone: when their newest values are in host memory.
-        rows: experts that are here; None: all of them.
-        foretold: those of them that came because they had been predicted.
-        wanted: those that the last forward has brought in; None: all.
-        few: those that the CPU computes in this forward.
-        staging: between them and the device, if they are in a file of this process.
+        here: whether they are on the device, or being copied to it.
+        reads: the reading threads' tasks.
+        ready: the event after the copy to the device; None: the device has waited for it.
+        gone: the event after the copy of the newest values to the host.
+        rows: numbers of the experts on the device; None: all.
+        foretold: those of them that were predicted.
+        wanted: numbers of the experts of the last forward; None: all.
+        few: numbers of the experts that the CPU computes in this forward.
+        staging: buffer between a file of this process and the device.
     """
 
     def __init__(self, weights: Sequence[HostWeight]) -> None:
@@ -133,13 +132,13 @@ class HostLayer:
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """Of each parameter, in host memory or a file of this process."""
+        """The values of each parameter, in host memory or a file of this process."""
         return [weight.host for weight in self.weights if weight.host is not None]
 
 
 def layers_on_disk(layers: Sequence[Sequence[torch.Tensor]], host_bytes: int) -> set[int]:
-    """The layers that are on disk, if host memory takes the others. Each comes as often as any other, so no choice of
-    them is better; spread over the model, what comes from disk has the time of several layers.
+    """The layers on disk, if host memory is for the others. All are read equally often; distributing them over the
+    model gives each read from disk the time of several layers.
 
     Example: 6 layers of 2 bytes, 5 of host memory -> {0, 1, 3, 4}; layers 2 and 5 are in host memory."""
     number = min(len(layers), host_bytes // max(1, *(sum(weight.nbytes for weight in layer) for layer in layers)))
@@ -147,15 +146,15 @@ def layers_on_disk(layers: Sequence[Sequence[torch.Tensor]], host_bytes: int) ->
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors in the same memory, also while it has none."""
+    """A key that is equal for tensors of the same storage, also while it has no memory."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return int(own.untyped_storage()._cdata)
 
 
 @dataclass
 class Hits:
-    """Of experts that single tokens have chosen: how many; how many of them were on the device for tokens before, and
-    how many because they had been predicted."""
+    """Statistics of generation: experts chosen by single tokens; how many of them were on the device for earlier
+    tokens, and how many because of a prediction."""
 
     chosen: int = 0
     kept: int = 0
@@ -166,23 +165,23 @@ class HostExperts:
     """Moves the experts of a model between host memory and the device. Constructed once the optimizer has them.
 
     Args:
-        model: it is found again by `host_experts(model)`.
-        modules: the experts modules, in the order of the forward, with the parameters that each of them has.
-        shards: of parameters that are sharded: the DTensor by `storage_key`.
-        device: where they are computed with; None: where they are.
-        predictor: what this makes of the numbers of layers and experts foretells the next layer's. Somebody calls
-            `choose` in each forward, before the experts compute. None: layers come whole.
-        cache_bytes: of the device, for experts that stay there; of those that are not trained.
-        few: in forwards that train, experts with at most so many tokens do not come: the CPU computes them.
-        files: where the experts are, by the places of their modules, and stay as they are.
-        folder: where files of theirs are made, if they are trained. Neither given: they are in host memory.
-        host_bytes: of host memory: with `files`, for experts that were read, and at least two layers' are taken; with
-            `folder`, for layers that are not on disk.
+        model: `host_experts(model)` returns this object.
+        modules: the experts modules, in the order of the forward.
+        shards: the DTensors of sharded parameters, by `storage_key`.
+        device: for the computation; None: that of the parameters.
+        predictor: constructs a predictor of the next layer's experts from the numbers of layers and experts. `choose`
+            must then be called in each forward, before the experts compute. None: whole layers are loaded.
+        cache_bytes: size of the cache of frozen experts on the device.
+        few: in training forwards, the CPU computes experts with at most so many tokens.
+        files: the files of frozen experts, by the names of their modules.
+        folder: for files of trained experts. With neither, experts are in host memory.
+        host_bytes: host memory: with `files`, for a cache of at least two layers; with `folder`, for layers that are
+            not on disk.
 
     Attributes:
-        bytes_in, bytes_out: that have travelled so far between host memory and the device.
-        hits: with a predictor.
-        consuming: whether a backward's gradients are used for updates, so that parameters stay until `updated`.
+        bytes_in, bytes_out: copied so far between host memory and the device.
+        hits: statistics, with a predictor.
+        consuming: whether gradients are used for updates in the backward, so that parameters stay until `updated`.
 
     Raises:
         ValueError: parameters share memory with others, or the disk is full.
@@ -230,7 +229,7 @@ class HostExperts:
             )
         for number, module in enumerate(modules):
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.is_meta:  # it was never read from its file
+                if parameter.is_meta:  # not read from its file yet
                     values = torch.empty_like(parameter, device=device)
                     module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
             memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None = None
@@ -249,11 +248,11 @@ class HostExperts:
             module.register_forward_hook(partial(self._after_forward, number))
         object.__setattr__(model, _ATTRIBUTE, self)
 
-    # -- the turn of a layer ---------------------------------------------------------------------------------------
+    # -- hooks of layers -------------------------------------------------------------------------------------------
 
     def _before_forward(self, number: int, _module: nn.Module, _args: Any) -> None:
         if self._predictor is None:
-            # Activation checkpointing runs forwards in the backward.
+            # Recomputation by activation checkpointing.
             self._enter(number, -1 if _in_backward() else 1)
 
     def _after_forward(self, number: int, _module: nn.Module, _args: Any, y_TH: torch.Tensor) -> None:
@@ -267,25 +266,25 @@ class HostExperts:
 
     @torch.no_grad()
     def _enter(self, number: int, direction: int, wanted: list[int] | None = None) -> None:
-        """It is a layer's turn: it is here, and the next one is on its way. Those that were before it leave.
+        """Called before a layer computes: load it, prefetch the next one, and free the others.
 
         Args:
-            wanted: its experts that compute; None: all."""
+            wanted: numbers of its experts with tokens; None: all."""
         following = number + direction
         self._leave_others(number, following)
         self._fetch(number, None if self._layers[number].trained else wanted, keep=True)
         self._wait_for(number)
         if 0 <= following < len(self._layers):
-            # In a pipeline it may be the turn of another micro-batch, which wants others: they come when it is.
+            # In a pipeline this may be another micro-batch, with other experts: they are loaded in its turn.
             layer = self._layers[following]
             self._fetch(following, None if layer.trained else layer.wanted, keep=True)
 
     def choose(self, number: int, counts: Counts, single: bool) -> None:
-        """With a predictor: the router of a layer has chosen these of its experts, and for how many tokens. They come,
-        and those of the next layer that are likely.
+        """With a predictor: load the experts that the router of a layer has chosen, with their numbers of tokens, and
+        prefetch those that the next layer is likely to choose.
 
         Args:
-            single: this is the choice of one token."""
+            single: whether this is the choice of one token."""
         assert self._predictor is not None
         layer, trains = self._layers[number], torch.is_grad_enabled()
         layer.few = [expert for expert, count in counts.items() if count <= self.few] if trains else []
@@ -312,25 +311,25 @@ class HostExperts:
                 self._fetch(number + 1, likely, keep=True)
 
     def few_of(self, number: int) -> list[int]:
-        """The experts of a layer that the CPU computes in the forward that goes on."""
+        """The experts of a layer that the CPU computes in the current forward."""
         return self._layers[number].few
 
     def host_values(self, number: int, expert: int) -> list[torch.Tensor]:
         """An expert's parameters in host memory."""
         layer = self._layers[number]
         if layer.gone is not None:
-            layer.gone.synchronize()  # what the last update has made of them
+            layer.gone.synchronize()  # the last update
         return [value[expert] for value in layer.values]
 
     @property
     def disk_bytes(self) -> tuple[int, int]:
-        """What was read from files so far, and what was written."""
+        """Bytes read from files so far, and bytes written."""
         if self._staging is not None:
             return self._staging.bytes_read, self._staging.bytes_written
         return 0 if self._reader is None else self._reader.bytes_read, 0
 
     def what_moved(self) -> str:
-        """So far, for people."""
+        """A sentence about the copies so far."""
         text = f"{self.bytes_in / 1e9:.3f} GB came to the device"
         if self.bytes_out:
             text += f", and {self.bytes_out / 1e9:.3f} GB went back"
@@ -340,7 +339,7 @@ class HostExperts:
         return text + (f", and {written / 1e9:.3f} GB written" if written else "")
 
     def begin(self) -> None:
-        """New texts begin."""
+        """Called when new sequences begin."""
         if self._predictor is not None:
             self._predictor.begin()
 
@@ -356,7 +355,7 @@ class HostExperts:
         layer.ready = None
 
     def _finish_reads(self, layer: HostLayer) -> None:
-        """Wait until threads have asked for all copies."""
+        """Wait until threads have queued all copies."""
         if layer.reads:
             for read in layer.reads:
                 read.result()
@@ -443,13 +442,13 @@ class HostExperts:
             weight.here[row].copy_(value, non_blocking=True)
 
     def _leave(self, number: int) -> None:
-        """Give a layer's memory on the device back."""
+        """Free a layer's memory on the device."""
         layer = self._layers[number]
         self._finish_reads(layer)
         wait_for(layer.ready)
         for weight in layer.weights:
             if self._out is not None:
-                # Nobody gets it before it has gone out.
+                # The memory must not be reused before the copy to the host.
                 weight.device.record_stream(self._out)
             weight.device.untyped_storage().resize_(0)
         layer.here, layer.ready = False, None
@@ -457,7 +456,7 @@ class HostExperts:
 
     @torch.no_grad()
     def updated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Parameters, some of which may be ours, have been updated on the device: their values go out."""
+        """Called after parameters were updated on the device: copy the offloaded ones to the host."""
         for parameter in parameters:
             number = self._of.get(storage_key(parameter))
             if number is None:
@@ -480,8 +479,8 @@ class HostExperts:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, parameters are their values in host memory, which may be changed. Nothing computes with them. Those
-        in files stay without."""
+        """Context in which parameters refer to their values in host memory, which may be changed. Layers must not
+        compute inside. Parameters in files have no values."""
         if self._out is not None:
             torch.cuda.synchronize()
         if self._staging is not None:
@@ -510,7 +509,7 @@ class HostExperts:
 
 
 def host_experts(model: nn.Module) -> HostExperts | None:
-    """What keeps a model's experts in host memory; None: nothing does."""
+    """The `HostExperts` of a model, or None."""
     found: HostExperts | None = getattr(model, _ATTRIBUTE, None)
     return found
 

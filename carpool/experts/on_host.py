@@ -1,22 +1,22 @@
-"""Experts with few tokens, computed by the CPU where their parameters are, beside the others on the device.
+"""Experts with few tokens, computed by the CPU from parameters in host memory, while the device computes the others.
 
-An expert of Qwen3-30B-A3B has 9.4 MB, which take 0.17 ms to come from host memory over 55 GB/s. For two tokens the CPU
-needs less, because it only has to read them:
+An expert of Qwen3-30B-A3B has 9.4 MB, which take 0.17 ms from host memory over 55 GB/s. For two tokens the CPU is
+faster, because it only has to read the parameters:
 
-    expert 0    410 tokens    comes to the device, which computes it
-    expert 1      2 tokens    stays; its 2 rows go to the CPU, and their results come back
+    expert 0    410 tokens    its parameters are copied to the device, which computes it
+    expert 1      2 tokens    its 2 tokens are copied to the CPU, and their outputs back
 
-    rows to the CPU | the device computes the others
-                    | the CPU computes its own            | results are added to the device's
+    tokens to the CPU | the device computes the other experts
+                      | the CPU computes its experts            | its outputs are added to the device's
 
-Which experts that are is known before the rows are computed (`carpool.experts.host_experts`), by the number of tokens
-alone. So a step that is repeated does the same again. The sum of a row is of the device's share, rounded, and the CPU's
-in float32: equal to the device's own to rounding, and the same bits each time.
+The experts of the CPU are chosen before the computation, by their number of tokens alone
+(`carpool.experts.host_experts`), so that a repeated step has the same choice. A partial output is the device's share,
+rounded, plus the CPU's in float32: equal to a computation on the device up to rounding, and deterministic.
 
-The backward of frozen experts is computed by the CPU, too. Those that are trained are on the device by then, because
-they are about to be updated; it computes the rows that were the CPU's, expert by expert, from rows that are kept.
+The CPU also computes the backward of frozen experts. Trained experts are on the device for their update; the device
+then computes the backward of the CPU's tokens, expert by expert, from saved tokens.
 
-APTMoE (SC 2024) chooses between the two so, by the time of each.
+APTMoE (SC 2024) chooses between CPU and GPU by the time of each.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class FewOnHost:
 
     Args:
         inner: computes all other experts; one of `beside`.
-        few: the slots that the CPU computes in the forward that goes on.
-        host: of a slot, its matrices and biases in host memory.
+        few: returns the slots that the CPU computes in the current forward.
+        host: returns the matrices and biases of a slot in host memory.
     """
 
     beside = ("grouped", "reference")
@@ -74,7 +74,7 @@ class FewOnHost:
         others = replace(arrivals, slot_RJ=torch.where(few_RJ, -1, slot_RJ))
         row_r = few_RJ.any(1).nonzero().squeeze(1)
         slot_rJ, weight_rJ = torch.where(few_RJ[row_r], slot_RJ[row_r], -1), arrivals.weight_RJ[row_r]
-        # To the CPU before the device has more to do.
+        # Copied to the CPU before the device gets more work.
         given = _take(arrivals.tokens, slot_RJ, row_r).to(CPU), slot_rJ.to(CPU), weight_rJ.to(CPU)
         experts = self._experts(slots, weights, CPU, here=False)
         saved = self.inner.forward(others, weights, partial_RH, arena, backward)
@@ -117,7 +117,7 @@ class FewOnHost:
 
         def finish() -> ExpertWeights:
             dweights = last()
-            # Those of slots without rows on the device are zero.
+            # Gradients of slots without tokens on the device are zero.
             for (slot, field), gradient in zip(leaves, found, strict=True):
                 whole = dweights[field]
                 assert whole is not None
@@ -129,7 +129,7 @@ class FewOnHost:
     def _experts(
         self, slots: Sequence[int], weights: ExpertWeights, where: torch.device, here: bool
     ) -> dict[int, ExpertWeights]:
-        """Each of these, with its adapters. `here`: its matrices are on the device; else in host memory."""
+        """The weights of these slots, with their adapters. `here`: matrices are on the device; else in host memory."""
         found = {}
         for slot in slots:
             own = ExpertWeights.of(None if w is None else w[slot].detach() for w in weights[:NUM_TRAINED])
@@ -140,7 +140,7 @@ class FewOnHost:
 
 
 def _take(rows: HiddenStates, slot_RJ: torch.Tensor, row_r: torch.Tensor) -> torch.Tensor:
-    """Some of all rows. (There may be places for many more than came.)"""
+    """The tokens of these rows. (A buffer may have many more rows than tokens.)"""
     entry_r = (row_r * slot_RJ.shape[1]).int()
     count_1 = entry_r.new_full((1,), len(entry_r))
     return gather_rows(rows, Pairs(slot_RJ, entry_r, count_1, slot_RJ), rows.data.dtype)
@@ -153,7 +153,7 @@ def _sums(
     experts: Mapping[int, ExpertWeights],
     function: ExpertFunction,
 ) -> torch.Tensor:
-    """As `reference_experts`, of these experts."""
+    """As `reference_experts`, for these experts."""
     accumulate = torch.float64 if x_rH.dtype == torch.float64 else torch.float32
     sum_rH = torch.zeros_like(x_rH, dtype=accumulate)
     for slot, one in experts.items():
@@ -164,7 +164,7 @@ def _sums(
 
 
 def _add(out_RH: torch.Tensor, row_r: torch.Tensor, sum_rH: torch.Tensor, others_RJ: torch.Tensor) -> None:
-    """Add to some rows, of which those that no other slot wants may be uninitialised."""
+    """Add to some rows, of which those without another slot may be uninitialised."""
     there_r1 = (others_RJ[row_r] >= 0).any(1, keepdim=True)
     before_rH = torch.where(there_r1, out_RH[row_r], 0)
     out_RH[row_r] = (before_rH + sum_rH.to(out_RH.device)).to(out_RH.dtype)

@@ -1,19 +1,19 @@
-"""What experts do to (row, slot) pairs besides multiplying matrices.
+"""Operations of experts on (token, slot) pairs other than matrix products.
 
-A pair is an entry of slot_RJ that is not -1: a row that arrived and one of the slots that want it. Sorted by slot,
+A pair is an entry of slot_RJ that is not -1: an arrived token and one of the slots that it chose. Sorted by slot,
 
-    slot_RJ        [[1, 0], [1, -1]]        row 0 wants slots 1 and 0, row 1 wants slot 1
-    order_P        [1, 0, 2]                entries of slot_RJ by slot, then by row; entry // J is the pair's row
-    offsets_S      [1, 3]                   where each slot's pairs end; the last is how many there are
-    position_RJ    [[1, 0], [2, -1]]        the inverse: where in that order an entry is
+    slot_RJ        [[1, 0], [1, -1]]        token 0 chose slots 1 and 0, token 1 chose slot 1
+    order_P        [1, 0, 2]                entries of slot_RJ by slot, then by token; entry // J is the pair's token
+    offsets_S      [1, 3]                   end of each slot's pairs; the last is the number of pairs
+    position_RJ    [[1, 0], [2, -1]]        the inverse: position of each entry in this order
 
-the pairs of a slot lie together, as grouped products want them, and whatever needs the sum over a row's pairs finds
-them through `position_RJ`, in the order of columns.
+the pairs of a slot are contiguous, as grouped products need them, and sums over a token's pairs use `position_RJ`, in
+the order of columns.
 
-How many pairs there are may be known on the device alone. Then P is a bound, what lies past offsets_S[-1] is garbage
-that nothing may depend on, and there must be no work in proportion to it. So every function here has two sides: on CUDA
-a kernel that reads the count from device memory; elsewhere plain PyTorch, which defines what it computes, and which
-wants P to be exact: on a CPU the host can count (`count_pairs`).
+Only the device may know the number of pairs. Then P is a bound, values past offsets_S[-1] are undefined and must not be
+read, and the work must not be proportional to P. So every function here has two implementations: on CUDA a kernel that
+reads the count from device memory; elsewhere plain PyTorch, which defines the result, and needs an exact P, because on
+a CPU the host can count (`count_pairs`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
     """See the module's docstring; all int32 and contiguous.
 
     Attributes:
-        slot_RJ: (R, J), what was sorted.
+        slot_RJ: (R, J), the sorted entries.
         order_P: (P,) indices into the flattened slot_RJ; 0 past the count.
         offsets_S: (S,).
         position_RJ: (R, J), -1 where there is no pair.
@@ -52,7 +52,7 @@ class Pairs(NamedTuple):
 
     @property
     def count_1(self) -> torch.Tensor:
-        """(1,) how many pairs there are, on the device."""
+        """(1,) the number of pairs, on the device."""
         return self.offsets_S[-1:] if self.offsets_S.shape[0] else self.offsets_S.new_zeros(1)
 
 
@@ -62,16 +62,16 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def count_pairs(slot_RJ: torch.Tensor, bound: int) -> int:
-    """P: how many pairs to compute with. On CUDA the bound, for asking would wait; elsewhere their number."""
+    """P: on CUDA the bound, because counting would wait for the device; elsewhere the number of pairs."""
     return bound if on_gpu(slot_RJ) else int((slot_RJ >= 0).sum())
 
 
 def sort_pairs(slot_RJ: torch.Tensor, num_slots: int, num_pairs: int) -> Pairs:
-    """Order the (row, column) entries by slot, then by row.
+    """Sort the (token, column) entries by slot, then by token.
 
     Args:
         slot_RJ: (R, J) int32, -1: none.
-        num_pairs: P; at least as many as there are. More than there are entries means as many.
+        num_pairs: P, an upper bound of the number of pairs. Limited to the number of entries.
 
     Example: slot_RJ = [[1, 0], [1, -1]], 2 slots, 4 pairs  ->  order [1, 0, 2, 0], offsets [1, 3], position
     [[1, 0], [2, -1]]
@@ -96,7 +96,7 @@ def sort_pairs(slot_RJ: torch.Tensor, num_slots: int, num_pairs: int) -> Pairs:
 
 
 def gather_rows(rows: HiddenStates, pairs: Pairs, dtype: torch.dtype) -> torch.Tensor:
-    """(P, width): each pair's row, in `dtype`."""
+    """(P, width): the hidden state of each pair's token, in `dtype`."""
     if on_gpu(rows.data):
         from carpool.experts import pair_kernels
 
@@ -111,7 +111,7 @@ def activate(
     pairs: Pairs,
     arena: Arena | None,
 ) -> tuple[torch.Tensor, HiddenStates]:
-    """(a_PF = activation(h + bias), h + bias as it is kept): in the arena if there is one, else in h_PF1's memory."""
+    """(a_PF = activation(h + bias), the saved h + bias): in the arena if there is one, else in h_PF1's memory."""
     width = h_PF1.shape[1]
     kept = HiddenStates(h_PF1, width) if arena is None else arena.reserve(width, h_PF1.dtype, pairs.count_1)
     if on_gpu(h_PF1):
@@ -127,7 +127,7 @@ def activate(
     if bias_SF is not None:
         h_PF1 += bias_SF[pairs.slot_P]
     if kept.start is not None and (start := int(kept.start)) >= 0:
-        # `.data`: what other layers keep in the arena must not look modified to autograd.
+        # `.data`: autograd must not see other layers' saved activations in the arena as modified.
         kept.data.data[start : start + h_PF1.numel()].copy_(h_PF1.reshape(-1))
     return activation(h_PF1), kept
 
@@ -146,7 +146,7 @@ def activate_backward(
 
     Returns:
         dh_PF1: weight * dA * activation'(h).
-        scaled_PF: weight * a, for the down projection's gradient; empty if not wanted.
+        scaled_PF: weight * a, for the down projection's gradient; empty without `wants_scaled`.
         dweight_RJ: of each pair <dA, a> + <dy, down bias>, zero where there is no pair.
     """
     if on_gpu(dA_PF) and isinstance(activation, Activation):
@@ -183,11 +183,11 @@ def sum_pairs(
     weight_RJ: torch.Tensor | None = None,
     bias_SH: torch.Tensor | None = None,
 ) -> None:
-    """out[row] = sum over the row's pairs of weight * (value + bias[slot]), in float32 and in a fixed order.
+    """out[token] = sum over the token's pairs of weight * (value + bias[slot]), in float32 and in a fixed order.
 
     Args:
         out_RH: any floating dtype; written in place, rounded once.
-        all_rows: whether rows without pairs must become zero. If not, they may be left as they are.
+        all_rows: whether tokens without pairs get zero. If not, their outputs are undefined.
     """
     if on_gpu(values_PH):
         from carpool.experts import pair_kernels

@@ -1,6 +1,6 @@
-"""Experts in plain PyTorch: a loop over slots, differentiated by autograd. Defines what all others must compute.
+"""Experts in plain PyTorch: a loop over slots, differentiated by autograd. All other computations must equal it.
 
-Slow, and any dtype (float64 included) and any size. The backward runs the forward again.
+It is slow, and supports any dtype (float64 included) and any size. The backward repeats the forward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def reference_experts(
     weights: ExpertWeights,
     function: ExpertFunction,
 ) -> torch.Tensor:
-    """(R, H) partial sums in float32 (float64 for float64 rows); differentiable in x, weight and weights."""
+    """(R, H) partial outputs in float32 (float64 for float64 tokens); differentiable in x, weight and weights."""
     weights = dequantised(weights)
     accumulate = torch.float64 if x_RH.dtype == torch.float64 else torch.float32
     partial_RH = torch.zeros_like(x_RH, dtype=accumulate)
@@ -36,7 +36,7 @@ def reference_experts(
 
 
 def expert_rows(x_pH: torch.Tensor, weights: ExpertWeights, function: ExpertFunction) -> torch.Tensor:
-    """(p, H): what one expert makes of its rows. `weights`: its own, without the dimension of slots."""
+    """(p, H): the outputs of one expert for p tokens. `weights`: its own, without the dimension of slots."""
     up_FH, down_HF, up_bias_F, down_bias_H, up_a_QH, up_b_FQ, down_a_QF, down_b_HQ = weights[:NUM_TRAINED]
     assert up_FH is not None and down_HF is not None
     if function.transposed:
@@ -93,7 +93,7 @@ class ReferenceExperts:
             given = [w.requires_grad_() for w, want in zip(leaves, wanted, strict=True) if w is not None and want]
             partial_RH = reference_experts(x_RH, slot_RJ, weight_RJ, ExpertWeights._make(leaves), self.function)
             if not partial_RH.requires_grad:
-                # A rank without slots computed nothing; it still answers, because the others wait for its rows.
+                # A rank without slots computes nothing, but must participate, because other ranks wait for it.
                 dx_RH.zero_()
                 zeros = iter([torch.zeros_like(w) for w in given])
                 none = ExpertWeights._make(next(zeros) if want else None for want in wanted)

@@ -1,15 +1,15 @@
-"""Slices of experts: whole experts' parameters cut into them, and put together again.
+"""Slices of experts (expert tensor parallelism): cutting experts' parameters into slices, and joining them.
 
 A slice is a part of F, an expert's hidden dimension (`carpool.layout.ExpertLayout`). With it the expert's function is
 
     down @ act(up @ x + up_bias) + down_bias  =  sum over slices i of  down_i @ act(up_i @ x + up_bias_i), + down_bias
 
-because the activation is computed element by element. `up_i` are the rows of up for the slice, of gate and up alike for
-gated experts, and `down_i` the columns of down. Each slice has a row of the stacked parameters. The bias of down is
-the first slice's; the rows of the others are zeros, which `carpool.replicas.slots.fill_slots` keeps untrained.
+because the activation is elementwise. `up_i` are the rows of up for the slice, of both gate and up for gated experts,
+and `down_i` the columns of down. Each slice has a row of the stacked parameters. The bias of down belongs to the first
+slice; that of the others is zero, and `carpool.replicas.slots.fill_slots` excludes it from training.
 
     gate and up of an expert, F = 4    [g0 g1 g2 g3 u0 u1 u2 u3]
-    in 2 slices                        [g0 g1 u0 u1] and [g2 g3 u2 u3]         a plain cut would part gate from up
+    in 2 slices                        [g0 g1 u0 u1] and [g2 g3 u2 u3]         a plain cut would separate gate and up
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SLICED = ("up_SFH", "down_SHF", "up_bias_SF", "down_bias_SH")
 
 
 def check_slices(function: ExpertFunction | None, inner: int, slices: int, name: str) -> None:
-    """Raise ValueError if experts cannot be cut so.
+    """Raise ValueError if experts cannot be cut into `slices`.
 
     Args:
-        function: None: only the owner's own forward computes it.
+        function: None: only the owner's own forward implements it.
         inner: F.
-        name: what errors call the owner."""
+        name: of the owner, for errors."""
     if slices == 1:
         return
     if function is None or not isinstance(function.activation, Activation):
@@ -48,7 +48,7 @@ def cut(field: str, rows_E: torch.Tensor, slices: int, function: ExpertFunction)
     """(E, ...) whole experts -> (E * slices, ...), slice i of expert e in row e * slices + i.
 
     Args:
-        field: of `ExpertWeights`, one of `SLICED`. What an optimizer keeps of a parameter is cut as the parameter."""
+        field: of `ExpertWeights`, one of `SLICED`. Optimizer state is cut like its parameter."""
     if slices == 1:
         return rows_E
     if field == "down_bias_SH":

@@ -138,7 +138,6 @@ class Degrees:
 
 
 def chunks(rows: int, ranks: int) -> tuple[int, ...]:
-    """The number of rows of each rank in DTensor's sharding: ceil(rows / ranks), and fewer or none on the last
-    ranks."""
+    """The rows per rank in DTensor's sharding: ceil(rows / ranks), and fewer or none on the last ranks."""
     each = -(-rows // ranks)
     return tuple(max(0, min(each, rows - rank * each)) for rank in range(ranks))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import carpool
-from carpool.experts.gemm.grouped import Stages
+from carpool.experts.gemm.grouped import GroupedProducts
 from carpool.ride.split_backward import SplitBackward
 
 LATER = {"attention.weight", "attention.bias", "moe.up_proj", "moe.down_proj"}
@@ -55,7 +55,7 @@ def test_weights_wait_and_are_the_same(rows: str, again: bool) -> None:
     with SplitBackward(model, [model.moe.core]) as split:
         # The order of ZBV at its end: two backwards, a forward between them, and then the weights' parts.
         first, second = loss(model, x_NTH[0]), loss(model, x_NTH[1])
-        at_once = mock.patch.object(Stages, "dup", side_effect=AssertionError("computed at once"))
+        at_once = mock.patch.object(GroupedProducts, "dup", side_effect=AssertionError("computed at once"))
         with at_once if rows == "save" else nullcontext():
             first.backward()
         late = [split.weights()]

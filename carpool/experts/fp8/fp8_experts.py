@@ -1,21 +1,21 @@
-"""Experts that compute in FP8. LOSSY: a row, a weight and an activation are rounded to three bits behind the point.
+"""Experts that compute in FP8. LOSSY: tokens, weights and activations are rounded to three bits of mantissa.
 
-    rows          packets of codes (e4m3) with a scale for 1 x 128 columns: as they travelled, if the transport sends
-                  FP8 (nothing widens them on the way), else quantised where they arrived
-    weights       codes with a scale for 128 x 128, quantised anew in every forward and, the other way round, in every
-                  backward; or once, where the caller says that they do not change (`weights_unchanged`)
-    forward       h = rows @ up + bias, rounded to the weights' dtype and kept;  a = act(h), quantised;  y = a @ down
-    backward      dA = dy @ down and dx = dh @ up in FP8, dy and dh quantised (dy as it travelled, if it did in FP8);
-                  weight gradients in the weights' dtype, from the kept packets widened while they are gathered
+    tokens        packets of codes (e4m3) with a scale for 1 x 128 columns: as received, if the transport sends FP8,
+                  else quantised after arrival
+    weights       codes with a scale for 128 x 128, quantised in every forward and, transposed, in every backward; or
+                  once, if the caller guarantees that they do not change (`weights_unchanged`)
+    forward       h = x @ up + bias, rounded to the weights' dtype and saved;  a = act(h), quantised;  y = a @ down
+    backward      dA = dy @ down and dx = dh @ up in FP8, dy and dh quantised (dy as received, if it was sent in FP8);
+                  weight gradients in the weights' dtype, from the saved packets, which are decoded while gathered
 
-Every product sums in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3, has the same groups and blocks). All else is
-as in `GroupedExperts`: what is sorted, what is weighted where, what is kept. The activation's derivative is that at h,
-as if nothing had been rounded.
+Every product sums in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3, has the same groups and blocks). Sorting,
+routing weights and saved activations are as in `GroupedExperts`. The derivative of the activation is that at h, without
+regard to rounding.
 
-Kept for the backward: packets of the rows (half the bytes) and h. Codes of the weights are not kept: both orders would
-take as much memory as the weights themselves, for every layer, also of those that FSDP has sharded again. But making
-them takes a third as long as the forward's products, longer where an expert has few rows, and they stay the same until
-the optimizer's next step. So it is for the caller to say (`carpool train`: moe.fp8_cache_weights):
+The saved activations are packets of the tokens (half the bytes) and h. Codes of the weights are not saved: both orders
+would take as much memory as the weights themselves, for every layer, including layers that FSDP has resharded. But
+quantising them takes a third of the time of the forward's products, more for experts with few tokens, and they do not
+change until the next optimizer step. So the caller may reuse them (`carpool train`: moe.fp8_cache_weights):
 
     with carpool.hf.seam.moved_experts.slots_kept(layers, quantised=True):
         ...                                       an evaluation, or all micro-batches of one optimizer step
@@ -26,8 +26,8 @@ multiple of 128, so that a group never has a part of both:
     F = 200, gated      h has 512 columns: gate at 0..199, up at 256..455
     interleaved         gate is every even row of the parameter; it is put in order while it is quantised
 
-What is computed, on any device, is in `fp8_products.py` in plain PyTorch; on CUDA kernels do it (gemm_kernels.py,
-kernels.py). Both sum in float32, in different orders.
+`fp8_products.py` defines the products in plain PyTorch, for any device; on CUDA there are kernels (gemm_kernels.py,
+fp8_hopper_kernels.py). Both sum in float32, in different orders.
 """
 
 from __future__ import annotations
@@ -90,11 +90,12 @@ class FP8Experts:
 
     @contextmanager
     def weights_unchanged(self) -> Iterator[None]:
-        """Inside, weights are quantised once, for all forwards and backwards: a step's, or all of an evaluation.
+        """Context in which weights are quantised once, for all forwards and backwards of a step, or of an evaluation.
 
-        Only the caller can know that nobody writes them: writing through `.data`, or gathering new values into the same
-        memory as FSDP does, leaves no trace on a tensor. What leaves one is noticed here too: other tensors, in-place
-        operations (`load_state_dict`), steps of PyTorch's optimizers. Nothing outlives the outermost scope.
+        The caller must guarantee that the weights do not change: writing through `.data`, or gathering new values into
+        the same memory as FSDP does, cannot be detected. Other changes are detected, too: other tensors, in-place
+        operations (`load_state_dict`), steps of PyTorch's optimizers. Codes are freed at the end of the outermost
+        scope.
         """
         if self._held is not None:
             yield

@@ -77,7 +77,7 @@ class Weight(NamedTuple):
 
 
 def quantise_weight(weight_SOI: torch.Tensor, columns: Columns, straight: bool, turned: bool) -> Weight:
-    """Read once, and written in the orders that are asked for."""
+    """The codes of a weight, read once and written as stored, transposed, or both."""
     if on_gpu(weight_SOI):
         from carpool.experts.fp8 import quantise_kernels as fp8_kernels
 

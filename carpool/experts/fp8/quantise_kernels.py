@@ -180,7 +180,7 @@ def gather_wide(
     offsets_S: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(P, hidden) of packets; zeros where there was no room, and rows past the count are not written."""
+    """(P, hidden) decoded from packets; zeros if the arena was too small. Rows past the count are not written."""
     out_PH = torch.empty(order_P.shape[0], hidden, dtype=dtype, device=order_P.device)
     if out_PH.numel() and offsets_S.numel():
         home, groups = rows.home, min(4, power_of_2(cdiv(hidden, GROUP)))

@@ -1,6 +1,6 @@
-"""Which implementation each stage of `GroupedExperts` uses, and how that is decided.
+"""Which kernel each matrix product of `GroupedExperts` uses, and how it is chosen.
 
-    stage     library                                          fused
+    product   library                                          fused
     up        gather x, grouped product, activation            one kernel: rows are read where they are
     down      grouped product                                  the same, in Triton
     dact      gather dy, grouped product, activation backward  one kernel; dA is never written
@@ -8,7 +8,7 @@
     dup       gather x, grouped outer product                  one kernel
     ddown     grouped outer product of the dy gathered above   one kernel that reads dy where it is
 
-A choice names one way for each stage: "library", or the tiling of the fused kernel (`gemm_tiles.TILINGS`):
+A choice names an implementation for each product: "library", or the tiling of the fused kernel (`gemm_tiles.TILINGS`):
 
     wide      128 x 256, one program on a multiprocessor
     flat      the same, and the next tile's loads begin before this tile's results are written; on Hopper dact, dup and
@@ -16,8 +16,8 @@ A choice names one way for each stage: "library", or the tiling of the fused ker
     square    128 x 128, two programs on a multiprocessor: one multiplies while the other writes
 
 `measure_choices.py` times all of them for a shape, on the device at hand. Times differ from run to run, and so may the
-choice, and with it the last bits of results: so whoever measures records `Choices.to_dict()` in the run and passes the
-same on resume. Nothing is measured unless asked for: `default_choices` goes by the shape alone.
+choice, and with it the last bits of results: so a run that measures records `Choices.to_dict()`, and a resumed run uses
+the record. Without measurement `default_choices` depends on the shape alone.
 
 dact and ddown are chosen together: the library's sides of both need the gathered rows of dy, which are gathered once.
 """
@@ -36,10 +36,10 @@ WAYS = (LIBRARY, "wide", "flat", "square")
 
 @dataclass(frozen=True)
 class Choices:
-    """The way of each stage; see the module's docstring. The default is the library's everywhere.
+    """The implementation of each product; see the module's docstring. The default is "library" for all.
 
     Raises:
-        ValueError: a way that does not exist.
+        ValueError: an unknown implementation.
     """
 
     up: str = LIBRARY
@@ -56,15 +56,15 @@ class Choices:
 
     @classmethod
     def all(cls, way: str) -> Choices:
-        """The same way for every stage."""
+        """The same implementation for every product."""
         return cls(**{stage: way for stage in STAGES})
 
     @classmethod
     def from_dict(cls, ways: Mapping[str, str]) -> Choices:
-        """The inverse of `to_dict`; stages not named are the library's.
+        """The inverse of `to_dict`; products that are not named use the library.
 
         Raises:
-            ValueError: a stage that does not exist.
+            ValueError: an unknown product.
         """
         unknown = sorted(set(ways) - set(STAGES))
         if unknown:
@@ -75,7 +75,7 @@ class Choices:
         return asdict(self)
 
 
-# Below this many pairs of a slot its matrices, not its rows, are what is waited for.
+# Below this many pairs per slot the time is that of loading its matrices.
 FEW_PAIRS = 512
 STAGES = tuple(field.name for field in fields(Choices))
 

@@ -27,7 +27,7 @@ Steps past a matrix's edge read zeros; rows past an expert's last are read where
 
 Rows that come in parts (`carpool_systems.tiles`) are read while later parts are under way: up and dact walk the tiles
 of one part after the other, and before each part every program waits until it is there. The waits stand between loops
-of tiles, for in a flattened loop the next tile's rows are asked for before this one's are done. Parts continue each
+of tiles, because a flattened loop loads the next tile before this one is done. Parts continue each
 other's turns, so no program is idle while a part ends. down and dx take the tiles of one part.
 """
 

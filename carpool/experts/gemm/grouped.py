@@ -1,17 +1,18 @@
 """Experts as two grouped matrix products over arrivals sorted by slot.
 
-    arrivals      row 0 wants slots 1 and 0, row 1 wants slot 1          slot_RJ = [[1, 0], [1, -1]]
-    pairs         sorted by slot, then by row: (row 0, slot 0), (row 0, slot 1), (row 1, slot 1)
-    offsets       where each slot's pairs end: [1, 3]
-    h = x[row] @ up[slot],  y = act(h) @ down[slot],  partial[row] += weight * y
+    arrivals      token 0 chose slots 1 and 0, token 1 chose slot 1          slot_RJ = [[1, 0], [1, -1]]
+    pairs         sorted by slot, then by token: (token 0, slot 0), (token 0, slot 1), (token 1, slot 1)
+    offsets       end of each slot's pairs: [1, 3]
+    h = x[token] @ up[slot],  y = act(h) @ down[slot],  partial[token] += weight * y
 
-The forward saves the pre-activation h, the weights and the order, the caller saves the arrivals, and that is all. The
-activation and the output of the down projection are not saved: with dA = gather(dpartial) @ down (not yet weighted),
-the routing weight's gradient is the row sum of dA * A, and A is computed again from h (SonicMoE, arXiv 2512.14080,
-section 3). With `recompute` h is not saved either: the backward computes it again. Weight gradients are grouped
-products over the pairs; sums over a row's pairs are taken in float32 and in a fixed order.
+The forward saves the pre-activation h, the weights and the order, and the caller saves the arrived tokens. The outputs
+of the activation and of the down projection are not saved: with dA = gather(dpartial) @ down (not yet weighted), the
+routing weight's gradient is the row sum of dA * A, and A is recomputed from h (SonicMoE, arXiv 2512.14080, section 3).
+With `recompute` h is not saved either, and the backward recomputes it. Weight gradients are grouped products over the
+pairs; sums over a token's pairs are computed in float32 and in a fixed order.
 
-Between sorting and summing the work is in six products (`Stages`), each with two implementations; `Choices` says which:
+Between sorting and summing there are six products (`GroupedProducts`), each with two implementations; `Choices`
+selects:
 
     up       h = gather(x) @ up + bias,  a = activation(h)                 forward
     down     y = a @ down
@@ -72,8 +73,8 @@ class GroupedExperts:
     """See the module's docstring.
 
     Args:
-        choices: how each stage is computed, where its kernels take the dtype and the sizes; default: by the shape.
-        recompute: do not keep the pre-activation, compute it again in the backward.
+        choices: the implementation of each product, if it supports the dtype and the sizes; default: by the shape.
+        recompute: recompute the pre-activation in the backward, instead of saving it.
     """
 
     name = "grouped"
@@ -94,13 +95,13 @@ class GroupedExperts:
         weight_RJ = arrivals.weight_RJ.contiguous()
         num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
         pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
-        stages = Stages(self.function, weights, pairs, self.choices)
+        products = GroupedProducts(self.function, weights, pairs, self.choices)
 
         keep = backward and not self.recompute
-        a_PF, h = stages.up(arrivals.tokens, arena, keep)
-        y_PH = stages.down(a_PF)
+        a_PF, h = products.up(arrivals.tokens, arena, keep)
+        y_PH = products.down(a_PF)
         sum_pairs(y_PH, pairs, partial_RH, not arrivals.tokens.gaps, weight_RJ, weights.down_bias_SH)
-        return weight_RJ, h if keep else None, *(stages.tiles or (None, None)), *pairs
+        return weight_RJ, h if keep else None, *(products.tiles or (None, None)), *pairs
 
     def backward(
         self,
@@ -113,40 +114,42 @@ class GroupedExperts:
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
         weight_RJ, h, *tiles = saved[:4]
         pairs = Pairs._make(saved[4:])
-        stages = Stages(self.function, weights, pairs, self.choices, None if tiles[0] is None else tuple(tiles))
+        products = GroupedProducts(
+            self.function, weights, pairs, self.choices, None if tiles[0] is None else tuple(tiles)
+        )
 
         if h is None:
-            _, h = stages.up(x, None, keep=True, wants_a=False)
+            _, h = products.up(x, None, keep=True, wants_a=False)
         needs_any = needs_dweights or weights.adapted
-        dh_PF1, scaled_a_PF, dweight_RJ = stages.dact(h, dpartial, weight_RJ, needs_any)
+        dh_PF1, scaled_a_PF, dweight_RJ = products.dact(h, dpartial, weight_RJ, needs_any)
         del h
-        sum_pairs(stages.dx(dh_PF1), pairs, dx_RH, not x.gaps)
+        sum_pairs(products.dx(dh_PF1), pairs, dx_RH, not x.gaps)
         if not needs_any:
             return dweight_RJ, None
 
-        of_down = stages.down_adapter_gradients(dpartial, scaled_a_PF)
+        of_down = products.down_adapter_gradients(dpartial, scaled_a_PF)
         ddown = ddown_bias = None
         if needs_dweights:
-            ddown = stages.ddown(dpartial, scaled_a_PF)
-            ddown_bias = None if weights.down_bias_SH is None else slot_sums(stages.dy(dpartial), pairs, weight_RJ)
+            ddown = products.ddown(dpartial, scaled_a_PF)
+            ddown_bias = None if weights.down_bias_SH is None else slot_sums(products.dy(dpartial), pairs, weight_RJ)
 
         def finish() -> ExpertWeights:
-            of_up = stages.up_adapter_gradients(dh_PF1, x)
+            of_up = products.up_adapter_gradients(dh_PF1, x)
             if not needs_dweights:
                 return ExpertWeights.of((None,) * NUM_BASE + of_up + of_down)
             dup_bias = None if weights.up_bias_SF is None else slot_sums(dh_PF1, pairs)
-            return ExpertWeights.of((stages.dup(dh_PF1, x), ddown, dup_bias, ddown_bias, *of_up, *of_down))
+            return ExpertWeights.of((products.dup(dh_PF1, x), ddown, dup_bias, ddown_bias, *of_up, *of_down))
 
         return dweight_RJ, finish
 
 
-class Stages:
+class GroupedProducts:
     """The grouped products of one forward or one backward, with what is fused to each.
 
     Args:
         choices: None: by the shape.
-        tiles: of an earlier `Stages` for the same pairs, to be used again; see `table_kernels.tile_table`, or
-            `part_table` for rows that come in parts, where up, down, dact and dx must be fused.
+        tiles: of an earlier object for the same pairs, to be reused; see `table_kernels.tile_table`, or `part_table`
+            for a dispatch in parts, where up, down, dact and dx must be fused.
     """
 
     def __init__(
@@ -170,8 +173,8 @@ class Stages:
     def up(
         self, x: HiddenStates, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
     ) -> tuple[torch.Tensor, HiddenStates]:
-        """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only fused: h is not written
-        unless it is to be kept, a is empty unless wanted, and rows that are under way are waited for (`ready`)."""
+        """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only the fused kernel omits h
+        unless `keep`, omits a unless `wants_a`, and waits for tokens in flight (`ready`)."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
         a_SQH, b_SFQ = weights.up_a_SQH, weights.up_b_SFQ
         way = self._fused(self.choices.up, x)

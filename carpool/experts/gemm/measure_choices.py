@@ -14,7 +14,7 @@ import torch
 from carpool.activations import Arena, HiddenStates
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, Choices
-from carpool.experts.gemm.grouped import Stages
+from carpool.experts.gemm.grouped import GroupedProducts
 from carpool.experts.pairs import gather_rows, sort_pairs
 
 DELAY_CYCLES = 1_000_000  # about half a millisecond
@@ -133,7 +133,7 @@ class _Problem:
         return {way: self._call(stage, way) for way in WAYS}
 
     def _call(self, stage: str, way: str) -> Callable[[], Any]:
-        stages = Stages(self.function, self.weights, self.pairs, Choices.all(way))
+        stages = GroupedProducts(self.function, self.weights, self.pairs, Choices.all(way))
         return {
             "up": lambda: stages.up(self.x, self.arena, True),
             "down": lambda: stages.down(self.a),

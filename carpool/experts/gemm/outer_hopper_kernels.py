@@ -1,7 +1,7 @@
 """The sums of outer_kernels.py on Hopper, by warps that load beside warps that multiply, one tile running into another.
 
-Where an expert has few pairs, a tile of its gradient is a few products long: 230 pairs are four steps. Then it counts
-that the next tile's rows are asked for while this one is multiplied, and that results leave while the next tile begins.
+Where an expert has few pairs, a tile of its gradient is a few products long: 230 pairs are four steps. Then it matters
+that the next tile is loaded while this one is multiplied, and that results are stored while the next tile begins.
 A program is three groups of four warps, one program to a multiprocessor:
 
     loads       steps of 64 pairs into a ring of 3: 128 columns of a, 256 of b. The operand that lies in order comes by

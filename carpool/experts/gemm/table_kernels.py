@@ -1,11 +1,11 @@
-"""What the fused products are told before they begin, and the sum that they leave: three small kernels.
+"""Three small kernels that prepare the inputs of the fused products, and finish their sums.
 
-    row_addresses   where each pair's row begins: an int64 for each pair
-    tile_table      which tiles of pairs there are, and the slots by size; `part_table`: for rows that come in parts
-    sum_shares      gradients of weights, from the shares that tiles beside each other found
+    row_addresses   the address of each pair's row: an int64 for each pair
+    tile_table      the tiles of pairs, and the slots by size; `part_table`: for a dispatch in parts
+    sum_shares      gradients of routing weights, from the shares that neighbouring tiles computed
 
-Each runs once for the forward or the backward; the products (gemm_tiles.py) then read addresses and tiles, and ask the
-host nothing. How many pairs there are stands in device memory: see pair_kernels.py.
+Each runs once for the forward or the backward; the products (gemm_tiles.py) then read addresses and tiles, without the
+host. The number of pairs is in device memory: see pair_kernels.py.
 
     rows 0-3 of a slab begin at address 4096 and are 256 bytes long; order_P 5, 0, 6 and two columns
     address_P   4096 + 2 * 256, 4096, 4096 + 3 * 256
@@ -121,12 +121,12 @@ def _sum_shares(  # type: ignore[no-untyped-def]
 
 
 class RowAddresses(NamedTuple):
-    """Where the row of each pair begins. An address keeps no memory alive: whoever has a kernel read them holds this
-    until that is launched.
+    """The address of each pair's row. An address does not keep memory alive: the caller must hold this object until the
+    kernel that reads the addresses is launched.
 
     Attributes:
-        address_P: (P,) int64, multiples of 16; 0: there is no such row, for the arena had no room.
-        sources: what they point into.
+        address_P: (P,) int64, multiples of 16; 0: there is no such row, because the arena was too small.
+        sources: the tensors that the addresses point into.
     """
 
     address_P: torch.Tensor
@@ -134,7 +134,7 @@ class RowAddresses(NamedTuple):
 
 
 def row_addresses(rows: HiddenStates, order_P: torch.Tensor, offsets_S: torch.Tensor, columns: int) -> RowAddresses:
-    """Of rows whose width is a multiple of 16 bytes. Nothing is written past the count."""
+    """The addresses of rows whose width is a multiple of 16 bytes. Nothing is written past the count."""
     data = aligned(rows.data)
     home = None if rows.home is None else aligned(rows.home)
     address_P = torch.empty(order_P.shape[0], dtype=torch.int64, device=order_P.device)

@@ -1,10 +1,10 @@
-"""The fused side of the stage up, for Hopper: x where it lies @ up, the activation applied before anything is written.
+"""The fused up projection, for Hopper: gathers x by address, multiplies by up, and applies the activation.
 
-    rows of x, by their addresses  @  up (+ bias)   ->   h = what is kept for the backward,  a = act(h)
+    rows of x, by their addresses  @  up (+ bias)   ->   the saved pre-activation h,  a = act(h)
 
 `gemm_tiles.py` says which tiles there are, and how rows that are under way are waited for. Gate and up of the same
-columns are one product of 256 columns: a block of the matrix seen as (S, 2, F, H), or, if they alternate, 256 columns
-as they lie. The accumulator is then parted in registers:
+columns are one product of 256 columns: a block of the matrix viewed as (S, 2, F, H), or, if they alternate, 256
+consecutive columns. The accumulator is then split in registers:
 
     F 1024, gate and up apart      8 tiles of columns; tile 0 is columns 0-127 of the gate and columns 0-127 of up
     F 1024, gate and up in turn    8 tiles of columns; tile 0 is columns 0-255 of h, and 0-127 of a
@@ -14,8 +14,8 @@ finds the same a.
 
 Sums begin with an adapter's share, if there is one (`adapter_kernels.py`); the loop of tiles is not flattened then.
 
-A matrix stored (in, out) with gate and up apart takes two products: a block of both would not go from memory to the
-tensor cores as it lies. Two accumulators instead of one of 256 columns let the assembler give up overlapping products
+A matrix stored (in, out) with gate and up apart takes two products, because a block of both has no layout that tensor
+cores read directly. Two accumulators instead of one of 256 columns let the assembler give up overlapping products
 in flattened loops, so that loop is not flattened.
 """
 

@@ -199,7 +199,7 @@ def explain_kernels(measured: Measured) -> str:
 
 
 def describe_kernels(choices: Choices) -> str:
-    """Stages by their way: "library: dact, dup, ddown; flat: up, down, dx"."""
+    """The products by their kernel: "library: dact, dup, ddown; flat: up, down, dx"."""
     ways = choices.to_dict()
     by_way = {way: ", ".join(stage for stage in STAGES if ways[stage] == way) for way in WAYS}
     return "; ".join(f"{way}: {stages}" for way, stages in by_way.items() if stages)

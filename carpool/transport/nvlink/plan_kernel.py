@@ -1,8 +1,8 @@
-"""The plan: the row of each token in the buffer of each rank. One kernel, without communication or a host read-back.
+"""The plan: which buffer row each token gets on each rank. One kernel, without communication or a host read-back.
 
 Every rank's buffer has one slab of `capacity` rows for each other rank, in the order of the ranks that follow it, and
 at the end one of `most` rows for its own tokens. A sender fills its slab from the front, in the order of its tokens, so
-the row of a token is a prefix sum over the sender's own tokens. A rank's own tokens are not copied.
+a token's place is a prefix sum over the sender's own tokens. A rank's own tokens are not copied.
 
     rank 1 of 3, capacity 4, most 4, slots 0..1 on rank 0, 2..3 on rank 1, 4..5 on rank 2
     slabs      on rank 0: [1, 2, 0]      on rank 1: [2, 0, 1]      on rank 2: [0, 1, 2]

@@ -35,7 +35,7 @@ from carpool.transport.nvlink.buffers import Lease
 @dataclass(kw_only=True)
 class NVLinkRoute(Route):
     """Attributes:
-    row_WT: (W, T) int32, the row of each token in the buffer of rank w, -1: none.
+    row_WT: (W, T) int32, each token's place in the buffer of rank w, -1: none.
     count_2W, choices_BW: int32, see plan_kernel.py.
     received_W: (W,) int32, tokens in each rank's slab, after the dispatch.
     parts, part_length: number of parts of the dispatch, and tokens of each; 0: not in parts.
