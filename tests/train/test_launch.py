@@ -30,7 +30,7 @@ from carpool.train.launch.failure import (
 )
 from carpool.train.launch.start import local_ranks, run
 from carpool.train.launch.stopping import STOP_SIGNALS, Relay, StopRequest
-from carpool.train.launch.worker import _meeting, entry_name
+from carpool.train.launch.worker import _meeting, entry_name, process_group
 from carpool.transport import RankMissingError
 from tests.ranks import free_port
 from tests.train import launch_entries
@@ -573,6 +573,12 @@ def test_a_launcher_decides_how_many_ranks_there_are(tmp_path, monkeypatch):
 def test_gpus_that_are_not_there(tmp_path):
     with pytest.raises(ValueError, match="PyTorch finds no GPU"):
         run(config(tmp_path, "parallelism.device=cuda"), launch_entries.fail)
+    # A launcher's rank refuses, too, and does not train on the CPU.
+    with (
+        pytest.raises(ValueError, match="PyTorch finds no GPU"),
+        process_group(config(tmp_path, "parallelism.device=cuda")),
+    ):
+        pass
 
 
 def test_entries_must_be_importable():

@@ -29,6 +29,7 @@ from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config import Config
+from carpool.train.launch.ranks import gather
 from carpool.train.plan.start_checks import check_start
 from carpool.train.records.run_folder import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run, update
@@ -82,8 +83,7 @@ def profile(
     run = start_run(_as_profiled(config, folder, recorded), None, command, fixed)
     try:
         own, plain_ms = _record(run, steps, recorded)
-        everyone: list[Any] = [None] * run.plan.machine.ranks
-        dist.gather_object((own.model_dump(), plain_ms), everyone if run.main else None)
+        everyone = gather((own.model_dump(), plain_ms))
         if run.main:
             run.records.display.close()
             ranks = [RankNumbers.model_validate(numbers) for numbers, _ in everyone]
