@@ -244,14 +244,13 @@ def test_what_is_merged_is_what_was_trained(family: str, kind: str, dtype: torch
         r"LOSSY: from what was trained, logits differ by .* \(median token; .* at most\), KL", original.checked
     )
     load: Any = AutoModelForCausalLM.from_pretrained
-    with quantised_while_loading(kind):
+    with quantised_while_loading(kind, KINDS[family].get("modules_to_save", ())):
         model = load(tmp_path / "base", dtype=torch.float32)
     install(model)
     trained = logits_of(PeftModel.from_pretrained(model, str(run / "adapter")))
-    far = {
-        name: ((logits_of(load(tmp_path / name, dtype=torch.float32)) - trained).norm() / trained.norm()).item()
-        for name in ("exact", "original")
-    }
+    # Of the median token: rounding makes some choose another expert.
+    found = {name: logits_of(load(tmp_path / name, dtype=torch.float32)) for name in ("exact", "original")}
+    far = {name: ((one - trained).norm(dim=-1) / trained.norm(dim=-1)).median().item() for name, one in found.items()}
     assert far["exact"] < (1e-5 if dtype == torch.float32 else 0.035) and far["original"] > 1.5 * far["exact"], far
     assert stored_weights(tmp_path / "exact") == stored_weights(tmp_path / "base")
 

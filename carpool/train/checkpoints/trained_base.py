@@ -31,6 +31,7 @@ from carpool.hf.weights.mxfp4_files import packed_names
 from carpool.hf.weights.original_layout import OriginalWeights
 from carpool.train.config import load_config
 from carpool.train.lora import attach_adapter
+from carpool.train.records.run_folder import ADAPTER
 
 
 class Base:
@@ -87,7 +88,8 @@ def trained_base(weights: OriginalWeights, model: PreTrainedModel, run: Path) ->
     # On several ranks only experts are quantised.
     found = run / "run.json"
     ranks = json.loads(found.read_text(encoding="utf-8"))["parallelism"]["world_size"] if found.is_file() else 1
-    keep = config.adapter.base_keep if ranks == 1 else None
+    peft = json.loads((run / ADAPTER / "adapter_config.json").read_text(encoding="utf-8"))
+    keep = None if ranks > 1 or peft.get("use_dora") else tuple(peft.get("modules_to_save") or ())
     return Base(weights, model, config.adapter.base_dtype, getattr(torch, config.model.stored_dtype), keep)
 
 
