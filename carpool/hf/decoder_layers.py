@@ -41,6 +41,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     """
     check_backend(backend)
     layers = decoder_layers(model)
+    for own in rides(model).values():
+        own.settle()
     for layer in layers:
         layer.forward = _compiled(layer, backend)
     return len(layers)
@@ -67,7 +69,9 @@ def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
             again, call = cast(Any, layer)._gradient_checkpointing_func, run if settled else with_logits
             out, logits = again(call, function, layer, traced, args, kwargs)
         else:
-            out, logits = run(function, layer, traced, args, kwargs)
+            # A forward that makes transports would compile the pieces between them, for itself alone.
+            made = all(one.transport is not None for one in own_rides)
+            out, logits = (run if made else with_logits)(function, layer, traced, args, kwargs)
         if logits:
             add_collected(logits)
         return out

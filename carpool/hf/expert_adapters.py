@@ -14,7 +14,7 @@ weights (`peft.tuners.lora.ParamWrapper`). Its wrappers and names stay; the two 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ class ExpertAdapters:
         if name not in weight_names(own.experts)[:2]:
             raise ValueError(f"{own.name}.{name} is a bias, which has no adapter of low rank; leave it out")
         self.wrappers[name] = wrapper
-        wrapper.forward = partial(_only_base, wrapper)
+        wrapper.forward = _only_base(wrapper)
         wrapper.get_delta_weight = partial(_delta, wrapper, own.function.transposed)
         for linear, is_b in ((wrapper.lora_A[adapter], False), (wrapper.lora_B[adapter], True)):
             stack = Stack(own, is_b, _mesh(model, own))
@@ -121,7 +121,7 @@ def take_over(model: nn.Module, adapter: str) -> None:
             continue
         own: ExpertRides | None = getattr(wrapper.get_base_layer(), "_carpool_rides", None)
         if own is None:
-            wrapper.forward = partial(_added, wrapper)
+            wrapper.forward = _added(wrapper)
             continue
         if own.adapters is None:
             own.adapters = ExpertAdapters(own)
@@ -164,24 +164,35 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _only_base(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+# Functions with closures: torch.compile takes a partial for another one in each layer, and compiles each layer anew.
+
+
+def _only_base(wrapper: Any) -> Callable[..., Any]:
     """In place of the wrapper's forward, which adds a b to all weights: the ride takes the adapters along."""
-    return wrapper.base_layer(*args, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return wrapper.base_layer(*args, **kwargs)
+
+    return forward
 
 
-def _added(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+def _added(wrapper: Any) -> Callable[..., Any]:
     """In place of the forward of a wrapper around a small parameter, a router's: the same sum. peft's way writes to the
     parameter, and where non-expert parameters share one buffer, autograd takes that for a change of all of them."""
-    module, name = wrapper.get_base_layer(), wrapper.parameter_name
-    deltas = [wrapper.get_delta_weight(adapter) for adapter in _active(wrapper)]
-    if not deltas:
-        return wrapper.base_layer(*args, **kwargs)
-    # Found before the module's parameter of that name.
-    module.__dict__[name] = sum(deltas, start=wrapper.get_param())
-    try:
-        return wrapper.base_layer(*args, **kwargs)
-    finally:
-        del module.__dict__[name]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module, name = wrapper.get_base_layer(), wrapper.parameter_name
+        deltas = [wrapper.get_delta_weight(adapter) for adapter in _active(wrapper)]
+        if not deltas:
+            return wrapper.base_layer(*args, **kwargs)
+        # Found before the module's parameter of that name.
+        module.__dict__[name] = sum(deltas, start=wrapper.get_param())
+        try:
+            return wrapper.base_layer(*args, **kwargs)
+        finally:
+            del module.__dict__[name]
+
+    return forward
 
 
 def _delta(wrapper: Any, transposed: bool, adapter: str, *_: Any, **__: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeConfig
 
@@ -172,6 +173,23 @@ def test_layers_share_what_is_compiled(two_ranks: Ranks) -> None:
     """The compiler gives up at eight graphs of one function, so ten layers would show it."""
     few, many = (two_ranks(compiled_in_the_first_step, layers) for layers in (1, 10))
     assert few == many and all(few[0])
+
+
+def test_layers_with_adapters_share_what_is_compiled() -> None:
+    """The first one has inputs without a gradient, as embeddings are frozen; all others have one graph."""
+    model = make("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=16)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "mlp.gate.weight"])
+    adapted = get_peft_model(model, lora)
+    for own in rides(model).values():
+        own.prepare(2, 32)
+    torch._dynamo.reset()
+    compile_layers(model, "eager")
+    counters = torch._dynamo.utils.counters
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    for _ in range(2):
+        tokens = torch.arange(24).reshape(2, 12) % 64
+        adapted(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert counters["stats"]["unique_graphs"] - graphs == 2 and sum(counters["graph_break"].values()) == breaks
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -173,6 +173,14 @@ class ExpertRides(LayerCore):
     def settled(self) -> bool:
         return self._adapters_checked and super().settled
 
+    def settle(self) -> None:
+        """Once all is chosen: make now what the next forward would make for the first time."""
+        device = next(self.experts.parameters()).device
+        self._check_adapters()
+        self.layout.copies_EC(device)
+        if self.transport is not None:
+            self.ride_setup(self.transport, device)
+
     # A walk over the whole model: traced by torch.compile, it took a minute and was different for each layer.
     @torch._disable_dynamo
     def _check_adapters(self) -> None:
