@@ -14,7 +14,7 @@ from torch import nn
 
 from carpool.activations.whole_layers import ActivationOffload
 from carpool.hf.decoder_layers import _ATTRIBUTE
-from carpool.train.steps.graphs import StepGraphs
+from carpool.hf.step_graphs import StepGraphs
 from tests.gpu.ranks import needs
 from tests.gpu.runs import ALONE, RUNS, TOGETHER, train
 

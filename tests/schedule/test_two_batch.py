@@ -27,12 +27,12 @@ from carpool.hf import rides, set_layout, set_transport
 from carpool.hf.build_model import build_model
 from carpool.hf.seam.moved_experts import slots_kept
 from carpool.hf.sharding import replicate_dense
+from carpool.hf.step_graphs import StepGraphs
 from carpool.layout import ExpertLayout
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import sharded_parameters
 from carpool.ride.turns import HALF, handover
 from carpool.ride.two_batch import TwoBatch
-from carpool.train.steps.graphs import StepGraphs
 from carpool.train.steps.training_objective import Objective, in_two
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet, relative_error

@@ -16,6 +16,8 @@ from torch.autograd import profiler
 from carpool.activations import Arena
 from carpool.activations.arrivals import HiddenStates
 from carpool.activations.offload import Offloader
+from carpool.hf import step_graphs as graphs
+from carpool.hf.step_graphs import StepGraphs
 from carpool.optim import AdamW
 from carpool.optim import in_backward as consumed
 from carpool.optim.in_backward import ConsumedGradients
@@ -29,8 +31,7 @@ from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema import Config
 from carpool.train.run.run_records import Records, record_graphs
-from carpool.train.steps import graphs
-from carpool.train.steps.graphs import StepGraphs, why_no_graphs
+from carpool.train.steps.graphs import why_no_graphs
 from carpool.transport import TRANSPORTS
 from tests.replayed import Again
 

@@ -32,6 +32,7 @@ from carpool.hf.architecture_changes import row_size
 from carpool.hf.decoder_layers import offload_layers, recompute_layers
 from carpool.hf.seam.expert_rides import capacities_of_rides
 from carpool.hf.seam.find_modules import decoder_layers
+from carpool.hf.step_graphs import EAGER_STEPS
 from carpool.metrics.host import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.candidate import POLICIES
@@ -43,7 +44,6 @@ from carpool.train.plan.memory_fit import Times, open_items
 from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.plan.start_checks import decisions_of
 from carpool.train.steps.capacity import grow_if_short
-from carpool.train.steps.graphs import EAGER_STEPS
 
 WARM_UP, ROUNDS = 2, 3
 LAYERS = 3
@@ -74,7 +74,7 @@ def small_config(config: Config) -> Config:
     """What is measured of a run: one micro-batch, with nothing around it."""
     alone = {
         "optimizer_in_backward": False, "grad_clipping": "exact", "optimizer_offload": "none",
-        "gradient_accumulation_steps": 1, "torch_compile": False, "resume_from_checkpoint": None,
+        "gradient_accumulation_steps": 1, "torch_compile": "off", "resume_from_checkpoint": None,
         "cuda_graphs": "off" if config.training.cuda_graphs == "off" else "auto",
     }  # fmt: skip
     # Layouts and traces are of all layers.

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from carpool.activations import Arena
 from carpool.hf.pipeline_stages import Part, Stages
 from carpool.hf.routing.router_balance import RouterLogits, loss_of_statistics, router_statistics
+from carpool.hf.step_graphs import Batch, BeforeBackward
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES
 from carpool.parallel.sequence import gather_tokens, tokens_per_rank
 from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.split_backward import SplitBackward
-from carpool.train.steps.graphs import Batch, BeforeBackward
 from carpool.train.steps.training_objective import Objective
 
 

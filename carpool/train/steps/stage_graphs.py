@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 
 from carpool.hf.seam.expert_rides import ExpertRides
+from carpool.hf.step_graphs import Batch, BeforeBackward, StepGraphs
 from carpool.kernels.capture import Recorder
 from carpool.parallel.pipeline import Action, Tensors
-from carpool.train.steps.graphs import Batch, BeforeBackward, StepGraphs
 from carpool.train.steps.pipeline_objective import PipelineObjective
 
 

@@ -24,11 +24,11 @@ from carpool.hf.documents import fastest_attention, one_row_only, packed, packed
 from carpool.hf.loss_head import HeadLoss, next_tokens
 from carpool.hf.routing.router_balance import RouterLogits, balance_loss
 from carpool.hf.seam.expert_rides import WithoutExperts, rides
+from carpool.hf.step_graphs import Batch, BeforeBackward, StepGraphs
 from carpool.hf.tensor_parallel import sequence_shard
 from carpool.parallel.replicated import replicated
 from carpool.ride.priority import RidesFirst
 from carpool.ride.two_batch import TwoBatch
-from carpool.train.steps.graphs import Batch, BeforeBackward, StepGraphs
 
 
 @dataclass(frozen=True)
