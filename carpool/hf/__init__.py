@@ -10,13 +10,15 @@ Everything else of the script stays as it is. "carpool" picks the transport ("au
 have, so "auto" picks it only where that was said. `set_experts` says how experts are computed,
 `set_activation_policies` which activations are saved, `rides(model)` gives each MoE layer's counters,
 `CarpoolCallback` puts them into a Trainer's logs, `set_layout` moves experts, `set_schedule` says what runs beside
-what, `compile_layers` compiles what is between rides. `TraceRecorder` samples which experts tokens choose;
-`limit_routing` limits them to few ranks, and `drop_choices` drops those beyond a capacity, which is lossy.
+what, `compile_layers` compiles what is between rides, and `FastSteps` does so under a Trainer, with CUDA graphs.
+`TraceRecorder` samples which experts tokens choose; `limit_routing` limits them to few ranks, and
+`drop_choices` drops those beyond a capacity, which is lossy.
 
     seam                where rides enter a model
     routing, weights    what changes or shows what routers choose; how weights get in and out
     build_model         a model to train, sharded by sharding, tensor_parallel, context_parallel and pipeline_stages
     decoder_layers, documents, loss_head        what is computed between rides, and how
+    step_graphs, fast_steps                     steps as CUDA graphs; the same under a Trainer
     adapters, expert_adapters, quantised_base   what trains, if it is not everything, and what does not
     held_experts        experts in host memory
     generation; callback, ride_metrics, trace_recorder, activation_sizes    text; what happens
@@ -53,12 +55,14 @@ from carpool.hf.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from carpool.hf.callback import CarpoolCallback
+    from carpool.hf.fast_steps import FastSteps
 
 __all__ = [
     "BiasBalance",
     "CarpoolCallback",
     "CarpoolEP",
     "ExpertRides",
+    "FastSteps",
     "TraceRecorder",
     "balance_loss",
     "compile_layers",
@@ -89,6 +93,10 @@ def __getattr__(name: str) -> Any:
         from carpool.hf.callback import CarpoolCallback
 
         return CarpoolCallback
+    if name == "FastSteps":
+        from carpool.hf.fast_steps import FastSteps
+
+        return FastSteps
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,0 +1,314 @@
+"""Compiled layers and CUDA graphs in scripts of transformers' Trainer, and of whatever is built on it (TRL).
+
+    trainer = SFTTrainer(model, arguments, train_dataset=data, callbacks=[carpool.hf.FastSteps()])
+
+Decoder layers are compiled (`compile_layers`). What is captured is the body of the model, from tokens to the last
+hidden states: one graph for its forward and one for its backward, so that all around it stays the Trainer's, and eager.
+The output layer and any loss, gradient accumulation, clipping, the optimizer and the scaling of losses do not notice.
+
+    micro-batch 1     eager: transports are made
+    2, 3              compiled, still eager
+    4                 captured, then replayed; later ones are replayed
+
+To autograd a replayed forward is one node, whose backward replays the other graph. The first micro-batch of a step
+makes gradients and others add to them, so with gradient accumulation there are two pairs of graphs. Evaluation, text
+that is generated, and batches of another shape run eagerly. Where nothing can be captured, one line says why, and
+layers stay compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers import TrainerCallback, TrainingArguments
+
+from carpool.hf.decoder_layers import compile_layers, draws_random_numbers, eagerly, recompute_layers
+from carpool.hf.documents import fastest_attention, unpacked
+from carpool.hf.seam.expert_rides import ExpertRides, required_rides
+from carpool.hf.seam.find_modules import decoder_layers
+from carpool.hf.step_graphs import EAGER_STEPS, StepGraphs, why_model_waits
+from carpool.kernels.capture import Recorder
+from carpool.planner.candidate import RANDOM
+
+# Batches of other shapes, one after the other, before the graphs of the first shape are given back.
+_PATIENCE = 8
+# Stands for a tensor among what a model returns.
+_TENSOR = object()
+
+
+class FastSteps(TrainerCallback):
+    """Makes the steps of a Trainer faster, from the start of training to its end.
+
+    Args:
+        compiled: whether decoder layers are compiled. None: on GPUs.
+        captured: whether the model's forward and backward become CUDA graphs, where they can be.
+        backend: of torch.compile.
+
+    Attributes:
+        why_not: why nothing is captured; None: it is, or will be.
+
+    Raises:
+        ValueError: at the start of training, for a model without Carpool layers, or with `torch_compile` of
+            TrainingArguments, which compiles around them.
+    """
+
+    def __init__(self, compiled: bool | None = None, captured: bool = True, backend: str = "inductor") -> None:
+        self.compiled, self.captured, self.backend = compiled, captured, backend
+        self.why_not: str | None = None
+        self._graphs: BodyGraphs | None = None
+        self._undo: Callable[[], None] | None = None
+        self._says = False
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **given: Any) -> None:
+        model = given["model"]
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        layers, self._says = list(required_rides(base).values()), state.is_world_process_zero
+        if args.torch_compile:
+            raise ValueError("torch_compile=True compiles the whole model; leave it out, FastSteps compiles its layers")
+        cuda, again = next(model.parameters()).device.type == "cuda", _computed_again(base)
+        if again:
+            # As Transformers does it, but rides are not repeated, and the state of random numbers is not asked for.
+            recompute_layers(base, ride_again=False)
+        compiles = cuda if self.compiled is None else self.compiled
+        if compiles and not hasattr(base, "_carpool_compiled"):
+            object.__setattr__(base, "_carpool_compiled", compile_layers(base, self.backend))
+        body = base.base_model
+        self._known(self._why_not(args, base, body, again))
+        if self.why_not is None:
+            several = args.gradient_accumulation_steps > 1
+            self._graphs = BodyGraphs(body, layers, self._known, several, lambda: why_model_waits(base, layers))
+        self._wrap(body)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._graphs is not None:
+            self._graphs.waiting = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._undo is not None:
+            self._undo()
+        if self._graphs is not None:
+            self._graphs.forget()
+        self._undo = self._graphs = None
+
+    def _why_not(self, args: TrainingArguments, base: nn.Module, body: nn.Module, again: bool) -> str | None:
+        """Why nothing is captured, as far as it is known before the first step; None: it may be."""
+        parameters = list(base.parameters())
+        inside = {id(parameter) for parameter in body.parameters()}
+        head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+        if not self.captured:
+            return "that was asked for"
+        if parameters[0].device.type != "cuda":
+            return "there is no GPU"
+        if args.world_size > 1 or args.n_gpu > 1:
+            return "ranks average gradients during the backward, from the host"
+        if again and draws_random_numbers(base):
+            return RANDOM
+        if getattr(args, "activation_offloading", False):
+            return "activations are offloaded (activation_offloading)"
+        if head is not None and any(p.requires_grad and id(p) in inside for p in head.parameters()):
+            return "the output layer and the embedding are one parameter, which is trained"
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
+            return "the optimizer updates parameters during the backward"
+        return None
+
+    def _known(self, why_not: str | None) -> None:
+        self.why_not = why_not
+        if self._says and why_not is not None:
+            print(f"FastSteps: no CUDA graphs, because {why_not}", flush=True)
+
+    def _wrap(self, body: nn.Module) -> None:
+        own, before = body.forward, vars(body).get("forward")
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (body.training and torch.is_grad_enabled()):
+                with eagerly():
+                    return own(*args, **kwargs)
+            with fastest_attention(next(body.parameters()).device):
+                if self._graphs is None or args:
+                    return own(*args, **kwargs)
+                return self._graphs.forward(own, kwargs)
+
+        def undo() -> None:
+            del body.forward
+            if before is not None:
+                body.forward = before
+
+        body.forward, self._undo = forward, undo
+
+
+def _computed_again(base: nn.Module) -> bool:
+    return any(getattr(layer, "gradient_checkpointing", False) for layer in decoder_layers(base))
+
+
+class BodyGraphs(StepGraphs):
+    """The graphs of the body of a model, whose output layer and loss are eager.
+
+    Args:
+        several: a step has several micro-batches.
+        why_not: asked before a capture, when there are transports.
+
+    Attributes:
+        waiting: a forward's backward is still to come. What is computed meanwhile is eager, as graphs hold one
+            micro-batch.
+    """
+
+    def __init__(
+        self,
+        body: nn.Module,
+        layers: Sequence[ExpertRides],
+        known: Callable[[str | None], None],
+        several: bool,
+        why_not: Callable[[], str | None],
+        recorder: Callable[[], Recorder] = Recorder,
+    ) -> None:
+        self.several, self.why_not, self.waiting = several, why_not, False
+        self._trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
+        self._anchor = torch.zeros((), device=next(body.parameters()).device, requires_grad=True)
+        super().__init__(body, layers, _nothing, known, recorder=recorder)
+
+    def forget(self) -> None:
+        super().forget()
+        self._others, self._told = 0, False
+        self._leaves: list[Any] = []
+        self._template: list[Any] = []
+        self._made: list[torch.Tensor] = []
+        self._dmade: list[torch.Tensor] = []
+
+    def forward(self, own: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """The body's forward, by a graph where there is one. `own`: the same eagerly."""
+        if self._failed or self.waiting:
+            return own(**kwargs)
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()):
+            # As Transformers does, which cannot look at it in a capture.
+            kwargs = {**kwargs, "attention_mask": None}
+        if kwargs.get("position_ids") is not None:
+            self._refuse("batches have position_ids (packed documents), whose ends the host reads")
+            return own(**kwargs)
+        with unpacked():
+            place = self._place(own, kwargs)
+            if place is None:
+                return own(**kwargs)
+        for static, leaf in zip(self._leaves, pytree.tree_leaves(kwargs), strict=True):
+            if isinstance(leaf, torch.Tensor):
+                static.copy_(leaf)
+        self._join_copies()
+        self.waiting = True
+        made = iter(_Body.apply(self, place, self._anchor))
+        whole = [next(made) if one is _TENSOR else one for one in self._template]
+        return pytree.tree_unflatten(whole, self._out_spec)
+
+    def _refuse(self, why: str) -> None:
+        self._failed = True
+        self.known(why)
+
+    def _place(self, own: Callable[..., Any], kwargs: dict[str, Any]) -> bool | None:
+        """Whether the graphs of a step's first micro-batch compute this one, or those of others; None: no graphs."""
+        leaves, spec = pytree.tree_flatten(kwargs)
+        shapes = (spec, *((one.shape, one.dtype) if isinstance(one, torch.Tensor) else one for one in leaves))
+        if shapes != self._shapes:
+            self._others += 1
+            if self._captured and self._others < _PATIENCE:
+                return None
+            if not self._told and self._others == _PATIENCE:
+                self.known("batches differ in shape: pad them to one length (pad_to_multiple_of), or pack them")
+                self._told = True
+            others, told = self._others, self._told
+            self.forget()
+            self._shapes, self._others, self._told = shapes, others, told
+        elif self._captured:
+            self._others = 0
+        first = all(one.grad is None for one in self._trained)
+        if not self._captured:
+            self._eager += first
+            # One more than in a run, whose transports are there from the start.
+            if not first or self._eager <= EAGER_STEPS + 1:
+                return None
+            if (why := self.why_not()) is not None:
+                self._refuse(why)
+                return None
+            self._own, self._spec = own, spec
+            if not self._capture([dict(enumerate(leaves))], None):
+                return None
+        if first:
+            return True
+        return False if self.several and self._adds() else None
+
+    def _adds(self) -> bool:
+        """Whether gradients are where the graphs of further micro-batches add to them."""
+        return all(parameter.grad is gradient for parameter, gradient in self._gradients)
+
+    def _record(self, batches: Sequence[Any], before_backward: Any) -> None:
+        self._leaves = [one.clone() if isinstance(one, torch.Tensor) else one for one in batches[0].values()]
+        recorder = self.recorder()
+        for first in (True, False) if self.several else (True,):
+            flying: list[torch.Tensor] = []
+
+            def forward(flying: list[torch.Tensor] = flying) -> None:
+                self._restart_arenas()
+                out, self._out_spec = pytree.tree_flatten(self._own(**pytree.tree_unflatten(self._leaves, self._spec)))
+                if odd := [one for one in out if not isinstance(one, torch.Tensor | None | bool | int | float | str)]:
+                    raise TypeError(f"the model returns {type(odd[0]).__name__} (set use_cache=False)")
+                flying[:] = [one for one in out if isinstance(one, torch.Tensor)]
+                self._template = [_TENSOR if isinstance(one, torch.Tensor) else one for one in out]
+                if self._made:
+                    for static, one in zip(self._made, flying, strict=True):
+                        static.copy_(one.detach())
+                else:
+                    self._made = [one.detach().clone() for one in flying]
+
+            def backward(flying: list[torch.Tensor] = flying) -> None:
+                pairs = [pair for pair in zip(flying, self._dmade, strict=True) if pair[0].requires_grad]
+                with torch.autocast(self._sums.device.type, enabled=False):
+                    torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+                flying.clear()
+                self._join_copies()
+
+            self._record_one(("forward", first), recorder, forward)
+            if not self._dmade:
+                self._dmade = [torch.zeros_like(one) for one in self._made]
+            self._record_one(("backward", first), recorder, backward)
+        self._restart_arenas()
+
+    def replay_forward(self, first: bool) -> tuple[torch.Tensor, ...]:
+        """What the body makes of the inputs that were copied."""
+        self._repeat(("forward", first))
+        return tuple(one.clone() for one in self._made)
+
+    def replay_backward(self, first: bool, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of parameters, by those of what was made."""
+        for static, one in zip(self._dmade, gradients, strict=True):
+            static.zero_() if one is None else static.copy_(one)
+        self._repeat(("backward", first))
+        self._restart_arenas()
+        self.waiting = False
+        for parameter, gradient in self._gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+
+
+def _nothing(*_: Any) -> None:
+    """There is no step to compute: the Trainer does that."""
+
+
+class _Body(torch.autograd.Function):
+    """A forward that is a graph, and its backward that is another. (The anchor requires a gradient.)"""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: BodyGraphs, first: bool, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.graphs, ctx.first = graphs, first
+        ctx.set_materialize_grads(False)
+        made = graphs.replay_forward(first)
+        ctx.mark_non_differentiable(*(one for one in made if not one.is_floating_point()))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        ctx.graphs.replay_backward(ctx.first, gradients)
+        return None, None, None

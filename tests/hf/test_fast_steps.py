@@ -1,0 +1,178 @@
+"""`FastSteps` under transformers' Trainer: the same losses, what is captured, and why not. On GPUs:
+tests/gpu/test_fast_steps_gpu.py."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from carpool.hf import FastSteps, fast_steps, rides
+from carpool.hf.fast_steps import BodyGraphs
+from tests.hf.test_compiled import make
+from tests.replayed import Again
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sequences of so many tokens each."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(self.lengths[index]) * 3 + index) % 64
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def model_of(adapters: bool = True, **more: Any) -> Any:
+    model = make("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=16, **more)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    return get_peft_model(model, lora) if adapters else model
+
+
+def trained(path: Path, model: Any, fast: FastSteps | None, data: Rows, **settings: Any) -> tuple[list[Any], Any]:
+    """Losses of all kinds in order, and what was trained."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(path), per_device_train_batch_size=1, logging_steps=1, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True, learning_rate=1e-2, **{"max_steps": 6, **settings},
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data, eval_dataset=Rows(9, 9), callbacks=[] if fast is None else [fast]
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    kept = ("loss", "eval_loss", "grad_norm")
+    found = [{key: log[key] for key in kept if key in log} for log in trainer.state.log_history]
+    return found, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """In place of a GPU: what is captured is computed again. Gives what was replayed."""
+    seen: list[tuple[str, bool]] = []
+
+    class Graphs(BodyGraphs):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args[:-1], lambda: None, Again)
+
+        def _repeat(self, key: Any) -> None:
+            seen.append(key)
+            super()._repeat(key)
+
+        def _adds(self) -> bool:
+            return all(parameter.grad is not None for parameter, _ in self._gradients)
+
+    monkeypatch.setattr(fast_steps, "BodyGraphs", Graphs)
+    monkeypatch.setattr(FastSteps, "_why_not", lambda *_: None)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("adapters", "settings"),
+    [
+        (True, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "eval_strategy": "steps", "eval_steps": 2}),
+        (False, {"gradient_checkpointing": True}),
+    ],
+)
+def test_the_same_losses(
+    tmp_path: Path, replayed: list[Any], adapters: bool, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = Rows(*[12] * 16)
+    want, wanted = trained(tmp_path, model_of(adapters), None, data, **settings)
+    model = model_of(adapters)
+    got, found = trained(tmp_path, model, FastSteps(compiled=True, backend="eager"), data, **settings)
+    assert len(got) == len(want) and all(
+        one == pytest.approx(other, rel=1e-5) for one, other in zip(got, want, strict=True)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    # Three micro-batches that begin a step are eager, and with accumulation one more that goes with each.
+    pair = [("forward", True), ("backward", True)]
+    assert replayed == 3 * ([*pair, ("forward", False), ("backward", False)] if "eval_steps" in settings else pair)
+    # And nothing is left behind.
+    base = model.get_base_model() if adapters else model
+    assert "forward" not in vars(base.base_model) and "FastSteps" not in capsys.readouterr().out
+
+
+def test_batches_of_other_shapes_are_eager(
+    tmp_path: Path, replayed: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = Rows(*[12] * 5, 7, *[12] * 2)
+    settings = {"max_steps": 8, "train_sampling_strategy": "sequential"}
+    want, _ = trained(tmp_path, model_of(), None, lengths, **settings)
+    got, _ = trained(tmp_path, model_of(), FastSteps(), lengths, **settings)
+    assert got == want and replayed == [("forward", True), ("backward", True)] * 4
+    assert not capsys.readouterr().out
+    replayed.clear()
+    mixed = Rows(*range(5, 15))
+    want, _ = trained(tmp_path, model_of(), None, mixed, max_steps=10)
+    fast = FastSteps()
+    got, _ = trained(tmp_path, model_of(), fast, mixed, max_steps=10)
+    assert got == want and not replayed
+    assert "batches differ in shape" in capsys.readouterr().out and "pad" in (fast.why_not or "")
+
+
+def test_what_is_computed_before_a_backward_is_eager(replayed: list[Any]) -> None:
+    model, told = model_of(), list[Any]()
+    body = model.get_base_model().base_model.train()
+    graphs = fast_steps.BodyGraphs(body, list(rides(body).values()), told.append, False, None)
+    ids = torch.arange(12)[None]
+    run = partial(graphs.forward, body.forward, {"input_ids": ids, "use_cache": False})
+    for _ in range(4):
+        want = run().last_hidden_state
+        want.square().sum().backward()
+        gradients = {name: p.grad for name, p in body.named_parameters() if p.grad is not None}
+        model.zero_grad()
+    one, other = run().last_hidden_state, run().last_hidden_state
+    assert replayed.count(("forward", True)) == 2 and told == [None]
+    assert torch.equal(one, want) and torch.equal(other, want)
+    (one.square().sum() + other.square().sum()).backward()
+    for name, parameter in body.named_parameters():
+        assert name not in gradients or torch.allclose(parameter.grad, 2 * gradients[name])
+
+
+def test_why_nothing_is_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast = FastSteps()
+    trained(tmp_path, model_of(), fast, Rows(12, 12), max_steps=1)
+    assert fast.why_not == "there is no GPU"
+    assert capsys.readouterr().out == "FastSteps: no CUDA graphs, because there is no GPU\n"
+    with pytest.raises(ValueError, match="FastSteps compiles its layers"):
+        trained(tmp_path, model_of(), FastSteps(), Rows(12), torch_compile=True, torch_compile_backend="eager")
+    with pytest.raises(ValueError, match="no Carpool layers"):
+        trained(tmp_path, transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1)), FastSteps(), Rows(12))
+
+
+class Cuda(torch.nn.Module):
+    """As far as reasons go, a model on a GPU."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "why"),
+    [
+        ({}, {}, None),
+        ({"captured": False}, {}, "asked for"),
+        ({}, {"tie_word_embeddings": True}, "one parameter, which is trained"),
+        ({"again": True}, {"attention_dropout": 0.1}, "drop-out"),
+        ({"world_size": 2}, {}, "average gradients"),
+        ({"activation_offloading": True}, {}, "activation_offloading"),
+    ],
+)
+def test_reasons_known_before_the_first_step(settings: dict[str, Any], more: dict[str, Any], why: str | None) -> None:
+    model = model_of(False, **more)
+    given = {"world_size": 1, "n_gpu": 1, "activation_offloading": False, **settings}
+    arguments: Any = type("Arguments", (), given)
+    fast = FastSteps(captured=settings.get("captured", True))
+    on_gpu = pytest.MonkeyPatch()
+    on_gpu.setattr(torch.nn.Parameter, "device", torch.device("cuda"))
+    try:
+        found = fast._why_not(arguments, model, model.base_model, settings.get("again", False))
+    finally:
+        on_gpu.undo()
+    assert found is None if why is None else why in (found or "")
