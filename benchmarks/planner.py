@@ -85,7 +85,7 @@ def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Route
         optimizer_offload=training.get("optimizer_offload", "none"),
         optimizer_in_backward=training.get("optimizer_in_backward", False),
         max_grad_norm=training.get("max_grad_norm", 1.0),
-        compiled=training.get("torch_compile", False),
+        compiled=training.get("torch_compile", False) in (True, "on"),
         eager="asked for" if training.get("cuda_graphs", "auto") == "off" else None,
         experts=config.get("moe", {}).get("experts", "grouped"),
         chunks=config.get("moe", {}).get("chunks", 1),

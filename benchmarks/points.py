@@ -51,6 +51,7 @@ def _sizes(layers: int, sequence: int, batch: int) -> list[str]:
         f"model.config.num_hidden_layers={layers}",
         f"data.sequence_length={sequence}",
         f"training.per_device_train_batch_size={batch}",
+        "training.torch_compile=off",  # unless COMPILED follows
     ]
 
 

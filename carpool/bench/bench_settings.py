@@ -68,6 +68,7 @@ DEMO = "demo"
 # Nothing but steps, and as many as are asked for.
 STEPS_ALONE = (
     "training.max_steps=1000000000",
+    "training.torch_compile=off",
     "training.warmup_steps=0",
     "training.learning_rate=1e-5",
     "training.eval_on_start=false",

@@ -276,7 +276,7 @@ class Candidate:
             "per_device_train_batch_size": self.micro_batch,
             "per_device_eval_batch_size": 1,
             "gradient_accumulation_steps": self.accumulation,
-            "torch_compile": self.compiled,
+            "torch_compile": "on" if self.compiled else "off",
             "optimizer": self.optimizer,
         }
         if len(OPTIMIZERS[self.optimizer].moments) > 1:

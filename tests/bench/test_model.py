@@ -265,8 +265,8 @@ def test_contenders_with_settings_of_their_own(tiny: str):
     name = "carpool-compiled+moe.schedule=chunks+moe.chunks=4+parallelism.data_parallel=fsdp"
     settings = Settings(model=tiny, contenders=("carpool", name), overrides=("moe.schedule=two-batch",))
     plain, own = (settings.config_of(one) for one in settings.contenders)
-    assert (plain.moe.schedule, plain.training.torch_compile) == ("two-batch", False)
-    assert (own.moe.schedule, own.moe.chunks, own.training.torch_compile) == ("chunks", 4, True)
+    assert (plain.moe.schedule, plain.training.torch_compile) == ("two-batch", "off")
+    assert (own.moe.schedule, own.moe.chunks, own.training.torch_compile) == ("chunks", 4, "on")
     assert (plain.parallelism.data_parallel, own.parallelism.data_parallel) == ("auto", "fsdp")
     assert plain.training.output_dir != own.training.output_dir
 

@@ -131,8 +131,8 @@ def test_two_batches_go_with_the_pairs_of_a_pipeline() -> None:
 
 
 def test_a_refusal_is_written_as_a_configuration_is() -> None:
-    with pytest.raises(ValueError, match=r"torch_compile = true: .* works: training.torch_compile = false$"):
-        check_supported({"pp": 2}, {"training.torch_compile": True})
+    with pytest.raises(ValueError, match=r"torch_compile = 'on': .* works: training.torch_compile = 'auto'$"):
+        check_supported({"pp": 2}, {"training.torch_compile": "on"})
 
 
 def test_a_refusal_folds_ranks_of_refused_axes_until_it_works() -> None:

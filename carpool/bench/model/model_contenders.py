@@ -152,7 +152,7 @@ class CarpoolContender(Contender):
         graphs = 0 if built.objective.graphs is None else built.objective.graphs.bytes
         parts = [f"{plan.degrees}", f"data-parallel {plan.data_parallel.answer}", f"transport {built.transport.answer}"]
         parts += [f"schedule {built.schedule.answer}"]
-        parts += ["layers compiled" if self.config.training.torch_compile else "eager"]
+        parts += ["layers compiled" if plan.candidate.compiled else "eager"]
         parts += ["CUDA graphs" if captured else f"no CUDA graphs ({built.no_graphs})"]
         return State(
             ", ".join(parts),
@@ -246,7 +246,7 @@ class TransformersContender(Contender):
         experts = getattr(self.model.config, "_experts_implementation", None) or "eager"
         how = "peft" if self.config.adapter.is_used else "all_to_all"
         parts = [f"{self.degrees}", how, f"{experts} experts ({', '.join(sorted(names))})"]
-        return State(", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"]))
+        return State(", ".join([*parts, "layers compiled" if self.plan.candidate.compiled else "eager"]))
 
     def close(self) -> None:
         self.loader.close()

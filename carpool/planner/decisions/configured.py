@@ -3,6 +3,7 @@ decides for itself is decided here by the model of costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from carpool.optim import find_optimizer
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.candidate import POLICIES, Candidate, by_settings
-from carpool.planner.decisions.rules import data_parallel_by_rule
+from carpool.planner.decisions.rules import compiled_by_rule, data_parallel_by_rule, why_not_compiled
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.peak import memory_of
@@ -27,7 +28,7 @@ SIMULATED = frozenset((
     *(f"data.{key}" for key in ("sequence_length", "packing", "pad_to")),
     *(f"training.{key}" for key in (
         "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optimizer", "optimizer_state_dtype",
-        "optimizer_offload", "optimizer_in_backward", "max_grad_norm", "torch_compile", "cuda_graphs",
+        "optimizer_offload", "optimizer_in_backward", "max_grad_norm", "torch_compile", "max_steps", "cuda_graphs",
         "full_determinism",
     )),
     *(f"parallelism.{key}" for key in (
@@ -101,7 +102,7 @@ def candidate_of(
         optimizer_offload=training["optimizer_offload"],
         optimizer_in_backward=training["optimizer_in_backward"],
         max_grad_norm=training["max_grad_norm"],
-        compiled=training["torch_compile"],
+        compiled=training["torch_compile"] in ("on", True),
         eager=by_settings(settings),
         experts="fp8" if moe["experts"] == "fp8" else "grouped",
         pipeline=settings["parallelism"]["pp_schedule"],
@@ -120,7 +121,24 @@ def candidate_of(
             degrees, moe["priority"], lambda: memory_of(shape, whole).total, hardware.capacity
         )
         found = replace(found, data_parallel=decided("parallelism.data_parallel", "auto", data_parallel, why))
+    if training["torch_compile"] == "auto":
+        on, reason = _compiled(settings, found, shape, hardware, per_node)
+        found = replace(
+            found, compiled=decided("training.torch_compile", "auto", "on" if on else "off", reason) == "on"
+        )
     return found, notes
+
+
+def _compiled(
+    settings: Settings, candidate: Candidate, shape: ModelShape, hardware: Hardware, per_node: int
+) -> tuple[bool, str]:
+    """Whether a run would compile its layers, and why."""
+    if reason := why_not_compiled(settings, hardware.name != "cpu"):
+        return False, reason
+    if candidate.degrees.pp > 1 or candidate.degrees.tp > 1 or settings["memory"]["experts"] != "device":
+        return False, "not with stages, tensor parallelism, or experts that are elsewhere"
+    steps = settings["training"]["max_steps"]
+    return compiled_by_rule(shape, hardware, candidate, per_node, math.inf if steps is None else steps)
 
 
 def _check_stages(schedule: str, pp: int, layers: int) -> None:

@@ -1,4 +1,5 @@
-"""What a run decides by a rule: whether non-expert parameters are whole on each rank, and which activations are saved.
+"""What a run decides by a rule: whether non-expert parameters are whole on each rank, which activations are saved, and
+whether decoder layers are compiled.
 
 Non-expert parameters are whole where they fit. That spares the gathers of each layer. What is predicted is less than
 all that a run needs, so they may take no more than `HEADROOM` of the memory.
@@ -11,16 +12,21 @@ equally long, the one that saves most items is taken, and then the one with fewe
 A run measures what each policy of each item costs before it chooses, and adds these costs (`measured_milliseconds`,
 `carpool.train.build.policy_times`). Where nothing can run, the planner's model of a step says its length under each
 combination (`modelled_milliseconds`).
+
+Layers are compiled where all steps of a run together save more time by it than compilation takes. What a step saves is
+the difference between two predictions of the model of a step; what compilation takes was measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import KEEP, POLICIES, Candidate
+from carpool.planner.candidate import KEEP, POLICIES, SHAPES, Candidate
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import step_seconds
@@ -29,6 +35,9 @@ from carpool.planner.step.prediction import step_seconds
 HEADROOM = 0.8
 Policies = dict[str, str]
 MiB = 2**20
+# Seconds that the first steps of a run take longer with compiled layers: the compiler's own start, and each kind of
+# layer, forward and backward (docs/measurements.md, "What compilation takes"). With a warm cache it is less.
+COMPILE_START, COMPILE_LAYER = 12.0, 12.0
 
 
 def why_not_zero1(degrees: Degrees, priority: bool) -> str | None:
@@ -137,3 +146,42 @@ def choose_policies(
     size, cost, policies = min(fitting, key=price)
     why = f"{size // MiB:,} of {budget // MiB:,} MiB, for {cost:.1f} ms more in a micro-batch ({how})"
     return policies, why
+
+
+def why_not_compiled(settings: Mapping[str, Mapping[str, Any]], gpu: bool) -> str | None:
+    """Why a run does not compile layers of its own accord, by its settings (sections and keys, with their defaults);
+    None: nothing of that."""
+    if not gpu:
+        return "there is no GPU"
+    if settings["training"]["full_determinism"]:
+        return "training.full_determinism asks for PyTorch's own kernels"
+    if settings["data"]["pad_to"] == "longest" and settings["data"]["packing"] == "off":
+        return SHAPES
+    return None
+
+
+def compiled_by_rule(
+    shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int, steps: float
+) -> tuple[bool, str]:
+    """(whether layers are compiled, why).
+
+    Args:
+        steps: of the run; infinite: not known."""
+    if any(layer.kind == "linear" for layer in shape.layers):
+        return False, "compilation unrolls the loops of linear attention"
+    eager, compiled = (
+        step_seconds(shape, hardware, replace(candidate, compiled=one, accumulation=1), per_node)
+        for one in (False, True)
+    )
+    saved = candidate.accumulation * (eager - compiled)
+    kinds = len(shape.kinds)
+    took = COMPILE_START + COMPILE_LAYER * kinds
+    of = "one kind of layer" if kinds == 1 else f"{kinds} kinds of layers"
+    if saved <= 0:
+        return False, "a step would not be shorter, as modelled"
+    pays = math.ceil(took / saved)
+    why = f"{of}: about {took:.0f} s, for {1e3 * saved:,.1f} ms of each step (modelled): it pays from step {pays:,}"
+    return (
+        steps >= pays,
+        f"{why}, and the run has {f'{steps:,.0f}' if math.isfinite(steps) else 'as many as data give'}",
+    )

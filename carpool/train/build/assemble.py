@@ -40,6 +40,7 @@ from carpool.hf.seam.find_modules import experts_modules, freeze_experts, freeze
 from carpool.hf.seam.moved_experts import check_layouts, set_layout
 from carpool.hf.seam.shared import compute_shared_beside
 from carpool.hf.sharding import keep_experts, replicate_dense
+from carpool.hf.step_graphs import StepGraphs
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
@@ -65,7 +66,7 @@ from carpool.train.plan.division import distributed_config
 from carpool.train.plan.resolve import Plan, check_offload_layouts, disk_folder
 from carpool.train.plan.transport_choice import choose_on_ranks
 from carpool.train.records.run_folder import ADAPTER
-from carpool.train.steps.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
+from carpool.train.steps.graphs import check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
 from carpool.train.steps.training_objective import Objective
@@ -173,6 +174,10 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     )  # fmt: skip
     for extension in extensions:
         extension.prepare_run(plan, built)
+    if plan.candidate.compiled:
+        # So the first step has the graphs of all others, also where a run goes on.
+        for ride in own:
+            ride.settle()
     _set_graphs(plan, built)
     # Drop-out and the like differ between ranks with different tokens, and only between them.
     torch.manual_seed(config.training.seed + plan.degrees.dp_cp_rank(machine.rank))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ITEMS = ("expert_inputs", "expert_activations", "layer_activations", "moe_outputs")
 _SAVED = {"keep": "save"}
-_EAGER = {"training.torch_compile": False}
+_EAGER = {"training.torch_compile": "auto"}
 _TRAINED = "adapter.kind=none and training.freeze!=experts"
 
 
@@ -87,7 +87,7 @@ class MemorySection(Section):
             instead={"memory.expert_device_memory": None},
         ),
         Excludes("moe.schedule=two-batch", "two batches are at two layers at a time", instead={"moe.schedule": "none"}),
-        Excludes("training.torch_compile", "compiled layers hold their parameters", instead=_EAGER),
+        Excludes("training.torch_compile=on", "compiled layers hold their parameters", instead=_EAGER),
         Excludes("placement.every", "experts that are loaded layer by layer cannot move between ranks"),
     ] = "device"
     """host: experts' parameters are in host memory, and come to the GPU layer by layer, ahead of use, in forward and

@@ -13,6 +13,7 @@ from carpool.optim import OPTIMIZERS, OptimizerBase, find_optimizer
 from carpool.train.config.declarations import Demo, Excludes, Needs, Settings, Was
 from carpool.train.config.schema_base import (
     NONE_IS_A_WORD,
+    SWITCH,
     Section,
     Texts,
     check_options,
@@ -144,13 +145,19 @@ class TrainingSection(Section):
     freeze: Annotated[Literal["non_expert", "experts"] | None, Was("training.freeze", {"dense": "non_expert"})] = None
     """non_expert: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. experts: all but
     the experts is trained, which pipeline stages may then have in host memory (memory.experts). none: everything is."""
-    torch_compile: Annotated[bool, Excludes("parallelism.pp_size", "compiled layers are not tried with stages")] = False
-    """Compile each decoder layer with torch.compile. It takes about a minute at the start; then steps are shorter,
-    most where the GPU waits for the host."""
+    torch_compile: Annotated[
+        Annotated[Literal["auto", "on", "off"], SWITCH],
+        Excludes("parallelism.pp_size", "compiled layers are not tried with stages", own="training.torch_compile=on"),
+    ] = "auto"
+    """Compile each decoder layer with torch.compile; true is on, false is off. auto: on a GPU, where layers can be
+    compiled and the run saves more time by it than compilation takes, which the planner's model of a step says
+    (carpool/train/plan/compile_choice.py). The run says what it decided, and why."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Capture forward and backward as CUDA graphs, which the host launches at once; of a pipeline, those of each
     stage. auto: where that is possible; the run says why where it is not. on: an error where it is not."""
-    torch_compile_backend: Annotated[str, Needs("training.torch_compile", "training.torch_compile=true")] = "inductor"
+    torch_compile_backend: Annotated[str, Needs("training.torch_compile!=off", "training.torch_compile=on or auto")] = (
+        "inductor"
+    )
     """Backend of torch.compile."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the data."""

@@ -205,7 +205,8 @@ def make_plan(
             optimizer_offload=Space.optimizer_offload if _moves_state(config, free) else (training.optimizer_offload,),
             optimizer_in_backward=(False, True) if _may_consume(config, free) else (training.optimizer_in_backward,),
             max_grad_norm=training.max_grad_norm,
-            compiled=training.torch_compile,
+            # A run that is too short for it, or has other reasons, searches once more (`resolve`).
+            compiled=training.torch_compile in ("on", "on" if hardware.name == "cpu" else "auto"),
             eager=by_settings(config.model_dump()),
             moments=training.optimizer_state_dtype,
             optimizer=optimizer.name,

@@ -64,7 +64,9 @@ def dry_run_with_fit(config: Config, sources: Sources | None = None, gpu: str | 
         ) from None
     needed, verdict = _needed(plan)
     lines = [*_decided(plan), *_time(plan), *needed, *verdict]
-    text = plan.config.to_toml(sources={**sources, **_searched(plan)}) + "\n" + "\n".join(f"# {line}" for line in lines)
+    text = (
+        plan.written.to_toml(sources={**sources, **_searched(plan)}) + "\n" + "\n".join(f"# {line}" for line in lines)
+    )
     fits = plan.needs["total"] <= plan.memory
     return text, None if fits or not plan.config.training.check_memory else verdict[0].partition(". ")[0]
 

@@ -41,6 +41,7 @@ from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import check_adapter, trained_of
 from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
+from carpool.train.plan.compile_choice import COMPILE_KIND, choose_compile, describe_compile, with_compile
 from carpool.train.plan.division import (
     SEQUENCE_KIND,
     CutModel,
@@ -76,6 +77,7 @@ class Plan:
         transport: what the ranks are expected to choose.
         policies: what is saved for the backward.
         data_parallel: "fsdp" or "zero1", of non-expert parameters.
+        compiled: whether decoder layers are compiled.
     """
 
     config: Config
@@ -94,6 +96,15 @@ class Plan:
     transport: Chosen[str]
     policies: Chosen[Policies]
     data_parallel: Chosen[str]
+    compiled: Chosen[bool]
+
+    @property
+    def written(self) -> Config:
+        """The settings as files have them: compilation that was left to the run stays so, for another machine."""
+        if self.compiled.how == "given":
+            return self.config
+        training = self.config.training.model_copy(update={"torch_compile": "auto"})
+        return self.config.model_copy(update={"training": training})
 
     @property
     def bf16(self) -> bool:
@@ -161,6 +172,8 @@ class Plan:
         if self.cut is not None:
             lines.append(f"context: {self.cut}")
         lines.append(f"non-expert parameters: {self.data_parallel.answer}: {self.data_parallel.why}")
+        if machine.cuda or self.compiled.answer:
+            lines.append(describe_compile(self.compiled))
         weight, why = self.balance_loss
         lines.append(f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})")
         if (long := self.blueprint.why_long(config.data.sequence_length)) is not None:
@@ -185,11 +198,21 @@ def resolve(
     Raises:
         ValueError: settings that this model or this machine cannot have."""
     model, counts = blueprint.model, blueprint.expert_counts
-    searched = choose_plan(config, fixed, blueprint, machine, decisions)
-    if searched is not None:
-        config = with_settings(config, searched.answer.taken.settings)
-    degrees = config.parallelism.resolve(machine.ranks, min(counts.values()))
-    config.check_supported(degrees.sizes)
+
+    def divide(config: Config) -> tuple[Config, Chosen[Planned] | None, Degrees, Chosen[bool]]:
+        searched = choose_plan(config, fixed, blueprint, machine, decisions)
+        if searched is not None:
+            config = with_settings(config, searched.answer.taken.settings)
+        degrees = config.parallelism.resolve(machine.ranks, min(counts.values()))
+        config.check_supported(degrees.sizes)
+        return config, searched, degrees, choose_compile(config, degrees, blueprint, machine, decisions)
+
+    left, (config, searched, degrees, compiled) = config, divide(config)
+    if searched is not None and machine.cuda and not compiled.answer and left.training.torch_compile == "auto":
+        # The search took layers to be compiled.
+        config, searched, degrees, _ = divide(with_compile(left, False))
+        decisions.add(COMPILE_KIND, compiled)
+    config = with_compile(config, compiled.answer)
     layouts = check_layout_file(config, model.config.model_type, counts, degrees)
     _check_whole_experts(config, blueprint, degrees)
     _check_model_has(config, blueprint, degrees)
@@ -233,7 +256,7 @@ def resolve(
         config=config, machine=machine, blueprint=blueprint, decisions=decisions, degrees=degrees,
         batch_sizes=batch_sizes, attention=attention_of(config, degrees, model, machine.cuda), cut=cut,
         pipeline=pipeline, memory=memory, estimate=estimate, searched=searched, sequence_parallel=sequence_parallel,
-        transport=transport, policies=policies, data_parallel=data_parallel,
+        transport=transport, policies=policies, data_parallel=data_parallel, compiled=compiled,
     )  # fmt: skip
     for extension in extensions_in_use(config):
         extension.check_plan(plan)

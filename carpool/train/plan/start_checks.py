@@ -127,7 +127,7 @@ def check_sequences(plan: Plan, packed: bool) -> None:
 def check_choices(config: Config, compare_with: str | None) -> None:
     """Refuse trackers, compilers and transports that this machine does not have, as far as one process can tell."""
     check_trackers(config.training.report_to)
-    if config.training.torch_compile:
+    if config.training.torch_compile != "off":
         check_backend(config.training.torch_compile_backend)
     for name in (config.moe.transport, compare_with or "auto"):
         check_transport(name, None)

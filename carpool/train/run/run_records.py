@@ -196,7 +196,7 @@ def _options(run: Run) -> TransportOptions:
 def write_files(run: Run, info: dict[str, Any]) -> None:
     """What a run directory says of its run, on rank 0."""
     replace_text(run.folder / INFO, json.dumps(info, indent=1) + "\n")
-    replace_text(run.folder / CONFIG, run.config.to_toml())
+    replace_text(run.folder / CONFIG, run.plan.written.to_toml())
     replace_text(run.folder / LAYOUT, json.dumps(run.layouts().to_dict()) + "\n")
     data = run.config.data
     end = None if data.eos_token is None else run.tokenizer.eos_id

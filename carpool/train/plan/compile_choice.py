@@ -1,0 +1,91 @@
+"""Whether a run compiles its decoder layers: `training.torch_compile = "auto"`, and what is recorded of it.
+
+on a GPU -> nothing that is set excludes it -> tensor-parallel ranks do not divide tokens -> the run is long enough
+
+A run that goes on takes what it has recorded, whatever its length is now: compiled layers round less often, and a
+resumed run has the bits of one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
+from carpool.planner.decisions.configured import candidate_of
+from carpool.planner.decisions.rules import compiled_by_rule, why_not_compiled
+from carpool.planner.model.shape import ModelShape
+from carpool.train.blueprint import Blueprint, planned_attention
+from carpool.train.config.schema import Config
+from carpool.train.data.sources import find_sources
+from carpool.train.launch.machine import Machine
+from carpool.train.plan.division import divides_tokens
+
+COMPILE_KIND: Kind[bool] = Kind("torch_compile", lambda on: {"on": on}, lambda record: bool(record["on"]))
+# Of text, for the number of steps of an epoch, before data are read.
+BYTES_PER_TOKEN = 4
+
+
+def with_compile(config: Config, on: bool) -> Config:
+    """The configuration of a run whose layers are compiled, or are not."""
+    training = config.training.model_copy(update={"torch_compile": "on" if on else "off"})
+    return config.model_copy(update={"training": training})
+
+
+def choose_compile(
+    config: Config, degrees: Degrees, blueprint: Blueprint, machine: Machine, decisions: Decisions
+) -> Chosen[bool]:
+    """Whether layers are compiled. All ranks together."""
+    asked = config.training.torch_compile
+    shape = {
+        "device": machine.hardware.name,
+        "model": blueprint.architecture,
+        "ranks": machine.ranks,
+        "tokens": math.prod(config.micro_batch_shape),
+    }
+
+    def decide(kept: Chosen[bool] | None, note: str) -> tuple[Chosen[bool], bool]:
+        if kept is not None and (asked == "auto" or kept.answer == (asked == "on")):
+            return kept, False
+        if asked != "auto":
+            return Chosen(asked == "on", shape, "given", "asked for"), False
+        on, why = _by_rule(config, degrees, blueprint, machine)
+        return Chosen(on, shape, "default", why + note), False
+
+    return decisions.choose(COMPILE_KIND, shape, decide)
+
+
+def _by_rule(config: Config, degrees: Degrees, blueprint: Blueprint, machine: Machine) -> tuple[bool, str]:
+    settings = config.model_dump()
+    if reason := why_not_compiled(settings, machine.cuda):
+        return False, reason
+    sizes = {f"parallelism.{axis}_size": size for axis, size in degrees.sizes.items()}
+    if reason := config.declared.why_refused({**config.flat(), **sizes, "training.torch_compile": "on"}):
+        return False, reason
+    if divides_tokens(with_compile(config, False), degrees, blueprint.model).answer:
+        return False, "tensor-parallel ranks divide tokens, which compiled layers do not"
+    per_node = machine.topology.ranks_beside(0)
+    try:
+        attention = planned_attention(config, degrees, blueprint.model, machine.cuda)
+        model = ModelShape.read(blueprint.model.config.to_dict(), attention)
+        settings["training"]["torch_compile"] = "off"
+        candidate, _ = candidate_of(settings, degrees, model, machine.hardware, per_node)
+        return compiled_by_rule(model, machine.hardware, candidate, per_node, _steps(config, degrees))
+    except ValueError as error:
+        return False, f"a step cannot be predicted: {error}"
+
+
+def _steps(config: Config, degrees: Degrees) -> float:
+    """Of the whole run: as asked for, or about as many as the files of `data.train` will give."""
+    training = config.training
+    if training.num_train_epochs is None:
+        return training.steps
+    sources = find_sources(config.data.train, "data.train")
+    tokens = sum(size for source in sources for _, size, _ in source.signature()) / BYTES_PER_TOKEN
+    a_step = training.rank_sequences * degrees.dp * config.data.sequence_length
+    return max(1, math.ceil(training.num_train_epochs * tokens / a_step))
+
+
+def describe_compile(chosen: Chosen[bool]) -> str:
+    """A line for people."""
+    return f"decoder layers: {'compiled' if chosen.answer else 'not compiled'}: {chosen.why}"
