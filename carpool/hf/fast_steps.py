@@ -95,7 +95,7 @@ class FastSteps(TrainerCallback):
             self._graphs.forget()
         self._undo = self._graphs = None
 
-    def _why_not(self, args: TrainingArguments, base: nn.Module, body: nn.Module, again: bool) -> str | None:
+    def _why_not(self, args: TrainingArguments, base: Any, body: nn.Module, again: bool) -> str | None:
         """Why nothing is captured, as far as it is known before the first step; None: it may be."""
         parameters = list(base.parameters())
         inside = {id(parameter) for parameter in body.parameters()}
@@ -234,7 +234,8 @@ class BodyGraphs(StepGraphs):
                 self._refuse(why)
                 return None
             self._own, self._spec = own, spec
-            if not self._capture([dict(enumerate(leaves))], None):
+            batch: dict[str, Any] = {str(number): one for number, one in enumerate(leaves)}
+            if not self._capture([batch], None):
                 return None
         if first:
             return True
