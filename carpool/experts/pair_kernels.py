@@ -1,22 +1,22 @@
-"""The CUDA side of `carpool.experts.pairs`: rows to pairs, pairs to rows, pairs to slots.
+"""The CUDA kernels of `carpool.experts.pairs`: tokens to pairs, pairs to tokens, pairs to slots.
 
-How many pairs there are stands in device memory, in the last entry of `offsets_S`, and tensors of pairs are as long as
-the bound that the host knows, several times longer as a rule. So the kernels are persistent: a grid of a few programs
-per multiprocessor, whatever the bound, and each program takes tiles
+The number of pairs is in device memory, in the last entry of `offsets_S`, and tensors of pairs have the length of the
+host's bound, which is usually several times larger. So the kernels are persistent: a grid of a few programs per
+multiprocessor, independent of the bound, and each program takes tiles
 
-    tile = program, program + programs, ...        while  tile < tiles of the pairs that are there
+    tile = program, program + programs, ...        while  tile < tiles of actual pairs
 
-Nothing past the count is read or written. A tile is ROWS x BLOCK elements, 16 to 32 per thread, which is what it takes
-to keep enough bytes under way with 8 or more programs on a multiprocessor; the width of a row is a compile-time
-constant, so that rows of a multiple of 8 elements move in 16-byte pieces without the launcher promising it.
+Nothing past the count is read or written. A tile is ROWS x BLOCK elements, 16 to 32 per thread, so that enough bytes
+are in flight with 8 or more programs on a multiprocessor; the width of a row is a compile-time constant, so that rows
+of a multiple of 8 elements are copied in 16-byte units without an alignment hint.
 
-    gather_rows    moves each pair's row once: P x H in, P x H out
-    sum_pairs      one program per tile of *output* rows walks their J columns in order, so there are no atomics, and
-                   a column that is empty costs no memory access
-    slot_sums      pairs of a slot lie together: 16 programs each add every 16th tile of it, and a second kernel adds
-                   their sums in order. One slot that got everything is still 16 x (columns / 128) programs
+    gather_rows    copies the hidden state of each pair once: P x H in, P x H out
+    sum_pairs      one program per tile of *output* rows adds their J columns in order, so there are no atomics, and
+                   an empty column costs no memory access
+    slot_sums      the pairs of a slot are contiguous: 16 programs each add every 16th tile of it, and a second kernel
+                   adds their sums in order. Even a single slot with all pairs has 16 x (columns / 128) programs
 
-What the fused products need before they begin, and leave when they are done: table_kernels.py.
+table_kernels.py has the kernels before and after the fused products.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def _slot_sums(  # type: ignore[no-untyped-def]
 def gather_rows(
     rows: HiddenStates, order_P: torch.Tensor, offsets_S: torch.Tensor, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(P, width): for each pair the row that it is of, `order_P // columns`. Rows past the count are not written."""
+    """(P, width): for each pair the hidden state of its token, `order_P // columns`. Rows past the count are not
+    written."""
     data, width = rows.data.contiguous(), rows.width
     out_PH = torch.empty(order_P.shape[0], width, dtype=dtype, device=order_P.device)
     if out_PH.numel() and offsets_S.numel():
@@ -186,13 +187,13 @@ def sum_pairs(
 ) -> None:
     """out[r] = sum over j, in order, of weight[r, j] * (values[position[r, j]] + bias[slot[r, j]]).
 
-    float64 adds in float64, all else in float32, rounded once. Rows without pairs become zero, or stay as they are if
-    not `all_rows`.
+    float64 adds in float64, other dtypes in float32, rounded once. Rows without pairs become zero, or with
+    `all_rows=False` are not written.
     """
     if out_RH.numel() == 0:
         return
     width = out_RH.shape[1]
-    tile, block = tiling(width, 1024)  # J values of each element are under way at once
+    tile, block = tiling(width, 1024)  # J loads of each element are in flight at once
     _sum_pairs[programs(out_RH, tile, block, per_processor=12)](
         values_PH, position_RJ, position_RJ if weight_RJ is None else weight_RJ,
         values_PH if bias_SH is None else bias_SH.contiguous(), slot_RJ, out_RH, out_RH.shape[0],
@@ -212,8 +213,8 @@ def sum_part(
     part: int,
     slab: int,
 ) -> None:
-    """`sum_pairs` of the rows of one part (`carpool.activations.arrivals.Ready`); rows without pairs stay as they
-    are."""
+    """`sum_pairs` for the tokens of one part (`carpool.activations.arrivals.Ready`); rows without pairs are not
+    written."""
     width = out_RH.shape[1]
     tile, block = tiling(width, 1024)
     _sum_part[programs(out_RH, tile, block, per_processor=12)](
@@ -227,7 +228,7 @@ def sum_part(
 def slot_sums(
     values_PH: torch.Tensor, order_P: torch.Tensor, offsets_S: torch.Tensor, weight_RJ: torch.Tensor | None
 ) -> torch.Tensor:
-    """(S, width): for each slot the sum of its pairs, each times its weight if there are any; zero for an idle slot."""
+    """(S, width): for each slot the sum of its pairs, each times its weight if given; zero for a slot without pairs."""
     slots, width = offsets_S.shape[0], values_PH.shape[1]
     if slots == 0 or values_PH.numel() == 0:
         return values_PH.new_zeros(slots, width)
@@ -246,7 +247,7 @@ def accumulator(values: torch.Tensor) -> tl.dtype:
 
 
 def tiling(width: int, elements: int = 2048) -> tuple[int, int]:
-    """(ROWS, BLOCK) of a tile: powers of two, about `elements` together, with as few columns past the width as can be.
+    """(ROWS, BLOCK) of a tile: powers of two with a product of about `elements`, and the least columns past the width.
 
     Example: width 768 -> (8, 256): three full blocks. Width 37 -> (32, 64).
     """
@@ -256,8 +257,8 @@ def tiling(width: int, elements: int = 2048) -> tuple[int, int]:
 
 
 def programs(out: torch.Tensor, tile: int, block: int, per_processor: int = 16) -> tuple[int]:
-    """A grid for tiles of `out`: enough programs to fill the GPU, and no more than there can be tiles. On the CPU,
-    where Triton interprets, two, so that each takes several tiles."""
+    """The grid for tiles of `out`: enough programs to fill the GPU, at most one per tile. In the interpreter on a CPU
+    two, so that each takes several tiles."""
     tiles = cdiv(out.shape[0], tile) * cdiv(out.shape[1], block)
     if not out.is_cuda:
         return (min(tiles, 2),)

@@ -316,19 +316,19 @@ class ExchangeTransport(Transport):
         return routes
 
     def dispatch(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        self._send_rows(x_TH, route, "dispatch", CHOICE_BYTES)
+        self._send_tokens(x_TH, route, "dispatch", CHOICE_BYTES)
         if route.number == 0:
             route.messages.send_choices()
         return Pending(partial(self._arrivals, x_TH, route))
 
     def _arrivals(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Arrivals:
         slot_RJ, weight_RJ = self._choices(route)
-        return Arrivals(self._rows(x_TH, route, "dispatch"), slot_RJ, weight_RJ, route.num_pairs)
+        return Arrivals(self._received_tokens(x_TH, route, "dispatch"), slot_RJ, weight_RJ, route.num_pairs)
 
     def dispatch_tokens(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         """A dispatch whose choices are sent separately. `wait()` gives the `HiddenStates`."""
-        self._send_rows(x_TH, route, "dispatch", CHOICE_BYTES)
-        return Pending(partial(self._rows, x_TH, route, "dispatch"))
+        self._send_tokens(x_TH, route, "dispatch", CHOICE_BYTES)
+        return Pending(partial(self._received_tokens, x_TH, route, "dispatch"))
 
     def exchange_choices(self, routes: Sequence[ExchangeRoute]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each piece, the slots and weights of the tokens that arrive: (R, J)."""
@@ -341,20 +341,20 @@ class ExchangeTransport(Transport):
         return slot_RJ.contiguous(), weight_bits_RJ.contiguous().view(torch.float32)
 
     def dispatch_again(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        self._send_rows(x_TH, route, "dispatch_again", 0)
-        return Pending(partial(self._rows, x_TH, route, "dispatch_again"))
+        self._send_tokens(x_TH, route, "dispatch_again", 0)
+        return Pending(partial(self._received_tokens, x_TH, route, "dispatch_again"))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         route.backward = True
-        self._send_rows(dy_TH, route, "combine_backward", 0)
-        return Pending(partial(self._rows, dy_TH, route, "combine_backward"))
+        self._send_tokens(dy_TH, route, "combine_backward", 0)
+        return Pending(partial(self._received_tokens, dy_TH, route, "combine_backward"))
 
     def combine(self, route: ExchangeRoute, partial_RH: torch.Tensor) -> Pending:
-        self._send_sums(partial_RH, route, "combine", 0)
-        return Pending(partial(self._sums, partial_RH, route, "combine"))
+        self._send_partial(partial_RH, route, "combine", 0)
+        return Pending(partial(self._combined, partial_RH, route, "combine"))
 
     def combine_gradients(self, route: ExchangeRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
-        self._send_sums(dx_RH, route, "dispatch_backward", GRADIENT_BYTES)
+        self._send_partial(dx_RH, route, "dispatch_backward", GRADIENT_BYTES)
         route.messages.put("gradients", route.number, dweight_RJ)
         return Pending(partial(self._gradients, dx_RH, route))
 
@@ -364,19 +364,19 @@ class ExchangeTransport(Transport):
         # Each choice is served in one place, so this is a permutation, plus columns without a choice at the end.
         flat = dweight_NJ.new_zeros(choices + 1)
         flat.scatter_(0, route.choice_NJ.reshape(-1), dweight_NJ.reshape(-1))
-        dx_TH = self._sums(dx_RH, route, "dispatch_backward")
+        dx_TH = self._combined(dx_RH, route, "dispatch_backward")
         return dx_TH, flat[:choices].view(route.num_tokens, route.top_k)
 
     # -- dispatch and combine of hidden states: encoded by the codec of the verb, unless they stay on their rank ------
 
-    def _send_rows(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str, choice_bytes: int) -> None:
+    def _send_tokens(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str, choice_bytes: int) -> None:
         codec = self._codec_of.get(verb)
         # A token is encoded once, however often it is sent.
         rows_TH = x_TH if codec is None else codec.encode(x_TH)
         route.messages.put(verb, route.number, self.tokens_to_send(rows_TH, route))
         route.count("out", route.send, x_TH, choice_bytes, self.codecs)
 
-    def _rows(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str) -> HiddenStates:
+    def _received_tokens(self, x_TH: torch.Tensor, route: ExchangeRoute, verb: str) -> HiddenStates:
         rows_RH = route.messages.take(verb, route.number)
         if (codec := self._codec_of.get(verb)) is not None:
             rows_RH = codec.decode(rows_RH, x_TH.shape[1], x_TH.dtype)
@@ -384,12 +384,12 @@ class ExchangeTransport(Transport):
             rows_RH[_share(route.receive, self.rank)] = self.select_tokens(x_TH, own_N)
         return HiddenStates.of(rows_RH)
 
-    def _send_sums(self, partial_RH: torch.Tensor, route: ExchangeRoute, verb: str, choice_bytes: int) -> None:
+    def _send_partial(self, partial_RH: torch.Tensor, route: ExchangeRoute, verb: str, choice_bytes: int) -> None:
         codec = self._codec_of.get(verb)
         route.messages.put(verb, route.number, partial_RH if codec is None else codec.encode(partial_RH))
         route.count("back", route.receive, partial_RH, choice_bytes, self.codecs)
 
-    def _sums(self, partial_RH: torch.Tensor, route: ExchangeRoute, verb: str) -> torch.Tensor:
+    def _combined(self, partial_RH: torch.Tensor, route: ExchangeRoute, verb: str) -> torch.Tensor:
         rows_NH = route.messages.take(verb, route.number)
         if (codec := self._codec_of.get(verb)) is not None:
             rows_NH = codec.decode(rows_NH, partial_RH.shape[1], partial_RH.dtype)

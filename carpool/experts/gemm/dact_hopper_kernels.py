@@ -1,4 +1,4 @@
-"""The stage dact on Hopper, by four groups of four warps: who loads, two who multiply, and who finishes.
+"""The product dact on Hopper, by four groups of four warps: one loads, two multiply, and one finishes.
 
 In dact_kernels.py all warps of a program multiply, and then all of them finish the tile: they read h, compute the
 activation's backward and write three results, while the tensor cores idle. Here dA of a tile passes through shared
@@ -16,10 +16,10 @@ memory, in bf16, to a group that finishes it while the next tile is multiplied. 
     finishes                                [ finish tile 0       ][     taken[g]: it has been read
 
 A group none of whose rows are the expert's does not multiply: half of the last tile of many experts. Sums are of 128
-columns, two a group: one of 256 is refused by the assembler where a program has sixteen warps. That costs the products
-a tenth of their speed, so the stage up, whose tiles have a short end, is no faster this way (measured).
+columns, two a group: the assembler refuses one of 256 in a program of sixteen warps. That costs the products a tenth of
+their speed, so the product up, whose epilogue is short, is no faster this way (measured).
 
-One thing differs from dact_kernels.py: dA is rounded, as the library's product leaves it.
+Unlike in dact_kernels.py, dA is rounded, as by the library's product.
 
 In Gluon, for the reasons in fp8/hopper_kernels.py. Tests on a CPU see the other kernel; tests on a GPU compare both.
 """

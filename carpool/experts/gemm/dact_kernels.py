@@ -1,16 +1,15 @@
-"""The fused side of the stage dact, for Hopper: the gradient of a stays in registers.
+"""The fused product dact, for Hopper: the gradient of a stays in registers.
 
     rows of dy, by their addresses  @  down^T   =   dA, of a tile of 128 pairs x 256 columns, float32, not rounded
     dA and h of the tile                        ->  dh,  weight * a,  and the tile's share of <dA, a> for each pair
 
-`gemm_tiles.py` says which tiles there are, and how rows that are under way are waited for. The epilogue goes over its
-tile piece by piece (32 columns; 16 of gate and up each where they alternate): all at once spilled 1.7 KB per thread.
-Compiled for sm_90 little spills: a few words for activations without a gate, and 72 bytes where parts are waited for.
+`gemm_tiles.py` explains the tiles, and the waits for tokens in flight. The epilogue processes its tile in pieces (32
+columns; 16 of gate and up each where they alternate): the whole tile at once spilled 1.7 KB per thread. Compiled for
+sm_90 little spills: a few words for activations without a gate, and 72 bytes with waits for parts.
 
     F 1024, of one pair     4 tiles of columns, so 4 shares: <dA, a> over columns 0-255, 256-511, 512-767, 768-1023
 
-Flat tiles of rows that are all there go to `dact_hopper_kernels.py`, whose warps finish one while the next is
-multiplied.
+`dact_hopper_kernels.py` computes flat tiles without waits: its warps finish one tile while the next is multiplied.
 
 The weight's gradient is <dA, a>: `table_kernels.sum_shares` adds the shares in order, and no atomics are needed.
 """
@@ -154,7 +153,7 @@ def _dact(  # type: ignore[no-untyped-def]
     if HAS_START:
         begin = tl.load(start)
         h += tl.multiple_of(begin, 16)
-        # Without room in the arena there is no h, and nothing to be made of it.
+        # If the arena was too small there is no h, and the results are undefined.
         there = tl.where(begin < 0, 0, 1)
     if not AWAITED:
         _dact_tiles(
@@ -191,7 +190,7 @@ def down_backward(
     share: Share | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With dA = rows of dy @ down^T, which is never written: (dh_PF1, weight * a, share_NP), where the sum of share_NP
-    over the blocks of columns is <dA, a>. `weight * a` is empty unless wanted.
+    over the blocks of columns is <dA, a>. `weight * a` is empty without `wants_scaled`.
 
     Args:
         down_weight: (S, H, F), or (S, F, H) if `transposed`.

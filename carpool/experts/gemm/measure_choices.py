@@ -1,4 +1,5 @@
-"""Times every way of every stage of `GroupedExperts` on the device at hand, and picks the fastest (choices.py)."""
+"""Times every implementation of every product of `GroupedExperts` on this device, and picks the fastest
+(choices.py)."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ log = logging.getLogger("carpool")
 
 @dataclass(frozen=True)
 class Measured:
-    """What `measure_choices` found.
+    """The result of `measure_choices`.
 
     Attributes:
         choices: the fastest.
-        microseconds: of each stage, by way; those that cannot run on this device are missing.
-        gather: microseconds to gather the rows of dy, which the library's sides of dact and ddown need, once.
+        microseconds: of each product, by implementation; those that cannot run on this device are missing.
+        gather: microseconds to gather dy, which the library's dact and ddown need, once.
     """
 
     choices: Choices
@@ -51,20 +52,21 @@ def measure_choices(
     repeats: int = 7,
     adapter_rank: int = 0,
 ) -> Measured:
-    """Time every way of every stage in bf16 on random rows and balanced random routing, and pick the fastest.
+    """Time every implementation of every product in bf16 on random tokens and balanced random routing, and pick the
+    fastest.
 
-    The host waits for the device, and memory for about one forward and backward is taken.
+    The host waits for the device, and memory for about one forward and backward is allocated.
 
     Args:
-        rows, slots, slots_per_row: how many rows come, and how many of how many slots each wants.
+        rows, slots, slots_per_row: number of tokens, number of slots, and slots that each token chooses.
         hidden, inner: H, F.
         bias: whether the experts have biases.
-        use_arena: whether the pre-activation is kept in an arena, as transports that do not tell the host how much
-            came want it.
+        use_arena: whether the pre-activation is saved in an arena, as with transports whose counts the host does not
+            know.
         adapter_rank: of adapters on both matrices, whose shares are computed in the products. 0: there are none.
 
     Raises:
-        ValueError: the device is no GPU; sizes that do not fit.
+        ValueError: the device is not a GPU, or sizes do not fit.
     """
     if device.type != "cuda":
         raise ValueError(f"stages are chosen by measurement on a GPU, not on {device}; on a CPU there is one way")
@@ -77,8 +79,8 @@ def measure_choices(
 
 
 def pick(microseconds: dict[str, dict[str, float]], gather: float, frozen: bool = False) -> Choices:
-    """The fastest ways. Of equally fast ones, those that come first. `frozen`: the gradients of up and down are not
-    computed, as beside adapters."""
+    """The fastest implementations; of equally fast ones, the first. `frozen`: the gradients of up and down are not
+    computed, as with adapters."""
     best = {stage: min(times, key=times.__getitem__) for stage, times in microseconds.items()}
     dact, ddown = microseconds["dact"], microseconds["ddown"]
     if frozen:
@@ -91,7 +93,7 @@ def pick(microseconds: dict[str, dict[str, float]], gather: float, frozen: bool 
 
 
 class _Problem:
-    """Inputs of all stages."""
+    """Inputs of all products."""
 
     def __init__(
         self, rows: int, hidden: int, inner: int, slots: int, slots_per_row: int, function: ExpertFunction,
@@ -121,7 +123,7 @@ class _Problem:
         self.weight_RJ = torch.rand(slot_RJ.shape, generator=generator, device=device)
         self.arena, self.h = None, HiddenStates.of(draw(num_pairs, width))
         if use_arena:
-            # Room for h twice: what `up` keeps, and what `dact` reads.
+            # Memory for h twice: saved by `up`, and read by `dact`.
             self.arena = Arena(4 * num_pairs * width + 2**16, device)
             h = self.arena.reserve(width, torch.bfloat16, self.pairs.count_1)
             assert h.start is not None

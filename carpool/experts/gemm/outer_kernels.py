@@ -1,16 +1,16 @@
-"""Gradients of expert weights with the gather fused in: the fused side of dup and ddown.
+"""Gradients of expert weights with a fused gather: the fused products dup and ddown.
 
     out[slot] = sum over the slot's pairs p of  a[p]^T b[p]         (M, N), float32, rounded once
 
-    dup       a = dh, b = rows of x where they lie          stored (in, out): a = rows of x, b = dh
-    ddown     a = rows of dy where they lie, b = weight * a  stored (in, out): a = weight * a, b = rows of dy
+    dup       a = dh, b = rows of x by address              stored (in, out): a = rows of x, b = dh
+    ddown     a = rows of dy by address, b = weight * a     stored (in, out): a = weight * a, b = rows of dy
 
 So either operand may be addresses (`table_kernels.row_addresses`) instead of values. The sum runs over the pairs of one
-slot, however many: both operands are masked past the slot's last pair, for what follows may be NaN, and 0 * NaN is NaN.
-A slot without pairs gets zeros. One program per tile of out, for how many tiles there are the host knows; slots with
-most pairs come first (`ranked_S4`), so that when one has a large share of all pairs, its tiles are not what is waited
-for in the end. The hardware deals programs out as multiprocessors become free. Where the tiling says that tiles
-run into each other ("flat"), Hopper has a kernel of its own: outer_hopper_kernels.py.
+slot: both operands are masked past the slot's last pair, because the values there may be NaN, and 0 * NaN is NaN. A
+slot without pairs gets zeros. There is one program per tile of out, a number that the host knows; slots with most pairs
+come first (`ranked_S4`), so that the tiles of a slot with a large share of all pairs are not the last to finish. The
+hardware schedules programs as multiprocessors become free. For flat tiling, Hopper has a kernel of its own:
+outer_hopper_kernels.py.
 
 The addresses of the next step's rows are loaded one step ahead; the rows themselves, three steps ahead, by cp.async.
 """

@@ -1,17 +1,17 @@
-"""The fused side of the stages down and dx, for Hopper: a grouped product with nothing around it.
+"""The fused products down and dx, for Hopper: plain grouped products.
 
     down   a @ down          (P, F) x (S, H, F)    ->  (P, H)
     dx     dh @ up^T         (P, F1) x (S, F1, H)  ->  (P, H)      rows that `pair_kernels.sum_pairs` adds up
 
-Rows lie in the order of pairs already, so both operands come by tensor maps, and the tiles are those of the stages
-before and after (`gemm_tiles.py`). Rows past an expert's last are other experts', or garbage, and what they give is not
-stored:
+The rows are already in the order of pairs, so both operands are loaded by tensor maps, and the tiles are those of the
+products before and after (`gemm_tiles.py`). Rows past an expert's last belong to other experts or are undefined, and
+their results are not stored:
 
     tiles of 4 pairs, slot 2 has pairs 3 to 7      tile (slot 2, pair 7) loads rows 7-10 and writes row 7
 
 Sums begin with an adapter's share, if there is one (`adapter_kernels.py`); the loop of tiles is not flattened then.
 
-Given a part of the rows, a launch takes the tiles of that part alone, so that its sums can leave while the next part is
+With `part`, a launch computes the tiles of that part alone, so that its outputs can be sent while the next part is
 computed.
 """
 
@@ -58,7 +58,7 @@ def _plain(  # type: ignore[no-untyped-def]
         else:
             total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
-            # Rows past the expert's are other experts', or garbage; what they give is not stored.
+            # Rows past the expert's last belong to other experts or are undefined; their results are not stored.
             total = tl.dot(rows.load([first, k]), _load_b(weight, expert, n * BN, k, BN, BK, K_FIRST), total)
         column = n * BN + tl.arange(0, BN)
         at = pair.to(tl.int64)[:, None] * N + column[None, :]
@@ -76,12 +76,12 @@ def product(
     out_PN: torch.Tensor | None = None,
     share: Share | None = None,
 ) -> torch.Tensor:
-    """(P, N): every row a product with its expert's matrix, (S, K, N) if `k_first`, else (S, N, K).
+    """(P, N): every row times its expert's matrix, (S, K, N) if `k_first`, else (S, N, K).
 
     Args:
-        starts_N, part: only this part, of `table_kernels.part_table`.
-        out_PN: where to write.
-        share: of an adapter, which the sums begin with.
+        starts_N, part: compute only this part, of `table_kernels.part_table`.
+        out_PN: the output; None: allocated.
+        share: of an adapter, with which the sums begin.
     """
     width, columns = in_out(weight, k_first)
     if out_PN is None:
