@@ -10,6 +10,7 @@
     policies.py    where experts go, by their loads (`placement.policy`): FasterMoE, Prophet, FlexMoE, EPLB, ...
     predictors.py  which experts come ahead of their layer: MoE-Infinity, APTMoE
     disk.py        experts and optimizer state in files: ZeRO-Infinity, MoESys
+    cpu_experts.py, few_on_host.py   the CPU computes experts with few tokens (`extensions.py`): APTMoE
     eplb.py, occult.py   solvers of DeepSeek and Occult (`carpool place --solvers eplb`)
     mechanisms.py  what a run under a recipe must do; observe.py records what it did (`carpool recipes check`)
     compare.py, replay.py   `carpool recipes compare`: a recording replayed under recipes; race.py: training steps

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from annotated_types import Ge
 from pydantic import Field
 
-from carpool.train.config.declarations import Excludes, Was
+from carpool.train.config.declarations import Excludes, Needs, Was
 from carpool.train.config.schema_base import Section
 from carpool.train.extensions import Extension
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from carpool.hf.seam.expert_rides import ExpertRides
     from carpool.train.build.assemble import Built
     from carpool.train.plan.resolve import Plan
 
-log = logging.getLogger("carpool")
 _PLAIN, _EQUAL = {"moe.schedule": "none"}, {"parallelism.rank_speeds": None}
+
+
+class CpuExpertsSection(Section):
+    """The CPU computes experts with few tokens."""
+
+    max_tokens: Annotated[
+        Annotated[int, Ge(0)] | Literal["auto"],
+        Was("memory.few_tokens", default=0),
+        Was("memory.cpu_expert_tokens", default=0),
+        Needs(
+            "memory.experts=host and memory.expert_loading=popular",
+            "experts in host memory that need not come: memory.experts=host and memory.expert_loading=popular",
+        ),
+    ] = 0
+    """With memory.experts = host and memory.expert_loading = popular: an expert with at most so many tokens stays in
+    host memory, and the CPU computes it, with the same bits each time, and those of the device to rounding. auto: as
+    many as it takes less time for than loading; measured before the first step, and recorded."""
+
+
+class CpuExperts(Extension):
+    name, section = "cpu_experts", CpuExpertsSection
+    help = "The CPU computes experts with few tokens, which stay in host memory (APTMoE). Off by default."
+
+    def prepare_layers(self, plan: Plan, model: PreTrainedModel, layers: list[ExpertRides]) -> None:
+        for own in layers:
+            own.whole_rides = True
+
+    def prepare_run(self, plan: Plan, built: Built) -> None:
+        from carpool_systems.cpu_experts import choose_few_tokens, compute_few_on_cpu
+
+        assert built.offloaded is not None, "the setting needs experts in host memory"
+        wanted, layer = self.settings.max_tokens, built.rides[0]
+        self.few = choose_few_tokens(wanted, layer, plan.dtype, built.device, plan.decisions)
+        compute_few_on_cpu(built.model, built.offloaded, self.few.answer)
+
+    def describe(self) -> str:
+        return f"the CPU computes experts with up to {self.few.answer} tokens: {self.few.why}"
 
 
 class HiddenProjectionSection(Section):
@@ -96,5 +135,8 @@ class MoveSequences(Extension):
             built.model, every, plan.blueprint.top_k, built.ep_topology, hardware
         ).targets
         built.no_graphs = built.no_graphs or "the host decides which sequences move"
+
+    def describe(self) -> str:
+        every = self.settings.every
         often = "each layer with experts" if every == 1 else f"every {every} layers with experts"
-        log.info("sequences may move to other ranks before %s but the first", often)
+        return f"sequences may move to other ranks before {often} but the first"

@@ -27,7 +27,6 @@ from carpool.activations.whole_layers import SavedRides
 from carpool.experts import EXPERTS
 from carpool.experts.gemm.grouped import GroupedExperts, GroupedProducts
 from carpool.experts.host_experts import HostExperts
-from carpool.experts.on_host import FewOnHost
 from carpool.layout import ExpertLayout
 from carpool.memory.expert_cache import ExpertCache
 from carpool.optim.in_backward import ConsumedGradients
@@ -42,6 +41,7 @@ from carpool.ride.split_backward import SplitBackward
 from carpool.routing import limit
 from carpool.train.moving.solve import solve
 from carpool.transport import TRANSPORTS
+from carpool_systems.few_on_host import FewOnHost
 from carpool_systems.merging import LSH, Condense
 from carpool_systems.predictors import ActivationMatrices, Popularity
 from carpool_systems.sequences import SequenceMoves

@@ -83,7 +83,7 @@ class Popularity:
     """
 
     def __init__(self, layers: int, experts: int, few: int = 0) -> None:
-        self._few = few
+        self.few = few
         self._expected: npt.NDArray[np.float64] = np.zeros((layers, experts))
         self._known = [False] * layers
 
@@ -101,7 +101,7 @@ class Popularity:
         """The experts of the layer after this one that expect more than a few tokens."""
         expected = self._expected[layer + 1]
         best = np.argsort(-expected, kind="stable")
-        return [int(one) for one in best if expected[one] > self._few + 0.5]
+        return [int(one) for one in best if expected[one] > self.few + 0.5]
 
     def priority(self) -> npt.NDArray[np.float64]:
         """As of `Predictor`: what an expert has of its layer's choices."""

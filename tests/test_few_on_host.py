@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from carpool.experts import ExpertWeights, make_activation, make_experts
-from carpool.experts.on_host import FewOnHost
+from carpool_systems.few_on_host import FewOnHost
 from tests.experts_problem import PATTERNS, ExpertProblem
 
 SWIGLU = make_activation("silu", gated=True)

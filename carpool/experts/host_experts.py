@@ -25,7 +25,7 @@ the next layer is likely to choose. A wrong prediction only costs time. If token
 in a prompt, the whole layer is loaded. In training the backward loads the experts of the forward; of trained experts it
 loads the whole layer, because an update changes experts without tokens, too. A cache on the device (`expert_cache`)
 holds frozen experts by priority. They are copied from there to their layer's memory in a hundredth of the time from the
-host. Experts with few tokens may stay in host memory and be computed by the CPU (`carpool.experts.on_host`).
+host. Chosen experts may stay in host memory, and be computed there (`HostExperts.stays`).
 
 On disk, frozen experts stay in the files of their checkpoint, and are read individually (`read_experts`). Trained
 experts are in files of this process, layer by layer, and are written back after their update
@@ -36,7 +36,7 @@ On a CPU the same code copies synchronously.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +109,6 @@ class HostLayer:
         rows: numbers of the experts on the device; None: all.
         foretold: those of them that were predicted.
         wanted: numbers of the experts of the last forward; None: all.
-        few: numbers of the experts that the CPU computes in this forward.
         staging: buffer between a file of this process and the device.
     """
 
@@ -117,7 +116,6 @@ class HostLayer:
         self.weights = list(weights)
         self.trained = any(weight.whole.requires_grad for weight in weights)
         self.wanted: list[int] | None = None
-        self.few: list[int] = []
         self.staging: Staging | None = None
         self.here = True
         self.rows: set[int] | None = None
@@ -172,7 +170,6 @@ class HostExperts:
         predictor: constructs a predictor of the next layer's experts from the numbers of layers and experts. `choose`
             must then be called in each forward, before the experts compute. None: whole layers are loaded.
         cache_bytes: size of the cache of frozen experts on the device.
-        few: in training forwards, the CPU computes experts with at most so many tokens.
         files: the files of frozen experts, by the names of their modules.
         folder: for files of trained experts. With neither, experts are in host memory.
         host_bytes: host memory: with `files`, for a cache of at least two layers; with `folder`, for layers that are
@@ -180,6 +177,9 @@ class HostExperts:
 
     Attributes:
         bytes_in, bytes_out: copied so far between host memory and the device.
+        predictor: of the next layer's experts; None: whole layers are loaded.
+        stays: returns which of a layer's chosen experts are not loaded, because something else computes them, from
+            the layer's number and the numbers of tokens; None: all are loaded.
         hits: statistics, with a predictor.
         consuming: whether gradients are used for updates in the backward, so that parameters stay until `updated`.
 
@@ -198,9 +198,7 @@ class HostExperts:
         files: ExpertFiles | None = None,
         host_bytes: int = 0,
         folder: Path | None = None,
-        few: int = 0,
     ) -> None:
-        self.few = few
         # Batches of all kinds of tokens follow each other, and layers come in turn.
         self._learns = any(parameter.requires_grad for parameter in model.parameters())
         self.bytes_in = self.bytes_out = 0
@@ -212,7 +210,8 @@ class HostExperts:
         self._into, self._out = streams
         of_layers = [list(module.parameters()) for module in modules]
         experts = max(parameters[0].shape[0] for parameters in of_layers)
-        self._predictor = None if predictor is None else predictor(len(modules), experts)
+        self.predictor = None if predictor is None else predictor(len(modules), experts)
+        self.stays: Callable[[int, Counts], Collection[int]] | None = None
         self._cache = ExpertCache(of_layers, cache_bytes, device)
         self._reader = None
         if files is not None:
@@ -251,7 +250,7 @@ class HostExperts:
     # -- hooks of layers -------------------------------------------------------------------------------------------
 
     def _before_forward(self, number: int, _module: nn.Module, _args: Any) -> None:
-        if self._predictor is None:
+        if self.predictor is None:
             # Recomputation by activation checkpointing.
             self._enter(number, -1 if _in_backward() else 1)
 
@@ -285,15 +284,15 @@ class HostExperts:
 
         Args:
             single: whether this is the choice of one token."""
-        assert self._predictor is not None
+        assert self.predictor is not None
         layer, trains = self._layers[number], torch.is_grad_enabled()
-        layer.few = [expert for expert, count in counts.items() if count <= self.few] if trains else []
-        wanted = [expert for expert in counts if expert not in layer.few]
+        stay = () if self.stays is None else self.stays(number, counts)
+        wanted = [expert for expert in counts if expert not in stay]
         with torch.no_grad():
             if _in_backward():  # activation checkpointing
                 self._enter(number, -1, wanted)
                 return
-            self._predictor.saw(number, counts)
+            self.predictor.saw(number, counts)
             if single:
                 kept, foretold = self._cache.held(number), layer.foretold if layer.here else set()
                 self.hits.chosen += len(counts)
@@ -305,14 +304,10 @@ class HostExperts:
             layer.wanted = None if whole else wanted
             self._fetch(number, layer.wanted, keep=not most)
             self._wait_for(number)
-            if number + 1 < len(self._layers) and (likely := self._predictor.likely(number, counts)):
+            if number + 1 < len(self._layers) and (likely := self.predictor.likely(number, counts)):
                 following = self._layers[number + 1]
                 following.foretold = set(likely) - self._cache.held(number + 1)
                 self._fetch(number + 1, likely, keep=True)
-
-    def few_of(self, number: int) -> list[int]:
-        """The experts of a layer that the CPU computes in the current forward."""
-        return self._layers[number].few
 
     def host_values(self, number: int, expert: int) -> list[torch.Tensor]:
         """An expert's parameters in host memory."""
@@ -340,8 +335,8 @@ class HostExperts:
 
     def begin(self) -> None:
         """Called when new sequences begin."""
-        if self._predictor is not None:
-            self._predictor.begin()
+        if self.predictor is not None:
+            self.predictor.begin()
 
     def _leave_others(self, number: int, following: int) -> None:
         for other, layer in enumerate(self._layers):
@@ -414,7 +409,7 @@ class HostExperts:
         # First those that are in the cache: others may get their places.
         for row in held.intersection(rows):
             self._copy(self._cache.find(number, row), layer, row)
-        priority = None if self._predictor is None else self._predictor.priority()
+        priority = None if self.predictor is None else self.predictor.priority()
         for row in [row for row in rows if row not in held]:
             cached = None
             if keep and self._cache.slots:

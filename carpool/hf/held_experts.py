@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.experts import Experts, ExpertWeights
 from carpool.experts.host_experts import HostExperts, storage_key
-from carpool.experts.on_host import FewOnHost
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
-from carpool.hf.seam.experts_module import base_of, weight_names
+from carpool.hf.seam.experts_module import base_of
 from carpool.memory.next_experts import Predictor
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
@@ -25,7 +23,6 @@ def keep_experts_in_host_memory(
     model: nn.Module,
     device: torch.device | None = None,
     predictor: Callable[[int, int], Predictor] | None = None,
-    few: int = 0,
     **options: Any,
 ) -> HostExperts:
     """Move the experts of a model to host memory; its layers bring them in when it is their turn. Called once
@@ -33,24 +30,12 @@ def keep_experts_in_host_memory(
     are.
 
     Raises:
-        ValueError: FSDP shards or casts them, which moves them by itself; or with `few` experts that are not grouped,
-            or tokens that arrive in parts.
+        ValueError: FSDP shards or casts them, which moves them by itself.
     """
     layers, kept, by_fsdp = required_rides(model), replicated(model), fsdp.modules_of(model)
     for name, own in layers.items():
         if base_of(own.experts):
             raise ValueError(f"{name}: experts that are quantised (adapter.base_dtype) stay on their device")
-        if few and getattr(own.compute, "name", None) not in FewOnHost.beside:
-            raise ValueError(
-                f"{name}: the CPU computes experts beside {' or '.join(FewOnHost.beside)} ones (moe.experts), so "
-                "memory.cpu_expert_tokens cannot be used"
-            )
-        in_parts = own.transport is not None and own.transport.rides_in_parts
-        if few and not own.schedule.kind.whole and in_parts:
-            raise ValueError(
-                f"{name}: the CPU computes experts once all rows have come, and the rows of moe.schedule = "
-                f"{own.schedule.name!r} come in parts: choose another schedule, or memory.cpu_expert_tokens=0"
-            )
         sharded = kept is None and any(isinstance(parameter, DTensor) for parameter in own.experts.parameters())
         if sharded or id(own.experts) in by_fsdp:
             raise ValueError(
@@ -60,12 +45,10 @@ def keep_experts_in_host_memory(
             )
     shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
     modules = [own.experts for own in layers.values()]
-    away = HostExperts(model, modules, shards, device, predictor, few=few, **options)
+    away = HostExperts(model, modules, shards, device, predictor, **options)
     for number, own in enumerate(layers.values()):
         if predictor is not None:
             own.on_choice = partial(_tell, away, own, number)
-        if few:
-            own.set_experts_beside(partial(_with_few, away, own, number))
     return away
 
 
@@ -79,15 +62,3 @@ def _tell(away: HostExperts, own: ExpertRides, number: int, expert_TK: torch.Ten
     mine = [tokens[expert] for expert in own.layout.homes[own.rank]]
     counts = {row: count for row, count in enumerate(mine) if count}
     away.choose(number, counts, single=own.group is None and len(expert_TK) == 1)
-
-
-def _with_few(away: HostExperts, own: ExpertRides, number: int, experts: Experts) -> FewOnHost:
-    assert own.function is not None
-    names = [name for name, _ in own.experts.named_parameters()]
-    places = [None if name is None else names.index(name) for name in weight_names(own.experts)]
-
-    def host(expert: int) -> ExpertWeights:
-        values = away.host_values(number, expert)
-        return ExpertWeights.of(None if place is None else values[place] for place in places)
-
-    return FewOnHost(experts, own.function, partial(away.few_of, number), host)

@@ -77,6 +77,7 @@ class LayerCore:
         merger: merges similar tokens before the dispatch, LOSSY; None: none. From the codecs of the options.
         drops: drops choices between router and ride, LOSSY; None: none.
         dropped: the number of dropped choices since `reset_counts`: a scalar on the device; None before the first.
+        whole_rides: whether what `set_experts_beside` wraps needs all tokens that arrive at once.
         projections: of hidden states before dispatch, and of MoE outputs after combine; None: none. Transport and
             experts then have hidden states of the size in between.
         hooks: callbacks of the backwards of rides.
@@ -118,6 +119,7 @@ class LayerCore:
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
         self.on_choice: Callable[[torch.Tensor], None] | None = None
+        self.whole_rides = False
         self._beside: Callable[[Experts], Experts] | None = None
         self._computed_by: Experts | None = None
         self._waiting = WaitingRides()
@@ -180,7 +182,7 @@ class LayerCore:
             raise ValueError(f"{self.name} runs its own forward: experts={name!r} cannot replace it")
 
     def set_experts_beside(self, beside: Callable[[Experts], Experts]) -> None:
-        """Wrap the experts of further rides by `beside` (`carpool.experts.on_host`)."""
+        """Wrap the experts of further rides by `beside`, which may compute some of them elsewhere."""
         self._beside, self._setup = beside, None
 
     def set_limit(self, options: LimitOptions | None) -> list[str]:

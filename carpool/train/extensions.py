@@ -33,6 +33,7 @@ use, they are called in this order, on all ranks alike:
     device_bytes          for the estimate of memory
     prepare_layers        the model is there, layers have no transport and no buffers yet
     prepare_run           layers, objective and optimizer are there, no step is captured as a graph yet
+    describe              what a run prints before its first step
     before_step, after_step
 
 One object gets the calls from `prepare_layers` on, so that it may remember what it made. Those before it are made to
@@ -107,6 +108,10 @@ class Extension:
     def prepare_run(self, plan: Plan, built: Built) -> None:
         """Change what was built, such as the objective. A reason in `built.no_graphs` keeps steps out of CUDA graphs;
         all ranks must give the same."""
+
+    def describe(self) -> str:
+        """The line that a run prints about it; "": none."""
+        return ""
 
     def before_step(self, run: Run) -> None:
         """Called before the batches of a step are read."""

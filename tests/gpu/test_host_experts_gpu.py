@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
 from carpool.serve.serve_memory import ExpertTier
 from carpool.serve.served_model import find_source, open_model
+from carpool_systems.cpu_experts import compute_few_on_cpu
 from carpool_systems.predictors import Popularity
 from tests.serve.checkpoints import save
 
@@ -106,8 +106,8 @@ def test_experts_that_come_when_they_are_chosen(frozen: bool, few: int) -> None:
             force_choices(model, dict(zip(rides(model), choices, strict=True)), 32)
         away = None
         if how != "device":
-            loading = {"predictor": partial(Popularity, few=few), "few": few} if how == "popular" else {}
-            away = keep_experts_in_host_memory(model, **loading)
+            away = keep_experts_in_host_memory(model, predictor=Popularity if how == "popular" else None)
+            compute_few_on_cpu(model, away, few if how == "popular" else 0)
         for step in range(3):
             model.zero_grad()
             ids = torch.randint(0, 512, (1, 48), generator=torch.Generator().manual_seed(step)).cuda()

@@ -20,8 +20,8 @@ from carpool.activations import Arena, HiddenStates
 from carpool.experts import Activation, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts import pairs as sides
 from carpool.experts.base import ActivationFunction
-from carpool.experts.on_host import FewOnHost
 from carpool.experts.pairs import Pairs, sort_pairs
+from carpool_systems.few_on_host import FewOnHost
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":

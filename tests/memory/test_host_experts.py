@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +22,7 @@ from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
 from carpool.ride.schedule import Schedule
+from carpool_systems.cpu_experts import compute_few_on_cpu
 from carpool_systems.predictors import ActivationMatrices, Popularity
 
 LAYERS = 4
@@ -316,8 +316,8 @@ def test_the_cpu_computes_experts_with_few_tokens(monkeypatch: pytest.MonkeyPatc
             own.experts.requires_grad_(not frozen)
         away = None
         if few is not None:
-            away = keep_experts_in_host_memory(model, predictor=partial(Popularity, few=few), few=few)
-            came.append(away)
+            away = keep_experts_in_host_memory(model, predictor=Popularity)
+            came.append((away, compute_few_on_cpu(model, away, few)))
         loss = loss_of(model, 0)
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -328,8 +328,9 @@ def test_the_cpu_computes_experts_with_few_tokens(monkeypatch: pytest.MonkeyPatc
         assert (ours[name] - value).float().norm() <= 0.02 * value.float().norm()
     assert any(not torch.equal(ours[name], value) for name, value in right.items())
     # What the CPU computes does not come, unless it is trained: then its update is on the device.
-    chosen = sum(sum(map(bool, layer.few)) for layer in came[1]._layers)
-    assert chosen > 0 and (came[1].bytes_in < came[0].bytes_in if frozen else came[1].bytes_in <= came[0].bytes_in)
+    (whole, nobody), (less, stays), _ = came
+    assert nobody is None and stays is not None and any(stays.of.values())
+    assert less.bytes_in < whole.bytes_in if frozen else less.bytes_in <= whole.bytes_in
 
 
 def test_the_cpu_takes_no_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +338,9 @@ def test_the_cpu_takes_no_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     for own in rides(model).values():
         own.set_schedule(Schedule("tiles", 2))
         monkeypatch.setattr(own, "transport", mock.Mock(rides_in_parts=True))
-    with pytest.raises(ValueError, match=r"rows of moe.schedule = 'tiles' come in parts"):
-        keep_experts_in_host_memory(model, predictor=Popularity, few=1)
+    away = keep_experts_in_host_memory(model, predictor=Popularity)
+    with pytest.raises(ValueError, match=r"those of moe.schedule = 'tiles' arrive in parts"):
+        compute_few_on_cpu(model, away, 1)
 
 
 def test_popular_experts_are_those_of_the_last_batches() -> None:

@@ -189,7 +189,7 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
         (["memory.moe_outputs=recompute"], "memory.layer_activations=recompute"),
         (["memory.expert_loading=popular"], "memory.experts=host or disk"),
         (
-            ["memory.experts=host", "memory.cpu_expert_tokens=3", *UPDATED],
+            ["memory.experts=host", "cpu_experts.max_tokens=3", *UPDATED],
             "memory.experts=host and memory.expert_loading=popular",
         ),
         (

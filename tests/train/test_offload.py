@@ -16,8 +16,8 @@ from carpool.optim import in_backward as consumed
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.decisions.chosen import Decisions
-from carpool.train.build.measured_choices import COUNTS, choose_few_tokens, measured_times, most_tokens
 from carpool.train.config import load_config
+from carpool_systems.cpu_experts import COUNTS, choose_few_tokens, measured_times, most_tokens
 from tests.memory.test_host_experts import model_of
 from tests.ranks import Ranks
 from tests.train import test_loop
@@ -184,15 +184,15 @@ def test_stages_take_frozen_experts_from_host_memory(
     ("overrides", "message"),
     [
         (
-            ["experts=host", "expert_loading=popular", "cpu_expert_tokens=-1"],
-            "memory.cpu_expert_tokens = -1 (on the command line): expected a number at least 0 or 'auto'",
+            ["memory.experts=host", "memory.expert_loading=popular", "cpu_experts.max_tokens=-1"],
+            "cpu_experts.max_tokens = -1 (on the command line): expected a number at least 0 or 'auto'",
         ),
-        (["experts=disk", "expert_host_memory=lots"], "expected a size with its unit"),
+        (["memory.experts=disk", "memory.expert_host_memory=lots"], "expected a size with its unit"),
     ],
 )
 def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(None, [f"memory.{one}" for one in overrides])
+        load_config(None, overrides)
 
 
 @pytest.mark.parametrize(

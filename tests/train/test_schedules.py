@@ -76,11 +76,9 @@ def test_tiles_are_no_candidate_where_rows_must_be_whole(monkeypatch: pytest.Mon
     monkeypatch.setattr(schedules, "device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(schedules, "why_not_follow", lambda *_: None)
     monkeypatch.setattr(schedules, "_milliseconds", lambda _, way, *__: 1.0 if way.name == "tiles" else 2.0)
-    layer: Any = mock.Mock(num_ranks=4, options=None)
+    layer: Any = mock.Mock(num_ranks=4, options=None, whole_rides=not in_parts)
     plan: Any = SimpleNamespace(
-        config=SimpleNamespace(
-            moe=MoeSection(schedule="auto"), memory=SimpleNamespace(cpu_expert_tokens=0 if in_parts else 8)
-        ),
+        config=SimpleNamespace(moe=MoeSection(schedule="auto")),
         machine=SimpleNamespace(device=torch.device("cpu")),
         blueprint=SimpleNamespace(top_k=2, row_size=64),
         dtype=torch.bfloat16,

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ from carpool.planner.decisions.chosen import Chosen
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.train.blueprint import meta_model, top_k_of
-from carpool.train.build.measured_choices import choose_few_tokens, choose_kernels, choose_schedule
+from carpool.train.build.measured_choices import choose_kernels, choose_schedule
 from carpool.train.config.fine_tuning import adapter_folder
 from carpool.train.config.schema import Config, MemorySection, TrainingSection
 from carpool.train.config.schema_moe import MoeSection
@@ -371,12 +370,7 @@ def make_offload(
     check_offload_layouts(config, [own.layout for own in layers], halves)
     if memory.experts != "device":
         on_disk = _on_disk(config, layers) if memory.experts == "disk" else {}
-        few = 0
-        if memory.cpu_expert_tokens:
-            assert plan.machine.device is not None
-            wanted, device = memory.cpu_expert_tokens, plan.machine.device
-            few = choose_few_tokens(wanted, layers[0], plan.dtype, device, plan.decisions).answer
-        away = keep_experts_in_host_memory(model, **on_disk, **loading_of(memory, few))
+        away = keep_experts_in_host_memory(model, **on_disk, **loading_of(memory))
     if not plan.candidate.optimizer_in_backward:
         return None, away
     assert optimizer.in_backward
@@ -396,13 +390,12 @@ def _on_disk(config: Config, layers: Sequence[ExpertRides]) -> dict[str, Any]:
     return {"files": StoredExperts(path, blueprint, ordered, first)}
 
 
-def loading_of(memory: MemorySection, few: int) -> dict[str, Any]:
-    """Which experts come, and which stay, as `keep_experts_in_host_memory` takes it. `few`: tokens of an expert that
-    the CPU computes."""
+def loading_of(memory: MemorySection) -> dict[str, Any]:
+    """Which experts come, and which stay, as `keep_experts_in_host_memory` takes it."""
     device, host = memory.experts_bytes
     if memory.expert_loading == "layers":
         return {"host_bytes": host}
-    return {"predictor": partial(PREDICTORS["popular"], few=few), "cache_bytes": device, "host_bytes": host, "few": few}
+    return {"predictor": PREDICTORS["popular"], "cache_bytes": device, "host_bytes": host}
 
 
 def _set_graphs(plan: Plan, built: Built) -> None:

@@ -1,5 +1,5 @@
-"""What a run measures before its first step, on all ranks with their model: the kernels of experts, the schedule of
-layers, and how many tokens an expert in host memory may have for the CPU to compute it.
+"""What a run measures before its first step, on all ranks with their model: the kernels of experts and the schedule of
+layers.
 
     setting                    a run that starts                              a run that is resumed
     moe.expert_kernels
@@ -9,9 +9,6 @@ layers, and how many tokens an expert in host memory may have for the CPU to com
     moe.schedule
         auto                   GPUs: timed; CPU: none, as gloo hides nothing  as recorded in run.json
         any other              that one                                       that one
-    memory.cpu_expert_tokens
-        auto                   timed                                          as recorded in run.json
-        a number               that one                                       that one
 
 Kernels are timed on one rank's share of a batch whose tokens choose their experts uniformly; the mean over ranks
 counts, and a way that any rank cannot use is left out. For example, with 8192 tokens on each of 4 ranks, 64 experts and
@@ -21,10 +18,6 @@ so it wants 2.2 experts on each: measured are 32,768 tokens with 2 experts each.
 Schedules are timed as one layer's ride, forward and backward, of tokens that choose uniformly; the slowest rank's
 median counts. A ride in more chunks must be 2 % faster than one in fewer: what chunks cost the host is only partly seen
 here.
-
-By APTMoE (SC 2024) the CPU computes an expert if t_cpu(tokens) < t_load + t_gpu(tokens), of which all three are
-measured on all ranks at the same time, because they share the CPU and its memory. Both sides grow with the tokens, the
-CPU's faster, so that one number says it all; and a number, not the time of a step, makes a repeated step the same.
 """
 
 from __future__ import annotations
@@ -32,7 +25,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -40,17 +32,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.activations.host_memory import host_zeros
 from carpool.experts import Activation, Choices, ExpertWeights, GroupedExperts, measure_choices
 from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, default_choices
 from carpool.experts.gemm.measure_choices import Measured, pick
-from carpool.experts.reference import expert_rows
 from carpool.hf.seam.expert_rides import ExpertRides, capacities_of_rides
 from carpool.hf.seam.experts_module import weight_names
 from carpool.layout import assign
 from carpool.metrics.counters import LayerStats
-from carpool.metrics.host import synchronize, timed
-from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, fastest
+from carpool.metrics.host import timed
+from carpool.planner.decisions.chosen import Chosen, Kind, fastest
 from carpool.ride.function import ride
 from carpool.ride.schedule import MAX_CHUNKS, SCHEDULES, Schedule, ScheduleKind
 from carpool.routing import Routing
@@ -239,8 +229,6 @@ def choose_schedule(plan: Plan, layers: Sequence[ExpertRides]) -> Chosen[Schedul
     """
     wanted, device, dtype, tokens = plan.config.moe.asked_schedule(), plan.machine.device, plan.dtype, plan.tokens
     top_k, hidden = plan.blueprint.top_k, plan.blueprint.row_size
-    # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
-    on_cpu = bool(plan.config.memory.cpu_expert_tokens)
     assert device is not None
     own = next((own for own in layers if own.compute is not None), None)
     options, transport = layers[0].options, layers[0].transport
@@ -254,7 +242,7 @@ def choose_schedule(plan: Plan, layers: Sequence[ExpertRides]) -> Chosen[Schedul
     def measure(fallback: Chosen[Schedule]) -> Chosen[Schedule]:
         assert own is not None
         times: dict[Schedule, float] = {}
-        for candidates in (candidates_of(own, dtype, device, on_cpu), None):
+        for candidates in (candidates_of(own, dtype, device), None):
             # Forward and backward may differ: once their best common number is known, its neighbours.
             for way in candidates or neighbours(fastest(times)):
                 times[way] = _milliseconds(own, way, tokens, top_k, hidden, dtype, device)
@@ -292,13 +280,12 @@ def decide_schedule(
     return Chosen(Schedule(), shape, "default", reason + note), not reason
 
 
-def candidates_of(own: ExpertRides, dtype: torch.dtype, device: torch.device, on_cpu: bool) -> list[Schedule]:
-    """What "auto" times: what every schedule proposes for this layer that the layer can follow. `on_cpu`: the CPU
-    computes some of the experts."""
+def candidates_of(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> list[Schedule]:
+    """What "auto" times: what every schedule proposes for this layer that the layer can follow."""
     found: list[Schedule] = []
     for kind in SCHEDULES.values():
         proposed = kind.candidates(own.transport)
-        if not proposed or (on_cpu and not kind.whole) or why_not_follow(own, kind, dtype, device):
+        if not proposed or (own.whole_rides and not kind.whole) or why_not_follow(own, kind, dtype, device):
             continue
         try:
             (own.options or TransportOptions()).under(proposed[0])
@@ -359,103 +346,3 @@ def _like(
     shape: Iterable[int] = own.experts.get_parameter(name).shape[1:]
     weight = torch.randn(own.layout.slots_per_rank if slots is None else slots, *shape, dtype=dtype, device=device)
     return weight.mul_(0.02).requires_grad_()
-
-
-COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Different experts, so that none is in the CPU's caches.
-_EXPERTS, _REPEATS = 8, 3
-
-
-FEW_KIND: Kind[int] = Kind(
-    "cpu_expert_tokens", lambda tokens: {"tokens": tokens}, lambda record: int(record["tokens"]), "microseconds"
-)
-
-
-def choose_few_tokens(
-    wanted: int | str, own: ExpertRides, dtype: torch.dtype, device: torch.device, decisions: Decisions
-) -> Chosen[int]:
-    """Choose for all layers, by the experts of one. All ranks together.
-
-    Args:
-        wanted: `memory.cpu_expert_tokens`.
-        dtype: in which experts compute.
-        decisions: of the run."""
-    shapes = [tuple(own.experts.get_parameter(one).shape[1:]) for one in weight_names(own.experts) if one is not None]
-    shape = {
-        "device": device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "experts": [list(one) for one in shapes],
-    }
-
-    def decide(kept: Chosen[int] | None, note: str) -> tuple[Chosen[int], bool]:
-        if wanted != "auto":
-            return Chosen(int(wanted), shape, "given", "asked for"), False
-        if kept is not None:
-            return kept, False
-        if device.type != "cuda":
-            return Chosen(0, shape, "default", f"there is no GPU to which experts would come{note}"), False
-        return Chosen(0, shape, "default", f"to be measured{note}"), True
-
-    def measure(fallback: Chosen[int]) -> Chosen[int]:
-        times = measured_times(own, dtype, device)
-        few = most_tokens(times)
-        cpu, loaded = (", ".join(f"{one[n]:,.0f}" for n in COUNTS) for one in (times["cpu"], times["loaded"]))
-        why = f"measured, in microseconds for {', '.join(map(str, COUNTS))} tokens: CPU {cpu}; loaded {loaded}"
-        return Chosen(few, fallback.shape, "measured", why, times)
-
-    return decisions.choose(FEW_KIND, shape, decide, measure)
-
-
-def most_tokens(times: Mapping[str, Mapping[int, float]]) -> int:
-    """The most tokens up to which the CPU is the faster one; 0: it never is."""
-    few = 0
-    for count in COUNTS:
-        if times["cpu"][count] >= times["loaded"][count]:
-            break
-        few = count
-    return few
-
-
-def measured_times(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> dict[str, dict[int, float]]:
-    """Microseconds of an expert by its tokens, on the mean over ranks: "cpu", with rows that go there and come back,
-    and "loaded", which is copied to the device first."""
-    assert own.function is not None
-    names, function = weight_names(own.experts), own.function
-    hidden = own.experts.get_parameter(names[1]).shape[1 if not function.transposed else 2]
-    shapes = [None if name is None else own.experts.get_parameter(name).shape[1:] for name in names]
-    hosts = [[None if one is None else host_zeros(one, dtype, device) for one in shapes] for _ in range(_EXPERTS)]
-    heres = [None if one is None else torch.empty(one, dtype=dtype, device=device) for one in shapes]
-    seconds = torch.zeros(2, len(COUNTS), dtype=torch.float64, device=device)
-    for place, count in enumerate(COUNTS):
-        rows = torch.zeros(count, hidden, dtype=dtype, device=device)
-
-        def on_cpu(number: int, rows: torch.Tensor = rows) -> None:
-            expert_rows(rows.cpu(), ExpertWeights.of(hosts[number]), function).to(device)
-
-        def loaded(number: int, rows: torch.Tensor = rows) -> None:
-            for host, here in zip(hosts[number], heres, strict=True):
-                if host is not None and here is not None:
-                    here.copy_(host, non_blocking=True)
-            expert_rows(rows, ExpertWeights.of(heres), function)
-
-        for which, compute in enumerate((on_cpu, loaded)):
-            seconds[which, place] = _seconds(compute, device)
-    if dist.is_initialized():
-        dist.all_reduce(seconds)
-        seconds /= dist.get_world_size()
-    cpu, load = (1e6 * seconds).tolist()
-    return {"cpu": dict(zip(COUNTS, cpu, strict=True)), "loaded": dict(zip(COUNTS, load, strict=True))}
-
-
-@torch.no_grad()
-def _seconds(compute: Callable[[int], Any], device: torch.device) -> float:
-    """Of one expert; the best of some rounds over all of them."""
-    best = float("inf")
-    for _ in range(_REPEATS):
-        synchronize(device)
-        began = time.perf_counter()
-        for number in range(_EXPERTS):
-            compute(number)
-        synchronize(device)
-        best = min(best, (time.perf_counter() - began) / _EXPERTS)
-    return best

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Ge
-
 from carpool.train.config.declarations import Excludes, Needs, Was
 from carpool.train.config.schema_base import Section, Size, size_of
 
@@ -100,17 +98,6 @@ class MemorySection(Section):
     """With experts = host or disk. layers: all experts of a layer come ahead. popular: those come ahead that the
     last batches chose, the most popular first, and others when a router chooses them. What nobody chooses does not
     come; but experts that are trained come whole in the backward, for their update."""
-    cpu_expert_tokens: Annotated[
-        Annotated[int, Ge(0)] | Literal["auto"],
-        Was("memory.few_tokens"),
-        Needs(
-            "memory.experts=host and memory.expert_loading=popular",
-            "experts in host memory that need not come: memory.experts=host and memory.expert_loading=popular",
-        ),
-    ] = 0
-    """With experts = host and expert_loading = popular: an expert with at most so many tokens stays in host memory,
-    and the CPU computes it, with the same bits each time, and those of the device to rounding. auto: as many as it
-    takes less time for than loading; measured before the first step, and recorded."""
     expert_device_memory: Annotated[
         Size | None,
         Was("memory.experts_memory"),

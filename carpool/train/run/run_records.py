@@ -20,7 +20,7 @@ from carpool.hf.seam.find_modules import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import environment
 from carpool.train.blueprint import peak_flops
-from carpool.train.build.measured_choices import FEW_KIND, describe_kernels
+from carpool.train.build.measured_choices import describe_kernels
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import Planned, describe, measured_beside
@@ -316,8 +316,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         if config.memory.expert_loading == "popular":
             how = "when they are chosen, popular ones ahead"
         say(f"experts are {where}, and are loaded to the device {how}")
-        if (few := plan.decisions.record().get(FEW_KIND.key)) is not None:
-            say(f"the CPU computes experts with up to {few['tokens']} tokens: {few['why']}")
+    lines.extend(line for extension in built.extensions if (line := extension.describe()))
     if built.layout_source != "contiguous":
         say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {built.layout_source}")
     if run.placement.on:

@@ -10,7 +10,7 @@ faster, because it only has to read the parameters:
                       | the CPU computes its experts            | its outputs are added to the device's
 
 The experts of the CPU are chosen before the computation, by their number of tokens alone
-(`carpool.experts.host_experts`), so that a repeated step has the same choice. A partial output is the device's share,
+(`carpool_systems.cpu_experts`), so that a repeated step has the same choice. A partial output is the device's share,
 rounded, plus the CPU's in float32: equal to a computation on the device up to rounding, and deterministic.
 
 The CPU also computes the backward of frozen experts. Trained experts are on the device for their update; the device
