@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -381,9 +382,20 @@ def test_what_is_measured_beside_adapters_computes_them() -> None:
     assert all(calls[stage]() is not None for stage in STAGES)
 
 
-def test_on_a_cpu_there_is_nothing_to_choose() -> None:
+def test_choices_by_device() -> None:
     cpu = torch.device("cpu")
     assert default_choices(cpu, 16) == Choices()
+    ways = {
+        (7, 5): "library",
+        (8, 6): "square",
+        (8, 9): "square",
+        (9, 0): "flat",
+        (10, 0): "library",
+        (12, 0): "square",
+    }
+    for number, (capability, way) in enumerate(ways.items()):
+        with mock.patch.object(torch.cuda, "get_device_capability", lambda _, found=capability: found):
+            assert default_choices(torch.device("cuda", 100 + number), 4096) == Choices.all(way), capability
     with pytest.raises(ValueError, match="by measurement on a GPU, not on cpu"):
         measure_choices(8, 64, 32, 4, 2, ExpertFunction(make_activation("silu", True)), cpu)
 

@@ -112,6 +112,20 @@ def test_adapters(ranks: tuple[int, int], name: str, transposed: bool, pattern: 
     problem.check(got, 5e-6, all_rows=False)
 
 
+@pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss", "relu2"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_come_without_tensor_maps(name: str, transposed: bool) -> None:
+    """As cards before Hopper read them; sizes are no multiples of a tile's."""
+    problem = ExpertProblem(
+        few_rows("random", 5, 12), 24, 40, ACTIVATIONS[name], True, torch.float32, transposed, (8, 4), False
+    )
+    with tiny_tiles(), ExitStack() as patches:
+        for module in (gemm_tiles, up_kernels, product_kernels, dact_kernels):
+            patches.enter_context(mock.patch.object(module, "has_maps", lambda _: False))
+        got = problem.run(GroupedExperts(problem.function, Choices.all("square")), True, False)
+    problem.check(got, 5e-6, all_rows=False)
+
+
 @pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss"])
 def test_half_precision_is_no_worse_than_pytorchs_operations(name: str) -> None:
     """In float16, for the interpreter does not multiply bf16."""

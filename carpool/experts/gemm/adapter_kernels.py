@@ -29,12 +29,13 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.experts.gemm import gemm_tiles
 from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, Tiling, _load_rows, _place, _share
 from carpool.experts.pair_kernels import programs
 from carpool.kernels.quick import cdiv, power_of_2, quick
 
 COLUMNS = 128
-# The largest rank whose share fits into shared memory beside a product's tiles.
+# The largest rank whose share fits into shared memory beside a product's tiles; `add` takes larger ones piece by piece.
 MOST = 128
 # How deep a step of `inner` is, and pairs of a step of `outer`.
 DEPTH, STEP = 128, 64
@@ -58,15 +59,18 @@ def share_arguments(share: Share | None, unused: torch.Tensor) -> tuple[tuple[to
     if share is None:
         return (unused, unused), {"Q": 0, "BQ": 0, "Q_LAST": False}
     rank = share.inner_PQ.shape[1]
-    return (share.inner_PQ, share.factor.contiguous()), {"Q": rank, "BQ": padded(rank), "Q_LAST": share.q_last}
+    return (share.inner_PQ, share.factor.contiguous()), {
+        "Q": rank,
+        "BQ": min(MOST, padded(rank)),
+        "Q_LAST": share.q_last,
+    }
 
 
 def stages(tiling: Tiling, share: Share | None) -> int:
-    """Of a product: as its tiling says, less what the share takes of shared memory (227 KB on Hopper)."""
+    """Of a product: as its tiling says, less what the share takes of shared memory."""
     if share is None:
         return tiling.stages
-    rank = padded(share.inner_PQ.shape[1])
-    return min(tiling.stages, 4 if rank == 16 else 3 if rank <= 64 else 2)
+    return gemm_tiles.stages_beside(tiling, padded(share.inner_PQ.shape[1]), share.factor.device)
 
 
 def padded(rank: int) -> int:
@@ -146,7 +150,8 @@ def inner(rows: torch.Tensor, factor: torch.Tensor, q_last: bool, tiles_M4: torc
     out_PQ = factor.new_empty(rows.shape[0], rank)
     _inner[programs(out_PQ, TILE_ROWS, rank, 4)](
         rows, factor.contiguous(), out_PQ, tiles_M4, K=width, Q=rank, Q_LAST=q_last, GATHERED=rows.dim() == 1,
-        BM=TILE_ROWS, BQ=padded(rank), BK=min(DEPTH, power_of_2(width)), num_warps=4, num_stages=3,
+        BM=TILE_ROWS, BQ=padded(rank), num_warps=4, num_stages=3,
+        BK=gemm_tiles.depth_that_fits(TILE_ROWS + padded(rank), min(DEPTH, power_of_2(width)), 3, factor.device),
     )  # fmt: skip
     return out_PQ
 
@@ -199,6 +204,7 @@ def outer(
     out = inner_PQ.new_empty(slots, width, rank) if q_last else inner_PQ.new_empty(slots, rank, width)
     _outer[(slots * cdiv(width, COLUMNS),)](
         inner_PQ, rows, out, ranked_S4, N=width, Q=rank, Q_LAST=q_last, GATHERED=rows.dim() == 1, BN=COLUMNS,
-        BQ=padded(rank), STEP=STEP, num_warps=4, num_stages=3,
+        BQ=padded(rank), STEP=gemm_tiles.depth_that_fits(COLUMNS + padded(rank), STEP, 3, out.device), num_warps=4,
+        num_stages=3,
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@
 
 A choice names an implementation for each product: "library", or the tiling of the fused kernel (`gemm_tiles.TILINGS`):
 
-    wide      128 x 256, one program on a multiprocessor
+    wide      128 x 256, one program on a multiprocessor; steps are half as deep where shared memory is small
     flat      the same, and the next tile's loads begin before this tile's results are written; on Hopper dact, dup and
               ddown are divided among warps of their own (dact_hopper_kernels.py, outer_hopper_kernels.py)
     square    128 x 128, two programs on a multiprocessor: one multiplies while the other writes
@@ -83,14 +83,19 @@ STAGES = tuple(field.name for field in fields(Choices))
 @cache
 def default_choices(device: torch.device, pairs_per_slot: int, adapted: bool = False) -> Choices:
     """By the shape alone, as measured on one H100 and one H200 (docs/measurements.md); `measure_choices` knows other
-    shapes better. GPUs other than Hopper get the library's.
+    shapes better. Data centres' Blackwell gets the library's. So do GPUs before Ampere; other GPUs get the square tiles
+    everywhere, for which two programs fit on their multiprocessors: there the library's products are a loop over
+    experts, for which the host waits.
 
     Args:
         pairs_per_slot: how many there are, or could be, on average.
         adapted: experts have adapters, whose share the library's products would leave to a pass of its own.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    if major < 8 or major in (10, 11):
         return Choices()
+    if major != 9:
+        return Choices.all("square")
     if pairs_per_slot < FEW_PAIRS:
         # Matrices then come as fast as memory gives them, and smaller tiles ask for more of them at once.
         if adapted:

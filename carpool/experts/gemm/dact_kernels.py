@@ -1,4 +1,4 @@
-"""The fused product dact, for Hopper: the gradient of a stays in registers.
+"""The fused product dact: the gradient of a stays in registers.
 
     rows of dy, by their addresses  @  down^T   =   dA, of a tile of 128 pairs x 256 columns, float32, not rounded
     dA and h of the tile                        ->  dh,  weight * a,  and the tile's share of <dA, a> for each pair
@@ -37,6 +37,7 @@ from carpool.experts.gemm.gemm_tiles import (
     _share,
     describe,
     grid,
+    has_maps,
     in_out,
     waits,
     waits_for,
@@ -113,6 +114,7 @@ def _dact_tiles(  # type: ignore[no-untyped-def]
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, SHIFT: tl.constexpr, WANTS_SCALED: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr, PIECE: tl.constexpr,
+    MAPS: tl.constexpr,
 ):  # fmt: skip
     """As `_up_tiles`."""
     DTYPE: tl.constexpr = dh.dtype.element_ty
@@ -127,7 +129,7 @@ def _dact_tiles(  # type: ignore[no-untyped-def]
             grad = tl.zeros((BM, BN), tl.float32)
         for k in range(0, H, BK):
             dy = _load_rows(row, k, H, BK, DTYPE)
-            grad = tl.dot(dy, _load_b(weight, expert, n * BN, k, BN, BK, K_FIRST), grad)
+            grad = tl.dot(dy, _load_b(weight, expert, n * BN, k, F, H, BN, BK, K_FIRST, MAPS), grad)
         factor = tl.load(factors + tl.load(order + pair, mask=live, other=0), mask=live, other=0.0)[:, None]
         total = _dact_pieces(
             grad, n * BN, pair, live, factor, h, dh, scaled, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT,
@@ -147,7 +149,7 @@ def _dact(  # type: ignore[no-untyped-def]
     HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_START: tl.constexpr,
     WANTS_SCALED: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr, PIECE: tl.constexpr, AWAITED: tl.constexpr,
-    STRIDE: tl.constexpr, PAD: tl.constexpr, SPIN: tl.constexpr,
+    STRIDE: tl.constexpr, PAD: tl.constexpr, SPIN: tl.constexpr, MAPS: tl.constexpr,
 ):  # fmt: skip
     there = 1
     if HAS_START:
@@ -159,7 +161,7 @@ def _dact(  # type: ignore[no-untyped-def]
         _dact_tiles(
             address, weight, factors, order, h, dh, scaled, partial, tiles, tl.load(tiles) * there, tl.program_id(0),
             pairs, inner, thin, Q, BQ, Q_LAST, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT,
-            WANTS_SCALED, K_FIRST, BM, BN, BK, BAND, FLATTEN, PIECE,
+            WANTS_SCALED, K_FIRST, BM, BN, BK, BAND, FLATTEN, PIECE, MAPS,
         )  # fmt: skip
     else:
         part, before = 0, 0
@@ -170,7 +172,7 @@ def _dact(  # type: ignore[no-untyped-def]
             before += _dact_tiles(
                 address, weight, factors, order, h, dh, scaled, partial, tiles + first * 4, heights * there, mine,
                 pairs, inner, thin, 0, 0, False, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA,
-                SHIFT, WANTS_SCALED, K_FIRST, BM, BN, BK, BAND, FLATTEN, PIECE,
+                SHIFT, WANTS_SCALED, K_FIRST, BM, BN, BK, BAND, FLATTEN, PIECE, MAPS,
             )  # fmt: skip
             part += 1
 
@@ -216,6 +218,6 @@ def down_backward(
         *waits(parts, tiles_M4), *adapter, **of_adapter, H=hidden, F=inner, WIDTH=h.width, **constants(activation),
         HAS_START=h.start is not None, WANTS_SCALED=wants_scaled, K_FIRST=not transposed, BM=TILE_ROWS, BN=bn, BK=bk,
         BAND=BAND, FLATTEN=tiling.flatten and share is None, PIECE=16 if activation.interleaved else 32,
-        **waits_for(parts), num_warps=tiling.warps, num_stages=stages(tiling, share),
+        **waits_for(parts), MAPS=has_maps(dh_PF1.device), num_warps=tiling.warps, num_stages=stages(tiling, share),
     )  # fmt: skip
     return dh_PF1, scaled_PF, share_NP

@@ -66,7 +66,7 @@ OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
 
 if TYPE_CHECKING:
     from carpool.experts.gemm.adapter_kernels import Share
-    from carpool.experts.gemm.gemm_tiles import Parts
+    from carpool.experts.gemm.gemm_tiles import Parts, Tiling
 
 
 class GroupedExperts:
@@ -179,7 +179,7 @@ class GroupedProducts:
         a_SQH, b_SFQ = weights.up_a_SQH, weights.up_b_SFQ
         way = self._fused(self.choices.up, x)
         if way and isinstance(activation, Activation) and (a_SQH is None or _share_fits(a_SQH.shape[1])):
-            from carpool.experts.gemm import gemm_tiles, table_kernels, up_kernels
+            from carpool.experts.gemm import table_kernels, up_kernels
 
             width = weights.up_SFH.shape[2 if function.transposed else 1]
             if not keep:
@@ -196,7 +196,7 @@ class GroupedProducts:
                 share = self._share(self._thin(rows.address_P, a_SQH, turned=True), b_SFQ, turned=True)
             a_PF = up_kernels.up(
                 rows.address_P, self._up(), function.transposed, weights.up_bias_SF, activation,
-                h if keep else None, self._tiles()[0], wants_a, gemm_tiles.TILINGS[way], self._parts(ready), share,
+                h if keep else None, self._tiles()[0], wants_a, self._tiling(way), self._parts(ready), share,
             )  # fmt: skip
             return a_PF, h
         x_PH = gather_rows(x, pairs, self.dtype)
@@ -231,7 +231,7 @@ class GroupedProducts:
         down_a_SQF, down_b_SHQ = weights.down_a_SQF, weights.down_b_SHQ
         way = self._fused(self.choices.dact, dpartial)
         if way and isinstance(activation, Activation) and (down_a_SQF is None or _share_fits(down_a_SQF.shape[1])):
-            from carpool.experts.gemm import dact_kernels, gemm_tiles, table_kernels
+            from carpool.experts.gemm import dact_kernels, table_kernels
 
             rows = table_kernels.row_addresses(dpartial, *self._order)
             share = None
@@ -241,7 +241,7 @@ class GroupedProducts:
                 share = self._share(self._du_down_PQ, down_a_SQF)
             dh_PF1, scaled_PF, share_NP = dact_kernels.down_backward(
                 rows.address_P, self._down(), function.transposed, activation, h, weight_RJ,
-                pairs.order_P, self._tiles()[0], wants_scaled, gemm_tiles.TILINGS[way], self._parts(ready), share,
+                pairs.order_P, self._tiles()[0], wants_scaled, self._tiling(way), self._parts(ready), share,
             )  # fmt: skip
             bias_SH = weights.down_bias_SH
             dy_PH = None if bias_SH is None else self.dy(dpartial)
@@ -353,11 +353,11 @@ class GroupedProducts:
         """A grouped product, and what `_thin` gives of `thin`. The matrices lie as (S, in, out) if `in_first`, else as
         (S, out, in)."""
         if way := self._fused(way):
-            from carpool.experts.gemm import gemm_tiles, product_kernels
+            from carpool.experts.gemm import product_kernels
 
             tiles = self._tiles()
             starts_N = None if part is None else tiles[2]
-            tiling = gemm_tiles.TILINGS[way]
+            tiling = self._tiling(way)
             share = None if thin is None or not _share_fits(thin[0].shape[1]) else self._share(*thin)
             thin = thin if share is None else None
             product_PN = product_kernels.product(
@@ -372,12 +372,12 @@ class GroupedProducts:
 
     def _outer(self, way: str, gathered: HiddenStates, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
         """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
-        from carpool.experts.gemm import gemm_tiles, outer_kernels, table_kernels
+        from carpool.experts.gemm import outer_kernels, table_kernels
 
         rows = table_kernels.row_addresses(gathered, *self._order)
         operands = [(rows.address_P, gathered.width), (values_PN, values_PN.shape[1])]
         (a, m), (b, n) = operands if gathered_first else reversed(operands)
-        tiling = gemm_tiles.TILINGS[way]
+        tiling = self._tiling(way)
         return outer_kernels.outer(a, b, (m, n), self._tiles()[1], self.dtype, tiling)
 
     def _fused(self, way: str, rows: HiddenStates | None = None) -> str:
@@ -399,6 +399,11 @@ class GroupedProducts:
                 self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS
             )
         return self.tiles
+
+    def _tiling(self, way: str) -> Tiling:
+        from carpool.experts.gemm import gemm_tiles
+
+        return gemm_tiles.tiling(way, self.weights.up_SFH.device)
 
     def _parts(self, ready: Ready | None) -> Parts | None:
         if ready is None:
@@ -439,10 +444,10 @@ def _share_fits(rank: int) -> bool:
 
 
 def has_kernels(weights: torch.Tensor) -> bool:
-    """bf16 on a GPU with tensor maps (Hopper and later); in the interpreter, on the CPU, any dtype."""
+    """bf16 on a GPU that multiplies it (Ampere and later); in the interpreter, on the CPU, any dtype."""
     if not weights.is_cuda:
         return sides.on_gpu(weights)
-    return weights.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weights.device)[0] >= 9
+    return weights.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weights.device)[0] >= 8
 
 
 def grouped_mm(x_PI: torch.Tensor, weight_SIO: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""The fused products down and dx, for Hopper: plain grouped products.
+"""The fused products down and dx: plain grouped products.
 
     down   a @ down          (P, F) x (S, H, F)    ->  (P, H)
     dx     dh @ up^T         (P, F1) x (S, F1, H)  ->  (P, H)      rows that `pair_kernels.sum_pairs` adds up
 
-The rows are already in the order of pairs, so both operands are loaded by tensor maps, and the tiles are those of the
-products before and after (`gemm_tiles.py`). Rows past an expert's last belong to other experts or are undefined, and
-their results are not stored:
+The rows are already in the order of pairs, so both operands are loaded by tensor maps (where there are any), and the
+tiles are those of the products before and after (`gemm_tiles.py`). Rows past an expert's last belong to other experts
+or are undefined, and their results are not stored:
 
     tiles of 4 pairs, slot 2 has pairs 3 to 7      tile (slot 2, pair 7) loads rows 7-10 and writes row 7
 
@@ -32,6 +32,7 @@ from carpool.experts.gemm.gemm_tiles import (
     _share,
     describe,
     grid,
+    has_maps,
     in_out,
 )
 from carpool.kernels.quick import quick
@@ -42,7 +43,7 @@ from carpool.kernels.quick import quick
 def _plain(  # type: ignore[no-untyped-def]
     rows, weight, out, tiles, starts, part, inner, factor, K: tl.constexpr, N: tl.constexpr, K_FIRST: tl.constexpr,
     Q: tl.constexpr, BQ: tl.constexpr, Q_LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BAND: tl.constexpr, FLATTEN: tl.constexpr, PARTED: tl.constexpr,
+    BAND: tl.constexpr, FLATTEN: tl.constexpr, PARTED: tl.constexpr, MAPS: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = (N + BN - 1) // BN
     if PARTED:
@@ -59,7 +60,13 @@ def _plain(  # type: ignore[no-untyped-def]
             total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
             # Rows past the expert's last belong to other experts or are undefined; their results are not stored.
-            total = tl.dot(rows.load([first, k]), _load_b(weight, expert, n * BN, k, BN, BK, K_FIRST), total)
+            if MAPS:
+                left = rows.load([first, k])
+            else:
+                step = k + tl.arange(0, BK)
+                mask = live[:, None] & (step < K)[None, :] if K % BK != 0 else live[:, None]
+                left = tl.load(rows + pair.to(tl.int64)[:, None] * K + step[None, :], mask=mask, other=0.0)
+            total = tl.dot(left, _load_b(weight, expert, n * BN, k, N, K, BN, BK, K_FIRST, MAPS), total)
         column = n * BN + tl.arange(0, BN)
         at = pair.to(tl.int64)[:, None] * N + column[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=live[:, None] & (column < N)[None, :])
@@ -93,6 +100,6 @@ def product(
         describe(weight, weight.shape, (1, bk, bn) if k_first else (1, bn, bk)), out_PN, tiles_M4,
         tiles_M4 if starts_N is None else starts_N, part, *adapter, **constants, K=width, N=columns, K_FIRST=k_first,
         BM=TILE_ROWS, BN=bn, BK=bk, BAND=BAND, FLATTEN=tiling.flatten and share is None, PARTED=starts_N is not None,
-        num_warps=tiling.warps, num_stages=stages(tiling, share),
+        MAPS=has_maps(out_PN.device),         num_warps=tiling.warps, num_stages=stages(tiling, share),
     )  # fmt: skip
     return out_PN

@@ -1,4 +1,4 @@
-"""The fused up projection, for Hopper: gathers x by address, multiplies by up, and applies the activation.
+"""The fused up projection: gathers x by address, multiplies by up, and applies the activation.
 
     rows of x, by their addresses  @  up (+ bias)   ->   the saved pre-activation h,  a = act(h)
 
@@ -36,12 +36,14 @@ from carpool.experts.gemm.gemm_tiles import (
     Tiling,
     _halves,
     _load_b,
+    _load_columns,
     _load_rows,
     _of_part,
     _place,
     _share,
     describe,
     grid,
+    has_maps,
     in_out,
     waits,
     waits_for,
@@ -57,7 +59,7 @@ def _up_tiles(  # type: ignore[no-untyped-def]
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr, WANTS_H: tl.constexpr, WANTS_A: tl.constexpr,
     K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    FLATTEN: tl.constexpr, MAPS: tl.constexpr,
 ):  # fmt: skip
     """All tiles of the table, or those of a part; this program's first is `mine`. Returns how many there are."""
     DTYPE: tl.constexpr = a.dtype.element_ty
@@ -69,7 +71,7 @@ def _up_tiles(  # type: ignore[no-untyped-def]
     for tile in tl.range(mine, heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         expert, _, pair, live, n = _place(tiles, tile, heights, COLUMNS, BAND, BM)
         row = tl.load(address + pair, mask=live, other=0)
-        if HALVES and K_FIRST:
+        if HALVES and K_FIRST and MAPS:
             # Two products: one block of both would not go from memory to the tensor cores as it lies.
             if Q:
                 there = n * BC + tl.arange(0, BC)
@@ -83,21 +85,24 @@ def _up_tiles(  # type: ignore[no-untyped-def]
                 gate = tl.dot(x, weight.load([expert, k, 0, n * BC]).reshape(BK, BC), gate)
                 up = tl.dot(x, weight.load([expert, k, 1, n * BC]).reshape(BK, BC), up)
         else:
+            # Of halves, columns of the gate, then as many of up.
+            one = tl.arange(0, BN)
+            there = n * BC + (one % BC if HALVES else one)
+            of_h = there + one // BC * F if HALVES else there
             if Q:
-                # Of halves, columns of the gate, then as many of up.
-                one = tl.arange(0, BN)
-                there = n * BC + (one % BC if HALVES else one)
-                of_h = there + one // BC * F if HALVES else there
                 total = _share(inner, factor, expert, pair, live, of_h, there < C, Q, WIDTH, Q_LAST, BQ)
             else:
                 total = tl.zeros((BM, BN), tl.float32)
             for k in range(0, H, BK):
                 x = _load_rows(row, k, H, BK, DTYPE)
-                if HALVES:
+                if not MAPS:
+                    matrix = _load_columns(weight, expert, of_h, there < C, k, WIDTH, H, BK, K_FIRST)
+                    total = tl.dot(x, matrix, total)
+                elif HALVES:
                     both = weight.load([expert, 0, n * BC, k]).reshape(BN, BK).T
                     total = tl.dot(x, both, total)
                 else:
-                    total = tl.dot(x, _load_b(weight, expert, n * BC, k, BC, BK, K_FIRST), total)
+                    total = tl.dot(x, _load_b(weight, expert, n * BC, k, C, H, BC, BK, K_FIRST, MAPS), total)
             gate = total
             up = total
             if HALVES:
@@ -140,7 +145,7 @@ def _up(  # type: ignore[no-untyped-def]
     HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_START: tl.constexpr, WANTS_H: tl.constexpr, WANTS_A: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr, AWAITED: tl.constexpr,
-    STRIDE: tl.constexpr, PAD: tl.constexpr, SPIN: tl.constexpr,
+    STRIDE: tl.constexpr, PAD: tl.constexpr, SPIN: tl.constexpr, MAPS: tl.constexpr,
 ):  # fmt: skip
     room = 0x7FFFFFFF
     if HAS_START:
@@ -152,7 +157,7 @@ def _up(  # type: ignore[no-untyped-def]
         _up_tiles(
             address, weight, bias, h, room, a, tiles, tl.load(tiles), tl.program_id(0), inner, factor, Q, BQ, Q_LAST, H,
             F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST, BM,
-            BN, BK, BAND, FLATTEN,
+            BN, BK, BAND, FLATTEN, MAPS,
         )  # fmt: skip
     else:
         part, before = 0, 0
@@ -163,7 +168,7 @@ def _up(  # type: ignore[no-untyped-def]
             before += _up_tiles(
                 address, weight, bias, h, room, a, tiles + first * 4, heights, mine, inner, factor, 0, 0, False, H, F,
                 WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST,
-                BM, BN, BK, BAND, FLATTEN,
+                BM, BN, BK, BAND, FLATTEN, MAPS,
             )  # fmt: skip
             part += 1
 
@@ -213,6 +218,7 @@ def up(
         tiles_M4 if start is None else start, a_PF, tiles_M4, *waits(parts, tiles_M4), *adapter, **of_adapter, H=hidden,
         F=inner, WIDTH=width, **constants(activation), HAS_BIAS=bias_SF is not None, HAS_START=start is not None,
         WANTS_H=h is not None, WANTS_A=wants_a, K_FIRST=transposed, BM=TILE_ROWS, BN=columns, BK=bk, BAND=BAND,
-        FLATTEN=flatten, **waits_for(parts), num_warps=tiling.warps, num_stages=stages(tiling, share),
+        FLATTEN=flatten, **waits_for(parts), MAPS=has_maps(a_PF.device), num_warps=tiling.warps,
+        num_stages=stages(tiling, share),
     )  # fmt: skip
     return a_PF
