@@ -9,13 +9,15 @@ Both models have the same random weights, and both are peft models of the same c
 backward and AdamW of the adapters. peft's own forward adds b a to all weights of a layer's experts; Carpool multiplies
 rows by a, then by b (`carpool.experts.gemm.adapter_kernels`). nf4 and int8 are Carpool on experts in 4 and 8 bits
 (`carpool.experts.quantised`). "captured" is Carpool with forward and backward in one CUDA graph, as `carpool train`
-runs steps, "compiled" the same with compiled layers (training.torch_compile); all others are eager. The contenders take
-turns.
+runs steps, "compiled" the same with compiled layers (training.torch_compile); all others are eager. Carpool's loss,
+attention and AdamW are those of `carpool train` (`HeadLoss`, `fastest_attention`, one pass over memory); peft's are the
+model's own and PyTorch's fused AdamW. The contenders take turns.
 
     ms         median of a step
     tokens/s   of the layers that were built, embedding and output layer included
     GiB        peak of a step, beyond the models and the optimizers' state
     model      GiB of the model and its adapters
+    reserved   GiB that PyTorch has taken from the device so far, for all contenders
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns
 from carpool.hf import compile_layers, install, quantise_experts
 from carpool.hf.build_model import build_model
-from carpool.hf.documents import unpacked
+from carpool.hf.documents import fastest_attention, unpacked
+from carpool.hf.loss_head import HeadLoss, next_tokens
 from carpool.kernels.capture import capturing
+from carpool.optim import AdamW
 from carpool.train.blueprint import model_config
 
 # Before a capture, in which nothing may be compiled or made for the first time.
@@ -68,7 +72,12 @@ class Trained:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.parameters = sum(parameter.numel() for parameter in trained)
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
+        self.head: HeadLoss | None = None
+        self.optimizer: torch.optim.Optimizer
+        if name == "peft":
+            self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        else:
+            self.optimizer, self.head = AdamW(trained, lr=1e-4), HeadLoss(model)
         if name == "compiled":
             compile_layers(model)
         self.device, self.graph, self.eager_steps = device, None, EAGER_STEPS if name in CAPTURED else -1
@@ -93,8 +102,13 @@ class Trained:
     def _gradients(self, ids: torch.Tensor) -> torch.Tensor:
         # Nobody looks for the seams of packed documents: that would wait for the device.
         with unpacked():
-            loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
+            if self.head is None:
+                loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+                loss.backward()
+            else:
+                with fastest_attention(self.device):
+                    loss = self.head(ids, next_tokens(ids))[0] / (ids.shape[1] - 1)
+                    loss.backward()
         return loss.detach()
 
     def _capture(self, ids: torch.Tensor) -> None:
@@ -149,6 +163,7 @@ def main() -> None:
             "tokens_per_second": 1e3 * args.tokens / statistics.median(ms for ms, _, _ in steps),
             "peak_gib": max(peak for _, peak, _ in steps),
             "model_gib": models[name].gib,
+            "reserved_gib": torch.cuda.memory_reserved() / 2**30 if device.type == "cuda" else float("nan"),
             "loss": steps[-1][2],
             "trained": models[name].parameters,
         }
@@ -157,12 +172,12 @@ def main() -> None:
     rows = [
         [
             str(r["contender"]),
-            *(f"{r[key]:,.4g}" for key in ("ms", "tokens_per_second", "peak_gib", "model_gib", "loss")),
+            *(f"{r[key]:,.4g}" for key in ("ms", "tokens_per_second", "peak_gib", "model_gib", "reserved_gib", "loss")),
         ]
         for r in results
     ]
     title = f"LoRA of rank {args.rank}, {args.layers} layers of {args.model}, {args.tokens:,} tokens"
-    show(title, ["", "ms", "tokens/s", "GiB", "model", "loss"], rows)
+    show(title, ["", "ms", "tokens/s", "GiB", "model", "reserved", "loss"], rows)
     write_results(args, device, results=results)
 
 
