@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from carpool.hf.expert_adapters import full, is_expert_adapter, take_over
+from carpool.hf.linear_adapters import multiply_in_16_bits
 from carpool.hf.seam.experts_module import base_of
 from carpool.hf.seam.refusals import known_to_fsdp
 from carpool.hf.sharding import non_expert_mesh, replaced
@@ -98,6 +99,7 @@ def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, 
             model._hf_peft_config_loaded = False
         raise
     take_over(model, adapter_name)
+    multiply_in_16_bits(model, adapter_name)
     if not sharded:
         return
     if hasattr(model, "_carpool_adapters"):  # the hook of an earlier adapter

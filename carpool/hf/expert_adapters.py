@@ -61,7 +61,8 @@ class ExpertAdapters:
     def factors(self) -> Factors:
         """Of the adapters that are active now, with their scaling; the ranks of several add up."""
         up, down = weight_names(self.own.experts)[:2]
-        return *_factors(self.wrappers.get(up)), *_factors(self.wrappers.get(down))
+        dtype = getattr(self.own.experts, up).dtype
+        return *_factors(self.wrappers.get(up), dtype), *_factors(self.wrappers.get(down), dtype)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All of them; each has a row for each expert."""
@@ -141,11 +142,12 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _factors(wrapper: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if wrapper is None or not (active := _active(wrapper)):
+def _factors(wrapper: Any, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """a and b, with the scaling, in the dtype that they are multiplied in: cast and scaled in one pass if compiled."""
+    if wrapper is None or not (active := active_names(wrapper)):
         return None, None
-    a = [_local(wrapper.lora_A[name].weight) for name in active]
-    b = [_local(wrapper.lora_B[name].weight) * wrapper.scaling[name] for name in active]
+    a = [_local(wrapper.lora_A[name].weight).to(dtype) for name in active]
+    b = [(_local(wrapper.lora_B[name].weight) * wrapper.scaling[name]).to(dtype) for name in active]
     a_SQI, b_SOQ = (a[0], b[0]) if len(active) == 1 else (torch.cat(a, 1), torch.cat(b, 2))
     if a_SQI.is_cuda and (missing := -a_SQI.shape[1] % 8):
         # Grouped products want rows of a multiple of 16 bytes.
@@ -153,7 +155,7 @@ def _factors(wrapper: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return a_SQI, b_SOQ
 
 
-def _active(wrapper: Any) -> list[str]:
+def active_names(wrapper: Any) -> list[str]:
     """Names of the adapters that add something now."""
     if wrapper.disable_adapters or wrapper.merged:
         return []
@@ -182,7 +184,7 @@ def _added(wrapper: Any) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         module, name = wrapper.get_base_layer(), wrapper.parameter_name
-        deltas = [wrapper.get_delta_weight(adapter) for adapter in _active(wrapper)]
+        deltas = [wrapper.get_delta_weight(adapter) for adapter in active_names(wrapper)]
         if not deltas:
             return wrapper.base_layer(*args, **kwargs)
         # Found before the module's parameter of that name.
