@@ -123,12 +123,12 @@ def test_sizes_of_a_real_layer(skewed: bool, way: str) -> None:
     check(problem, 3e-2, choices=Choices.all(way))
 
 
-@pytest.mark.parametrize("way", ["library", "flat"])
+@pytest.mark.parametrize(("way", "transposed"), [("library", False), ("flat", True), ("flat", False), ("wide", False)])
 @pytest.mark.parametrize("ranks", [(16, 16), (8, 0), (0, 64)])
-def test_adapters_of_frozen_experts(ranks: tuple[int, int], way: str) -> None:
+def test_adapters_of_frozen_experts(ranks: tuple[int, int], way: str, transposed: bool) -> None:
     for sizes, activation in (((256, 136), "SwiGLU"), ((64, 40), "gelu")):
         problem = ExpertProblem(
-            routed(2000, 4, 7), *sizes, ACTIVATIONS[activation], True, torch.bfloat16, way == "flat", ranks, True
+            routed(2000, 4, 7), *sizes, ACTIVATIONS[activation], True, torch.bfloat16, transposed, ranks, True
         )
         check(problem, 3e-2, choices=Choices.all(way))
 

@@ -15,7 +15,9 @@ Qwen3-30B-A3B; 134 MB with 4,096 tokens), read or written, by counting:
     frozen experts without adapters                                  10
     adapters with copies of x and dy, shares added to products,
     and the activation and its backward by themselves                29
-    as it is here                                                    18, of which 7 read x and dy where they lie
+    as it is here                                                    17, of which 6 read x and dy where they lie
+
+u of both adapters is kept from the forward: 2 Q numbers for each pair, where h has 2 F.
 
 Programs walk the tiles of pairs that there are, so rows past the count cost nothing. Sums are in float32 and are
 rounded once.
@@ -38,7 +40,9 @@ COLUMNS = 128
 # The largest rank whose share fits into shared memory beside a product's tiles; `add` takes larger ones piece by piece.
 MOST = 128
 # How deep a step of `inner` is, and pairs of a step of `outer`.
-DEPTH, STEP = 128, 64
+DEPTH, STEP = 128, 32
+# Programs that share a tile of pairs in `inner`.
+SPLIT = 2
 
 
 class Share(NamedTuple):
@@ -113,13 +117,16 @@ def add(out_PN: torch.Tensor, share: Share, tiles_M4: torch.Tensor) -> None:
 @triton.jit
 def _inner(  # type: ignore[no-untyped-def]
     rows, factor, out, tiles, K: tl.constexpr, Q: tl.constexpr, Q_LAST: tl.constexpr, GATHERED: tl.constexpr,
-    BM: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
     heights = tl.load(tiles)
     q = tl.arange(0, BQ)
-    for tile in range(tl.program_id(0), heights, tl.num_programs(0)):
-        expert, _, pair, live, _ = _place(tiles, tile, heights, 1, 1, BM)
+    for part in range(tl.program_id(0), heights * SPLIT, tl.num_programs(0)):
+        entry = tiles + (1 + part // SPLIT) * 4
+        expert = tl.load(entry)
+        pair = tl.load(entry + 1) + part % SPLIT * BM + tl.arange(0, BM)
+        live = pair < tl.load(entry + 2)
         matrix = factor + expert.to(tl.int64) * (Q * K)
         total = tl.zeros((BM, BQ), tl.float32)
         if GATHERED:
@@ -148,10 +155,12 @@ def inner(rows: torch.Tensor, factor: torch.Tensor, q_last: bool, tiles_M4: torc
     """
     width, rank = factor.shape[1:] if q_last else factor.shape[:0:-1]
     out_PQ = factor.new_empty(rows.shape[0], rank)
-    _inner[programs(out_PQ, TILE_ROWS, rank, 4)](
+    _inner[programs(out_PQ, TILE_ROWS // SPLIT, rank, 4 * SPLIT)](
         rows, factor.contiguous(), out_PQ, tiles_M4, K=width, Q=rank, Q_LAST=q_last, GATHERED=rows.dim() == 1,
-        BM=TILE_ROWS, BQ=padded(rank), num_warps=4, num_stages=3,
-        BK=gemm_tiles.depth_that_fits(TILE_ROWS + padded(rank), min(DEPTH, power_of_2(width)), 3, factor.device),
+        BM=TILE_ROWS // SPLIT, BQ=padded(rank), SPLIT=SPLIT, num_warps=4, num_stages=3,
+        BK=gemm_tiles.depth_that_fits(
+            TILE_ROWS // SPLIT + padded(rank), min(DEPTH, power_of_2(width)), 3, factor.device
+        ),
     )  # fmt: skip
     return out_PQ
 
@@ -159,8 +168,8 @@ def inner(rows: torch.Tensor, factor: torch.Tensor, q_last: bool, tiles_M4: torc
 @quick
 @triton.jit
 def _outer(  # type: ignore[no-untyped-def]
-    inner, rows, out, ranked, N: tl.constexpr, Q: tl.constexpr, Q_LAST: tl.constexpr, GATHERED: tl.constexpr,
-    BN: tl.constexpr, BQ: tl.constexpr, STEP: tl.constexpr,
+    inner, rows, weights, order, out, ranked, N: tl.constexpr, Q: tl.constexpr, Q_LAST: tl.constexpr,
+    GATHERED: tl.constexpr, WEIGHTED: tl.constexpr, BN: tl.constexpr, BQ: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
     COLUMNS: tl.constexpr = (N + BN - 1) // BN
@@ -175,6 +184,9 @@ def _outer(  # type: ignore[no-untyped-def]
         place = pair.to(tl.int64)[:, None]
         # Masked on both sides: what follows the slot's last pair may be NaN, and 0 * NaN is NaN.
         u = tl.load(inner + place * Q + q[None, :], mask=live[:, None] & (q < Q)[None, :], other=0.0)
+        if WEIGHTED:
+            weight = tl.load(weights + tl.load(order + pair, mask=live, other=0), mask=live, other=0.0)
+            u = (u * weight[:, None]).to(DTYPE)
         if GATHERED:
             address = tl.load(rows + pair, mask=live, other=0)
             row = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)[:, None]
@@ -191,7 +203,12 @@ def _outer(  # type: ignore[no-untyped-def]
 
 
 def outer(
-    inner_PQ: torch.Tensor, rows: torch.Tensor, width: int, q_last: bool, ranked_S4: torch.Tensor
+    inner_PQ: torch.Tensor,
+    rows: torch.Tensor,
+    width: int,
+    q_last: bool,
+    ranked_S4: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """(S, N, Q) if `q_last`, else (S, Q, N): for each slot the sum of u^T row over its pairs; zero without pairs.
 
@@ -199,12 +216,14 @@ def outer(
         rows: as in `inner`.
         width: N, of a row.
         ranked_S4: of `table_kernels.tile_table`.
+        weights: of rows' columns, and which of these each pair has (`Pairs.order_P`): u is multiplied by it.
     """
+    of_columns, order_P = weights or (inner_PQ, ranked_S4)
     slots, rank = ranked_S4.shape[0], inner_PQ.shape[1]
     out = inner_PQ.new_empty(slots, width, rank) if q_last else inner_PQ.new_empty(slots, rank, width)
     _outer[(slots * cdiv(width, COLUMNS),)](
-        inner_PQ, rows, out, ranked_S4, N=width, Q=rank, Q_LAST=q_last, GATHERED=rows.dim() == 1, BN=COLUMNS,
-        BQ=padded(rank), STEP=gemm_tiles.depth_that_fits(COLUMNS + padded(rank), STEP, 3, out.device), num_warps=4,
-        num_stages=3,
+        inner_PQ, rows, of_columns, order_P, out, ranked_S4, N=width, Q=rank, Q_LAST=q_last, GATHERED=rows.dim() == 1,
+        WEIGHTED=weights is not None, BN=COLUMNS, BQ=padded(rank), num_warps=4, num_stages=4,
+        STEP=gemm_tiles.depth_that_fits(COLUMNS + padded(rank), STEP, 4, out.device),
     )  # fmt: skip
     return out

@@ -99,6 +99,6 @@ def default_choices(device: torch.device, pairs_per_slot: int, adapted: bool = F
     if pairs_per_slot < FEW_PAIRS:
         # Matrices then come as fast as memory gives them, and smaller tiles ask for more of them at once.
         if adapted:
-            return Choices(up="square", down="square", dact="square", dx="square", dup="flat", ddown="flat")
+            return Choices(up="wide", down="wide", dact="flat", dx="wide", dup="flat", ddown="flat")
         return Choices(up="square", down=LIBRARY, dact="flat", dx=LIBRARY, dup="flat", ddown="flat")
     return Choices.all("flat")

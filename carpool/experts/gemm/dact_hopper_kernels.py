@@ -15,6 +15,8 @@ memory, in bf16, to a group that finishes it while the next tile is multiplied. 
     group 1    [ multiply tile 0     ][give][ multiply tile 1 ...        given[g]: group g's half of dA is there
     finishes                                [ finish tile 0       ][     taken[g]: it has been read
 
+An adapter's share (`adapter_kernels.py`) is one step more, of 64 columns that are zero beyond its rank.
+
 A group none of whose rows are the expert's does not multiply: half of the last tile of many experts. Sums are of 128
 columns, two a group: the assembler refuses one of 256 in a program of sixteen warps. That costs the products a tenth of
 their speed, so the product up, whose epilogue is short, is no faster this way (measured).
@@ -41,6 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
+from carpool.experts.gemm.adapter_kernels import Share
 from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, in_out
 from carpool.experts.gemm.table_kernels import aligned
 from carpool.kernels.device import processors
@@ -67,9 +70,9 @@ def _place(tiles, tile, heights, ACROSS: gl.constexpr, BAND: gl.constexpr):  # t
 
 @gluon.jit
 def _load(  # type: ignore[no-untyped-def]
-    addresses, weight, tiles, heights, a, b, full, empty, K: gl.constexpr, N: gl.constexpr, ACROSS: gl.constexpr,
-    K_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr,
-    STAGES: gl.constexpr,
+    addresses, weight, inner, thin, tiles, heights, a, b, full, empty, K: gl.constexpr, N: gl.constexpr,
+    Q: gl.constexpr, ACROSS: gl.constexpr, K_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Every step of every tile of this program, as room comes free."""
     piece: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -93,6 +96,24 @@ def _load(  # type: ignore[no-untyped-def]
                 load_tile(weight, [expert * N + n * BN, k], ready, block)
             row = gl.multiple_of((address + k * 2).to(gl.pointer_type(gl.bfloat16)), 16)
             load_rows(a.index(stage), row[:, None] + column[None, :], there)
+            async_copy.mbarrier_arrive(ready, increment_count=False)
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        if Q:
+            # One step more. What a block has beyond the expert's Q rows is multiplied by zeros.
+            mbarrier.wait(empty.index(stage), phase)
+            ready = full.index(stage)
+            block = b.index(stage)
+            mbarrier.expect(ready, BK * BN * 2)
+            if K_FIRST:
+                load_tile(thin, [expert * Q, n * BN], ready, block)
+            else:
+                load_tile(thin, [expert * N + n * BN, 0], ready, block)
+            row = gl.multiple_of(inner + pair.to(gl.int64) * Q, 8)
+            mask = (pair < end)[:, None] & (column < Q)[None, :]
+            load_rows(a.index(stage), row[:, None] + column[None, :], mask)
             async_copy.mbarrier_arrive(ready, increment_count=False)
             stage += 1
             if stage == STAGES:
@@ -280,14 +301,15 @@ def _finish(  # type: ignore[no-untyped-def]
 @quick
 @gluon.jit(do_not_specialize=["pairs"])
 def _dact(  # type: ignore[no-untyped-def]
-    address, weight, factors, order, h, start, dh, scaled, partial, tiles, pairs, H: gl.constexpr, F: gl.constexpr,
-    WIDTH: gl.constexpr, NAME: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_LIMIT: gl.constexpr,
-    LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr, HAS_START: gl.constexpr,
-    WANTS_SCALED: gl.constexpr, K_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    BAND: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, LOADING: gl.constexpr, MULTIPLYING: gl.constexpr,
-    FINISHING: gl.constexpr,
+    address, weight, inner, thin, factors, order, h, start, dh, scaled, partial, tiles, pairs, Q: gl.constexpr,
+    H: gl.constexpr, F: gl.constexpr, WIDTH: gl.constexpr, NAME: gl.constexpr, GATED: gl.constexpr,
+    INTERLEAVED: gl.constexpr, HAS_LIMIT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SHIFT: gl.constexpr,
+    HAS_START: gl.constexpr, WANTS_SCALED: gl.constexpr, K_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr, LOADING: gl.constexpr,
+    MULTIPLYING: gl.constexpr, FINISHING: gl.constexpr,
 ):  # fmt: skip
     ACROSS: gl.constexpr = (F + BN - 1) // BN
+    DEPTH: gl.constexpr = H + BK if Q else H
     heights = gl.load(tiles)
     if HAS_START:
         begin = gl.load(start)
@@ -298,13 +320,16 @@ def _dact(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_multiply, (
-                0, tiles, heights, a, b, sums, full, empty, given, taken, H, ACROSS, K_FIRST, BM, BN, BK, BAND, STAGES,
+                0, tiles, heights, a, b, sums, full, empty, given, taken, DEPTH, ACROSS, K_FIRST, BM, BN, BK, BAND,
+                STAGES,
             )),
             (_multiply, (
-                1, tiles, heights, a, b, sums, full, empty, given, taken, H, ACROSS, K_FIRST, BM, BN, BK, BAND, STAGES,
+                1, tiles, heights, a, b, sums, full, empty, given, taken, DEPTH, ACROSS, K_FIRST, BM, BN, BK, BAND,
+                STAGES,
             )),
             (_load, (
-                address, weight, tiles, heights, a, b, full, empty, H, F, ACROSS, K_FIRST, BM, BN, BK, BAND, STAGES,
+                address, weight, inner, thin, tiles, heights, a, b, full, empty, H, F, Q, ACROSS, K_FIRST, BM, BN, BK,
+                BAND, STAGES,
             )),
             (_finish, (
                 tiles, heights, pieces, given, taken, factors, order, h, dh, scaled, partial, pairs, F, WIDTH, NAME,
@@ -315,9 +340,12 @@ def _dact(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def takes(down_weight: torch.Tensor, transposed: bool) -> bool:
-    """Whether this kernel computes the stage with these matrices: bf16, on Hopper, H a multiple of a step."""
+def takes(down_weight: torch.Tensor, transposed: bool, share: Share | None = None) -> bool:
+    """Whether this kernel computes the stage with these matrices: bf16, on Hopper, H a multiple of a step, and an
+    adapter's rank no more than one."""
     _, hidden = in_out(down_weight, transposed)
+    if share is not None and (share.inner_PQ.shape[1] % 8 or share.inner_PQ.shape[1] > DEPTH):
+        return False
     if down_weight.dtype != torch.bfloat16 or not down_weight.is_cuda or hidden % DEPTH:
         return False
     return torch.cuda.get_device_capability(down_weight.device)[0] == 9
@@ -333,6 +361,7 @@ def down_backward(
     order_P: torch.Tensor,
     tiles_M4: torch.Tensor,
     wants_scaled: bool,
+    share: Share | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `dact_kernels.down_backward`, where `takes` says so, of rows that are there."""
     inner, hidden = in_out(down_weight, transposed)
@@ -340,10 +369,15 @@ def down_backward(
     dh_PF1 = down_weight.new_empty(pairs, h.width)
     scaled_PF = down_weight.new_empty(pairs if wants_scaled else 0, inner)
     share_NP = torch.empty(cdiv(inner, COLUMNS), pairs, dtype=torch.float32, device=address_P.device)
+    weight = thin = _describe(down_weight, transposed)
+    rank = 0
+    if share is not None:
+        rank = share.inner_PQ.shape[1]
+        thin = _describe(share.factor.transpose(1, 2).contiguous() if transposed else share.factor, transposed)
     _dact[(processors(dh_PF1.device),)](
-        address_P, _describe(down_weight, transposed), weight_RJ, order_P, h.data,
-        tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, share_NP, tiles_M4, pairs, H=hidden, F=inner,
-        WIDTH=h.width, **constants(activation), HAS_START=h.start is not None, WANTS_SCALED=wants_scaled,
+        address_P, weight, dh_PF1 if share is None else share.inner_PQ, thin, weight_RJ, order_P, h.data,
+        tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, share_NP, tiles_M4, pairs, Q=rank, H=hidden,
+        F=inner, WIDTH=h.width, **constants(activation), HAS_START=h.start is not None, WANTS_SCALED=wants_scaled,
         K_FIRST=not transposed, BM=TILE_ROWS, BN=COLUMNS, BK=DEPTH, BAND=BAND, STAGES=STAGES, PIECE=PIECE,
         LOADING=LOADING_REGISTERS, MULTIPLYING=MULTIPLYING_REGISTERS, FINISHING=FINISHING_REGISTERS, num_warps=4,
     )  # fmt: skip

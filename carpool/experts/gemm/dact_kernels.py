@@ -199,12 +199,12 @@ def down_backward(
         parts, share: as in `up_kernels.up`.
     """
     assert parts is None or share is None
-    if tiling.flatten and parts is None and share is None and down_weight.is_cuda:
+    if tiling.flatten and parts is None and down_weight.is_cuda:
         from carpool.experts.gemm import dact_hopper_kernels
 
-        if dact_hopper_kernels.takes(down_weight, transposed):
+        if dact_hopper_kernels.takes(down_weight, transposed, share):
             return dact_hopper_kernels.down_backward(
-                address_P, down_weight, transposed, activation, h, weight_RJ, order_P, tiles_M4, wants_scaled
+                address_P, down_weight, transposed, activation, h, weight_RJ, order_P, tiles_M4, wants_scaled, share
             )
     inner, hidden = in_out(down_weight, transposed)
     adapter, of_adapter = share_arguments(share, down_weight)

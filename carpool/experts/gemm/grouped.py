@@ -101,7 +101,8 @@ class GroupedExperts:
         a_PF, h = products.up(arrivals.tokens, arena, keep)
         y_PH = products.down(a_PF)
         sum_pairs(y_PH, pairs, partial_RH, not arrivals.tokens.gaps, weight_RJ, weights.down_bias_SH)
-        return weight_RJ, h if keep else None, *(products.tiles or (None, None)), *pairs
+        inner = products.inner if backward else (None, None)
+        return weight_RJ, h if keep else None, *inner, *(products.tiles or (None, None)), *pairs
 
     def backward(
         self,
@@ -112,10 +113,10 @@ class GroupedExperts:
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
-        weight_RJ, h, *tiles = saved[:4]
-        pairs = Pairs._make(saved[4:])
+        weight_RJ, h, inner, tiles = *saved[:2], saved[2:4], saved[4:6]
+        pairs = Pairs._make(saved[6:])
         products = GroupedProducts(
-            self.function, weights, pairs, self.choices, None if tiles[0] is None else tuple(tiles)
+            self.function, weights, pairs, self.choices, None if tiles[0] is None else tiles, inner
         )
 
         if h is None:
@@ -127,7 +128,7 @@ class GroupedExperts:
         if not needs_any:
             return dweight_RJ, None
 
-        of_down = products.down_adapter_gradients(dpartial, scaled_a_PF)
+        of_down = products.down_adapter_gradients(dpartial, scaled_a_PF, weight_RJ)
         ddown = ddown_bias = None
         if needs_dweights:
             ddown = products.ddown(dpartial, scaled_a_PF)
@@ -150,6 +151,10 @@ class GroupedProducts:
         choices: None: by the shape.
         tiles: of an earlier object for the same pairs, to be reused; see `table_kernels.tile_table`, or `part_table`
             for a dispatch in parts, where up, down, dact and dx must be fused.
+        inner: likewise; see the attribute.
+
+    Attributes:
+        inner: rows times the a of up's adapter, and of down's, (P, Q) each; None until `up` and `down` have made them.
     """
 
     def __init__(
@@ -159,8 +164,9 @@ class GroupedProducts:
         pairs: Pairs,
         choices: Choices | None = None,
         tiles: tuple[torch.Tensor, ...] | None = None,
+        inner: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     ) -> None:
-        self.function, self.weights, self.pairs, self.tiles = function, weights, pairs, tiles
+        self.function, self.weights, self.pairs, self.tiles, self.inner = function, weights, pairs, tiles, inner
         pairs_per_slot = pairs.order_P.shape[0] // max(1, weights.up_SFH.shape[0])
         self.choices = choices or default_choices(weights.up_SFH.device, pairs_per_slot, weights.adapted)
         self.dtype = weights.up_SFH.dtype
@@ -193,7 +199,7 @@ class GroupedProducts:
             rows = table_kernels.row_addresses(x, *self._order)
             share = None
             if a_SQH is not None and b_SFQ is not None:
-                share = self._share(self._thin(rows.address_P, a_SQH, turned=True), b_SFQ, turned=True)
+                share = self._share(self._inner_of_up(rows.address_P, a_SQH), b_SFQ, turned=True)
             a_PF = up_kernels.up(
                 rows.address_P, self._up(), function.transposed, weights.up_bias_SF, activation,
                 h if keep else None, self._tiles()[0], wants_a, self._tiling(way), self._parts(ready), share,
@@ -202,14 +208,15 @@ class GroupedProducts:
         x_PH = gather_rows(x, pairs, self.dtype)
         h_PF = grouped_mm(x_PH, self._turned(self._up(), not function.transposed), pairs.offsets_S)
         if a_SQH is not None and b_SFQ is not None:
-            self._add_thin(h_PF, self._thin(x_PH, a_SQH, turned=True), b_SFQ, turned=True)
+            self._add_thin(h_PF, self._inner_of_up(x_PH, a_SQH), b_SFQ, turned=True)
         return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
 
     def down(self, a_PF: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
         """(P, H) = a @ down; of one part's pairs, into `out_PH`."""
         a_SQF, b_SHQ, thin = self.weights.down_a_SQF, self.weights.down_b_SHQ, None
         if a_SQF is not None and b_SHQ is not None:
-            thin = (self._thin(a_PF, a_SQF, turned=True), b_SHQ, True)
+            inner_PQ = self._thin(a_PF, a_SQF, turned=True)
+            self.inner, thin = (self.inner[0], inner_PQ), (inner_PQ, b_SHQ, True)
         return self._product(self.choices.down, a_PF, self._down(), self.function.transposed, part, out_PH, thin)
 
     def dy(self, dpartial: HiddenStates) -> torch.Tensor:
@@ -275,18 +282,30 @@ class GroupedProducts:
             rows = found.address_P
         else:
             rows = gather_rows(x, self.pairs, self.dtype)
-        u_PQ = self._thin(rows, self.weights.up_a_SQH, turned=True)
+        u_PQ = self._inner_of_up(rows, self.weights.up_a_SQH)
         return self._thin_outer(self._du_up_PQ, rows, x.width), self._thin_outer(u_PQ, dh_PF1, turned=True)
 
-    def down_adapter_gradients(self, dpartial: HiddenStates, scaled_a_PF: torch.Tensor) -> OfAdapter:
+    def down_adapter_gradients(
+        self, dpartial: HiddenStates, scaled_a_PF: torch.Tensor, weight_RJ: torch.Tensor | None
+    ) -> OfAdapter:
         """Of down's adapter, in the shapes of a and b, after `dact`; Nones without an adapter."""
         if self.weights.down_a_SQF is None:
             return None, None
         assert self._du_down_PQ is not None
-        u_PQ = self._thin(scaled_a_PF, self.weights.down_a_SQF, turned=True)
+        u_PQ = self.inner[1]
+        if u_PQ is None or not self._kernels_take():
+            u_PQ, weight_RJ = self._thin(scaled_a_PF, self.weights.down_a_SQF, turned=True), None
         dy = self.dy(dpartial) if self._dy_address_P is None else self._dy_address_P
         da = self._thin_outer(self._du_down_PQ, scaled_a_PF)
-        return da, self._thin_outer(u_PQ, dy, dpartial.width, turned=True)
+        return da, self._thin_outer(u_PQ, dy, dpartial.width, turned=True, weight_RJ=weight_RJ)
+
+    def _inner_of_up(self, rows: torch.Tensor, a_SQH: torch.Tensor) -> torch.Tensor:
+        """Rows of x, (P, H) or by their addresses, times the a of up's adapter; once for forward and backward."""
+        inner_PQ = self.inner[0]
+        if inner_PQ is None:
+            inner_PQ = self._thin(rows, a_SQH, turned=True)
+            self.inner = inner_PQ, self.inner[1]
+        return inner_PQ
 
     def _thin(self, rows: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> torch.Tensor:
         """Rows, (P, I) or by their addresses, times an adapter's factor: (S, I, O), or if `turned` (S, O, I)."""
@@ -297,13 +316,20 @@ class GroupedProducts:
         return grouped_mm(rows, factor.transpose(1, 2) if turned else factor, self.pairs.offsets_S)
 
     def _thin_outer(
-        self, inner_PQ: torch.Tensor, rows: torch.Tensor, width: int | None = None, turned: bool = False
+        self,
+        inner_PQ: torch.Tensor,
+        rows: torch.Tensor,
+        width: int | None = None,
+        turned: bool = False,
+        weight_RJ: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """For each slot u^T row over its pairs, (S, Q, width); if `turned`, (S, width, Q)."""
+        """For each slot u^T row over its pairs, (S, Q, width); if `turned`, (S, width, Q). `weight_RJ`: of pairs, by
+        which u is multiplied; only where there are kernels."""
         if self._kernels_take():
             from carpool.experts.gemm import adapter_kernels
 
-            return adapter_kernels.outer(inner_PQ, rows, width or rows.shape[1], turned, self._tiles()[1])
+            weights = None if weight_RJ is None else (weight_RJ, self.pairs.order_P)
+            return adapter_kernels.outer(inner_PQ, rows, width or rows.shape[1], turned, self._tiles()[1], weights)
         pair = (rows, inner_PQ) if turned else (inner_PQ, rows)
         return grouped_outer(*pair, self.pairs.offsets_S)
 
