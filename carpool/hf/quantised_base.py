@@ -210,7 +210,8 @@ class QuantisedBase:
 def share_tied(model: PreTrainedModel) -> None:
     """Give an output layer whose weight is that of a quantised embedding its codes."""
     head, embedding = cast(Any, model.get_output_embeddings()), cast(Any, model.get_input_embeddings())
-    if head is not None and head.weight is embedding.weight and type(head) is nn.Linear and base_of(embedding):
+    # The ends of a model in stages have stand-ins, which have no weight.
+    if type(head) is nn.Linear and base_of(embedding) and head.weight is embedding.weight:
         _attach(head, "weight", base_of(embedding)["weight"], embedding.weight)
         head.__class__ = QuantisedLinear
 
