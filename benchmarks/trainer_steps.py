@@ -3,8 +3,9 @@ all experts, on one GPU.
 
     python -m benchmarks.trainer_steps --layers 8 --tokens 4096 --out trainer.json
     python -m benchmarks.trainer_steps --layers 8 --trainer trl --ways fast
-    python -m benchmarks.trainer_steps --layers 2 --tokens 64 --steps 6 --keys '{"hidden_size": 64, "num_experts": 8,
-        "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}'    # on a CPU
+    python -m benchmarks.trainer_steps --layers 2 --tokens 64 --steps 6 --logging 2 --keys '{"hidden_size": 64,
+        "num_experts": 8, "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16}'                                                                             # on a CPU
 
 Both ways train the same random weights on the same random tokens. A step is the Trainer's own: forward, backward,
 clipping, AdamW, logs. It is timed from one step's end to the next, where the host waits for the device.
@@ -69,11 +70,10 @@ def measure(way: str, args: Any, device: torch.device) -> dict[str, Any]:
     ids = torch.randint(0, config.get_text_config().vocab_size, shape, generator=generator)
     rows = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in ids]
     timer = Timer(cuda)
-    callbacks: list[Any] = [timer, *([] if way == "eager" else [FastSteps(compiled=way == "fast")])]
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = dict(
-            output_dir=folder, max_steps=args.steps, per_device_train_batch_size=1, logging_steps=1, report_to=[],
-            save_strategy="no", disable_tqdm=True, use_cpu=not cuda, bf16=False, learning_rate=1e-4,
+            output_dir=folder, max_steps=args.steps, per_device_train_batch_size=1, logging_steps=args.logging,
+            report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=not cuda, bf16=False, learning_rate=1e-4,
             gradient_accumulation_steps=args.accumulation,
         )  # fmt: skip
         if args.trainer == "trl":
@@ -83,11 +83,13 @@ def measure(way: str, args: Any, device: torch.device) -> dict[str, Any]:
             settings |= {"gradient_checkpointing": False, "max_length": None}
             settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
             trainer: Any = SFTTrainer(
-                adapted, SFTConfig(**settings), train_dataset=Dataset.from_list(rows), callbacks=callbacks,
+                adapted, SFTConfig(**settings), train_dataset=Dataset.from_list(rows), callbacks=[timer],
                 processing_class=_tokenizer(),
             )  # fmt: skip
         else:
-            trainer = Trainer(adapted, TrainingArguments(**settings), train_dataset=_tensors(rows), callbacks=callbacks)
+            trainer = Trainer(adapted, TrainingArguments(**settings), train_dataset=_tensors(rows), callbacks=[timer])
+        if way != "eager":
+            FastSteps.add_to(trainer, compiled=way == "fast")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="in a step, one sequence")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--logging", type=int, default=10, help="steps between lines of the log")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--trainer", choices=("transformers", "trl"), default="transformers")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=("eager", "fast"))

@@ -1,6 +1,7 @@
 """Compiled layers and CUDA graphs in scripts of transformers' Trainer, and of whatever is built on it (TRL).
 
-    trainer = SFTTrainer(model, arguments, train_dataset=data, callbacks=[carpool.hf.FastSteps()])
+    trainer = SFTTrainer(model, arguments, train_dataset=data)
+    carpool.hf.FastSteps.add_to(trainer)
 
 Decoder layers are compiled (`compile_layers`). What is captured is the body of the model, from tokens to the last
 hidden states: one graph for its forward and one for its backward, so that all around it stays the Trainer's, and eager.
@@ -14,6 +15,8 @@ To autograd a replayed forward is one node, whose backward replays the other gra
 makes gradients and others add to them, so with gradient accumulation there are two pairs of graphs. Evaluation, text
 that is generated, and batches of another shape run eagerly. Where nothing can be captured, one line says why, and
 layers stay compiled.
+
+Where the Trainer uses no more than the model's own loss, that is computed in pieces, without all logits (`loss_head`).
 """
 
 from __future__ import annotations
@@ -25,14 +28,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from carpool.hf.decoder_layers import compile_layers, draws_random_numbers, eagerly, recompute_layers
 from carpool.hf.documents import fastest_attention, unpacked
+from carpool.hf.loss_head import HeadLoss, known_change, logit_change, next_tokens, why_whole
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.hf.step_graphs import EAGER_STEPS, StepGraphs, why_model_waits
 from carpool.kernels.capture import Recorder
+from carpool.kernels.cross_entropy import IGNORED
 from carpool.planner.candidate import RANDOM
 
 # Batches of other shapes, one after the other, before the graphs of the first shape are given back.
@@ -61,8 +67,17 @@ class FastSteps(TrainerCallback):
         self.compiled, self.captured, self.backend = compiled, captured, backend
         self.why_not: str | None = None
         self._graphs: BodyGraphs | None = None
-        self._undo: Callable[[], None] | None = None
-        self._says = False
+        self._undo: list[Callable[[], None]] = []
+        self._says = self._in_pieces = False
+
+    @classmethod
+    def add_to(cls, trainer: Trainer, **settings: Any) -> FastSteps:
+        """Add one to a Trainer. `callbacks=[FastSteps()]` works too, but does not know whether somebody uses logits."""
+        callback = cls(**settings)
+        own = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
+        callback._in_pieces = own and trainer.compute_loss_func is None and trainer.label_smoother is None
+        trainer.add_callback(callback)
+        return callback
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **given: Any) -> None:
         model = given["model"]
@@ -82,18 +97,20 @@ class FastSteps(TrainerCallback):
         if self.why_not is None:
             several = args.gradient_accumulation_steps > 1
             self._graphs = BodyGraphs(body, layers, self._known, several, lambda: why_model_waits(base, layers))
-        self._wrap(body)
+        self._replace(body, self._body_forward(body))
+        if self._in_pieces and _has_plain_loss(base):
+            self._replace(base, _forward_in_pieces(base))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._graphs is not None:
             self._graphs.waiting = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._undo is not None:
-            self._undo()
+        for undo in self._undo:
+            undo()
         if self._graphs is not None:
             self._graphs.forget()
-        self._undo = self._graphs = None
+        self._undo, self._graphs = [], None
 
     def _why_not(self, args: TrainingArguments, base: Any, body: nn.Module, again: bool) -> str | None:
         """Why nothing is captured, as far as it is known before the first step; None: it may be."""
@@ -121,8 +138,19 @@ class FastSteps(TrainerCallback):
         if self._says and why_not is not None:
             print(f"FastSteps: no CUDA graphs, because {why_not}", flush=True)
 
-    def _wrap(self, body: nn.Module) -> None:
-        own, before = body.forward, vars(body).get("forward")
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        before = vars(module).get("forward")
+
+        def undo() -> None:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+        module.forward = forward
+        self._undo.append(undo)
+
+    def _body_forward(self, body: nn.Module) -> Callable[..., Any]:
+        own = body.forward
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -134,12 +162,34 @@ class FastSteps(TrainerCallback):
                     return own(*args, **kwargs)
                 return self._graphs.forward(own, kwargs)
 
-        def undo() -> None:
-            del body.forward
-            if before is not None:
-                body.forward = before
+        return forward
 
-        body.forward, self._undo = forward, undo
+
+def _has_plain_loss(base: Any) -> bool:
+    """Whether a model's loss is the cross-entropy of the next token, of an output layer that can compute it."""
+    if base.loss_function is not ForCausalLMLoss or getattr(base.config, "output_router_logits", False):
+        return False
+    return why_whole(base) is None and (logit_change(base) is not None or known_change(base) is None)
+
+
+def _forward_in_pieces(base: Any) -> Callable[..., Any]:
+    """The forward of a model that is asked for a loss, and then has no logits."""
+    own, head = base.forward, HeadLoss(base)
+    head.model = own
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels")
+        if args or labels is None or not (base.training and torch.is_grad_enabled()):
+            return own(*args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if name not in ("labels", "num_items_in_batch")}
+        target_BL = next_tokens(labels)
+        total, out = head(given.pop("input_ids", None), target_BL, **given)
+        number = kwargs.get("num_items_in_batch")
+        loss = total / ((target_BL != IGNORED).sum() if number is None else number)
+        return type(out)(**{**out, "loss": loss, "logits": None})
+
+    return forward
 
 
 def _computed_again(base: nn.Module) -> bool:

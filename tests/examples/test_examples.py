@@ -71,6 +71,15 @@ def test_example_under_torchrun(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_an_example_on_one_device() -> None:
+    pytest.importorskip("trl")
+    text = _run("examples/trl_lora.py")
+    eager, fast = (line.split(",")[0].split("loss", 1)[1] for line in text.splitlines() if " loss " in line)
+    assert eager == fast and "no CUDA graphs, because there is no GPU" in text
+    _check("trl_lora", text)
+
+
+@pytest.mark.slow
 def test_training_from_a_configuration(tmp_path: Path) -> None:
     toml = EXAMPLES / "train_from_config" / "olmoe_tiny.toml"
     assert f"carpool train --config {toml.relative_to(ROOT)}" in toml.read_text()

@@ -22,7 +22,7 @@ KEYS = (
 def test_fast_steps_learn_the_same_sooner(trainer: str, accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(
         model="qwen3-30b-a3b", layers=10, keys=KEYS, tokens=1024, steps=12, rank=16, trainer=trainer,
-        accumulation=accumulation,
+        accumulation=accumulation, logging=1,
     )  # fmt: skip
     eager, captured, fast = (measure(way, args, torch.device("cuda")) for way in ("eager", "captured", "fast"))
     assert "no CUDA graphs" not in capsys.readouterr().out

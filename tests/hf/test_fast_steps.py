@@ -38,7 +38,9 @@ def model_of(adapters: bool = True, **more: Any) -> Any:
     return get_peft_model(model, lora) if adapters else model
 
 
-def trained(path: Path, model: Any, fast: FastSteps | None, data: Rows, **settings: Any) -> tuple[list[Any], Any]:
+def trained(
+    path: Path, model: Any, fast: FastSteps | None, data: Rows, pieces: bool = False, **settings: Any
+) -> tuple[list[Any], Any]:
     """Losses of all kinds in order, and what was trained."""
     arguments = transformers.TrainingArguments(
         output_dir=str(path), per_device_train_batch_size=1, logging_steps=1, save_strategy="no", report_to=[],
@@ -47,6 +49,8 @@ def trained(path: Path, model: Any, fast: FastSteps | None, data: Rows, **settin
     trainer = transformers.Trainer(
         model, arguments, train_dataset=data, eval_dataset=Rows(9, 9), callbacks=[] if fast is None else [fast]
     )
+    if pieces:
+        FastSteps.add_to(trainer, compiled=False)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     kept = ("loss", "eval_loss", "grad_norm")
@@ -99,6 +103,24 @@ def test_the_same_losses(
     # And nothing is left behind.
     base = model.get_base_model() if adapters else model
     assert "forward" not in vars(base.base_model) and "FastSteps" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+    data, more = Rows(*[12] * 8), {"gradient_accumulation_steps": accumulation, "max_steps": 3}
+    want, _ = trained(tmp_path, model_of(False), None, data, **more)
+    seen: list[bool] = []
+    own = fast_steps.HeadLoss.__call__
+    monkeypatch.setattr(fast_steps.HeadLoss, "__call__", lambda *a, **k: seen.append(True) or own(*a, **k))
+    got, _ = trained(tmp_path, model_of(False), None, data, pieces=True, **more)
+    assert all(one == pytest.approx(other, rel=1e-4) for one, other in zip(got, want, strict=True))
+    assert len(seen) == 3 * accumulation
+
+
+def test_a_loss_that_others_see_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_steps, "HeadLoss", None)
+    trained(tmp_path, model_of(False), None, Rows(12, 12), pieces=True, max_steps=1, label_smoothing_factor=0.1)
+    trained(tmp_path, model_of(False, output_router_logits=True), None, Rows(12, 12), pieces=True, max_steps=1)
 
 
 def test_batches_of_other_shapes_are_eager(

@@ -70,7 +70,8 @@ def _by_rule(config: Config, degrees: Degrees, blueprint: Blueprint, machine: Ma
         model = ModelShape.read(blueprint.model.config.to_dict(), attention)
         settings["training"]["torch_compile"] = "off"
         candidate, _ = candidate_of(settings, degrees, model, machine.hardware, per_node)
-        return compiled_by_rule(model, machine.hardware, candidate, per_node, _steps(config, degrees))
+        steps, adapted = _steps(config, degrees), config.adapter.is_used
+        return compiled_by_rule(model, machine.hardware, candidate, per_node, steps, adapted)
     except ValueError as error:
         return False, f"a step cannot be predicted: {error}"
 
