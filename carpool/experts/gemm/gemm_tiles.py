@@ -197,7 +197,7 @@ def tiling(way: str, device: torch.device) -> Tiling:
 
 def stages_beside(tiling: Tiling, rank: int, device: torch.device) -> int:
     """How many steps are in shared memory beside an adapter's share of this rank (padded). Before Hopper, and on
-    consumers' cards after it, tensor cores take the share from registers, and it leaves its room before the steps."""
+    consumers' cards after it, tensor cores take the share from registers, and it frees its memory before the steps."""
     if shared_memory(device) < HOPPER:
         return tiling.stages
     return min(tiling.stages, 4 if rank == 16 else 3 if rank <= 64 else 2)
