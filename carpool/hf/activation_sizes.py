@@ -57,12 +57,13 @@ def measure_activations(
     expert_adapters: bool = False,
     documents: bool = False,
     cut: Cut | None = None,
+    adapter_dtype: torch.dtype = torch.float32,
 ) -> Activations:
     """Run a forward of a model, which is on the meta device and is not changed, on fake tensors.
 
     Args:
         batch, length: sequences of a micro-batch and their tokens.
-        dtype: of the parameters that compute; adapters of peft are in float32.
+        dtype: of the parameters that compute; adapter_dtype: of adapters of peft.
         autocast: the dtype of `torch.autocast`, if it is used.
         expert_adapters: experts have adapters, which this model lacks: what they return needs a gradient.
         documents: sequences are packed documents, which a mask keeps apart.
@@ -72,7 +73,7 @@ def measure_activations(
     adapters = [name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" in name]
     model.to(dtype)
     for name in adapters:
-        model.get_parameter(name).data = model.get_parameter(name).data.float()
+        model.get_parameter(name).data = model.get_parameter(name).data.to(adapter_dtype)
     layers = decoder_layers(model)
     kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
     now = len(layers)  # the layer whose forward runs; len(layers): none

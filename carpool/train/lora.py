@@ -130,9 +130,10 @@ def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> N
         raise ValueError(f"adapter.base_dtype = {config.adapter.base_dtype!r} cannot be used here: {why}")
 
 
-def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
+def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> tuple[int, int]:
     """Freeze a model on the meta device and give it the adapters of its layers outside experts, for estimates. Returns
-    the parameters of one expert's adapters, which the model does not get; 0 if experts have none."""
+    the parameters of one expert's adapters, which the model does not get, and those of its largest one; 0 if experts
+    have none."""
     from peft import LoraConfig
 
     model.requires_grad_(False)
@@ -142,10 +143,10 @@ def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
         # peft wants a target: "$^" is none.
         model.add_adapter(LoraConfig(r=section.rank, target_modules=modules or "$^", modules_to_save=saved))
     if not adapts_experts(section.targets):
-        return 0
+        return 0, 0
     experts = model.get_submodule(next(iter(experts_modules(model))))
-    weights = [weight for weight in experts.parameters() if weight.dim() == 3]
-    return sum(section.rank * sum(weight.shape[1:]) for weight in weights)
+    sizes = [section.rank * size for weight in experts.parameters() if weight.dim() == 3 for size in weight.shape[1:]]
+    return sum(sizes), max(sizes)
 
 
 def trained_of(blueprint: Blueprint, config: Config) -> Trained:
@@ -158,7 +159,7 @@ def trained_of(blueprint: Blueprint, config: Config) -> Trained:
             held = size.experts if freeze == "experts" else size.total - size.experts
         return Trained(size.total - held, *frozen)
     model = copy.deepcopy(blueprint.model)
-    one, layers = outline_adapter(model, config.adapter), len(blueprint.expert_counts)
+    (one, _), layers = outline_adapter(model, config.adapter), len(blueprint.expert_counts)
     added = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     everything = added + one * sum(blueprint.expert_counts.values())
     return Trained(everything, experts, other, one * blueprint.top_k * layers, added)

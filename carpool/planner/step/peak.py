@@ -123,9 +123,10 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     if candidate.optimizer_in_backward:
         # Those whose update runs beside the backward, or waits for copies.
         beside = candidate.optimizer_offload != "none" or (sizes.cuda and sizes.here is None)
-        own = HELD * sizes.largest * stored if beside else 0.0
+        largest = max(sizes.largest_adapter * sizes.adapter_stored, 0 if sizes.adapters else sizes.largest * stored)
+        own = HELD * largest if beside else 0.0
     own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
-    own += 4 * sizes.adapters
+    own += 0 if candidate.optimizer_in_backward else sizes.adapter_stored * sizes.adapters
     host = 0.0
     state = (dense_trained + experts_trained) * sizes.state
     if candidate.optimizer_offload != "none":
@@ -148,8 +149,13 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     work += layer_trained * computed * used + saved.again
     here = experts_own if sizes.here is None else min(experts_own, sizes.here)
     always = {
-        "parameters": 4 * sizes.adapters + dense_own * stored + here + whole * computed + gathered,
-        "optimizer": state + 8 * sizes.adapters,
+        "parameters": sizes.adapter_stored * sizes.adapters
+        + dense_own * stored
+        + here
+        + whole * computed
+        + gathered
+        - sizes.quantised_away,
+        "optimizer": state + sizes.adapter_state * sizes.adapters,
         "transport": saved.exchanged,
         **({"copies": sizes.arrived} if sizes.arrived else {}),
     }
@@ -353,8 +359,8 @@ def _on_their_way(
 def _evaluation(sizes: RankSizes, candidate: Candidate, products: float) -> float:
     """Bytes that a forward without a backward needs."""
     share = sizes.eval_tokens / (sizes.tokens // candidate.degrees.cp)
-    logits = sizes.eval_loss_tokens * sizes.words * candidate.computed
-    return max(sizes.layers, default=0.0) * share + max(products * share, logits)
+    logits = sizes.eval_loss_tokens * sizes.words * candidate.computed + sizes.head_made
+    return max(sizes.layers, default=0.0) * share + max(products * share + sizes.dequantised, logits)
 
 
 def _loss(sizes: RankSizes, candidate: Candidate) -> tuple[float, float]:
@@ -369,6 +375,6 @@ def _loss(sizes: RankSizes, candidate: Candidate) -> tuple[float, float]:
     if sizes.divided:
         # The whole matrix, and what scatters its gradient.
         stays += head * computed
-    piece = (computed + (0 if sizes.cuda else 4)) * min(tokens, sizes.loss_tokens) * sizes.words
+    piece = (computed + (0 if sizes.cuda else 4)) * min(tokens, sizes.loss_tokens) * sizes.words + sizes.head_made
     # The gradient of the weight is narrowed for who reduces it.
-    return stays + piece, stays + (computed * head if computed < 4 else 0)
+    return stays + piece, stays + (computed * head if computed < 4 and sizes.head_trains else 0)

@@ -106,8 +106,10 @@ class RankSizes:
         reduced: bytes of an element of a gradient as it is added up over ranks.
         state: bytes of the optimizer's state for each trained parameter.
         head_trains: whether the output layer does.
-        dequantised: bytes of a matrix that products make of a quantised base.
-        adapters: parameters of a rank, in float32.
+        dequantised: bytes of a matrix that products make of a quantised base, and head_made: of the output layer's.
+        quantised_away: bytes that frozen non-expert parameters take less than as they would be stored.
+        adapters: parameters of a rank; adapter_stored, adapter_state: bytes of each, and of its optimizer's state.
+        largest_adapter: the most parameters of one tensor of these.
         here: bytes of experts on the device of a rank whose others are in host memory or on disk; None: all are here.
         slots, arrived, late: bytes of a layer's slots, of what came for slots, and of gradients on their way
             (`carpool.train.plan.estimate`).
@@ -143,7 +145,12 @@ class RankSizes:
     reduced: int = REDUCED
     head_trains: bool = True
     dequantised: float = 0.0
+    head_made: float = 0.0
+    quantised_away: float = 0.0
     adapters: float = 0.0
+    adapter_stored: int = 4
+    adapter_state: float = 8.0
+    largest_adapter: float = 0.0
     here: float | None = None
     slots: float = 0.0
     arrived: float = 0.0

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from carpool.experts.quantised import quantised_bytes
+from carpool.experts.quantised import Kind, quantised_bytes
 from carpool.hf.activation_sizes import Activations, measure_activations
 from carpool.hf.architecture_changes import row_size
 from carpool.hf.decoder_layers import draws_random_numbers
 from carpool.hf.documents import DOCUMENTS, FLEX
 from carpool.hf.loss_head import output_layer, why_whole
+from carpool.hf.quantised_base import base_bytes, quantisable_layers
 from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
 from carpool.kernels.cross_entropy import piece_size
 from carpool.layout.layouts import Layouts
@@ -110,6 +111,7 @@ class MemoryEstimate:
         cuda: on GPUs.
         nodes: on which the ranks of an expert-parallel group are.
         like: those of the same model; what its layers keep is not measured again if it is the same.
+        packed: the checkpoint has its experts in MXFP4.
     """
 
     def __init__(
@@ -120,13 +122,15 @@ class MemoryEstimate:
         cuda: bool,
         nodes: int = 1,
         like: MemoryEstimate | None = None,
+        packed: bool = False,
     ) -> None:
         self.config, self.degrees, self.model, self.cuda, self.nodes = config, degrees, model, cuda, nodes
+        self.packed = packed
         training = config.training
         self.bf16 = bf16 = training.computes_in_bf16(cuda)
         counts = experts_modules(model)
         self.num_experts, self.moe_layers = max(counts.values()), len(counts)
-        self.expert_adapters = 0
+        self.expert_adapters = self.largest_adapter = 0
         if training.freeze is not None or config.adapter.is_used:
             model = copy.deepcopy(model)
         if training.freeze == "non_expert":
@@ -134,8 +138,9 @@ class MemoryEstimate:
         elif training.freeze == "experts":
             freeze_experts(model, counts)
         if config.adapter.is_used:
-            one = outline_adapter(model, config.adapter)
-            self.expert_adapters = one * math.ceil(self.num_experts / degrees.ep) * self.moe_layers
+            one, widest = outline_adapter(model, config.adapter)
+            per_rank = math.ceil(self.num_experts / degrees.ep)
+            self.expert_adapters, self.largest_adapter = one * per_rank * self.moe_layers, widest * per_rank
         attention = attention_of(config, degrees, model, cuda)
         if attention == FLEX:
             # On the meta device another fused attention stands for it, which keeps as much.
@@ -159,7 +164,8 @@ class MemoryEstimate:
             self.eager = like.eager
         else:
             adapters = self.expert_adapters > 0
-            self.eager = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut)
+            own = getattr(torch, config.adapter.dtype)
+            self.eager = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut, own)
         self.kept, text = self.eager, model.config.get_text_config()
         if training.torch_compile == "on":
             share = saved_if_compiled(text.to_dict(), length)
@@ -173,11 +179,20 @@ class MemoryEstimate:
         theirs = {id(p) for name in counts for p in model.get_submodule(name).parameters()}
         of_experts = [p for p in model.parameters() if id(p) in theirs]
         self.experts = _count(of_experts)
-        self.expert_bytes = sum(_stored_bytes(p, config, self.stored) for p in of_experts)
+        self.expert_kind: Kind | None = "mxfp4" if packed else config.adapter.base_dtype
+        self.expert_bytes = sum(_stored_bytes(p, self.expert_kind, self.stored) for p in of_experts)
         self.largest_expert = max(p.numel() for p in of_experts)
         added = {id(p) for name, p in model.named_parameters() if "lora_" in name}
         self.dense = _count([p for p in model.parameters() if id(p) not in theirs | added])
         self.adapters = sum(p.numel() for p in model.parameters() if id(p) in added)
+        # On several ranks only experts are quantised, and experts in MXFP4 are so in any case.
+        kind, keep = config.adapter.base_dtype, config.adapter.base_keep if degrees.world_size == 1 else None
+        self.quantised_away = self.head_made = 0.0
+        if kind is not None:
+            number, size = base_bytes(self.model, kind, keep)
+            self.quantised_away = number * self.stored - size
+            if (last := output_layer(self.model)) in quantisable_layers(self.model, kind, keep).values():
+                self.head_made = last.weight.numel() * self.computed
         self.head: Any = output_layer(model)
         self.tied = bool(getattr(model.config, "tie_word_embeddings", False))
         # Of all tokens of a tensor-parallel group, what this rank has between two blocks, and in the loss.
@@ -189,7 +204,7 @@ class MemoryEstimate:
 
     def changed(self, config: Config) -> MemoryEstimate:
         """The same of a run with other settings, on the same ranks."""
-        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self.nodes, self)
+        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self.nodes, self, self.packed)
 
     def __call__(self, transport: str, data_parallel: str) -> Memory:
         """Predicted bytes of each component on one rank when memory is highest, and their total.
@@ -290,7 +305,8 @@ class MemoryEstimate:
             one = math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers)
             here = config.memory.experts_bytes[0] + 3 * one
         # A matrix of a quantised base is made again for each product.
-        dequantised = 0 if config.adapter.base_dtype is None else self.largest_expert * self.computed
+        dequantised = 0 if self.expert_kind is None else self.largest_expert * self.computed
+        adapter = config.adapter
         own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk_size
         eval_tokens = training.eval_batch_size * self.length // degrees.cp
         loss_tokens = -(-own_tokens // degrees.tp) if self.divided else own_tokens
@@ -310,7 +326,10 @@ class MemoryEstimate:
             whole_logits=self.whole_logits, divided=self.divided,
             state=state_bytes(config), reduced=4 if self.bf16 else self.stored,
             head_trains=self.head is not None and self.head.weight.requires_grad,
-            dequantised=dequantised / degrees.expert_ranks, adapters=self.adapters + self.expert_adapters, here=here,
+            dequantised=dequantised / degrees.expert_ranks, head_made=self.head_made,
+            quantised_away=self.quantised_away, adapters=self.adapters + self.expert_adapters,
+            adapter_stored=STORED[adapter.dtype], adapter_state=sum(training.state_bytes(adapter.dtype).values()),
+            largest_adapter=self.largest_adapter, here=here,
             slots=of_replicas.slots, arrived=of_replicas.arrived, late=of_replicas.late, cuda=self.cuda,
         )  # fmt: skip
 
@@ -319,9 +338,8 @@ def _count(parameters: list[torch.nn.Parameter]) -> Parameters:
     return Parameters(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
 
 
-def _stored_bytes(parameter: torch.nn.Parameter, config: Config, stored: int) -> int:
+def _stored_bytes(parameter: torch.nn.Parameter, kind: Kind | None, stored: int) -> int:
     """Of a stack of experts' matrices or biases, of which matrices may be quantised."""
-    kind = config.adapter.base_dtype
     if kind is None or parameter.dim() != 3:
         return parameter.numel() * stored
     return quantised_bytes(kind, parameter.shape)
