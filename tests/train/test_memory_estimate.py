@@ -16,6 +16,7 @@ from carpool.hf.routing.router_answers import balanced_choices, force_choices
 from carpool.layout import ExpertLayout
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.configured import candidate_of
+from carpool.planner.machine.hardware import hardware_of
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.lengths import break_even_tokens
 from carpool.planner.step.prediction import predict
@@ -281,6 +282,8 @@ def test_advice_is_of_what_the_run_may_do() -> None:
 
 def test_names_of_gpus() -> None:
     assert find_gpu("H100").capacity == 79 * 2**30 and find_gpu("b200").name == "B200"
+    assert find_gpu("rtx4090") is find_gpu("RTX 4090") is hardware_of("NVIDIA GeForce RTX 4090")
+    assert hardware_of("NVIDIA A100-SXM4-40GB").name == "A100 40GB" and find_gpu("a100").capacity == 79 * 2**30
     with pytest.raises(ValueError, match=r"--gpu h101 is not known; did you mean h10.*; known are h200"):
         find_gpu("h101")
     refused = CliRunner().invoke(app, ["train", "--gpu", "h100"])

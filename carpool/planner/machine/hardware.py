@@ -314,11 +314,12 @@ _H200 = Hardware(
 #                    two GPUs; datasheet of GB200 NVL72
 #   A100             312, NVLink 600, PCIe 64    datasheet 1758950; glennklockwood.com/garden/processors/A100
 #   L40S             362, PCIe 64, no NVLink     datasheet 28413; torchtitan, itcreations.com
+#   RTX              A6000 155, 3090 71, 4090 165, 5090 210, with sums in float32: the vendor's architecture papers
 #   MI300X           1,300                       amd.com/en/products/accelerators/instinct/mi300/mi300x.html; torchtitan
 #                    7 links of 128, PCIe 128    emergentmind.com/topics/amd-mi300x-gpu, MLPerf's system descriptions
 #   float32          without TF32: H100 67, PCIe 51, NVL 60, A100 19.5, L40S 91.6, B200 75, GB200 80, MI300X 163.4: the
 #                    vendors' datasheets
-#   capacity         as PyTorch says of H100, A100 (of 80 GB; there are 40, too) and H200; else GB in products' names
+#   capacity         as PyTorch says of H100, A100, H200 and RTX; else GB in products' names
 #   memory           H100 3,350, H200 4,800, B200 8,000, A100 2,039, L40S 864, MI300X 5,300: llmbook.apartsin.com (G.1),
 #                    modal.com/gpu-glossary; H100 PCIe 2,000, NVL 3,900, A100 PCIe 1,935: the vendor's datasheets
 _PROFILES: tuple[tuple[str, Hardware], ...] = (
@@ -330,8 +331,13 @@ _PROFILES: tuple[tuple[str, Hardware], ...] = (
     (r"\bGB200\b", _datasheet("GB200", 2500e12, 8000 * GB, 186 * GB, 900 * GB, 225 * GB, 80e12)),
     (r"\bB200\b", _datasheet("B200", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 64 * GB, 75e12)),
     (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, 79 * GiB, None, 32 * GB, 19.5e12, 25 * GB)),
+    (r"\bA100.*40GB", _datasheet("A100 40GB", 312e12, 1555 * GB, 39.4 * GiB, 300 * GB, 32 * GB, 19.5e12, 25 * GB)),
     (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 79 * GiB, 300 * GB, 32 * GB, 19.5e12, 25 * GB)),
     (r"\bL40S\b", _datasheet("L40S", 362e12, 864 * GB, 48 * GB, None, 32 * GB, 91.6e12, 25 * GB)),
+    (r"\bRTX A6000", _datasheet("RTX A6000", 155e12, 768 * GB, 47.4 * GiB, None, 32 * GB, 38.7e12, 25 * GB)),
+    (r"\bRTX 3090", _datasheet("RTX 3090", 71e12, 936 * GB, 23.6 * GiB, None, 32 * GB, 35.6e12, 25 * GB)),
+    (r"\bRTX 4090", _datasheet("RTX 4090", 165e12, 1008 * GB, 23.6 * GiB, None, 32 * GB, 82.6e12, 25 * GB)),
+    (r"\bRTX 5090", _datasheet("RTX 5090", 210e12, 1792 * GB, 31.3 * GiB, None, 64 * GB, 104.8e12, 25 * GB)),
     (r"\bMI300X\b", _datasheet("MI300X", 1300e12, 5300 * GB, 192 * GB, 448 * GB, 64 * GB, 163.4e12)),
 )
 # Of a few cores, where ranks are processes of one thread that talk over gloo.

@@ -78,10 +78,12 @@ def imagine_machine(config: Config, gpu: str | None) -> Machine:
 
 
 def find_gpu(name: str) -> Hardware:
-    """The profile of a GPU by its name, such as "h100" or "A100 PCIe". ValueError if none with known memory has it."""
+    """The profile of a GPU by its name, such as "h100" or "rtx4090", with or without spaces. ValueError if none with
+    known memory has it."""
     known = {one.lower(): profile for one, profile in HARDWARE.items() if profile.capacity is not None}
-    if name.lower() in known:
-        return known[name.lower()]
+    letters = "".join(one for one in name.lower() if one.isalnum())
+    if (found := next((one for one in known if one.replace(" ", "") == letters), None)) is not None:
+        return known[found]
     hint = f"; did you mean {close}?" if (close := nearest(name.lower(), list(known))) else ""
     raise ValueError(f"--gpu {name} is not known{hint}; known are {', '.join(known)}")
 

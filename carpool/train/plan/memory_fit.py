@@ -15,7 +15,7 @@ Advice if a run does not fit, cheapest first:
     free              the loss in pieces
     lossy, no time    parameters in bfloat16 (with float32 masters); moments of the optimizer in fewer bits; gradients
                       that are consumed in the backward, which costs nothing where none are clipped
-    lossy, some time  experts under adapters in 8 or 4 bits
+    lossy, some time  frozen weights under adapters in 8 or 4 bits
     little time       pre-activations of experts are computed again; then attention and norms
     smaller products  smaller micro-batches, more of them
     copies            the optimizer's state in host memory
@@ -48,6 +48,8 @@ GiB = 2**30
 # A run is refused if it would need this much more than there is: estimates are wrong by less.
 CLEARLY = 1.15
 LEAST_SAVING = 0.01
+# Cards, in GB, that have a file of settings in examples/one_gpu.
+ONE_GPU = (24, 48, 80)
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,22 @@ def describe_fit(plan: Plan, name: str) -> list[str]:
         lines.append(f"  {change.settings:<58} {change.total / GiB:8,.1f} GiB, {verdict}: {change.price}")
     if len(lines) == 1:
         lines.append("  a smaller model, or more ranks")
+    if (file := settings_for(memory)) is not None:
+        lines.append(f"  --config {file} has settings of adapters for one such GPU")
     return lines
+
+
+def settings_for(memory: int) -> str | None:
+    """The file of settings with which adapters of a model of 30 billion parameters fit into a GPU with so many bytes;
+    None: there is none."""
+    fit = [size for size in ONE_GPU if 0.98 * size * 10**9 <= memory]
+    return f"examples/one_gpu/{max(fit)}gb.toml" if fit else None
 
 
 def advise(plan: Plan) -> Iterator[Change]:
     """Changes, each on top of those before it, until it fits."""
     estimate, total, memory = plan.estimate, plan.needs["total"], plan.memory
-    for settings, changed, price in _changes(estimate.config):
+    for settings, changed, price in _changes(estimate.config, estimate.degrees.world_size):
         smaller = estimate.changed(changed(estimate.config))
         now = _total(plan, smaller)
         if now > (1 - LEAST_SAVING) * total:
@@ -91,7 +102,7 @@ def advise(plan: Plan) -> Iterator[Change]:
         yield from [_more_ranks(total)] if several else _shorter(plan, estimate)
 
 
-def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
+def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Any, str]]:
     """(as the user writes it, what makes it, its price)."""
     training, memory = config.training, config.memory
     optimizer = training.ablest_optimizer()
@@ -107,18 +118,21 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
             if training.optimizer_state_dtype in ("float32", "bfloat16") and moments != training.optimizer_state_dtype:
                 yield _one("training", "optimizer_state_dtype", moments, "lossy, no time")
     adapter, moe, stays = config.adapter, config.moe, config.placement.every is None
+    if adapter.is_used and adapter.dtype == "float32" and "low_bits" in optimizer.state_bytes("bfloat16", "float32"):
+        yield _one("adapter", "dtype", "bfloat16", "gradients are rounded; masters stay float32")
     # Where micro-batches can be smaller, gradients of several are added.
     numbers = training.per_device_train_batch_size, training.gradient_accumulation_steps, config.parallelism.pp_size
-    homes = stays and moe.in_order and not adapter.is_used
-    if not training.optimizer_in_backward and optimizer.in_backward and numbers == (1, 1, 1) and homes:
-        consumed = {"optimizer_in_backward": True} | ({"grad_clipping": "delayed"} if training.max_grad_norm else {})
-        price = "clipped by the norm of the step before" if training.max_grad_norm else "nothing"
-        written = " ".join(f"training.{key}={str(value).lower()}" for key, value in consumed.items())
-        yield written, _setter("training", **consumed), price
+    homes = stays and moe.in_order and not (adapter.is_used and ranks > 1)
+    consumed: dict[str, Any] = {"optimizer_in_backward": True}
+    consumed |= {"grad_clipping": "delayed"} if training.max_grad_norm else {}
+    price = "clipped by the norm of the step before" if training.max_grad_norm else "nothing"
+    consumable = not training.optimizer_in_backward and optimizer.in_backward and homes
+    if consumable and numbers == (1, 1, 1):
+        yield _several("training", consumed, price)
     if adapter.is_used and moe.in_order and moe.experts != "fp8" and memory.experts == "device":
         for base in ("int8", "nf4"):
             if adapter.base_dtype is None or (adapter.base_dtype, base) == ("int8", "nf4"):
-                yield _one("adapter", "base_dtype", base, "lossy; experts are dequantised for each product")
+                yield _one("adapter", "base_dtype", base, "lossy; weights are dequantised for each product")
     if memory.policies["expert_activations"] == "save" and config.moe.experts in ("auto", "grouped"):
         yield _one("memory", "expert_activations", "recompute", "one of the experts' products again")
     if memory.layer_activations != "recompute":
@@ -135,6 +149,19 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
         yield _one("training", "optimizer_offload", "host", "copies, hidden in steps of many tokens; host memory")
     if memory.moe_outputs != "recompute" and "offload" not in (memory.expert_inputs, memory.expert_activations):
         yield _one("memory", "moe_outputs", "recompute", "rides and experts again")
+    if not adapter.is_used:
+        return
+    if training.loss_chunk_size is None:
+        yield _one("training", "loss_chunk_size", 512, "smaller products of the loss")
+    if consumable and numbers[0] == 1 and numbers[1] > 1:
+        yield _several("training", {"gradient_accumulation_steps": 1, **consumed}, f"a step is one sequence; {price}")
+    if training.cuda_graphs != "off":
+        yield _one("training", "cuda_graphs", "off", "the host launches each kernel")
+
+
+def _several(section: str, values: dict[str, Any], price: str) -> tuple[str, Any, str]:
+    written = " ".join(f"{section}.{key}={str(value).lower()}" for key, value in values.items())
+    return written, _setter(section, **values), price
 
 
 def _total(plan: Plan, estimate: MemoryEstimate) -> int:
