@@ -51,7 +51,7 @@ LEVELS = (
 )  # fmt: skip
 # Of 4 bits: a sign, two of exponent, one of mantissa.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-PIECE = 2**22  # elements of a matrix that are quantised at a time
+PIECE = 2**22  # elements of a matrix that are quantised, or on CPUs dequantised, at a time
 STEP = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 
 
@@ -220,8 +220,12 @@ def dequantise(
         tables = scale if kind == "int8" else tables_of(kind, code.device)
         quantised_kernels.dequantise(code, scales, tables, offsets_S, out, kind, group, SUPERBLOCK, STEP)
         return out
+    piece = max(1, PIECE // max(1, width))
     for slot, code_AC in enumerate(code):
-        out[slot] = _values(code_AC, _largest(scale[slot : slot + 1], code_AC.shape, kind)[0], kind)
+        largest = _largest(scale[slot : slot + 1], code_AC.shape, kind)[0]
+        for first in range(0, len(code_AC), piece):
+            part = slice(first, first + piece)
+            out[slot, part] = _values(code_AC[part], largest[part], kind)
     return out
 
 
