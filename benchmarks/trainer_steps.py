@@ -74,14 +74,14 @@ def measure(way: str, args: Any, device: torch.device) -> dict[str, Any]:
         settings: dict[str, Any] = dict(
             output_dir=folder, max_steps=args.steps, per_device_train_batch_size=1, logging_steps=args.logging,
             report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=not cuda, bf16=False, learning_rate=1e-4,
+            gradient_checkpointing=args.checkpointing,
             gradient_accumulation_steps=args.accumulation,
         )  # fmt: skip
         if args.trainer == "trl":
             from datasets import Dataset
             from trl import SFTConfig, SFTTrainer
 
-            settings |= {"gradient_checkpointing": False, "max_length": None}
-            settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
+            settings |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
             trainer: Any = SFTTrainer(
                 adapted, SFTConfig(**settings), train_dataset=Dataset.from_list(rows), callbacks=[timer],
                 processing_class=_tokenizer(),
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--logging", type=int, default=10, help="steps between lines of the log")
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--trainer", choices=("transformers", "trl"), default="transformers")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=("eager", "fast"))

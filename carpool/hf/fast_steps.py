@@ -21,8 +21,9 @@ Where the Trainer uses no more than the model's own loss, that is computed in pi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from carpool.hf.decoder_layers import compile_layers, draws_random_numbers, eagerly, recompute_layers
 from carpool.hf.documents import fastest_attention, unpacked
-from carpool.hf.loss_head import HeadLoss, known_change, logit_change, next_tokens, why_whole
+from carpool.hf.loss_head import HeadLoss, known_change, logit_change, next_tokens, output_layer, why_whole
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.hf.step_graphs import EAGER_STEPS, StepGraphs, why_model_waits
@@ -85,11 +86,11 @@ class FastSteps(TrainerCallback):
         layers, self._says = list(required_rides(base).values()), state.is_world_process_zero
         if args.torch_compile:
             raise ValueError("torch_compile=True compiles the whole model; leave it out, FastSteps compiles its layers")
-        cuda, again = next(model.parameters()).device.type == "cuda", _computed_again(base)
-        if again:
+        device = next(model.parameters()).device
+        if again := any(getattr(layer, "gradient_checkpointing", False) for layer in decoder_layers(base)):
             # As Transformers does it, but rides are not repeated, and the state of random numbers is not asked for.
             recompute_layers(base, ride_again=False)
-        compiles = cuda if self.compiled is None else self.compiled
+        compiles = device.type == "cuda" if self.compiled is None else self.compiled
         if compiles and not hasattr(base, "_carpool_compiled"):
             object.__setattr__(base, "_carpool_compiled", compile_layers(base, self.backend))
         body = base.base_model
@@ -97,7 +98,8 @@ class FastSteps(TrainerCallback):
         if self.why_not is None:
             several = args.gradient_accumulation_steps > 1
             self._graphs = BodyGraphs(body, layers, self._known, several, lambda: why_model_waits(base, layers))
-        self._replace(body, self._body_forward(body))
+        # What is computed again must find the attention that it had, and a Trainer's backward has no context of ours.
+        self._replace(body, self._body_forward(body, nullcontext if again else partial(fastest_attention, device)))
         if self._in_pieces and _has_plain_loss(base):
             self._replace(base, _forward_in_pieces(base))
 
@@ -114,24 +116,20 @@ class FastSteps(TrainerCallback):
 
     def _why_not(self, args: TrainingArguments, base: Any, body: nn.Module, again: bool) -> str | None:
         """Why nothing is captured, as far as it is known before the first step; None: it may be."""
-        parameters = list(base.parameters())
-        inside = {id(parameter) for parameter in body.parameters()}
-        head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-        if not self.captured:
-            return "that was asked for"
-        if parameters[0].device.type != "cuda":
-            return "there is no GPU"
-        if args.world_size > 1 or args.n_gpu > 1:
-            return "ranks average gradients during the backward, from the host"
-        if again and draws_random_numbers(base):
-            return RANDOM
-        if getattr(args, "activation_offloading", False):
-            return "activations are offloaded (activation_offloading)"
-        if head is not None and any(p.requires_grad and id(p) in inside for p in head.parameters()):
-            return "the output layer and the embedding are one parameter, which is trained"
-        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
-            return "the optimizer updates parameters during the backward"
-        return None
+        parameters, head = list(base.parameters()), output_layer(base)
+        tied = {id(p) for p in body.parameters() if p.requires_grad} & set(map(id, head.parameters() if head else ()))
+        reasons = {
+            "that was asked for": not self.captured,
+            "there is no GPU": parameters[0].device.type != "cuda",
+            "ranks average gradients during the backward, from the host": args.world_size > 1 or args.n_gpu > 1,
+            RANDOM: again and draws_random_numbers(base),
+            "activations are offloaded (activation_offloading)": getattr(args, "activation_offloading", False),
+            "the output layer and the embedding are one parameter, which is trained": bool(tied),
+            "the optimizer updates parameters during the backward": any(
+                getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters
+            ),
+        }
+        return next((why for why, holds in reasons.items() if holds), None)
 
     def _known(self, why_not: str | None) -> None:
         self.why_not = why_not
@@ -149,15 +147,15 @@ class FastSteps(TrainerCallback):
         module.forward = forward
         self._undo.append(undo)
 
-    def _body_forward(self, body: nn.Module) -> Callable[..., Any]:
+    def _body_forward(self, body: nn.Module, around: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
         own = body.forward
 
-        @functools.wraps(own)
+        @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (body.training and torch.is_grad_enabled()):
                 with eagerly():
                     return own(*args, **kwargs)
-            with fastest_attention(next(body.parameters()).device):
+            with around():
                 if self._graphs is None or args:
                     return own(*args, **kwargs)
                 return self._graphs.forward(own, kwargs)
@@ -177,7 +175,7 @@ def _forward_in_pieces(base: Any) -> Callable[..., Any]:
     own, head = base.forward, HeadLoss(base)
     head.model = own
 
-    @functools.wraps(own)
+    @wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels")
         if args or labels is None or not (base.training and torch.is_grad_enabled()):
@@ -190,10 +188,6 @@ def _forward_in_pieces(base: Any) -> Callable[..., Any]:
         return type(out)(**{**out, "loss": loss, "logits": None})
 
     return forward
-
-
-def _computed_again(base: nn.Module) -> bool:
-    return any(getattr(layer, "gradient_checkpointing", False) for layer in decoder_layers(base))
 
 
 class BodyGraphs(StepGraphs):

@@ -51,7 +51,12 @@ def test_settings_become_a_candidate() -> None:
     shape, candidate, notes = _configured(
         parallelism={"num_ranks": 16, "ep_size": 4, "data_parallel": "fsdp"},
         moe={"transport": "dedup", "schedule": "two-batch", "experts": "grouped"},
-        training={"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "optimizer": "torch"},
+        training={
+            "per_device_train_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "optimizer": "torch",
+            "torch_compile": "off",
+        },
         memory={"expert_activations": "recompute"},
     )
     assert (shape.num_experts, shape.top_k, len(shape.layers)) == (64, 8, 16) and not notes
@@ -68,7 +73,8 @@ def test_settings_become_a_candidate() -> None:
 def test_what_a_run_decides_is_noted(ep: int, transport: str) -> None:
     _, candidate, notes = _configured(parallelism={"ep_size": ep}, moe={"schedule": "auto"})
     assert candidate.transport == transport
-    assert set(notes) == {"moe.schedule = auto", "moe.transport = auto", "parallelism.data_parallel = auto"}
+    decided = ("moe.schedule", "moe.transport", "parallelism.data_parallel", "training.torch_compile")
+    assert set(notes) == {f"{key} = auto" for key in decided}
 
 
 @pytest.mark.parametrize("share", [0.78, 0.85])

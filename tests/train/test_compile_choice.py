@@ -106,8 +106,13 @@ def test_a_dry_run_shows_it() -> None:
 def test_break_even() -> None:
     """docs/measurements.md: 8 layers of Qwen3-30B-A3B took 18.3 ms less when compiled."""
     shape = ModelShape.read({**read_keys("qwen3-30b-a3b"), "num_hidden_layers": 8})
-    one = Candidate(Degrees(1, 1, 1, 1), 4096, 1, transport="local", data_parallel="fsdp")
-    took = COMPILE_START + COMPILE_LAYER
-    assert compiled_by_rule(shape, HARDWARE["H200"], one, 8, took / 0.012)[0]
-    assert not compiled_by_rule(shape, HARDWARE["H200"], one, 8, took / 0.024)[0]
-    assert not compiled_by_rule(shape, HARDWARE["H200"], one, 8, took / 0.014, adapted=True)[0]
+    one = Candidate(Degrees(1, 1, 1, 1), 4096, 1, transport="local", data_parallel="fsdp", compiled=False)
+    settings = load_config(None, []).model_dump()
+
+    def compiles(seconds: float) -> bool:
+        settings["training"]["max_steps"] = round((COMPILE_START + COMPILE_LAYER) / seconds)
+        return compiled_by_rule(settings, shape, HARDWARE["H200"], one, 8)[0]
+
+    assert compiles(0.012) and not compiles(0.024)
+    settings["adapter"]["kind"] = "lora"
+    assert not compiles(0.014)

@@ -3,7 +3,6 @@ decides for itself is decided here by the model of costs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from carpool.optim import find_optimizer
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.candidate import POLICIES, Candidate, by_settings
-from carpool.planner.decisions.rules import compiled_by_rule, data_parallel_by_rule, why_not_compiled
+from carpool.planner.decisions.rules import compiled_by_rule, data_parallel_by_rule
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.peak import memory_of
@@ -40,7 +39,7 @@ SIMULATED = frozenset((
     )),
     *(f"codec.{key}" for key in ("dispatch", "combine", "dispatch_backward", "combine_backward", "inter_node")),
     *(f"memory.{key}" for key in (*POLICIES, "budget", "experts")),
-    "placement.every",
+    "placement.every", "adapter.kind",
 ))  # fmt: skip
 _CODECS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "inter_node")
 Settings = Mapping[str, Mapping[str, Any]]
@@ -115,30 +114,20 @@ def candidate_of(
     if found.transport == "auto":
         transport, why = _transport(found, shape, hardware, per_node)
         found = replace(found, transport=decided("moe.transport", "auto", transport, why))
+    if training["torch_compile"] == "auto":
+        # How non-expert parameters lie follows from memory, and that from what is compiled.
+        known = found if found.data_parallel != "auto" else replace(found, data_parallel="fsdp")
+        on, reason = compiled_by_rule(settings, shape, hardware, known, per_node)
+        found = replace(
+            found, compiled=decided("training.torch_compile", "auto", "on" if on else "off", reason) == "on"
+        )
     if found.data_parallel == "auto":
         whole = replace(found, data_parallel="zero1")
         data_parallel, why = data_parallel_by_rule(
             degrees, moe["priority"], lambda: memory_of(shape, whole).total, hardware.capacity
         )
         found = replace(found, data_parallel=decided("parallelism.data_parallel", "auto", data_parallel, why))
-    if training["torch_compile"] == "auto":
-        on, reason = _compiled(settings, found, shape, hardware, per_node)
-        found = replace(
-            found, compiled=decided("training.torch_compile", "auto", "on" if on else "off", reason) == "on"
-        )
     return found, notes
-
-
-def _compiled(
-    settings: Settings, candidate: Candidate, shape: ModelShape, hardware: Hardware, per_node: int
-) -> tuple[bool, str]:
-    """Whether a run would compile its layers, and why."""
-    if reason := why_not_compiled(settings, hardware.name != "cpu"):
-        return False, reason
-    if candidate.degrees.pp > 1 or candidate.degrees.tp > 1 or settings["memory"]["experts"] != "device":
-        return False, "not with stages, tensor parallelism, or experts that are elsewhere"
-    steps = settings["training"]["max_steps"]
-    return compiled_by_rule(shape, hardware, candidate, per_node, math.inf if steps is None else steps)
 
 
 def _check_stages(schedule: str, pp: int, layers: int) -> None:

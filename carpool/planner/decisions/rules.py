@@ -148,38 +148,38 @@ def choose_policies(
     return policies, why
 
 
-def why_not_compiled(settings: Mapping[str, Mapping[str, Any]], gpu: bool) -> str | None:
-    """Why a run does not compile layers of its own accord, by its settings (sections and keys, with their defaults);
-    None: nothing of that."""
-    if not gpu:
-        return "there is no GPU"
-    if settings["training"]["full_determinism"]:
-        return "training.full_determinism asks for PyTorch's own kernels"
-    if settings["data"]["pad_to"] == "longest" and settings["data"]["packing"] == "off":
-        return SHAPES
-    return None
-
-
 def compiled_by_rule(
-    shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int, steps: float, adapted: bool = False
+    settings: Mapping[str, Mapping[str, Any]],
+    shape: ModelShape,
+    hardware: Hardware,
+    candidate: Candidate,
+    per_node: int,
 ) -> tuple[bool, str]:
     """(whether layers are compiled, why).
 
     Args:
-        steps: of the run; infinite: not known.
-        adapted: all but adapters is frozen, so the first layer's inputs have no gradient, and it has a graph of its
-            own."""
+        settings: sections and keys, with their defaults; without training.max_steps a run is taken for a long one.
+        candidate: the same, with eager layers."""
+    data, training, degrees = settings["data"], settings["training"], candidate.degrees
+    if hardware.name == "cpu":
+        return False, "there is no GPU"
+    if training["full_determinism"]:
+        return False, "training.full_determinism asks for PyTorch's own kernels"
+    if data["pad_to"] == "longest" and data["packing"] == "off":
+        return False, SHAPES
+    if degrees.pp > 1 or candidate.divides_tokens or settings["memory"]["experts"] != "device":
+        return False, "not with stages, ranks that divide tokens, or experts that are elsewhere"
     if any(layer.kind == "linear" for layer in shape.layers):
         return False, "compilation unrolls the loops of linear attention"
     eager, compiled = (
         step_seconds(shape, hardware, replace(candidate, compiled=one, accumulation=1), per_node)
         for one in (False, True)
     )
-    saved = candidate.accumulation * (eager - compiled)
-    if saved <= 0:
+    if (saved := candidate.accumulation * (eager - compiled)) <= 0:
         return False, "a step would not be shorter, as modelled"
-    took = COMPILE_START + COMPILE_LAYER * (len(shape.kinds) + adapted)
-    pays = math.ceil(took / saved)
-    length = f"{steps:,.0f}" if math.isfinite(steps) else "as many as its data give"
+    # Of a model with adapters the first layer has a graph of its own: its inputs have no gradient.
+    took = COMPILE_START + COMPILE_LAYER * (len(shape.kinds) + (settings["adapter"]["kind"] is not None))
+    pays, steps = math.ceil(took / saved), training["max_steps"]
     why = f"compilation takes about {took:.0f} s and saves {1e3 * saved:,.1f} ms of each step (modelled)"
-    return steps >= pays, f"{why}, so it pays from step {pays:,}, and the run has {length}"
+    length = "as many as its data give" if steps is None else f"{steps:,}"
+    return steps is None or steps >= pays, f"{why}, so it pays from step {pays:,}, and the run has {length}"

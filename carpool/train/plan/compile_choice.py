@@ -13,7 +13,7 @@ import math
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.planner.decisions.configured import candidate_of
-from carpool.planner.decisions.rules import compiled_by_rule, why_not_compiled
+from carpool.planner.decisions.rules import compiled_by_rule
 from carpool.planner.model.shape import ModelShape
 from carpool.train.blueprint import Blueprint, planned_attention
 from carpool.train.config.schema import Config
@@ -57,26 +57,23 @@ def choose_compile(
 
 def _by_rule(config: Config, degrees: Degrees, blueprint: Blueprint, machine: Machine) -> tuple[bool, str]:
     settings = config.model_dump()
-    if reason := why_not_compiled(settings, machine.cuda):
-        return False, reason
     sizes = {f"parallelism.{axis}_size": size for axis, size in degrees.sizes.items()}
     if reason := config.declared.why_refused({**config.flat(), **sizes, "training.torch_compile": "on"}):
         return False, reason
     if divides_tokens(with_compile(config, False), degrees, blueprint.model).answer:
         return False, "tensor-parallel ranks divide tokens, which compiled layers do not"
-    per_node = machine.topology.ranks_beside(0)
+    per_node, settings["training"]["max_steps"] = machine.topology.ranks_beside(0), _steps(config, degrees)
     try:
         attention = planned_attention(config, degrees, blueprint.model, machine.cuda)
-        model = ModelShape.read(blueprint.model.config.to_dict(), attention)
+        shape = ModelShape.read(blueprint.model.config.to_dict(), attention)
         settings["training"]["torch_compile"] = "off"
-        candidate, _ = candidate_of(settings, degrees, model, machine.hardware, per_node)
-        steps, adapted = _steps(config, degrees), config.adapter.is_used
-        return compiled_by_rule(model, machine.hardware, candidate, per_node, steps, adapted)
+        candidate, _ = candidate_of(settings, degrees, shape, machine.hardware, per_node)
+        return compiled_by_rule(settings, shape, machine.hardware, candidate, per_node)
     except ValueError as error:
         return False, f"a step cannot be predicted: {error}"
 
 
-def _steps(config: Config, degrees: Degrees) -> float:
+def _steps(config: Config, degrees: Degrees) -> int:
     """Of the whole run: as asked for, or about as many as the files of `data.train` will give."""
     training = config.training
     if training.num_train_epochs is None:
