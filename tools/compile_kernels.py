@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,9 +38,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
 import carpool
-from carpool.activations import Arena, Arrivals, Rows
+from carpool.activations import Arena, Arrivals, HiddenStates
 from carpool.activations.arena_kernels import copy_slabs
-from carpool.experts import GroupedExperts, make_activation
+from carpool.experts import GroupedExperts, make_activation, quantised
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.gemm.choices import Choices
 from carpool.kernels.quick import Quick
@@ -131,8 +132,8 @@ def card(target: str, found: list[Compiled], quick: bool) -> Iterator[None]:
                 return
             text = compiled.asm["ptx"]
             hopper = any(word in text for word in ("wgmma", "tcgen05", "setmaxnreg"))
-            resources = (None, None) if quick else _resources(compiled.asm["cubin"])
-            found.append(Compiled(name, how, compiled.metadata.shared, *resources, hopper))
+            registers, spilled = (None, None) if quick else _resources(compiled.asm["cubin"])
+            found.append(Compiled(name, how, compiled.metadata.shared, registers, spilled, hopper))
 
         return compile_it
 
@@ -152,7 +153,8 @@ def card(target: str, found: list[Compiled], quick: bool) -> Iterator[None]:
         enter(mock.patch.object(JITFunction, "__getitem__", launcher))
         enter(mock.patch.object(FakeTensor, "data_ptr", lambda _: 0))
         enter(mock.patch.object(FakeTensor, "__getitem__", _item))
-        enter(mock.patch.object(torch, "tensor", lambda data, **_: torch.empty(len(data))))
+        # Made of numbers on the host.
+        enter(mock.patch.object(quantised, "tables_of", lambda *_: torch.empty(1024)))
         if quick:
             enter(mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""))
         enter(FakeTensorMode())
@@ -181,7 +183,6 @@ def experts(
 ) -> None:  # fmt: skip
     """Forward and backward of a layer's experts."""
     from carpool.experts.fp8.fp8_experts import FP8Experts
-    from carpool.experts.quantised import BLOCK
 
     function = ExpertFunction(activation or make_activation("silu", True), transposed)
     width = inner * (2 if function.activation.gated else 1)  # type: ignore[attr-defined]
@@ -200,12 +201,15 @@ def experts(
         factors = [empty(slots, *shape) for shape in thin]
     codes: list[torch.Tensor] = []
     for a, b, c in shapes if kind else ():
-        nf4 = kind == "nf4"
-        codes.append(empty(a, b, c // 2, of=torch.uint8) if nf4 else empty(a, b, c, of=torch.int8))
-        codes.append(empty(a, b, c // BLOCK if nf4 else 1, of=torch.float32))
+        if kind == "int8":
+            codes += [empty(a, b, c, of=torch.int8), empty(a, b, 1, of=torch.float32)]
+            continue
+        blocks = c // quantised.BLOCK[kind]
+        scale = (a, b, blocks) if kind == "mxfp4" else (a, quantised._statistics(b * blocks)[1])
+        codes += [empty(a, b, c // 2, of=torch.uint8), empty(*scale, of=torch.uint8)]
     held = ExpertWeights.of([*weights, *biases, *factors, *codes])
     computation: Any = FP8Experts(function) if fp8 else GroupedExperts(function, choices)
-    rows, dy = Rows.of(empty(tokens, hidden)), Rows.of(empty(tokens, hidden))
+    rows, dy = HiddenStates.of(empty(tokens, hidden)), HiddenStates.of(empty(tokens, hidden))
     slot, weight = torch.empty(tokens, top_k, dtype=torch.int32), torch.empty(tokens, top_k)
     arena = Arena(2**30, torch.device("cuda")) if use_arena else None
     arrivals = Arrivals(rows, slot, weight, tokens * top_k)
@@ -221,7 +225,7 @@ def experts(
 def optimizer(moments: torch.dtype, weight: torch.dtype) -> None:
     from carpool.optim import kernel
 
-    long = {"dtype": torch.int64}
+    long: Any = {"dtype": torch.int64}
     kernel.launch(
         torch.empty(8, kernel.COLUMNS, **long), torch.empty(8, **long), torch.empty(64, 2, dtype=torch.int32),
         torch.empty(8, 7), torch.empty(8), torch.empty(1), torch.empty(512), torch.empty(64),
@@ -233,7 +237,8 @@ def router(num_experts: int, top_k: int, **rule: Any) -> None:
     from carpool.routing import kernel, logits
     from carpool.routing.routing import Rule
 
-    context = SimpleNamespace(save_for_backward=lambda *kept: setattr(context, "saved_tensors", kept))
+    context: Any = SimpleNamespace()
+    context.save_for_backward = lambda *kept: setattr(context, "saved_tensors", kept)
     context.mark_non_differentiable = context.set_materialize_grads = lambda *_: None
     values = torch.empty(4096, num_experts)
     bias = torch.empty(num_experts) if "num_groups" in rule else None
@@ -248,13 +253,13 @@ def the_rest() -> None:
     from carpool.kernels import cross_entropy_kernel, ordered_sum_kernel
     from carpool.layout import assign_kernel, expert_layout
 
-    long = {"dtype": torch.int64}
+    long: Any = {"dtype": torch.int64}
     logits = torch.empty(512, 151936, dtype=BF16)
     cross_entropy_kernel.launch(logits, torch.empty(512, **long), torch.empty(512), -100, True)
     values, order = torch.empty(4096, 2048, dtype=BF16), torch.empty(4096, **long)
     ordered_sum_kernel.launch(values, order, torch.empty(1025, **long), None, torch.empty(1024, 2048))
     pairs = sort_pairs(torch.empty(4096, 8, dtype=torch.int32), 128, 32768)
-    gather_rows(Rows.of(values), pairs, BF16)
+    gather_rows(HiddenStates.of(values), pairs, BF16)
     arenas = [Arena(2**30, torch.device("cuda")) for _ in range(2)]
     copy_slabs(*(arena.reserve(2048, BF16, torch.empty(1, dtype=torch.int32)) for arena in arenas))
     layout = SimpleNamespace(slices=1, shared_rounds=lambda _: 1, copies_EC=lambda _: torch.empty(128, 1, **long))
@@ -264,7 +269,7 @@ def the_rest() -> None:
 
 
 def packets() -> None:
-    """Rows that travel in FP8."""
+    """HiddenStates that travel in FP8."""
     from carpool.kernels import packet_kernel
 
     packed = packet_kernel.launch_quantise(torch.empty(4096, 2048, dtype=BF16), 2048 + 64)
@@ -280,6 +285,7 @@ def problems(capability: tuple[int, int], all_shapes: bool) -> dict[str, Callabl
         "adapters of rank 16": lambda: experts(2048, 768, 128, 8, rank=16),
         "nf4": lambda: experts(2048, 768, 128, 8, rank=16, kind="nf4"),
         "int8": lambda: experts(2048, 768, 128, 8, kind="int8"),
+        "mxfp4": lambda: experts(2880, 2880, 32, 4, kind="mxfp4"),
         "library's products": lambda: experts(2048, 768, 128, 8, bias=True, choices=Choices()),
         "AdamW, 8 bits": lambda: optimizer(torch.uint8, BF16),
         "AdamW, bf16": lambda: optimizer(BF16, BF16),
@@ -290,7 +296,7 @@ def problems(capability: tuple[int, int], all_shapes: bool) -> dict[str, Callabl
     }
     if all_shapes:
         for rank in (64, 128, 256):
-            some[f"adapters of rank {rank}, F 1408"] = lambda rank=rank: experts(2048, 1408, 64, 6, rank=rank)
+            some[f"adapters of rank {rank}, F 1408"] = partial(experts, 2048, 1408, 64, 6, rank=rank)
         some["few rows of each expert"] = lambda: experts(4096, 1408, 128, 8, tokens=512)
         some["transposed"] = lambda: experts(2048, 768, 128, 8, transposed=True)
         some["without a gate"] = lambda: experts(2048, 1024, 64, 8, activation=Activation("relu2"))
@@ -304,7 +310,7 @@ def problems(capability: tuple[int, int], all_shapes: bool) -> dict[str, Callabl
 # -- what is said ---------------------------------------------------------------------------------------------------
 
 
-def kernels() -> set[str]:
+def all_kernels() -> set[str]:
     """Those of Carpool that are launched, by module and function."""
     names = set()
     for module in pkgutil.walk_packages(carpool.__path__, "carpool."):
@@ -324,7 +330,7 @@ def compile_for(target: str, quick: bool, all_shapes: bool = True) -> tuple[list
     """What was compiled, and what is wrong with it."""
     capability, kib, _ = CARDS[target]
     found: list[Compiled] = []
-    wanted = {name for name in kernels() if not name.startswith(ELSEWHERE)}
+    wanted = {name for name in all_kernels() if not name.startswith(ELSEWHERE)}
     with card(target, found, quick):
         for name, launch in problems(capability, all_shapes).items():
             before, begin = len(found), time.monotonic()
