@@ -214,11 +214,12 @@ class BodyGraphs(StepGraphs):
         self.several, self.why_not, self.waiting = several, why_not, False
         self._trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
         self._anchor = torch.zeros((), device=next(body.parameters()).device, requires_grad=True)
-        super().__init__(body, layers, _nothing, known, recorder=recorder)
+        self._others, self._told = 0, False
+        # There is no step to compute: the Trainer does that.
+        super().__init__(body, layers, lambda *_: None, known, recorder=recorder)
 
     def forget(self) -> None:
         super().forget()
-        self._others, self._told = 0, False
         self._leaves: list[Any] = []
         self._template: list[Any] = []
         self._made: list[torch.Tensor] = []
@@ -263,9 +264,8 @@ class BodyGraphs(StepGraphs):
             if not self._told and self._others == _PATIENCE:
                 self.known("batches differ in shape: pad them to one length (pad_to_multiple_of), or pack them")
                 self._told = True
-            others, told = self._others, self._told
             self.forget()
-            self._shapes, self._others, self._told = shapes, others, told
+            self._shapes = shapes
         elif self._captured:
             self._others = 0
         first = all(one.grad is None for one in self._trained)
@@ -336,10 +336,6 @@ class BodyGraphs(StepGraphs):
         for parameter, gradient in self._gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
-
-
-def _nothing(*_: Any) -> None:
-    """There is no step to compute: the Trainer does that."""
 
 
 class _Body(torch.autograd.Function):
