@@ -225,6 +225,20 @@ def names_of_former_experts(model: Any) -> set[str]:
     return set(conversion._MOE_TARGET_MODULE_MAPPING.get(kind, ()))
 
 
+def names_without_adapters(model: Any) -> set[str]:
+    """Names of linear layers that peft refuses to adapt in this model: Mamba's kernels read their weights past them."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+
+    refused = set()
+    for name in {one.rpartition(".")[2] for one, module in model.named_modules() if isinstance(module, nn.Linear)}:
+        try:
+            check(LoraConfig(), model, name)
+        except ValueError:
+            refused.add(name)
+    return refused
+
+
 def share_adapters(model: Any) -> None:
     """Shard the adapters of a model that was built as "zero1" as its non-expert parameters are, so that
     `replicate_dense` makes them whole with the others. All ranks together."""

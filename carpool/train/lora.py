@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from carpool.experts import ExpertFunction
 from carpool.families import family_of
-from carpool.hf.adapters import names_of_former_experts, share_adapters
+from carpool.hf.adapters import names_of_former_experts, names_without_adapters, share_adapters
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.hf.seam.find_modules import experts_modules, find_router
@@ -179,7 +179,8 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
     routers = {name: router for name in layers if (router := find_router(model, name)) is not None}
     # peft takes these names for experts' of former releases of Transformers, also where it loads the adapter again.
     renamed = names_of_former_experts(model)
-    linear = {name for name in linear if name.rpartition(".")[2] not in renamed}
+    refused = names_without_adapters(model)
+    linear = {name for name in linear if name.rpartition(".")[2] not in renamed | refused}
     names = {id(module): name for name, module in model.named_modules()}
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -218,6 +219,8 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                 f"adapter.targets: of this model, peft takes {target!r} for a part of the routed experts; adapt these "
                 "by 'experts'"
             )
+        if nothing and target.rpartition(".")[2] in refused:
+            raise ValueError(f"adapter.targets: peft does not adapt {target!r} of models with Mamba: name others")
         if nothing and target not in GROUPS:
             raise ValueError(
                 f"adapter.targets: this model has no linear layer {target!r}; give the end of a name, such as "

@@ -264,6 +264,10 @@ def test_targets_that_the_model_does_not_have() -> None:
     assert resolve_targets(model, ("q_proj", "attention"))[0] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     with pytest.raises(ValueError, match="nothing of that to adapt"):
         resolve_targets(model, ("shared",))
+    model = tiny_model(discover()["nemotron_h"])
+    assert "out_proj" not in resolve_targets(model, ("attention",))[0]
+    with pytest.raises(ValueError, match="peft does not adapt 'out_proj' of models with Mamba"):
+        resolve_targets(model, ("out_proj",))
     model = tiny_model(discover()["deepseek_v3"])
     with pytest.raises(ValueError, match="peft takes 'gate_proj' for a part of the routed experts"):
         resolve_targets(model, ("gate_proj",))
