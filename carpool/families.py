@@ -25,7 +25,17 @@ from typing import Any, Literal
 
 from carpool.plugins import Registry
 
-__all__ = ["FAMILIES", "Family", "Gate", "Logits", "family", "family_of", "family_of_class", "register"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Gate",
+    "Logits",
+    "ServedExperts",
+    "family",
+    "family_of",
+    "family_of_class",
+    "register",
+]
 
 _MODELS = "transformers.models."
 
@@ -56,6 +66,19 @@ class Gate:
     function: str
     activation: Mapping[str, Any]
     attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServedExperts:
+    """Where a server finds the adapters of experts in a file (`carpool.train.checkpoints.served_adapter`).
+
+    Attributes:
+        block: the module of the experts in a decoder layer.
+        names: of the matrices of an expert: gate, up and down, or up and down; empty: it reads peft's two stacks.
+    """
+
+    block: str
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -96,6 +119,7 @@ class Family:
         router_bias, expert_biases: routers and experts have biases.
         float_router: routers compute with float32 copies of their inputs and weights.
         mxfp4: Transformers reads its experts from files in MXFP4.
+        served: by name of the server; one that is not here has no adapters of this family's experts, or was not read.
     """
 
     name: str
@@ -139,6 +163,7 @@ class Family:
     expert_biases: bool = False
     float_router: bool = False
     mxfp4: bool = False
+    served: Mapping[str, ServedExperts] = field(default_factory=dict)
 
     def top_k_key(self, config: Any) -> str | None:
         """The key under which a configuration says K as a whole number."""
@@ -160,6 +185,9 @@ _CLAMPED = Gate(
     {"name": "silu", "gated": True, "interleaved": True, "up_shift": 1.0},
     ("limit", "alpha"),
 )
+_MLP, _SPARSE = ServedExperts("mlp.experts"), ServedExperts("block_sparse_moe.experts")
+_W132 = ServedExperts("block_sparse_moe.experts", ("w1", "w3", "w2"))
+_BOTH = {"vllm": _MLP, "sglang": _MLP}
 
 _TABLE = (
     Family("afmoe", masks_without_positions=True),
@@ -170,21 +198,21 @@ _TABLE = (
     Family("beam", logits=Logits("other")),
     Family("cohere2_moe", shared_after_routed=True, logits=Logits("multiply", "logit_scale")),
     Family("deepseek_ocr2", shared_after_routed=True),
-    Family("deepseek_v2", shared_after_routed=True, float_router=True),
-    Family("deepseek_v3", shared_after_routed=True, float_router=True, pipeline=True),
+    Family("deepseek_v2", shared_after_routed=True, float_router=True, served=_BOTH),
+    Family("deepseek_v3", shared_after_routed=True, float_router=True, pipeline=True, served=_BOTH),
     Family("deepseek_v32", shared_after_routed=True),
     Family("deepseek_v4", shared_after_routed=True),
     Family("diffusion_gemma", own_positions=True),
     Family("doge", more_in_mask=True),
     Family("dots1", shared_after_routed=True, float_router=True, qk_norm="head"),
     Family("dots3_note", shared_after_routed=True),
-    Family("ernie4_5_moe", float_router=True, router_bias=True),
+    Family("ernie4_5_moe", float_router=True, router_bias=True, served=_BOTH),
     Family("ernie4_5_vl_moe", own_positions=True),
     Family("exaone_moe", shared_after_routed=True, qk_norm="head"),
     Family("flex_olmo", qk_norm="all"),
     Family("flint", shared_after_routed=True),
     Family("gemma4", logits=Logits("cap", "final_logit_softcapping")),
-    Family("glm4_moe", shared_after_routed=True, float_router=True, output_bias=False),
+    Family("glm4_moe", shared_after_routed=True, float_router=True, output_bias=False, served=_BOTH),
     Family("glm4_moe_lite", shared_after_routed=True, float_router=True),
     Family("glm4v_moe", shared_after_routed=True, own_positions=True),
     Family("glm5_next", shared_after_routed=True),
@@ -192,8 +220,9 @@ _TABLE = (
     Family(
         "gpt_oss", pipeline=True, gate=_CLAMPED, masks_without_positions=True, sinks=True, router_bias=True,
         expert_biases=True, mxfp4=True,
+        served={"vllm": ServedExperts("mlp.experts", ()), "sglang": _MLP},
     ),
-    Family("granitemoe", logits=_DIVIDED),
+    Family("granitemoe", logits=_DIVIDED, served={"vllm": _SPARSE, "sglang": _SPARSE}),
     Family("granitemoe_swa", logits=_DIVIDED),
     Family("granitemoehybrid", logits=_DIVIDED),
     Family("granitemoeshared", logits=_DIVIDED),
@@ -202,22 +231,25 @@ _TABLE = (
     Family("hy_v4", shared_after_routed=True),
     Family("inkling", logits=Logits("other")),
     Family("inkling2", logits=Logits("other")),
+    Family("jamba", served={"vllm": ServedExperts("feed_forward.experts")}),
     Family("kimi_linear", shared_after_routed=True, float_router=True),
     Family("kolibri1", shared_after_routed=True),
-    Family("minimax_m2", qk_norm="all"),
+    Family("lfm2_moe", served={"vllm": ServedExperts("feed_forward.experts", ("w1", "w3", "w2"))}),
+    Family("minimax_m2", qk_norm="all", served={"vllm": _W132, "sglang": _SPARSE}),
     Family("mistral4", shared_after_routed=True),
     Family("mistral_large4", shared_after_routed=True),
-    Family("mixtral", pipeline=True),
+    Family("mixtral", pipeline=True, served={"vllm": _W132, "sglang": _SPARSE}),
     Family(
         "nemotron_h", shared_after_routed=True, gated=False,
         layer_keys={"mlp_hidden_act": "relu2", "moe_latent_size": None},
+        served={"vllm": ServedExperts("mixer.experts", ("up_proj", "down_proj"))},
     ),
-    Family("olmoe", pipeline=True, qk_norm="all"),
+    Family("olmoe", pipeline=True, qk_norm="all", served=_BOTH),
     Family("openai_privacy_filter", own_positions=True),
-    Family("phimoe", more_in_mask=True),
-    Family("qwen2_moe", window_in_mask=True),
+    Family("phimoe", more_in_mask=True, served={"vllm": _W132, "sglang": _SPARSE}),
+    Family("qwen2_moe", window_in_mask=True, served=_BOTH),
     Family("qwen3_5_moe", qk_norm="head", query_gate=True),
-    Family("qwen3_moe", pipeline=True, qk_norm="head"),
+    Family("qwen3_moe", pipeline=True, qk_norm="head", served=_BOTH),
     Family("qwen3_next", qk_norm="head", query_gate=True),
     Family("qwen3_vl_moe", types=("qwen3_vl_moe_text",), qk_norm="head"),
     Family("solar_open", shared_after_routed=True),

@@ -169,12 +169,40 @@ def merge(
         require((*TRAIN_PACKAGES, "peft"))
         check_run(run)
         check_new_folder("--out", out)
-        if dtype in ("nf4", "int8"):
-            raise ValueError(
-                f"--dtype {dtype}: Transformers reads bitsandbytes' weights of linear layers, and not of stacked "
-                "experts, so nobody could load the model; leave it out, and quantise where it is served"
-            )
         from carpool.train.checkpoints.adapter_files import merge_adapter
 
         merged = merge_adapter(run, out, base=base, logits=True, into=into, dtype=dtype)
         typer.echo(f"merged model of {run}: {merged._replace(folder=out)}\n{merged.checked}")
+
+
+def adapter(
+    run: Annotated[Path, typer.Argument(help="A run with [adapter], or an adapter's folder as peft writes it.")],
+    server: Annotated[Literal["vllm", "sglang"], typer.Option("--server", help="Which is to serve it.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write it in the layout that the server reads; new.")
+    ] = None,
+    written: Annotated[
+        Path | None, typer.Option("--written", metavar="DIR", help="Check this folder, made for the server of RUN's.")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option("--base", metavar="DIR", help="The adapted model, if it is no longer where it was.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Check how a server reads an adapter: each matrix as it was trained, or left out, refused, misread, and why.
+
+    The rules are those of vLLM 0.33.0 and SGLang 0.5.23, neither of which is needed. The command fails unless
+    everything is read as trained. What --out writes is checked in the same way, and removed if it is wrong.
+    """
+    with errors(debug):
+        require((*TRAIN_PACKAGES, "peft"))
+        if out is not None:
+            check_new_folder("--out", out)
+        from carpool.train.checkpoints.adapter_files import base_folder
+        from carpool.train.checkpoints.served_adapter import check_served
+
+        folder = run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else run
+        report = check_served(folder, base_folder(folder, base), server, written, out)
+        typer.echo(f"{out or written or folder}: {report}", err=bool(report.wrong))
+        if report.wrong:
+            raise typer.Exit(1)

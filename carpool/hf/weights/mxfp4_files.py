@@ -10,13 +10,14 @@ the largest in its block.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from carpool.experts.quantised import quantise
+from carpool.hf.weights.weight_files import Stored
 
 BLOCK = 32
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -41,6 +42,13 @@ def unpacked_names(names: Iterable[str]) -> set[str]:
 def unpack(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """(E, I, O), by the code of Transformers. In bfloat16 this is exact."""
     return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+
+
+def unpacked(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
+    """What files would hold without blocks: in the place of these, weights in bfloat16. `shapes`: theirs, by name."""
+    weights = {name: Stored(stored[f"{name}{BLOCKS}"].file, torch.bfloat16, shape) for name, shape in shapes.items()}
+    blocks = {f"{name}{end}" for name in shapes for end in (BLOCKS, SCALES)}
+    return {name: one for name, one in stored.items() if name not in blocks} | weights
 
 
 def mark(folder: Path) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -261,25 +261,49 @@ def _jump(merged: torch.Tensor, trained: torch.Tensor) -> str:
     )
 
 
-def _products(name: str, module: Any, w: torch.Tensor, written: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """The products with an adapted tensor, as `_compare_product` takes them. `module`: peft's, with values."""
+class Factors(NamedTuple):
+    """What is added to a matrix (O, I), or to one of an expert: b times a. `rows`: which rows of the expert's weight
+    (O', I) the matrix has; None: of a layer that has no experts."""
+
+    a_QI: torch.Tensor
+    b_OQ: torch.Tensor
+    expert: int | None = None
+    rows: slice = slice(None)
+    kind: str = ""
+
+
+def factors(name: str, module: Any) -> Iterator[Factors]:
+    """What an adapter adds to the tensor of that name in the model, as peft reads its file, scaled: to each expert's
+    gate, up and down. `module`: peft's, with values."""
     a, b = module.lora_A[NAME].weight.float(), module.lora_B[NAME].weight.float() * module.scaling[NAME]
-    if w.ndim == 2:
-        yield name, (w, a, b, written.float()), None if hasattr(module, "parameter_name") else module
+    weight = module.get_base_layer()._parameters[getattr(module, "parameter_name", "weight")]
+    if weight.ndim == 2:
+        yield Factors(a, b)
         return
     experts = module.get_base_layer()
-    if getattr(experts, "is_transposed", False):
-        w, written = w.transpose(1, 2), written.transpose(1, 2)
-    kinds, half, function = {"": slice(None)}, w.shape[1] // 2, expert_function(experts)
+    kinds, half, function = {"": slice(None)}, len(b) // 2, expert_function(experts)
     if name.endswith("gate_up_proj"):
-        kinds = {", gate": slice(half), ", up": slice(half, None)}
+        kinds = {"gate": slice(half), "up": slice(half, None)}
         if function is not None and getattr(function.activation, "interleaved", False):
-            kinds = {", gate": slice(0, None, 2), ", up": slice(1, None, 2)}
-    a_EQI, b_EOQ = a.unflatten(0, (len(w), -1)), b.unflatten(1, (-1, len(w))).permute(2, 0, 1)
-    for e in range(len(w)):
+            kinds = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    a_EQI, b_EOQ = a.unflatten(0, (len(weight), -1)), b.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+    for e in range(len(weight)):
         for kind, rows in kinds.items():
-            matrices = w[e, rows].float(), a_EQI[e], b_EOQ[e, rows], written[e, rows].float()
-            yield f"{name}, expert {e}{kind}", matrices, None
+            yield Factors(a_EQI[e], b_EOQ[e, rows], e, rows, kind)
+
+
+def _products(name: str, module: Any, w: torch.Tensor, written: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """The products with an adapted tensor, as `_compare_product` takes them. `module`: peft's, with values."""
+    if w.ndim == 3 and getattr(module.get_base_layer(), "is_transposed", False):
+        w, written = w.transpose(1, 2), written.transpose(1, 2)
+    for one in factors(name, module):
+        if one.expert is None:
+            linear = None if hasattr(module, "parameter_name") else module
+            yield name, (w, one.a_QI, one.b_OQ, written.float()), linear
+            return
+        place = one.expert, one.rows
+        part = f"{name}, expert {one.expert}{one.kind and f', {one.kind}'}"
+        yield part, (w[place].float(), one.a_QI, one.b_OQ, written[place].float()), None
 
 
 def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any, roundoff: float | None) -> float:
@@ -309,6 +333,22 @@ def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any,
     return relative
 
 
+def base_folder(adapter: Path, base: Path | None) -> Path:
+    """The folder of an adapter's model. `base`: where it is now; None: where it was when the adapter was trained.
+
+    Raises:
+        ValueError: there is no adapter, or no model."""
+    if not (adapter / "adapter_config.json").is_file():
+        raise ValueError(f"{adapter} is neither an adapter as peft writes it nor a run that has trained one")
+    if base is None:
+        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        base = Path(str(config["base_model_name_or_path"]))
+    if not (base / "config.json").is_file():
+        raise ValueError(f"the model of {adapter} is not in {base} any more: say where it is (--base)")
+    read_config(base)
+    return base
+
+
 def merge_adapter(
     run: Path,
     target: Path,
@@ -316,7 +356,7 @@ def merge_adapter(
     base: Path | None = None,
     logits: bool = False,
     into: Literal["trained", "original"] = "trained",
-    dtype: Literal["mxfp4"] | None = None,
+    dtype: Literal["mxfp4", "nf4", "int8"] | None = None,
     begin: Callable[[str, int], None] = lambda _, __: None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Exported:
@@ -329,7 +369,7 @@ def merge_adapter(
         logits: compare logits of the whole model, too, if it fits in host memory.
         into: the base that was trained beside, dequantised if the run's was quantised (adapter.base_dtype); or the
             original one, of the files.
-        dtype: of the experts in the files; None: as in those of the base.
+        dtype: of the experts in the files; None: as in those of the base, or bfloat16 if these hold them in MXFP4.
         begin, advance: as of `carpool.train.checkpoints.export.export_checkpoint`.
 
     Raises:
@@ -341,16 +381,13 @@ def merge_adapter(
     if not (adapter / "adapter_config.json").is_file():
         raise ValueError(f"{run} has no adapter to merge: a run with adapter.kind writes one with each checkpoint")
     check_target(target, replace=False)
-    if base is None:
-        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-        base = Path(str(config["base_model_name_or_path"]))
-    if not (base / "config.json").is_file():
-        raise ValueError(f"the model of {adapter} is not in {base} any more: say where it is (--base)")
-    read_config(base)
+    base = base_folder(adapter, base)
     stored, source, model = stored_weights(base), read_source(run), meta_model(base)
     packed = mxfp4_files.packed_names(stored)
     weights = OriginalWeights(model, base, stored, OriginalLayout(model, None, stored, packed=packed))
-    layout = OriginalLayout(model, None, source.weights, packed=packed if dtype is None else _packable(model))
+    # A sum has no place in the blocks of its base.
+    files = mxfp4_files.unpacked(source.weights, {name: tuple(model.get_parameter(name).shape) for name in packed})
+    layout = OriginalLayout(model, None, files, packed=() if dtype is None else _packable(model, dtype))
     trained = trained_base(weights, model, run)
     merged_into = trained if into == "trained" else Base(weights, model, None, trained.dtype)
     with warnings.catch_warnings():
@@ -361,8 +398,13 @@ def merge_adapter(
         return write_model(target, source, layout, read, base, check, begin=begin, advance=advance)
 
 
-def _packable(model: Any) -> list[str]:
-    """The tensors of a model that Transformers reads in MXFP4. Raises ValueError: there are none."""
+def _packable(model: Any, dtype: str) -> list[str]:
+    """The tensors of a model that Transformers reads in that dtype. Raises ValueError: there are none."""
+    if dtype != "mxfp4":
+        raise ValueError(
+            f"--dtype {dtype}: Transformers reads bitsandbytes' weights of linear layers, and not of stacked experts, "
+            "so it could not load the model; leave it out, and quantise where the model is served"
+        )
     if not family_of(model).mxfp4:
         raise ValueError(
             f"--dtype mxfp4: Transformers reads experts in MXFP4 of gpt-oss alone, and this is {type(model).__name__}; "
