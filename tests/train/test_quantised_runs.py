@@ -92,10 +92,15 @@ def test_experts_in_mxfp4_are_those_of_the_files(text: list[str], tmp_path: Path
     info = run(packed, tmp_path / "a", text)
     run(plain, tmp_path / "b", text)
     assert same(tmp_path / "a", tmp_path / "b") and info["lossy_reasons"] == []
-    for base in ("packed", "plain"):
-        out = ["--out", str(tmp_path / f"merged-{base}"), "--base", str(tmp_path / base)]
-        merged = CliRunner().invoke(app, ["merge", str(tmp_path / "a"), *out])
-        assert merged.exit_code == 0 and ("LOSSY: from what was trained" in merged.output) == (base == "packed")
+    for out, more in (("again", ["--dtype", "mxfp4"]), ("exact", []), ("beside", ["--base", str(plain)])):
+        command = ["merge", str(tmp_path / "a"), "--out", str(tmp_path / out), *more]
+        merged = CliRunner().invoke(app, command)
+        assert merged.exit_code == 0, merged.output
+        assert ("LOSSY: from what was trained" in merged.output) == (out == "again")
+        assert ("quantization_config" in json.loads((tmp_path / out / "config.json").read_text())) == (out == "again")
+    exact, expected = (load_file(tmp_path / out / "model.safetensors") for out in ("exact", "beside"))
+    assert exact.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in exact.items())
     with pytest.raises(ValueError, match=r"adapter\.kind=lora and parallelism\.num_ranks=1"):
         run(packed, tmp_path / "c", text, "adapter.kind=none")
 
