@@ -79,9 +79,9 @@ def _served(folder: Path, server: str) -> str:
     except CheckpointWriteError as error:
         first, *reasons = str(error).splitlines()
         share = re.search(r"reads (.*) adapted", first)
-        leaves = ", ".join(sorted({one.split(" and ")[0].split(": ")[0].rpartition(".")[2] for one in reasons}))
+        leaves = (re.match(r"  (.*?)( and .*)?: (refused|left)", one) for one in reasons)
         assert share is not None
-        return f"{share[1]}: not {leaves}"
+        return f"{share[1]}: not {', '.join(one[1].rpartition('.')[2] + (one[2] or '') for one in leaves if one)}"
     except ValueError:
         return "experts: no rules known"
     return "`--out`"

@@ -176,7 +176,9 @@ def merge(
 
 
 def adapter(
-    run: Annotated[Path, typer.Argument(help="A run with [adapter], or an adapter's folder as peft writes it.")],
+    run: Annotated[
+        Path, typer.Argument(help="A run that has trained an adapter, or an adapter's folder as peft writes it.")
+    ],
     server: Annotated[Literal["vllm", "sglang"], typer.Option("--server", help="Which is to serve it.")],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write it in the layout that the server reads; new.")

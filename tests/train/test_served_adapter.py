@@ -48,6 +48,17 @@ def test_what_is_written_for_a_server_is_read_as_trained(family: str, server: st
     assert (each in names) != stacks
 
 
+def test_routers_are_in_the_block_that_the_server_knows(tmp_path: Path) -> None:
+    """Transformers calls it mlp, and vLLM as it is published."""
+    folder = adapter(tmp_path, "mixtral", target_parameters=[*EXPERTS, "mlp.gate.weight"])
+    assert "model.layers.0: gate" in str(check_served(folder, tmp_path / "base", "vllm"))
+    found = check_served(folder, tmp_path / "base", "vllm", out=tmp_path / "out")
+    assert found.matrices == 58 and not found.wrong
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.1.block_sparse_moe.gate.lora_A.weight" in tensors
+    assert "gate and 1 others: refused" in str(check_served(folder, tmp_path / "base", "sglang", tmp_path / "out"))
+
+
 def mix_columns(tensors: Tensors, config: dict[str, Any]) -> None:
     """As column e * Q + q, which has the same shape."""
     name = "base_model.model.model.layers.0.mlp.experts.lora_B.weight"

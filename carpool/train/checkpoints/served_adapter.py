@@ -21,7 +21,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from carpool.families import ServedExperts, family_of
+from carpool.hf.seam.find_modules import experts_modules
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.adapter_files import AdapterModules, Factors, factors
 from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
@@ -41,12 +42,18 @@ VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
 _FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
-_LINEAR = {"vllm": _ATTENTION | _FEED_FORWARD | {"out_proj"}, "sglang": _ATTENTION | _FEED_FORWARD | {"kv_b_proj"}}
+_ROUTERS = {"gate", "shared_expert_gate"}
+_LINEAR = {
+    "vllm": _ATTENTION | _FEED_FORWARD | _ROUTERS | {"out_proj"},
+    "sglang": _ATTENTION | _FEED_FORWARD | {"kv_b_proj"},
+}
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _EACH = re.compile(r"(.*layers\.\d+)\.(.*experts)\.(\d+)\.(\w+)")
 _STACKS = re.compile(r"(.*layers\.\d+)\.(.*experts)(\.base_layer)?")
 
-# A layer, the expert and which of its matrices; or the name of a linear layer.
+_LAYER = re.compile(r"(.*layers\.\d+)\.(.+)")
+
+# A layer, the expert and which of its matrices; in the block of the experts, -1 and a name; or the name of a layer.
 Place = tuple[str, int, str] | str
 Pairs = dict[Place, tuple[torch.Tensor, torch.Tensor]]
 
@@ -103,7 +110,8 @@ def check_served(
         modules = AdapterModules(base, adapter)
     model = meta_model(base)
     experts = family_of(model).served.get(server)
-    trained = dict(_trained(modules))
+    blocks = {name.rpartition(".")[0] for name in experts_modules(model)} if experts is not None else set[str]()
+    trained = dict(_trained(modules, blocks))
     scale = max((float(module.scaling["default"]) for module, _ in modules.layers.values()), default=1.0)
     if out is not None:
         out = out.absolute()
@@ -121,18 +129,27 @@ def check_served(
     return _compare(trained, modules, written or adapter, server, experts)
 
 
-def _trained(modules: AdapterModules) -> Iterator[tuple[Place, Factors]]:
-    """What peft computes with, scaled."""
+def _trained(modules: AdapterModules, blocks: Collection[str]) -> Iterator[tuple[Place, Factors]]:
+    """What peft computes with, scaled. `blocks`: modules of the model that hold experts."""
     for name, (module, own) in modules.layers.items():
         weight: Any = module.get_base_layer()._parameters[own]
         with modules.filled(name, nn.Parameter(weight, requires_grad=False)):
             for one in factors(name, module):
-                if one.expert is None:
-                    yield name.removesuffix(".weight"), one
-                    continue
-                layer = name[: re.match(r".*layers\.\d+", name).end()]  # type: ignore[union-attr]
-                part = one.kind or ("down" if name.endswith("down_proj") else "up")
-                yield (layer, one.expert, part), one
+                match = _LAYER.fullmatch(plain := name.removesuffix(".weight"))
+                block = next((block for block in blocks if plain.startswith(f"{block}.")), None)
+                if match is not None and one.expert is not None:
+                    part = one.kind or ("down" if name.endswith("down_proj") else "up")
+                    yield (match[1], one.expert, part), one
+                elif match is not None and block is not None:
+                    yield (match[1], -1, plain.removeprefix(f"{block}.")), one
+                else:
+                    yield plain, one
+
+
+def _name(place: Place) -> str:
+    if isinstance(place, str):
+        return place
+    return f"{place[0]}: {place[2]}" if place[1] < 0 else f"{place[0]}, expert {place[1]}, {place[2]}"
 
 
 def _parts(names: tuple[str, ...]) -> dict[str, str]:
@@ -154,12 +171,11 @@ def _compare(
     found, why = read_as(server, config, tensors, experts, number, interleaved)
     wrong = {name: why.get("", _refusal(server)) for name in modules.replaced}
     for place, one in trained.items():
-        name = place if isinstance(place, str) else f"{place[0]}, expert {place[1]}, {place[2]}"
-        module = place if isinstance(place, str) else place[0]
+        name = _name(place)
         if why.get("") or place not in found:
-            wrong[name] = why.get("") or next(
-                (text for key, text in why.items() if key == module or key.startswith(f"{module}.")),
-                "left out without a word: it is not in the file under a name that the server looks for",
+            own = place if isinstance(place, str) or place[1] < 0 else place[0]
+            wrong[name] = why.get("") or why.get(
+                place, why.get(own, "left out without a word: it is under no name that the server looks for")
             )
             continue
         a_QI, b_OQ = found[place]
@@ -189,8 +205,8 @@ def read_as(
     experts: ServedExperts | None,
     number: int,
     interleaved: bool = False,
-) -> tuple[Pairs, dict[str, str]]:
-    """What a server would compute with, scaled; and why not with what, by names of modules, "" being all of them.
+) -> tuple[Pairs, dict[Place, str]]:
+    """What a server would compute with, scaled; and why not with what: a layer's name means its experts, "" everything.
 
     Args:
         config: adapter_config.json.
@@ -199,7 +215,7 @@ def read_as(
         number: of experts in a layer.
         interleaved: gate and up are in turns in the model's weights.
     """
-    why: dict[str, str] = {}
+    why: dict[Place, str] = {}
     rank, patterns = int(config["r"]), bool(config.get("rank_pattern") or config.get("alpha_pattern"))
     root = server == "vllm" and config.get("use_rslora")
     scaling = config["lora_alpha"] / (math.sqrt(rank) if root else rank)
@@ -223,54 +239,65 @@ def read_as(
             factors_of.setdefault(match[1], {})[match[2]] = tensor.float()
     known = {one.rpartition(".")[2] for one in targets or ()} if server == "sglang" else set()
     found: Pairs = {}
+    block = "" if experts is None else experts.block.rpartition(".")[0]
     for name, pair in factors_of.items():
+        each, stacks, leaf = _EACH.fullmatch(name), _STACKS.fullmatch(name), name.rpartition(".")[2]
+        match = _LAYER.fullmatch(name)
+        place: Place = name
+        if each and experts is not None and each[4] in (parts := _parts_of(server, experts)):
+            place = each[1], int(each[3]), parts[each[4]]
+        elif block and match and match[2].startswith(f"{block}."):
+            place = match[1], -1, match[2].removeprefix(f"{block}.")
         if pair.keys() != {"A", "B"}:
-            why[name] = "refused: one of its two matrices is not in the file"
+            why[place] = "refused: one of its two matrices is not in the file"
             continue
         a, b = pair["A"], pair["B"] * scaling
-        leaf = name.rpartition(".")[2]
-        if each := _EACH.fullmatch(name):
-            why |= _place_of_each(server, experts, each, known, found, (a, b))
-        elif stacks := _STACKS.fullmatch(name):
+        if each:
+            why |= _refused_each(server, experts, each, known)
+            found[place] = a, b
+        elif stacks:
             why |= _place_of_stacks(experts, stacks, found, (a, b), number, interleaved)
         elif leaf not in _LINEAR[server]:
-            why[name] = (
+            why[place] = (
                 "left out in decode steps: they read the weights past the adapter"
                 if leaf == "kv_b_proj"
                 else "refused: it has no adapters of this layer, or nobody has looked"
             )
         elif server == "sglang" and leaf not in known:
-            why[name] = "refused: it is not in target_modules"
+            why[place] = "refused: it is not in target_modules"
         elif server == "sglang" and (other := _missing_sibling(name, leaf, factors_of)):
-            why[name] = f"refused: it fuses this with {other}, which has no adapter"
+            why[place] = f"refused: it fuses this with {other}, which has no adapter"
         else:
-            found[name] = a, b
+            found[place] = a, b
+    found = {
+        place: pair for place, pair in found.items() if isinstance(place, str) or place[1] < 0 or place[0] not in why
+    }
     if server == "vllm" and experts is not None:
         why |= _incomplete(experts, found, number)
     return found, why
 
 
-def _place_of_each(
-    server: str,
-    experts: ServedExperts | None,
-    each: re.Match[str],
-    known: set[str],
-    found: Pairs,
-    pair: tuple[torch.Tensor, torch.Tensor],
-) -> dict[str, str]:
-    layer, block, expert, leaf = each.groups()
+def _parts_of(server: str, experts: ServedExperts) -> dict[str, str]:
+    """Which of an expert's matrices a name means."""
+    parts = _parts(experts.names) if experts.names else {}
+    return (
+        parts
+        if server == "vllm"
+        else parts | _parts(("gate_proj", "up_proj", "down_proj")) | _parts(("w1", "w3", "w2"))
+    )
+
+
+def _refused_each(server: str, experts: ServedExperts | None, each: re.Match[str], known: set[str]) -> dict[Place, str]:
+    """Why a server does not read an expert's matrix, by layers."""
+    layer, block, _, leaf = each.groups()
     if experts is None or (server == "vllm" and not experts.names):
         return {layer: "refused: it does not read experts one by one for this family, or nobody has looked"}
-    parts = _parts(experts.names)
-    if server == "sglang":
-        if _FEED_FORWARD - known:
-            return {layer: f"refused: target_modules lacks {min(_FEED_FORWARD - known)}"}
-        parts |= _parts(("gate_proj", "up_proj", "down_proj")) | _parts(("w1", "w3", "w2"))
-    elif block != experts.block:
+    if server == "sglang" and _FEED_FORWARD - known:
+        return {layer: f"refused: target_modules lacks {min(_FEED_FORWARD - known)}"}
+    if server == "vllm" and block != experts.block:
         return {layer: f"left out without a word: experts are looked for in {experts.block}, not in {block}"}
-    if leaf not in parts:
+    if leaf not in _parts_of(server, experts):
         return {layer: f"refused: an expert has {', '.join(experts.names)}, and no {leaf}"}
-    found[layer, int(expert), parts[leaf]] = pair
     return {}
 
 
@@ -281,7 +308,7 @@ def _place_of_stacks(
     pair: tuple[torch.Tensor, torch.Tensor],
     number: int,
     interleaved: bool,
-) -> dict[str, str]:
+) -> dict[Place, str]:
     layer, block, is_up = stacks.groups()
     if experts is None or experts.names:
         return {layer: "refused: it reads no stacks of all experts, as peft writes them; write its layout by --out"}
@@ -307,16 +334,16 @@ def _missing_sibling(name: str, leaf: str, there: Mapping[str, Any]) -> str | No
     return next((one for one in needs.get(leaf, ()) if f"{name.removesuffix(leaf)}{one}" not in there), None)
 
 
-def _incomplete(experts: ServedExperts, found: Pairs, number: int) -> dict[str, str]:
+def _incomplete(experts: ServedExperts, found: Pairs, number: int) -> dict[Place, str]:
     """vLLM packs all experts of a layer, and fails where one has no adapter."""
     parts = ("gate", "up", "down") if len(experts.names) != 2 else ("up", "down")
-    wrong = {}
-    for layer in {place[0] for place in found if not isinstance(place, str)}:
+    wrong: dict[Place, str] = {}
+    for layer in {place[0] for place in found if not isinstance(place, str) and place[1] >= 0}:
         missing = [(e, part) for e in range(number) for part in parts if (layer, e, part) not in found]
         if missing:
             wrong[layer] = f"refused: it packs all experts of a layer, and expert {missing[0][0]} lacks {missing[0][1]}"
-            for place in [place for place in found if place[0] == layer]:
-                del found[place]
+            for e, part in [(e, part) for e in range(number) for part in parts]:
+                found.pop((layer, e, part), None)
     return wrong
 
 
@@ -329,7 +356,7 @@ def _write(
     scaling: float,
 ) -> None:
     """An adapter in the layout of a server; what peft scales otherwise is scaled in the file."""
-    adapts_experts = any(not isinstance(place, str) for place in trained)
+    adapts_experts = any(one.expert is not None for one in trained.values())
     if experts is None and adapts_experts:
         raise ValueError(f"{server} {VERSIONS[server]}: no layout is known for the adapters of this model's experts")
     out.mkdir(parents=True, exist_ok=True)
@@ -342,6 +369,9 @@ def _write(
     for place, one in trained.items():
         if isinstance(place, str):
             name = place
+        elif place[1] < 0:
+            assert experts is not None
+            name = f"{place[0]}.{experts.block.rpartition('.')[0]}.{place[2]}"
         else:
             assert experts is not None
             names = {part: leaf for leaf, part in _parts(experts.names).items()}
