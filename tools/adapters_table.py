@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import peft
@@ -28,9 +29,9 @@ COLUMNS = ("family", "moved by training", "peft", "merged", "vLLM", "SGLang")
 INTRODUCTION = """\
 # Adapters, from training to a server
 
-`python -m tools.adapters_table` writes this page from measurements. For each family, `carpool train adapter.kind=lora`
-trains a tiny random model on four ranks, with adapters of attention and all experts, and the logits of the very model
-that is trained are compared with those of the files:
+`python -m tools.adapters_table` writes this page from measurements. For each family, `carpool train` with
+`adapter.kind=lora` trains adapters of attention and all experts of a tiny random model on four ranks, and the logits of
+the very model that is trained are compared with those of the files:
 
 - **peft**: base and `RUN/adapter`, loaded by Transformers {transformers} and peft {peft} in a process without Carpool.
 - **merged**: what `carpool merge` writes, loaded by Transformers.
@@ -81,7 +82,7 @@ def _served(folder: Path, server: str) -> str:
         share = re.search(r"reads (.*) adapted", first)
         leaves = (re.match(r"  (.*?)( and .*)?: (refused|left)", one) for one in reasons)
         assert share is not None
-        return f"{share[1]}: not {', '.join(one[1].rpartition('.')[2] + (one[2] or '') for one in leaves if one)}"
+        return f"{share[1]}: not {', '.join(re.split('[.: ]', one[1])[-1] + (one[2] or '') for one in leaves if one)}"
     except ValueError:
         return "experts: no rules known"
     return "`--out`"
@@ -91,7 +92,7 @@ def _below(error: float) -> str:
     return f"< 1e{math.floor(math.log10(max(error, 1e-9))) + 1}"
 
 
-def _line(cells: list[str] | tuple[str, ...]) -> str:
+def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 

@@ -206,17 +206,22 @@ class MergeCheck(ReadBack):
         vocabulary = read_config(self._modules.base).get_text_config().vocab_size
         ids = torch.randint(vocabulary, (4, 16), generator=torch.Generator().manual_seed(0))
         trained, kind = None, self._trained.kind
+        cannot = "were not compared, because this machine cannot compute the base's: "
         if kind is not None:
             model: Any = load_trained(self._modules.base, self._modules.folder, self._trained)
-            trained = model(input_ids=ids, use_cache=False).logits
+            try:
+                trained = model(input_ids=ids, use_cache=False).logits
+            except Exception as error:  # whatever a model says that computes on GPUs alone
+                return f"{cannot}{error}"
+            del model
         model = auto.from_pretrained(self._modules.base, **options)
         for name in self._base.quantised:
             model.get_parameter(name).copy_(self._base.read(name))
         adapted = PeftModel.from_pretrained(model, str(self._modules.folder)).eval()
         try:
             expected = adapted(input_ids=ids, use_cache=False).logits
-        except Exception as error:  # whatever a model says that computes on GPUs alone
-            return f"were not compared, because this machine cannot compute the base's: {error}"
+        except Exception as error:
+            return f"{cannot}{error}"
         if trained is not None and self._base.kind is not None:
             # Weights that the run rounded to its dtype are the files' here.
             files = {stored.dtype for stored in self._base.stored.values()}

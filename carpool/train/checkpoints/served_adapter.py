@@ -110,7 +110,8 @@ def check_served(
         modules = AdapterModules(base, adapter)
     model = meta_model(base)
     experts = family_of(model).served.get(server)
-    blocks = {name.rpartition(".")[0] for name in experts_modules(model)} if experts is not None else set[str]()
+    layers = [_LAYER.fullmatch(name) for name in experts_modules(model)] if experts is not None else []
+    blocks = {match[2].rpartition(".")[0] for match in layers if match is not None}
     trained = dict(_trained(modules, blocks))
     scale = max((float(module.scaling["default"]) for module, _ in modules.layers.values()), default=1.0)
     if out is not None:
@@ -130,18 +131,18 @@ def check_served(
 
 
 def _trained(modules: AdapterModules, blocks: Collection[str]) -> Iterator[tuple[Place, Factors]]:
-    """What peft computes with, scaled. `blocks`: modules of the model that hold experts."""
+    """What peft computes with, scaled. `blocks`: names, in layers of the model, of modules that hold experts."""
     for name, (module, own) in modules.layers.items():
         weight: Any = module.get_base_layer()._parameters[own]
         with modules.filled(name, nn.Parameter(weight, requires_grad=False)):
             for one in factors(name, module):
                 match = _LAYER.fullmatch(plain := name.removesuffix(".weight"))
-                block = next((block for block in blocks if plain.startswith(f"{block}.")), None)
+                block = next((block for block in blocks if match and match[2].startswith(f"{block}.")), None)
                 if match is not None and one.expert is not None:
                     part = one.kind or ("down" if name.endswith("down_proj") else "up")
                     yield (match[1], one.expert, part), one
                 elif match is not None and block is not None:
-                    yield (match[1], -1, plain.removeprefix(f"{block}.")), one
+                    yield (match[1], -1, match[2].removeprefix(f"{block}.")), one
                 else:
                     yield plain, one
 
