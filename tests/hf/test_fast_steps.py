@@ -171,10 +171,6 @@ def test_why_nothing_is_captured(tmp_path: Path, capsys: pytest.CaptureFixture[s
         trained(tmp_path, transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1)), FastSteps(), Rows(12))
 
 
-class Cuda(torch.nn.Module):
-    """As far as reasons go, a model on a GPU."""
-
-
 @pytest.mark.parametrize(
     ("settings", "more", "why"),
     [
