@@ -58,6 +58,21 @@ Place = tuple[str, int, str] | str
 Pairs = dict[Place, tuple[torch.Tensor, torch.Tensor]]
 
 
+class Server(NamedTuple):
+    """A server beside one model.
+
+    Attributes:
+        name: "vllm" or "sglang".
+        experts: where it looks for the adapters of experts; None: nobody knows.
+        number: of experts in a layer.
+        interleaved: gate and up are in turns in the model's weights."""
+
+    name: str
+    experts: ServedExperts | None
+    number: int = 0
+    interleaved: bool = False
+
+
 class Report(NamedTuple):
     """How a server reads an adapter.
 
@@ -109,17 +124,23 @@ def check_served(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         modules = AdapterModules(base, adapter)
     model = meta_model(base)
-    experts = family_of(model).served.get(server)
-    layers = [_LAYER.fullmatch(name) for name in experts_modules(model)] if experts is not None else []
-    blocks = {match[2].rpartition(".")[0] for match in layers if match is not None}
-    trained = dict(_trained(modules, blocks))
-    scale = max((float(module.scaling["default"]) for module, _ in modules.layers.values()), default=1.0)
+    known = family_of(model).served.get(server)
+    layers = [_LAYER.fullmatch(name) for name in experts_modules(model)] if known is not None else []
+    trained = dict(_trained(modules, {match[2].rpartition(".")[0] for match in layers if match is not None}))
+    number = 1 + max((one.expert for one in trained.values() if one.expert is not None), default=-1)
+    own = Server(server, known, number, any(one.rows.step == 2 for one in trained.values()))
     if out is not None:
         out = out.absolute()
         check_target(out, replace=False)
         try:
-            _write(adapter, out, server, experts, trained, scale)
-            report = _compare(trained, modules, out, server, experts)
+            _write(
+                adapter,
+                out,
+                own,
+                trained,
+                max(float(module.scaling["default"]) for module, _ in modules.layers.values()),
+            )
+            report = _compare(trained, modules, out, own)
         except BaseException:
             shutil.rmtree(out, ignore_errors=True)
             raise
@@ -127,7 +148,7 @@ def check_served(
             shutil.rmtree(out)
             raise CheckpointWriteError(f"{out} was not written: {report}")
         return report._replace(out=out)
-    return _compare(trained, modules, written or adapter, server, experts)
+    return _compare(trained, modules, written or adapter, own)
 
 
 def _trained(modules: AdapterModules, blocks: Collection[str]) -> Iterator[tuple[Place, Factors]]:
@@ -157,20 +178,12 @@ def _parts(names: tuple[str, ...]) -> dict[str, str]:
     return dict(zip(names, ("gate", "up", "down") if len(names) == 3 else ("up", "down"), strict=True))
 
 
-def _compare(
-    trained: Mapping[Place, Factors],
-    modules: AdapterModules,
-    folder: Path,
-    server: str,
-    experts: ServedExperts | None,
-) -> Report:
+def _compare(trained: Mapping[Place, Factors], modules: AdapterModules, folder: Path, server: Server) -> Report:
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    interleaved = any(one.rows.step == 2 for one in trained.values())
-    number = 1 + max((one.expert for one in trained.values() if one.expert is not None), default=-1)
-    found, why = read_as(server, config, tensors, experts, number, interleaved)
-    wrong = {name: why.get("", _refusal(server)) for name in modules.replaced}
+    found, why = read_as(server, config, tensors)
+    wrong = {name: why.get("", "left out without a word: modules_to_save are not read") for name in modules.replaced}
     for place, one in trained.items():
         name = _name(place)
         if why.get("") or place not in found:
@@ -184,7 +197,9 @@ def _compare(
             wrong[name] = "refused: it has another shape than the server's"
         elif not _same(a_QI, b_OQ, one):
             wrong[name] = "read as something else: other values than those that were trained"
-    return Report(server, len(trained) + len(modules.replaced), wrong, max(len(one.a_QI) for one in trained.values()))
+    return Report(
+        server.name, len(trained) + len(modules.replaced), wrong, max(len(one.a_QI) for one in trained.values())
+    )
 
 
 def _same(a_QI: torch.Tensor, b_OQ: torch.Tensor, one: Factors) -> bool:
@@ -194,58 +209,39 @@ def _same(a_QI: torch.Tensor, b_OQ: torch.Tensor, one: Factors) -> bool:
     return bool((b_OQ @ a_QI - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
-def _refusal(server: str) -> str:
-    refused = "refused: modules_to_save are for classification alone"
-    return refused if server == "vllm" else "left out without a word: modules_to_save are not read"
-
-
 def read_as(
-    server: str,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    experts: ServedExperts | None,
-    number: int,
-    interleaved: bool = False,
+    server: Server, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Pairs, dict[Place, str]]:
     """What a server would compute with, scaled; and why not with what: a layer's name means its experts, "" everything.
-
-    Args:
-        config: adapter_config.json.
-        tensors: of the file, by name.
-        experts: where it looks for those of experts.
-        number: of experts in a layer.
-        interleaved: gate and up are in turns in the model's weights.
-    """
+    `config`: adapter_config.json. `tensors`: of the file, by name."""
+    vllm, experts = server.name == "vllm", server.experts
     why: dict[Place, str] = {}
     rank, patterns = int(config["r"]), bool(config.get("rank_pattern") or config.get("alpha_pattern"))
-    root = server == "vllm" and config.get("use_rslora")
-    scaling = config["lora_alpha"] / (math.sqrt(rank) if root else rank)
-    saved = [name for name in tensors if _KEY.fullmatch(name) is None]
+    scaling = config["lora_alpha"] / (math.sqrt(rank) if vllm and config.get("use_rslora") else rank)
     targets = config.get("target_modules")
     if config.get("use_dora"):
         why[""] = "refused: it has no DoRA"
-    elif server == "vllm" and (config.get("modules_to_save") or saved):
-        why[""] = _refusal(server)
-    elif server == "vllm" and rank > RANKS[-1]:
+    elif vllm and (config.get("modules_to_save") or not all(_KEY.fullmatch(name) for name in tensors)):
+        why[""] = "refused: modules_to_save are for classification alone"
+    elif vllm and rank > RANKS[-1]:
         why[""] = f"refused: ranks above {RANKS[-1]}"
     elif patterns:
-        why[""] = "read as something else: rank_pattern and alpha_pattern are " + (
-            "matched by other names" if server == "vllm" else "not read"
-        )
-    elif server == "sglang" and not isinstance(targets, list):
+        how = "matched by other names" if vllm else "not read"
+        why[""] = f"read as something else: rank_pattern and alpha_pattern are {how}"
+    elif not vllm and not isinstance(targets, list):
         why[""] = "refused: target_modules must be a list"
     factors_of: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if (match := _KEY.fullmatch(name)) is not None:
             factors_of.setdefault(match[1], {})[match[2]] = tensor.float()
-    known = {one.rpartition(".")[2] for one in targets or ()} if server == "sglang" else set()
+    known = {one.rpartition(".")[2] for one in targets or ()}
     found: Pairs = {}
     block = "" if experts is None else experts.block.rpartition(".")[0]
     for name, pair in factors_of.items():
         each, stacks, leaf = _EACH.fullmatch(name), _STACKS.fullmatch(name), name.rpartition(".")[2]
         match = _LAYER.fullmatch(name)
         place: Place = name
-        if each and experts is not None and each[4] in (parts := _parts_of(server, experts)):
+        if each and experts is not None and each[4] in (parts := _parts_of(server)):
             place = each[1], int(each[3]), parts[each[4]]
         elif block and match and match[2].startswith(f"{block}."):
             place = match[1], -1, match[2].removeprefix(f"{block}.")
@@ -254,77 +250,67 @@ def read_as(
             continue
         a, b = pair["A"], pair["B"] * scaling
         if each:
-            why |= _refused_each(server, experts, each, known)
+            why |= _refused_each(server, each, known)
             found[place] = a, b
         elif stacks:
-            why |= _place_of_stacks(experts, stacks, found, (a, b), number, interleaved)
-        elif leaf not in _LINEAR[server]:
+            why |= _place_of_stacks(server, stacks, found, a, b)
+        elif leaf not in _LINEAR[server.name]:
             why[place] = (
                 "left out in decode steps: they read the weights past the adapter"
                 if leaf == "kv_b_proj"
                 else "refused: it has no adapters of this layer, or nobody has looked"
             )
-        elif server == "sglang" and leaf not in known:
+        elif not vllm and leaf not in known:
             why[place] = "refused: it is not in target_modules"
-        elif server == "sglang" and (other := _missing_sibling(name, leaf, factors_of)):
+        elif not vllm and (other := _missing_sibling(name, leaf, factors_of)):
             why[place] = f"refused: it fuses this with {other}, which has no adapter"
         else:
             found[place] = a, b
     found = {
         place: pair for place, pair in found.items() if isinstance(place, str) or place[1] < 0 or place[0] not in why
     }
-    if server == "vllm" and experts is not None:
-        why |= _incomplete(experts, found, number)
+    if vllm and experts is not None:
+        why |= _incomplete(experts, found, server.number)
     return found, why
 
 
-def _parts_of(server: str, experts: ServedExperts) -> dict[str, str]:
+def _parts_of(server: Server) -> dict[str, str]:
     """Which of an expert's matrices a name means."""
-    parts = _parts(experts.names) if experts.names else {}
-    return (
-        parts
-        if server == "vllm"
-        else parts | _parts(("gate_proj", "up_proj", "down_proj")) | _parts(("w1", "w3", "w2"))
-    )
+    parts = _parts(server.experts.names) if server.experts and server.experts.names else {}
+    other = _parts(("gate_proj", "up_proj", "down_proj")) | _parts(("w1", "w3", "w2"))
+    return parts if server.name == "vllm" else parts | other
 
 
-def _refused_each(server: str, experts: ServedExperts | None, each: re.Match[str], known: set[str]) -> dict[Place, str]:
+def _refused_each(server: Server, each: re.Match[str], known: Collection[str]) -> dict[Place, str]:
     """Why a server does not read an expert's matrix, by layers."""
-    layer, block, _, leaf = each.groups()
-    if experts is None or (server == "vllm" and not experts.names):
+    (layer, block, _, leaf), experts, vllm = each.groups(), server.experts, server.name == "vllm"
+    if experts is None or (vllm and not experts.names):
         return {layer: "refused: it does not read experts one by one for this family, or nobody has looked"}
-    if server == "sglang" and _FEED_FORWARD - known:
-        return {layer: f"refused: target_modules lacks {min(_FEED_FORWARD - known)}"}
-    if server == "vllm" and block != experts.block:
+    if not vllm and (missing := _FEED_FORWARD.difference(known)):
+        return {layer: f"refused: target_modules lacks {min(missing)}"}
+    if vllm and block != experts.block:
         return {layer: f"left out without a word: experts are looked for in {experts.block}, not in {block}"}
-    if leaf not in _parts_of(server, experts):
+    if leaf not in _parts_of(server):
         return {layer: f"refused: an expert has {', '.join(experts.names)}, and no {leaf}"}
     return {}
 
 
 def _place_of_stacks(
-    experts: ServedExperts | None,
-    stacks: re.Match[str],
-    found: Pairs,
-    pair: tuple[torch.Tensor, torch.Tensor],
-    number: int,
-    interleaved: bool,
+    server: Server, stacks: re.Match[str], found: Pairs, a: torch.Tensor, b: torch.Tensor
 ) -> dict[Place, str]:
-    layer, block, is_up = stacks.groups()
+    """Puts what stacks of all experts hold into `found`, or says why the server does not read them."""
+    (layer, block, is_up), experts, number = stacks.groups(), server.experts, server.number
     if experts is None or experts.names:
         return {layer: "refused: it reads no stacks of all experts, as peft writes them; write its layout by --out"}
     if block != experts.block:
         return {layer: f"left out without a word: experts are looked for in {experts.block}, not in {block}"}
-    if not number or len(pair[0]) % number or pair[1].shape[1] != len(pair[0]):
-        return {layer: f"refused: stacks of {tuple(pair[0].shape)} are none of {number} experts"}
-    a_EQI = pair[0].unflatten(0, (number, -1))
-    b_EOQ = pair[1].unflatten(1, (-1, number)).permute(2, 0, 1)
-    kinds = {"down": slice(None)}
-    if is_up:
-        half = b_EOQ.shape[1] // 2
-        kinds = {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if interleaved else {
-            "gate": slice(half), "up": slice(half, None)
-        }  # fmt: skip
+    if not number or len(a) % number or b.shape[1] != len(a):
+        return {layer: f"refused: stacks of {tuple(a.shape)} are none of {number} experts"}
+    a_EQI, b_EOQ = a.unflatten(0, (number, -1)), b.unflatten(1, (-1, number)).permute(2, 0, 1)
+    half = b_EOQ.shape[1] // 2
+    kinds = {"gate": slice(half), "up": slice(half, None)} if is_up else {"down": slice(None)}
+    if is_up and server.interleaved:
+        kinds = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
     for expert, (a_QI, b_OQ) in enumerate(zip(a_EQI, b_EOQ, strict=True)):
         found |= {(layer, expert, kind): (a_QI, b_OQ[rows]) for kind, rows in kinds.items()}
     return {}
@@ -348,18 +334,14 @@ def _incomplete(experts: ServedExperts, found: Pairs, number: int) -> dict[Place
     return wrong
 
 
-def _write(
-    adapter: Path,
-    out: Path,
-    server: str,
-    experts: ServedExperts | None,
-    trained: Mapping[Place, Factors],
-    scaling: float,
-) -> None:
+def _write(adapter: Path, out: Path, server: Server, trained: Mapping[Place, Factors], scaling: float) -> None:
     """An adapter in the layout of a server; what peft scales otherwise is scaled in the file."""
+    experts = server.experts
     adapts_experts = any(one.expert is not None for one in trained.values())
     if experts is None and adapts_experts:
-        raise ValueError(f"{server} {VERSIONS[server]}: no layout is known for the adapters of this model's experts")
+        raise ValueError(
+            f"{server.name} {VERSIONS[server.name]}: no layout is known for the adapters of this model's experts"
+        )
     out.mkdir(parents=True, exist_ok=True)
     if experts is not None and not experts.names:  # as peft writes it
         for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -385,8 +367,6 @@ def _write(
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     config |= {"r": rank, "lora_alpha": scaling * rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
-    config |= {
-        "target_modules": sorted(leaves | (_FEED_FORWARD if adapts_experts else set())),
-        "target_parameters": None,
-    }
+    targets = sorted(leaves | (_FEED_FORWARD if adapts_experts else set()))
+    config |= {"target_modules": targets, "target_parameters": None}
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
