@@ -138,7 +138,7 @@ def check_served(
                 out,
                 own,
                 trained,
-                max(float(module.scaling["default"]) for module, _ in modules.layers.values()),
+                max((float(module.scaling["default"]) for module, _ in modules.layers.values()), default=1.0),
             )
             report = _compare(trained, modules, out, own)
         except BaseException:
