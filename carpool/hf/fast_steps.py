@@ -33,7 +33,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from carpool.hf.decoder_layers import compile_layers, draws_random_numbers, eagerly, recompute_layers
-from carpool.hf.documents import fastest_attention, unpacked
+from carpool.hf.documents import fastest_attention, unpacked, why_not_packed
 from carpool.hf.loss_head import HeadLoss, known_change, logit_change, next_tokens, output_layer, why_whole
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import decoder_layers
@@ -52,7 +52,7 @@ class FastSteps(TrainerCallback):
     """Makes the steps of a Trainer faster, from the start of training to its end.
 
     Args:
-        compiled: whether decoder layers are compiled. None: on GPUs.
+        compiled: whether decoder layers are compiled. None: on GPUs, but not what goes from token to token (Mamba).
         captured: whether the model's forward and backward become CUDA graphs, where they can be.
         backend: of torch.compile.
 
@@ -90,7 +90,8 @@ class FastSteps(TrainerCallback):
         if again := any(getattr(layer, "gradient_checkpointing", False) for layer in decoder_layers(base)):
             # As Transformers does it, but rides are not repeated, and the state of random numbers is not asked for.
             recompute_layers(base, ride_again=False)
-        compiles = device.type == "cuda" if self.compiled is None else self.compiled
+        by_default = device.type == "cuda" and why_not_packed(base) is None
+        compiles = by_default if self.compiled is None else self.compiled
         if compiles and not hasattr(base, "_carpool_compiled"):
             object.__setattr__(base, "_carpool_compiled", compile_layers(base, self.backend))
         body = base.base_model

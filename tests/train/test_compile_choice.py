@@ -53,7 +53,11 @@ def plan_of(*overrides: str, gpu: str | None = "h100", recorded: Any = None) -> 
         (["parallelism.num_ranks=2", "parallelism.tp_size=2", "parallelism.ep_size=2"], False, "divide tokens"),
         (["data.packing=off"], False, "as long as their longest sequence"),
         (["training.full_determinism=true"], False, "PyTorch's own kernels"),
-        (["model.config=qwen3-next-80b-a3b"], False, "linear attention"),
+        (
+            ["model.config=qwen3-next-80b-a3b", "data.packing=off", "data.pad_to=sequence_length"],
+            False,
+            "token to token",
+        ),
     ],
 )
 def test_where_layers_are_compiled(overrides: list[str], on: bool, why: str) -> None:

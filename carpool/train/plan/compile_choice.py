@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from carpool.hf.documents import why_not_packed
 from carpool.parallel.degrees import Degrees
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.planner.decisions.configured import candidate_of
@@ -60,6 +61,9 @@ def _by_rule(config: Config, degrees: Degrees, blueprint: Blueprint, machine: Ma
     sizes = {f"parallelism.{axis}_size": size for axis, size in degrees.sizes.items()}
     if reason := config.declared.why_refused({**config.flat(), **sizes, "training.torch_compile": "on"}):
         return False, reason
+    if reason := why_not_packed(blueprint.model):
+        # Whatever goes through tokens one after the other is unrolled: 4,096 tokens would not come to an end.
+        return False, f"{reason}, and compilation unrolls what goes from token to token"
     if divides_tokens(with_compile(config, False), degrees, blueprint.model).answer:
         return False, "tensor-parallel ranks divide tokens, which compiled layers do not"
     per_node, settings["training"]["max_steps"] = machine.topology.ranks_beside(0), _steps(config, degrees)
