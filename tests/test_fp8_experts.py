@@ -27,7 +27,7 @@ from carpool.experts import (
 from carpool.experts.fp8 import fp8_experts as fp8
 from carpool.experts.fp8 import fp8_products as fp8_stages
 from carpool.experts.pairs import sort_pairs
-from carpool.kernels.packets import pack, packet_bytes, quantise, unpack
+from carpool.kernels.packets import pack, packet_bytes, quantise, unpack, why_no_fp8
 from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
@@ -390,3 +390,14 @@ def test_the_setting_says_that_it_is_lossy() -> None:
     assert load_config(None, []).moe.experts == "auto" and load_config(None, ["moe.experts=fp8"]).moe.experts == "fp8"
     assert "fp8: LOSSY" in str(MoeSection.model_fields["experts"].description)
     assert load_config(None, ["moe.experts=fp8", "moe.fp8_cache_weights=true"]).moe.fp8_cache_weights
+
+
+def test_a_card_without_fp8_is_told_so() -> None:
+    for number, (capability, why) in enumerate({(8, 6): "RTX 3090 has 8.6", (8, 9): "", (9, 0): ""}.items()):
+        device = torch.device("cuda", 110 + number)
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", lambda _, found=capability: found),
+            mock.patch.object(torch.cuda, "get_device_name", lambda _: "RTX 3090"),
+        ):
+            assert why_no_fp8(device).endswith(why) and bool(why_no_fp8(device)) == bool(why)
+    assert why_no_fp8(torch.device("cpu")) == ""

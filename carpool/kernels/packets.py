@@ -12,6 +12,8 @@ on average.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +21,16 @@ from carpool.kernels import FP8_MAX, GROUP
 
 FP8 = torch.float8_e4m3fn
 SMALLEST = 1e-30  # stands for the largest absolute value where all are zero
+
+
+@cache
+def why_no_fp8(device: torch.device) -> str:
+    """Why there are no kernels for FP8 on this device; "" if there are."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return ""
+    has = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    name = torch.cuda.get_device_name(device)
+    return f"FP8 needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), and {name} has {has}"
 
 
 def packet_bytes(hidden: int) -> int:
@@ -61,6 +73,8 @@ def pack(x_RH: torch.Tensor, came_W: torch.Tensor | None = None, slab: int = 0) 
     """
     rows, hidden = x_RH.shape
     if x_RH.is_cuda:
+        if why := why_no_fp8(x_RH.device):
+            raise ValueError(why)
         from carpool.kernels.packet_kernel import launch_quantise  # Triton, which a CPU can do without
 
         return launch_quantise(x_RH.contiguous(), packet_bytes(hidden), came_W, slab)

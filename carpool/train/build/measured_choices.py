@@ -150,8 +150,8 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
 
 def why_no_kernels(shape: Shape, device: torch.device) -> str:
     """Why the library computes all stages here, whatever is chosen; "" if it does not."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
-        return f"the kernels need a GPU of the Hopper generation or later, and this is {shape.device}"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:
+        return f"the kernels need a GPU of the Ampere generation or later, and this is {shape.device}"
     if shape.dtype != "bfloat16":
         return f"the kernels compute in bfloat16, and this run in {shape.dtype}"
     if shape.hidden % 8 or shape.inner % 8:

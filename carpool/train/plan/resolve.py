@@ -26,6 +26,7 @@ from carpool.hf.routing.router_balance import check_biases, find_biases
 from carpool.hf.seam.moved_experts import lies_logically
 from carpool.hf.sharding import SlicedExperts
 from carpool.hf.weights.mxfp4_files import is_packed
+from carpool.kernels.packets import why_no_fp8
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.memory import TIERS
@@ -224,6 +225,9 @@ def resolve(
         )
     check_offload_layouts(config, layouts, config.moe.two_batch)
     if machine.device is not None:
+        coded = (config.codec.dispatch, config.codec.combine, config.codec.dispatch_backward)
+        if "fp8" in (config.moe.experts, *coded, config.codec.combine_backward) and (why := why_no_fp8(machine.device)):
+            raise ValueError(f"moe.experts or codec is fp8: {why}")
         config = with_speeds(config, machine.device, gather(device_name(machine.device)), decisions)
     batch_sizes = config.batch_sizes(degrees)
     _check_halves(config, batch_sizes)
