@@ -212,8 +212,9 @@ class AdamWFacts(OptimizerBase):
 
     @classmethod
     def update_bytes(cls, dtype: str, moments: str) -> float:
-        # Low bits count three times, which fits the measured updates.
-        return super().update_bytes(dtype, moments) + cls.state_bytes(dtype, moments).get("low_bits", 0)
+        # Low bits count three times, which fits the measured updates but those of 8-bit moments.
+        again = 0 if moments == "int8" else cls.state_bytes(dtype, moments).get("low_bits", 0)
+        return super().update_bytes(dtype, moments) + again
 
     @classmethod
     def arguments(cls, settings: OptimizerSettings) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.routes import Choice, Routes
+from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.events import execute
 from carpool.planner.step.graph import StepClock, step_graph
 from carpool.planner.step.lengths import HOST_ACTION, Lengths, break_even_tokens, stream_seconds
@@ -31,6 +32,19 @@ TWO = Degrees(1, 2, 1, 2)
 ALONE = Candidate(
     Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", optimizer_in_backward=True, eager="asked for"
 )
+
+
+QWEN15 = {
+    "model_type": "qwen2_moe", "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "intermediate_size": 5632, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "num_experts": 60, "num_experts_per_tok": 4, "vocab_size": 151936,
+}  # fmt: skip
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "first_k_dense_replace": 1, "vocab_size": 102400,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -56,6 +70,18 @@ def test_measured_points_are_predicted() -> None:
     found = compare([one for one in points if one["dense"] != "fsdp"], H200, 8)
     assert len(found) == 22 and sum(one.inside for one in found) >= 21
     assert median(abs(one.error) for one in found) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers", "milliseconds"),
+    [(QWEN15, 4, 83.1), (QWEN15, 8, 135.2), (QWEN15, 16, 238.7), (DEEPSEEK_V2_LITE, 9, 135.3)],
+)
+def test_steps_of_an_h100_that_no_rate_was_fitted_to(keys: dict[str, Any], layers: int, milliseconds: float) -> None:
+    """docs/measurements.md, "Parts of a step". The update's rate was measured alone."""
+    model = ModelShape.read({**keys, "num_hidden_layers": layers})
+    candidate = replace(ALONE, micro_batch=2, compiled=True, eager=None, max_grad_norm=0.0)
+    seconds = predict(model, HARDWARE["H100"], candidate, 8).seconds
+    assert seconds.middle == pytest.approx(milliseconds / 1e3, rel=0.03)
 
 
 def test_the_steps_parts_are_the_profiled_ones() -> None:

@@ -30,6 +30,9 @@ MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 30.0, 1 / 3, 5.
 SCORE_PASSES = 21
 # Multiprocessors that communication takes from what computes beside it, as a share of its time.
 TAKEN = 0.12
+# Seconds that the update of a parameter takes at least with 8-bit moments: of arithmetic. So an H200 is hardly faster
+# than an H100 (docs/measurements.md, "Held out a third time").
+CODES = 4.69e-12
 # Seconds in which the host has to have seen the step before (docs/measurements.md: 167 ms, of which 165 kernels).
 STEP_HOST = 2e-3
 # The host's time for a forward or backward of a pipeline's stage, beside its layers: PyTorch's runtime (0.13 to 0.17 ms
@@ -271,7 +274,13 @@ class Lengths(Travel):
         """Norm, clipping and update of what a rank owns, and parameters that are gathered after it."""
         degrees, candidate = self.degrees, self.candidate
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
-        yield self._kernel("optimizer", "optimizer", "optimizer", 0, candidate.update_bytes * own)
+        moved = candidate.update_bytes
+        if candidate.optimizer_in_backward and candidate.moments == "int8":
+            moved -= candidate.stored  # the update's own pass has the norm
+        piece = self._kernel("optimizer", "optimizer", "optimizer", 0, moved * own)
+        if candidate.moments == "int8":
+            piece = piece._replace(seconds=max(piece.seconds, CODES * own))
+        yield piece
         if not candidate.optimizer_in_backward:
             yield from _some(self.streamed_state(dense, experts))
         if candidate.data_parallel == "zero1":
