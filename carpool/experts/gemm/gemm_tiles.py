@@ -181,7 +181,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have: 227 KiB on Hopper, 163 on an A100, 99 on most other cards."""
     if device.type != "cuda":
         return HOPPER
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @cache
