@@ -55,7 +55,7 @@ CARDS = {
     "sm_120": ((12, 0), 99, 170),
 }
 # Kernels that one GPU never launches: peers of one host write into each other's memory.
-ELSEWHERE = ("carpool.transport.nvlink",)
+ELSEWHERE = ("carpool.transport.nvlink", "carpool.experts.pair_kernels._sum_part")
 BF16 = torch.bfloat16
 
 
@@ -286,7 +286,7 @@ def problems(capability: tuple[int, int], all_shapes: bool) -> dict[str, Callabl
         "nf4": lambda: experts(2048, 768, 128, 8, rank=16, kind="nf4"),
         "int8": lambda: experts(2048, 768, 128, 8, kind="int8"),
         "mxfp4": lambda: experts(2880, 2880, 32, 4, kind="mxfp4"),
-        "library's products": lambda: experts(2048, 768, 128, 8, bias=True, choices=Choices()),
+        "library's products": lambda: experts(2048, 768, 128, 8, rank=256, choices=Choices()),
         "AdamW, 8 bits": lambda: optimizer(torch.uint8, BF16),
         "AdamW, bf16": lambda: optimizer(BF16, BF16),
         "AdamW, float32": lambda: optimizer(torch.float32, torch.float32),

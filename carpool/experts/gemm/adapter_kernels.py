@@ -109,7 +109,8 @@ def add(out_PN: torch.Tensor, share: Share, tiles_M4: torch.Tensor) -> None:
     (inner_PQ, factor), constants = share_arguments(share, out_PN)
     _add[programs(out_PN, TILE_ROWS, COLUMNS)](
         inner_PQ, factor, out_PN, tiles_M4, N=out_PN.shape[1], BM=TILE_ROWS, BN=COLUMNS, BAND=BAND, num_warps=8,
-        **constants,
+        # Pieces of a larger rank are not asked for a tile ahead: all of them would be in shared memory.
+        num_stages=3 if constants["Q"] <= MOST else 1, **constants,
     )  # fmt: skip
 
 
