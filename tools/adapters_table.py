@@ -1,4 +1,4 @@
-"""Writes docs/adapters.md: the way of an adapter from training to peft, a merged model and servers, for each family.
+"""Writes docs/reference/adapters.md: an adapter from training to peft, a merged model and servers, for each family.
 
     python -m tools.adapters_table [FAMILY ...]
 
@@ -23,7 +23,7 @@ from carpool.train.checkpoints.served_adapter import VERSIONS, check_served
 from tests.ranks import Ranks
 from tests.train.adapter_families import BOUND, FAMILIES, MOVED, follow
 
-DOCS = Path(__file__).parents[1] / "docs" / "adapters.md"
+DOCS = Path(__file__).parents[1] / "docs" / "reference" / "adapters.md"
 COLUMNS = ("family", "moved by training", "peft", "merged", "vLLM", "SGLang")
 
 INTRODUCTION = """\

@@ -4,7 +4,7 @@
     without Carpool -> `carpool merge` -> plain transformers
 
 `tests/train/test_adapter_families.py` compares the logits, and `python -m tools.adapters_table` writes what it finds
-into docs/adapters.md.
+into docs/reference/adapters.md.
 """
 
 from __future__ import annotations
