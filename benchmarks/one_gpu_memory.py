@@ -58,7 +58,8 @@ ATTENTION = [
 ROWS: dict[str, tuple[str, str, list[str]]] = {
     "qwen-attention": ("qwen3-30b-a3b", "24gb", ATTENTION),
     "qwen-experts": ("qwen3-30b-a3b", "24gb", []),
-    "oss": ("gpt-oss-20b", "24gb", []),
+    "oss-attention": ("gpt-oss-20b", "24gb", ATTENTION),
+    "oss-experts": ("gpt-oss-20b", "24gb", []),
     "qwen-48": ("qwen3-30b-a3b", "48gb", []),
     "qwen-80": ("qwen3-30b-a3b", "80gb", []),
 }
@@ -71,7 +72,7 @@ TINY = {
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", nargs="+", choices=[*ROWS, *LOADS], default=list(ROWS)[:3])
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, *LOADS], default=list(ROWS)[:4])
     parser.add_argument("--limit-gb", type=float, default=24, help="that PyTorch may reserve")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true", help="small models")
@@ -92,7 +93,8 @@ def main() -> None:
             done = subprocess.run([*command, *args.settings], stdout=sys.stderr, check=False)
             found.append({"row": row} | (json.loads(out.read_text()) if out.is_file() else {"failed": done.returncode}))
         print(json.dumps(found[-1]), flush=True)
-    columns = ["row", "ms", "tensors", "reserved", "used", "predicted", "predicted_used", "loading", "host"]
+    numbers = ["tensors", "reserved", "used", "predicted", "predicted_used", "loading", "host"]
+    columns = ["row", "ms", *(f"{number}_gb" for number in numbers)]
     rows = [[_text(one.get(column)) for column in columns] for one in found]
     show("LoRA of rank 16 on one GPU, GB", columns, rows)
     write_results(args, _device(), results=found)
@@ -144,17 +146,17 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         found |= {
-            "tensors": torch.cuda.max_memory_allocated() / GB,
-            "reserved": torch.cuda.max_memory_reserved() / GB,
-            "used": (total - free) / GB,
+            "tensors_gb": torch.cuda.max_memory_allocated() / GB,
+            "reserved_gb": torch.cuda.max_memory_reserved() / GB,
+            "used_gb": (total - free) / GB,
         }
     return found | {
-        "predicted": (memory["total"] - memory.get("context", 0)) / GB,
-        "predicted_used": memory["total"] / GB,
-        "loading": loading / GB,
-        "parts": {name: size / GB for name, size in memory.items()},
+        "predicted_gb": (memory["total"] - memory.get("context", 0)) / GB,
+        "predicted_used_gb": memory["total"] / GB,
+        "loading_gb": loading / GB,
+        "parts_gb": {name: size / GB for name, size in memory.items()},
         "limit_gb": args.limit_gb,
-        "loss": [line["loss"] for line in lines if line.get("kind") == "step"],
+        "loss": [line["loss"] for line in lines if "step_ms" in line],
     }
 
 
@@ -198,10 +200,10 @@ def measure_load(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             folder / "base", distributed_config=None, dtype=torch.bfloat16, seed=0, device=device,
             base_dtype=None if packed else "nf4",
         )  # fmt: skip
-    found: dict[str, Any] = {"seconds": time.perf_counter() - begin, "files": size / GB}
-    found["host"] = (watch.most - before) / GB
+    found: dict[str, Any] = {"seconds": time.perf_counter() - begin, "files_gb": size / GB}
+    found["host_gb"] = (watch.most - before) / GB
     if device.type == "cuda":
-        found |= {"loading": torch.cuda.max_memory_reserved() / GB, "model": torch.cuda.memory_allocated() / GB}
+        found |= {"loading_gb": torch.cuda.max_memory_reserved() / GB, "model_gb": torch.cuda.memory_allocated() / GB}
     return found | {"parameters": sum(parameter.numel() for parameter in model.parameters())}
 
 
