@@ -5,7 +5,7 @@ Why forward and backward are no CUDA graph is asked in many places, and answered
 
     a plan                    `Candidate.why_eager`: by its transport, by FSDP, and by all else that plans vary
     an estimate, a dry run    the same of the run's own candidate, whose `eager` is what its settings and its model say
-    a run                     by what was built, and otherwise by the same rules (`carpool.train.steps.graphs`)
+    a run                     by what was built, else by the same rules (`carpool.train.plan.compile_and_capture`)
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Candidate:
 
     @property
     def captured(self) -> bool:
-        """Whether forward and backward are CUDA graphs (`carpool.train.steps.graphs`, `stage_graphs`)."""
+        """Whether forward and backward are CUDA graphs (`carpool.train.plan.compile_and_capture`, `stage_graphs`)."""
         return self.why_eager is None
 
     @property

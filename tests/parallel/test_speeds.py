@@ -7,8 +7,7 @@ import pytest
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.parallel.degrees import Degrees
-from carpool.parallel.speeds import data_speeds, shares
+from carpool.parallel.degrees import Degrees, data_speeds, shares
 from carpool.placement import solvers
 from carpool.placement.objective import evaluate
 from carpool.planner.machine.cost import CostModel

@@ -19,7 +19,7 @@ from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.launch.machine import imagine_machine
-from carpool.train.plan.compile_choice import COMPILE_KIND
+from carpool.train.plan.compile_and_capture import COMPILE_KIND
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.resolve import Plan, resolve
 

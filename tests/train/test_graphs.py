@@ -30,8 +30,8 @@ from carpool.planner.model.shape import ModelShape
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema import Config
+from carpool.train.plan.compile_and_capture import why_no_graphs
 from carpool.train.run.run_records import Records, record_graphs
-from carpool.train.steps.graphs import why_no_graphs
 from carpool.transport import TRANSPORTS
 from tests.replayed import Again
 

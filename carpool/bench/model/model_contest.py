@@ -46,7 +46,7 @@ from carpool.train.plan.estimate import Memory, MemoryEstimate
 from carpool.train.plan.transport_choice import expected_transport
 from carpool.train.steps.diagnose import determinism
 
-# More than the eager steps before a capture (`carpool.train.steps.graphs`).
+# More than the eager steps before a capture (`carpool.train.plan.compile_and_capture`).
 WARMUP = 4
 # Contenders take the same first step; losses and norms that differ by more are of different computations. Transformers'
 # balance loss is of each rank's own tokens, and bfloat16 rounds.

@@ -61,11 +61,11 @@ from carpool.train.extensions import Extension, extensions_in_use
 from carpool.train.launch.machine import ranks_of
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import add_adapter
+from carpool.train.plan.compile_and_capture import check_graphs, note_graphs, why_no_graphs
 from carpool.train.plan.division import distributed_config
 from carpool.train.plan.resolve import Plan, check_offload_layouts, disk_folder
 from carpool.train.plan.transport_choice import choose_on_ranks
 from carpool.train.records.run_folder import ADAPTER
-from carpool.train.steps.graphs import check_graphs, note_graphs, why_no_graphs
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
 from carpool.train.steps.training_objective import Objective

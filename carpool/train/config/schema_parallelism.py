@@ -9,8 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.parallel.degrees import NON_EXPERT_AXES, Degrees, chunks
-from carpool.parallel.speeds import data_speeds, shares
+from carpool.parallel.degrees import NON_EXPERT_AXES, Degrees, chunks, data_speeds, shares
 from carpool.parallel.world import find_world
 from carpool.train.config.declarations import Excludes, Needs, Was
 from carpool.train.config.schema_base import Numbers, Section

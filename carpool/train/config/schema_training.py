@@ -151,7 +151,7 @@ class TrainingSection(Section):
     ] = "auto"
     """Compile each decoder layer with torch.compile; true is on, false is off. auto: on a GPU, where layers can be
     compiled and the run saves more time by it than compilation takes, which the planner's model of a step says
-    (carpool/train/plan/compile_choice.py). The run says what it decided, and why."""
+    (carpool/train/plan/compile_and_capture.py). The run says what it decided, and why."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Capture forward and backward as CUDA graphs, which the host launches at once; of a pipeline, those of each
     stage. auto: where that is possible; the run says why where it is not. on: an error where it is not."""

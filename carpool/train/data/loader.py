@@ -13,7 +13,7 @@ steps follow each other in random order (`data.group_by_length`):
 
 A micro-batch is as long as its longest sequence on any rank (`data.pad_to`), so that all compute the same shapes.
 
-Ranks may take unequal shares (`carpool.parallel.speeds`). A micro-batch of all ranks together is the same then, too;
+Ranks may take unequal shares (`carpool.parallel.degrees`). A micro-batch of all ranks together is the same then, too;
 each takes its share of it, one rank after the other: of 6, with shares 4 and 2, rank 0 has 0 1 2 3 and rank 1 has 4 5.
 
 A batch is a dictionary of (B, L) tensors on the CPU: `input_ids` and `labels`, int64; of examples also `padding`, bool,

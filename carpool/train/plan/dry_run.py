@@ -17,11 +17,11 @@ from carpool.planner.step.prediction import predict
 from carpool.train.blueprint import planned_attention
 from carpool.train.config.schema import Config, keys
 from carpool.train.launch.machine import imagine_machine
+from carpool.train.plan.compile_and_capture import describe_graphs
 from carpool.train.plan.estimate import state_bytes
 from carpool.train.plan.memory_fit import describe_fit
 from carpool.train.plan.resolve import Plan
 from carpool.train.plan.start_checks import check_choices, find_checkpoint, foresee
-from carpool.train.steps.graphs import describe_graphs
 
 NOT_COUNTED = {
     True: "evaluation with larger batches than training",

@@ -42,7 +42,7 @@ from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
 from carpool.train.lora import check_adapter, trained_of
 from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
-from carpool.train.plan.compile_choice import COMPILE_KIND, choose_compile, describe_compile, with_compile
+from carpool.train.plan.compile_and_capture import COMPILE_KIND, choose_compile, describe_compile, with_compile
 from carpool.train.plan.division import (
     SEQUENCE_KIND,
     CutModel,

@@ -37,11 +37,11 @@ from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, imagine_machine
 from carpool.train.launch.ranks import from_rank_0, gather
+from carpool.train.plan.compile_and_capture import check_graphs
 from carpool.train.plan.memory_fit import CLEARLY, GiB, describe_fit
 from carpool.train.plan.resolve import Plan, resolve
 from carpool.train.records.metrics_writer import check_trackers
 from carpool.train.records.run_folder import DECISIONS, check_idle, read_record
-from carpool.train.steps.graphs import check_graphs
 from carpool.transport import check_transport
 
 

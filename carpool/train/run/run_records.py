@@ -24,10 +24,10 @@ from carpool.train.build.measured_choices import describe_kernels
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import Planned, describe, measured_beside
+from carpool.train.plan.compile_and_capture import describe_graphs, note_graphs
 from carpool.train.records.display import Display
 from carpool.train.records.metrics_writer import Recorder
 from carpool.train.records.run_folder import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
-from carpool.train.steps.graphs import describe_graphs, note_graphs
 from carpool.transport import TransportOptions
 from carpool.transport.volume import uniform_ranks_per_token
 

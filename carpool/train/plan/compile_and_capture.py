@@ -1,4 +1,5 @@
-"""Whether a run compiles its decoder layers: `training.torch_compile = "auto"`, and what is recorded of it.
+"""Whether a run compiles its decoder layers (`training.torch_compile = "auto"`), whether its steps are CUDA graphs
+(`carpool.hf.step_graphs`), and what is recorded of both.
 
 on a GPU -> nothing that is set excludes it -> tensor-parallel ranks do not divide tokens -> the run is long enough
 
@@ -9,9 +10,16 @@ resumed run has the bits of one that was never stopped.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from torch import nn
+
+from carpool.hf.decoder_layers import draws_random_numbers
 from carpool.hf.documents import why_not_packed
+from carpool.hf.seam.expert_rides import ExpertRides
+from carpool.hf.step_graphs import why_model_waits
 from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import FSDP, RANDOM, RANDOM_HALVES, Candidate, by_settings
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.decisions.rules import compiled_by_rule
@@ -22,6 +30,7 @@ from carpool.train.data.sources import find_sources
 from carpool.train.launch.machine import Machine
 from carpool.train.plan.division import divides_tokens
 
+GRAPHS_KIND: Kind[bool | None] = Kind("cuda_graphs", lambda used: {"used": used}, lambda record: bool(record["used"]))
 COMPILE_KIND: Kind[bool] = Kind("torch_compile", lambda on: {"on": on}, lambda record: bool(record["on"]))
 # Of text, for the number of steps of an epoch, before data are read.
 BYTES_PER_TOKEN = 4
@@ -91,3 +100,35 @@ def _steps(config: Config, degrees: Degrees) -> int:
 def describe_compile(chosen: Chosen[bool]) -> str:
     """A line for people."""
     return f"decoder layers: {'compiled' if chosen.answer else 'not compiled'}: {chosen.why}"
+
+
+def note_graphs(decisions: Decisions, used: bool | None, why_not: str | None) -> None:
+    """Note whether steps are CUDA graphs. `used`: None until the first one has been captured; `why_not`: None if they
+    can be."""
+    why = why_not or ("captured" if used else "as soon as a step is captured")
+    decisions.add(GRAPHS_KIND, Chosen(used, {}, "default", why))
+
+
+def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers: Sequence[ExpertRides]) -> str | None:
+    """Why the steps of a run are not captured; None: they can be. `candidate`: the run in the planner's words, with
+    the schedule that it has."""
+    gpu = next(model.parameters()).device.type == "cuda"
+    if reason := by_settings(config.model_dump(), gpu):
+        return reason
+    if reason := why_model_waits(model, layers):
+        return candidate.why_fsdp or reason if reason == FSDP else reason
+    again, halves = candidate.policies["layer_activations"] == "recompute", candidate.schedule == "two-batch"
+    if (again or halves) and draws_random_numbers(model):
+        return RANDOM if again else RANDOM_HALVES
+    return candidate.why_eager_by_plan
+
+
+def describe_graphs(why_not: str | None) -> str:
+    """A line for people. `why_not`: why steps are not captured; None: they are."""
+    return f"CUDA graphs: {'forward and backward' if why_not is None else f'none, because {why_not}'}"
+
+
+def check_graphs(why_not: str | None) -> None:
+    """Raise ValueError if steps that are to be captured cannot be."""
+    if why_not is not None:
+        raise ValueError(f"training.cuda_graphs = 'on', but steps cannot be captured: {why_not}; use 'auto'")
