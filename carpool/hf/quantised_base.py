@@ -212,7 +212,7 @@ def share_tied(model: PreTrainedModel) -> None:
     head, embedding = cast(Any, model.get_output_embeddings()), cast(Any, model.get_input_embeddings())
     # The ends of a model in stages have stand-ins, which have no weight.
     if type(head) is nn.Linear and base_of(embedding) and head.weight is embedding.weight:
-        _attach(head, "weight", base_of(embedding)["weight"], embedding.weight)
+        _attach(head, "weight", base_of(embedding)["weight"], cast(nn.Parameter, embedding.weight))
         head.__class__ = QuantisedLinear
 
 

@@ -148,7 +148,7 @@ def open_model(
             f"it out, or ask what `carpool merge {source.path} --out DIR` writes"
         )
     check_room(source.build, kind, _ranks(), max_tokens, cached_tokens, experts)
-    kwargs = {}
+    kwargs: dict[str, Any] = {}
     if source.run is not None:
         kwargs["attn_implementation"] = source.run.model.attn_implementation
         kwargs["experts_implementation"] = source.run.model.experts_implementation
