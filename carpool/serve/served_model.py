@@ -152,8 +152,7 @@ def open_model(
     if source.run is not None:
         kwargs["attn_implementation"] = source.run.model.attn_implementation
         kwargs["experts_implementation"] = source.run.model.experts_implementation
-        kwargs["base_dtype"] = source.run.adapter.base_dtype
-        kwargs["base_keep"] = source.run.adapter.base_keep
+        kwargs |= source.run.adapter.base
     model = spread_model(source.build, kind, max_tokens, experts, source.adapter, **kwargs)
     if source.checkpoint is not None:
         load(source.checkpoint, model, restore_rng=False)

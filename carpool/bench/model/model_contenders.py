@@ -198,7 +198,7 @@ class TransformersContender(Contender):
         parallel = dataclasses.replace(distributed_config(self.degrees, bf16), ep_implementation="all_to_all")
         if config.adapter.is_used and self.degrees.world_size > 1:
             raise ValueError("peft does not adapt the sharded experts of Transformers: use one rank")
-        if config.adapter.base_dtype is not None:
+        if config.adapter.base["base_dtype"] is not None:
             raise ValueError("Transformers does not store experts in adapter.base_dtype")
         model = build_model(
             self.plan.blueprint.source,

@@ -147,7 +147,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
     lossy = limit_routing(model, config.moe.limits(ep_topology))
     lossy += drop_choices(model, config.moe.drops, top_k_of(model))
-    if (base := config.adapter.base_dtype) is not None:
+    if (base := config.adapter.base["base_dtype"]) is not None:
         what = "experts" if plan.degrees.world_size > 1 or config.adapter.base_keep is None else "weights"
         lossy.append(f"the frozen {what} are stored in {base}")
     bias = _bias_balance(plan, model, meshes)
@@ -211,8 +211,7 @@ def _load(plan: Plan, meshes: Meshes) -> PreTrainedModel:
             plan.blueprint.source, distributed_config=distributed_config(plan.degrees, plan.bf16),
             dtype=getattr(torch, config.model.stored_dtype), seed=training.seed,
             attn_implementation=plan.attention, experts_implementation=config.model.experts_implementation,
-            dense=plan.data_parallel.answer, base_dtype=config.adapter.base_dtype, base_keep=config.adapter.base_keep,
-            meshes=meshes,
+            dense=plan.data_parallel.answer, **config.adapter.base, meshes=meshes,
             sequence_parallel=plan.sequence_parallel.answer, slices=plan.degrees.etp,
             parts=() if plan.pipeline is None else plan.pipeline.own,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -105,6 +105,11 @@ class AdapterSection(Section):
         """Ends of the names of modules that base_dtype leaves as they are; None: all but experts. peft's DoRA reads the
         weights beside it."""
         return None if self.kind == "dora" else self.modules_to_save
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """As `carpool.hf.build_model.build_model` takes it: how frozen matrices are kept, and which stay."""
+        return {"base_dtype": self.base_dtype, "base_keep": self.base_keep}
 
     @property
     def is_used(self) -> bool:
