@@ -39,6 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
+from carpool.experts.gemm.gemm_tiles import AMPLE, shared_memory
 from carpool.kernels import GROUP
 from carpool.kernels.device import processors
 from carpool.kernels.packets import FP8
@@ -204,7 +205,7 @@ def up_and_activate(
     described = {key: value for key, value in constants(activation).items() if key != "INTERLEAVED"}
     _launch(
         rows.data, None, rows, hidden, code_SNK, scale, slot_RJ, order_P, offsets_S, code_PF, columns,
-        tiling(True), scale_PG, bias_SW, h, described,
+        tiling(rows.data.device), scale_PG, bias_SW, h, described,
     )  # fmt: skip
     return code_PF, scale_PG
 
@@ -222,7 +223,7 @@ def product(
     out = torch.empty(code_PK.shape[0], out_columns, dtype=dtype, device=code_PK.device)
     _launch(
         code_PK, scale_PG, None, code_PK.shape[1], code_SNK, scale, offsets_S, offsets_S, offsets_S, out, out_columns,
-        tiling(False),
+        tiling(out.device),
     )  # fmt: skip
     return out
 
@@ -241,14 +242,26 @@ def gathered_product(
     """The same of packets, gathered while they are loaded."""
     out = torch.empty(order_P.shape[0], out_columns, dtype=dtype, device=order_P.device)
     _launch(
-        rows.data, None, rows, hidden, code_SNK, scale, slot_RJ, order_P, offsets_S, out, out_columns, tiling(False)
+        rows.data,
+        None,
+        rows,
+        hidden,
+        code_SNK,
+        scale,
+        slot_RJ,
+        order_P,
+        offsets_S,
+        out,
+        out_columns,
+        tiling(out.device),
     )
     return out
 
 
-def tiling(activates: bool) -> Tiling:
-    """How a product is computed; the same for every size, so that reruns are bitwise equal."""
-    return Tiling()
+def tiling(device: torch.device) -> Tiling:
+    """How a product is computed; the same for every size, so that reruns are bitwise equal. Fewer steps are in shared
+    memory where there is less of it."""
+    return Tiling(stages=4 if shared_memory(device) >= AMPLE else 3)
 
 
 def _launch(
