@@ -343,7 +343,7 @@ def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda:
     if packed and not unsure:
         half = config.model.stored_dtype == "bfloat16" or training.computes_in_bf16(cuda)
         # Without a GPU the host reads where documents end, which no compiled layer can.
-        compiled = training.torch_compile == "on" and not cuda
+        compiled = training.compiled and not cuda
         return None if compiled or why_no_bounds(model, cuda, half) else DOCUMENTS
     return fused_attention(model) if cuda and not packed and not unsure else None
 

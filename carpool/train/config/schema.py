@@ -87,6 +87,11 @@ class Config(Section):
         return self.training.per_device_train_batch_size, self.data.sequence_length
 
     @property
+    def rank_tokens(self) -> int:
+        """Tokens of a data-parallel rank in one step."""
+        return self.training.rank_sequences * self.data.sequence_length
+
+    @property
     def runs_halves(self) -> bool:
         """Whether two halves of a micro-batch run at the same time: there is no other micro-batch."""
         return self.moe.two_batch and self.training.gradient_accumulation_steps == 1
@@ -130,8 +135,8 @@ class Config(Section):
         for extension in extensions_in_use(self):
             if (changed := extension.architecture_settings()) and not self.model.from_scratch:
                 raise ValueError(
-                    f"{extension.name}.{next(iter(changed))} makes another model, but model.path = {self.model.path} "
-                    "names a checkpoint: leave one out"
+                    f"{extension.name}.{next(iter(changed))} makes another model, but model.path = "
+                    f"{self.model.weights} names a checkpoint: leave one out"
                 )
             extension.check(self)
         return self

@@ -214,6 +214,11 @@ class TrainingSection(Section):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
+    def compiled(self) -> bool:
+        """Whether decoder layers are compiled, once that is decided."""
+        return self.torch_compile == "on"
+
+    @property
     def steps(self) -> int:
         """`max_steps` of a run whose data have been read: a number of epochs is known as steps then."""
         assert self.max_steps is not None

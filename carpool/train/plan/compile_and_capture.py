@@ -93,7 +93,7 @@ def _steps(config: Config, degrees: Degrees) -> int:
         return training.steps
     sources = find_sources(config.data.train, "data.train")
     tokens = sum(size for source in sources for _, size, _ in source.signature()) / BYTES_PER_TOKEN
-    a_step = training.rank_sequences * degrees.dp * config.data.sequence_length
+    a_step = config.rank_tokens * degrees.dp
     return max(1, math.ceil(training.num_train_epochs * tokens / a_step))
 
 

@@ -121,7 +121,7 @@ def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel)
     asked, reason = config.parallelism.sequence_parallel, None
     if degrees.tp == 1:
         reason = "there is one tensor-parallel rank"
-    elif config.training.torch_compile == "on":
+    elif config.training.compiled:
         reason = "training.torch_compile compiles whole layers"
     elif config.training.optimizer_in_backward:
         reason = "training.optimizer_in_backward = true uses gradients before they are summed over ranks"

@@ -167,7 +167,7 @@ class MemoryEstimate:
             own = getattr(torch, config.adapter.dtype)
             self.eager = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut, own)
         self.kept, text = self.eager, model.config.get_text_config()
-        if training.torch_compile == "on":
+        if training.compiled:
             share = saved_if_compiled(text.to_dict(), length)
             self.kept = replace(self.kept, layers=tuple(int(share * size) for size in self.kept.layers))
         heads = text.num_attention_heads if attention == "eager" else 0
@@ -260,7 +260,7 @@ class MemoryEstimate:
             micro_batch=self.tokens // self.length, accumulation=training.gradient_accumulation_steps,
             transport=transport, schedule=config.moe.schedule, data_parallel=data_parallel,
             policies=config.memory.policies, optimizer_offload=training.optimizer_offload,
-            optimizer_in_backward=training.optimizer_in_backward, compiled=training.torch_compile == "on",
+            optimizer_in_backward=training.optimizer_in_backward, compiled=training.compiled,
             pipeline=config.parallelism.pp_schedule,
             stored=self.stored, computed=self.computed, eager=self._why_eager,
         )  # fmt: skip
