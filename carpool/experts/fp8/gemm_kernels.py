@@ -242,19 +242,9 @@ def gathered_product(
     """The same of packets, gathered while they are loaded."""
     out = torch.empty(order_P.shape[0], out_columns, dtype=dtype, device=order_P.device)
     _launch(
-        rows.data,
-        None,
-        rows,
-        hidden,
-        code_SNK,
-        scale,
-        slot_RJ,
-        order_P,
-        offsets_S,
-        out,
-        out_columns,
+        rows.data, None, rows, hidden, code_SNK, scale, slot_RJ, order_P, offsets_S, out, out_columns,
         tiling(out.device),
-    )
+    )  # fmt: skip
     return out
 
 
