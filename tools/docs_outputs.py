@@ -49,7 +49,7 @@ BEFORE = {
     ("finetune.md", "adapter.targets=all-linear"): TINY,
     ("finetune.md", "carpool merge r1"): TINY
     + f"{CHAT} adapter.kind=lora adapter.rank=4 adapter.targets=all-linear training.output_dir=r1\n",
-    ("finetune.md", "adapter.base_dtype=int8"): TINY,
+    ("fine-tuning-one-gpu.md", "adapter.base_dtype=int8"): TINY,
     ("communication.md", "carpool trace"): OLMOE + "\n",
     ("planner.md", "carpool simulate plan.toml"): "cat > plan.toml <<'END'\n"
     + "".join(re.findall(r"^```toml\n(\[model\].*?)^```$", PLANNER.read_text(), flags=re.DOTALL | re.MULTILINE))
