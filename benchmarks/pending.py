@@ -107,6 +107,29 @@ PENDING = [
         "-m carpool train training.max_steps=600 training.per_device_train_batch_size=8 training.eval_steps=100 "
         "moe.experts=fp8 parallelism.num_ranks={ranks} training.output_dir={out}/run",
     ),
+    # Fine-tuning on one GPU.
+    Measurement(
+        "lora of 48 layers", "measurements.md, adapters: all layers compiled, beside Unsloth's 293 ms", 1, 140,
+        "-m benchmarks.adapters --layers 48 --tokens 4096 --contenders compiled --repetitions 5 --out {out}/lora.json",
+    ),
+    Measurement(
+        "lora of 48 layers, recomputed", "measurements.md, adapters: the same beside Unsloth's 420 ms", 1, 140,
+        "-m benchmarks.adapters --layers 48 --tokens 4096 --contenders compiled --repetitions 5 --checkpointing "
+        "--out {out}/lora.json",
+    ),
+    Measurement(
+        "lora in a script with a Trainer", "measurements.md, a Trainer's script: with the loss in pieces", 1, 145,
+        "-m benchmarks.trainer_steps --layers 8 --tokens 4096 --ways eager fast --out {out}/trainer.json",
+    ),
+    Measurement(
+        "memory of fine-tuning on one GPU", "fine-tuning-one-gpu.md: measured beside predicted", 1, 300,
+        "-m benchmarks.one_gpu_memory --rows qwen-attention qwen-experts oss-attention oss-experts load-nf4 load-mxfp4 "
+        "--out {out}/memory.json",
+    ),
+    Measurement(
+        "table of fine-tuning on one GPU", "fine-tuning-one-gpu.md: five models by three methods", 1, 1200,
+        "-m benchmarks.one_gpu --minutes 20 --out {out}",
+    ),
     # Qwen3-30B-A3B, all 48 layers.
     Measurement(
         "qwen3, as measured before", "measurements.md, Qwen3-30B-A3B on two GPUs, at this commit", 2, 150,

@@ -61,7 +61,7 @@ def check_bench(words: Sequence[str], gpus: int) -> None:
 def options_of(script: str, words: Sequence[str]) -> argparse.Namespace:
     """What `python -m benchmarks.script words...` understands. SystemExit: options that it does not have."""
     found: list[argparse.Namespace] = []
-    parse = argparse.ArgumentParser.parse_args
+    parse, mixed = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args
 
     class Parsed(Exception):
         pass
@@ -70,8 +70,16 @@ def options_of(script: str, words: Sequence[str]) -> argparse.Namespace:
         found.append(parse(self, list(words)))
         raise Parsed
 
+    def parse_mixed_and_stop(self: argparse.ArgumentParser, *given: object) -> argparse.Namespace:
+        found.append(mixed(self, list(words)))
+        raise Parsed
+
     module = importlib.import_module(script)
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop), mock.patch("sys.argv", [script]):
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
+        mock.patch.object(argparse.ArgumentParser, "parse_intermixed_args", parse_mixed_and_stop),
+        mock.patch("sys.argv", [script]),
+    ):
         try:
             module.main()
         except Parsed:

@@ -40,7 +40,7 @@ def test_a_command_is_taken(one: Measurement, ranks: int, tmp_path: Path, monkey
     check_command(one.words(ranks, str(tmp_path)), ranks)
 
 
-@pytest.mark.parametrize("one", one_gpu.rows()[::2], ids=lambda it: it.name)
+@pytest.mark.parametrize("one", one_gpu.rows()[::4], ids=lambda it: it.name)
 def test_a_row_of_the_table_of_one_gpu_is_taken(one: Measurement, tmp_path: Path) -> None:
     try:
         check_command(one.words(1, str(tmp_path)), 1)
