@@ -36,6 +36,7 @@ from carpool.train.blueprint import model_source, top_k_of
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.run_source import SOURCE
+from carpool.train.checkpoints.trained_base import kept_in
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import tokenizer_of
@@ -153,6 +154,13 @@ def open_model(
         kwargs["attn_implementation"] = source.run.model.attn_implementation
         kwargs["experts_implementation"] = source.run.model.experts_implementation
         kwargs |= source.run.adapter.base
+        if (base := kwargs["base_dtype"]) is not None:
+            kwargs["base_keep"] = keep = kept_in(source.path)
+            if _ranks() > 1 and keep is not None:
+                raise ValueError(
+                    f"{source.path} was trained on one rank, beside layers in {base} whose weights several ranks would "
+                    "have as they are in the files: use --ranks 1"
+                )
     model = spread_model(source.build, kind, max_tokens, experts, source.adapter, **kwargs)
     if source.checkpoint is not None:
         load(source.checkpoint, model, restore_rng=False)

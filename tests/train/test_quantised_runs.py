@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from benchmarks.peaks import live_bytes, peaks_on_cpu
 from carpool.cli import app
 from carpool.experts.quantised import dequantise, quantise
+from carpool.hf.seam.experts_module import base_of
+from carpool.serve.served_model import find_source, open_model
 from carpool.train.config import load_config
 from carpool.train.plan.estimate import tensors_of
 from carpool.train.run.run import start_run, train
@@ -120,6 +122,27 @@ def test_all_in_few_bits_resumes_and_merges(text: list[str], tmp_path: Path, fam
     result = CliRunner().invoke(app, ["merge", str(tmp_path / "whole"), "--out", str(tmp_path / "merged")])
     assert result.exit_code == 0 and f"differ from base in {kind} plus adapter" in result.output, result.output
     assert "logits of 64 random tokens" in result.output
+
+
+def served(run: Path) -> set[str]:
+    """What is quantised in the model that a run has trained."""
+    model = open_model(find_source(run), max_tokens=8)
+    return {name for module in model.modules() for name in base_of(module)}
+
+
+def test_a_run_is_served_beside_the_base_that_it_has_trained_beside(
+    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of several ranks had its experts alone in 4 bits."""
+    base, folder = checkpoint(tmp_path / "base", "qwen3_moe"), tmp_path / "run"
+    info = run(base, folder, text, "adapter.base_dtype=nf4", "training.max_steps=1")
+    assert served(folder) == {"weight", "gate_up_proj", "down_proj"}
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"trained on one rank, .*: use --ranks 1"):
+        patch.setattr("carpool.serve.served_model._ranks", lambda: 2)
+        served(folder)
+    info["parallelism"]["world_size"] = 2
+    (folder / "run.json").write_text(json.dumps(info))
+    assert served(folder) == {"gate_up_proj", "down_proj"}
 
 
 # On a CPU the one-pass optimizer takes more than its state, so adapters of experts are for PyTorch's.

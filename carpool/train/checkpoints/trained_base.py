@@ -85,12 +85,16 @@ def trained_base(weights: OriginalWeights, model: PreTrainedModel, run: Path) ->
     if not (run / "config.toml").is_file():
         return Base(weights, model, None, torch.float32)
     config = load_config(run / "config.toml")
+    return Base(weights, model, config.adapter.base_dtype, getattr(torch, config.model.stored_dtype), kept_in(run))
+
+
+def kept_in(run: Path) -> tuple[str, ...] | None:
+    """Ends of the names of modules that a run with adapter.base_dtype has left as they are; None: all but experts."""
     # On several ranks only experts are quantised.
     found = run / "run.json"
     ranks = json.loads(found.read_text(encoding="utf-8"))["parallelism"]["world_size"] if found.is_file() else 1
     peft = json.loads((run / ADAPTER / "adapter_config.json").read_text(encoding="utf-8"))
-    keep = None if ranks > 1 or peft.get("use_dora") else tuple(peft.get("modules_to_save") or ())
-    return Base(weights, model, config.adapter.base_dtype, getattr(torch, config.model.stored_dtype), keep)
+    return None if ranks > 1 or peft.get("use_dora") else tuple(peft.get("modules_to_save") or ())
 
 
 @torch.no_grad()
