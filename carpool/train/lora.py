@@ -24,6 +24,7 @@ from carpool.hf.adapters import names_of_former_experts, names_without_adapters,
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.hf.seam.find_modules import experts_modules, find_router
+from carpool.hf.weights.weight_files import check_whole
 from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
 from carpool.train.blueprint import Blueprint, Trained
@@ -77,11 +78,12 @@ def attach_adapter(model: PreTrainedModel, folder: Path, dtype: torch.dtype = to
     non-expert parameters are made whole. Raises ValueError if it is not of this model."""
     from peft import PeftConfig, set_peft_model_state_dict
 
+    check_whole(file := folder / "adapter_model.safetensors")
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # as peft has it in files
     model.add_adapter(config)
     _set_dtype(model, dtype)
-    values = load_file(folder / "adapter_model.safetensors")
+    values = load_file(file)
     values = {name.removeprefix("base_model.model."): value for name, value in values.items()}
     try:
         loaded: Any = set_peft_model_state_dict(model, values)

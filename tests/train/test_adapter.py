@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -443,6 +444,13 @@ def test_a_run_starts_from_an_adapter_and_is_asked_unmerged(
         load_config(None, [*settings, "adapter.rank=8"])
     with pytest.raises(ValueError, match="holds no adapter as peft writes it"):
         load_config(None, [*settings, f"adapter.path={base}"])
+    damaged = shutil.copytree(reference / "adapter", tmp_path / "damaged")
+    os.truncate(damaged / "adapter_model.safetensors", 3000)
+    config = load_config(None, [*settings, f"adapter.path={damaged}"])
+    with pytest.raises(ValueError, match=r"\(3,000 bytes\) is not a whole safetensors file"):
+        check_run(config, ())
+    with pytest.raises(ValueError, match=r"\(3,000 bytes\) is not a whole safetensors file"):
+        attach_adapter(tiny_model(discover()["olmoe"]), damaged)
 
 
 def test_a_run_outlives_the_adapter_that_it_started_from(

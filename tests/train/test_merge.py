@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -364,3 +365,6 @@ def test_a_merge_needs_memory_for_one_layer(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wider")
     with pytest.raises(ValueError, match=r"is \(.*\) there, and beside .*wider it would be \("):
         merge_adapter(run, tmp_path / "again", base=tmp_path / "wider")
+    os.truncate(run / "adapter" / "adapter_model.safetensors", 3000)
+    with pytest.raises(ValueError, match=r"\(3,000 bytes\) is not a whole safetensors file: .*; copy or download it"):
+        merge_adapter(run, tmp_path / "again")

@@ -56,7 +56,7 @@ def check_weight_files(folder: Path, config: dict[str, Any]) -> None:
     for index in sorted(folder.glob("*.index.json")):
         _check_index(index)
     for path in weights:
-        _check_header(path)
+        check_whole(path)
 
 
 def _check_index(index: Path) -> None:
@@ -78,12 +78,14 @@ def _is_plain(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and not set(name) & set("/\\\0")
 
 
-def _check_header(path: Path) -> None:
+def check_whole(path: Path) -> None:
+    """Raise ValueError unless this is a safetensors file that can be opened, and was not cut off."""
     try:
         with safe_open(path, framework="pt") as file:
             file.keys()
     except Exception as error:  # OSError, and safetensors' own
-        size = f"{path.stat().st_size:,} bytes" if path.exists() else "a link to nothing"
+        missing = "a link to nothing" if path.is_symlink() else "not there"
+        size = f"{path.stat().st_size:,} bytes" if path.exists() else missing
         raise ValueError(
             f"{path} ({size}) is not a whole safetensors file: {error}; copy or download it again"
         ) from error

@@ -44,7 +44,7 @@ from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights import mxfp4_files
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
-from carpool.hf.weights.weight_files import stored_weights
+from carpool.hf.weights.weight_files import check_whole, stored_weights
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.checkpoint_files import (
     CheckpointWriteError,
@@ -81,6 +81,7 @@ class AdapterModules:
         from peft.utils import ModulesToSaveWrapper
 
         self.base, self.folder, path = base, adapter, adapter / "adapter_model.safetensors"
+        check_whole(path)
         self.file: Any = safe_open(path, framework="pt")
         model: Any = meta_model(base)
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -20,12 +20,13 @@ from typing import Any
 from carpool.hf.decoder_layers import check_backend
 from carpool.hf.documents import why_not_packed
 from carpool.hf.weights.original_layout import check_weights
+from carpool.hf.weights.weight_files import check_whole
 from carpool.planner.decisions.chosen import Decisions
 from carpool.train.blueprint import Blueprint
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
-from carpool.train.config.fine_tuning import of_adapter
+from carpool.train.config.fine_tuning import adapter_folder, of_adapter
 from carpool.train.config.schema import Config
 from carpool.train.data import corpus as corpora
 from carpool.train.data.corpus import Corpus, check_encoder
@@ -75,6 +76,7 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
         ValueError: it cannot be."""
     if checkpoint is None and config.adapter.path is not None:
         of_adapter(config.adapter.path, config.adapter.model_dump())
+        check_whole(adapter_folder(config.adapter.path) / "adapter_model.safetensors")
     tokenizer = tokenizer_of(config)
     check_encoder(config, tokenizer)
     blueprint = Blueprint.of_config(config, tokenizer)
