@@ -72,7 +72,11 @@ def describe_fit(plan: Plan, name: str) -> list[str]:
         lines.append(f"  {change.settings:<58} {change.total / GiB:8,.1f} GiB, {verdict}: {change.price}")
     if len(lines) == 1:
         lines.append("  a smaller model, or more ranks")
-    if (file := settings_for(memory)) is not None:
+    adapter, training = plan.config.adapter, plan.config.training
+    # What these files have in common, so that a run that began with one is not sent there.
+    taken = adapter.is_used and (adapter.dtype, training.optimizer_state_dtype) == ("bfloat16", "int8")
+    one = plan.config.parallelism.num_ranks in (None, 1)
+    if one and not taken and (file := settings_for(memory)) is not None:
         lines.append(f"  --config {file} has settings of adapters for one such GPU")
     return lines
 
