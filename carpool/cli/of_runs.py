@@ -202,9 +202,12 @@ def adapter(
             check_new_folder("--out", out)
         from carpool.train.checkpoints.adapter_files import base_folder
         from carpool.train.checkpoints.served_adapter import check_served
+        from carpool.train.config.fine_tuning import base_of_run
 
         folder = run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else run
         report = check_served(folder, base_folder(folder, base), server, written, out)
         typer.echo(f"{out or written or folder}: {report}", err=bool(report.wrong))
         if report.wrong:
             raise typer.Exit(1)
+        if (kind := base_of_run(run)) is not None:
+            typer.echo(f"it was trained beside a base in {kind}: serve that base in {kind}, or merge (carpool merge)")

@@ -258,6 +258,19 @@ def test_an_adapter_needs_a_model(tmp_path: Path) -> None:
     load_config(None, ["adapter.kind=lora", "model.config=olmoe-1b-7b"])  # to see speed and memory
 
 
+def test_an_adapter_goes_on_beside_the_base_that_it_was_trained_beside(base: Path, tmp_path: Path) -> None:
+    """Unless somebody says otherwise; a run without a quantised base, or plain peft's folder, says nothing of it."""
+    (tmp_path / "adapter").mkdir()
+    keys = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(keys))
+    given = [f"model.path={base}", "data.train=a.txt", f"adapter.path={tmp_path}"]
+    assert load_config(None, given).adapter.base_dtype is None
+    for written, kind in (("none", None), ("int8", "int8")):
+        (tmp_path / "config.toml").write_text(f'[adapter]\nbase_dtype = "{written}"\n')
+        assert load_config(None, given).adapter.base_dtype == kind
+    assert load_config(None, [*given, "adapter.base_dtype=none"]).adapter.base_dtype is None
+
+
 def test_targets_that_the_model_does_not_have() -> None:
     model = tiny_model(discover()["olmoe"])
     with pytest.raises(ValueError, match="no linear layer 'q_prj'; give the end of a name, such as"):

@@ -263,7 +263,7 @@ def test_experts_that_go_to_host_memory_are_on_the_device_first() -> None:
 
 def test_advice_is_of_what_the_run_may_do() -> None:
     prices = [
-        {settings: price for settings, _, price in fit._changes(load_config(None, [*QWEN[:1], *more]))}
+        {settings: price for settings, _, price in fit._changes(load_config(None, [*QWEN[:1], *more]), 4)}
         for more in ([], ["training.optimizer=torch"], ["placement.policy=migrate", "placement.every=10"])
     ]
     assert prices[0]["model.dtype=bfloat16"] == "gradients are rounded; masters stay float32"
@@ -273,7 +273,7 @@ def test_advice_is_of_what_the_run_may_do() -> None:
         (1.0, "training.optimizer_in_backward=true training.grad_clipping=delayed"),
         (0, "training.optimizer_in_backward=true"),
     ):
-        changes = fit._changes(load_config(None, [*QWEN[:1], *alone, f"training.max_grad_norm={norm}"]))
+        changes = fit._changes(load_config(None, [*QWEN[:1], *alone, f"training.max_grad_norm={norm}"]), 4)
         assert found in [settings for settings, _, _ in changes]
     assert not any("optimizer_in_backward" in one for one in prices[0])
     host = "training.optimizer_offload=host"

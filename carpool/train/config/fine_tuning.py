@@ -12,6 +12,7 @@ uses (Tulu 3, arXiv 2411.15124, and the models' own reports have 5e-6 to 2e-5), 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from carpool.train.config.declarations import DERIVED, Demo
 from carpool.train.config.published import is_configuration_alone
 from carpool.train.config.schema import keys
+from carpool.train.config.schema_base import NONE_WORDS
 from carpool.train.records.run_folder import ADAPTER
 
 Key = tuple[str, str]  # (section, key)
@@ -130,7 +132,18 @@ def of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]
             raise ValueError(
                 f"adapter.{key} = {given[key]!r}, but the adapter in adapter.path has {value!r}: leave it out"
             )
+    if (base := base_of_run(Path(path))) is not None and "base_dtype" not in given:
+        found["base_dtype"] = base  # beside another one it is another model
     return {("adapter", key): (value, FROM_ADAPTER) for key, value in found.items()}
+
+
+def base_of_run(folder: Path) -> str | None:
+    """`adapter.base_dtype` of a run, by its folder; None: its frozen weights are as in the files, or it is no run."""
+    try:
+        base = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["adapter"]["base_dtype"]
+    except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError):
+        return None
+    return None if base in NONE_WORDS else str(base)
 
 
 def adapter_folder(path: str) -> Path:

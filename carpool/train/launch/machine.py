@@ -62,7 +62,9 @@ def imagine_machine(config: Config, gpu: str | None) -> Machine:
     for this machine. Raises ValueError for a GPU or hardware that is not known, or more ranks than there are GPUs."""
     section = config.parallelism
     if gpu is not None:
-        cuda, own, ranks = True, find_gpu(gpu), section.num_ranks or NODE
+        cuda, own = True, find_gpu(gpu)
+        # Whoever has cards without NVLink has mostly one of them.
+        ranks = section.num_ranks or (1 if own.nvlink is None else NODE)
         memory, per_node = int(own.capacity or 0), min(NODE, ranks)
     else:
         cuda, world = use_cuda(config), find_world(os.environ)
