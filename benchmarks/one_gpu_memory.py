@@ -108,9 +108,24 @@ def _device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def file_of(row: str) -> Path:
+    """The file of settings of a row."""
+    return Path(__file__).parents[1] / "examples" / "one_gpu" / f"{ROWS[row][1]}.toml"
+
+
+def settings_of(row: str, folder: Path, steps: int, tiny: bool = False) -> list[str]:
+    """What a row sets beside its file and its model. `folder`: of the run."""
+    return [
+        "data.train=stdlib", "data.tokenizer=bytes", "data.max_bytes=400000", f"data.cache_dir={folder}/cache",
+        f"training.max_steps={steps}", "training.save_steps=none", "training.eval_steps=none",
+        "training.sample_prompt=none", f"training.output_dir={folder}/run", *ROWS[row][2],
+        *(["data.sequence_length=64"] if tiny else []),
+    ]  # fmt: skip
+
+
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run some steps of a row."""
-    published, recipe, changes = ROWS[args.row]
+    published, _, _ = ROWS[args.row]
     device, base = _device(), folder / "base"
     config, packed = _published(published, base, args.tiny)
 
@@ -125,15 +140,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     group: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1, **group)
-    settings = [
-        f"model.path={base}", "model.dtype=bfloat16", "data.train=stdlib", "data.tokenizer=bytes",
-        "data.max_bytes=400000", f"data.cache_dir={folder}/cache", f"training.max_steps={args.steps}",
-        "training.save_steps=none", "training.eval_steps=none", "training.sample_prompt=none",
-        f"training.output_dir={folder}/run", *changes, *args.settings,
-    ]  # fmt: skip
-    settings += ["data.sequence_length=64"] if args.tiny else []
-    file = Path(__file__).parents[1] / "examples" / "one_gpu" / f"{recipe}.toml"
-    run = start_run(load_config(file, settings), None, "benchmarks.one_gpu_memory")
+    settings = [f"model.path={base}", *settings_of(args.row, folder, args.steps, args.tiny), *args.settings]
+    run = start_run(load_config(file_of(args.row), settings), None, "benchmarks.one_gpu_memory")
     loading = torch.cuda.max_memory_reserved() if device.type == "cuda" else 0
     try:
         loop(run)

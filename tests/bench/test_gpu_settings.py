@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import moments, moving, peaks, points, runs, texts
+from benchmarks import moments, moving, one_gpu_memory, peaks, points, runs, texts
 from carpool.bench.bench_settings import STEPS_ALONE
 from carpool.train.config import Config, load_config, resolve_config
 from examples.tiny_chat_model import write
@@ -71,6 +71,13 @@ def _of_benchmarks() -> dict[str, tuple[list[str], int]]:
         f"moments: {name}": ([*settings, *moments.ALONE, "training.max_steps=500"], 1)
         for name, settings in moments.CONTENDERS.items()
     }
+    found |= {
+        f"one_gpu_memory: {row}": (
+            ["model.config=qwen3-30b-a3b", *one_gpu_memory.settings_of(row, Path("work"), 6, tiny=True)],
+            1,
+        )
+        for row in one_gpu_memory.ROWS
+    }
     found["texts"] = (texts.settings(Path("work")), 1)
     halves = [*moving.settings(moved), *moving.placed(moved), f"training.save_steps={moved.stop_at}"]
     return {**found, "moving": (halves, 2)}
@@ -80,6 +87,9 @@ def _of_benchmarks() -> dict[str, tuple[list[str], int]]:
 def test_a_run_of_a_benchmark_is_taken(name: str) -> None:
     settings, ranks = _of_benchmarks()[name]
     here = [f"parallelism.num_ranks={ranks}", "training.output_dir=nowhere"]
+    if name.startswith("one_gpu_memory"):
+        load_config(one_gpu_memory.file_of(name.rpartition(" ")[2]), [*settings, *here])
+        return
     if name in ("texts", "moving") or "adapter.kind=lora" in settings:
         # What these take is made when they run: text, a tokenizer, a model. The schema sees the rest.
         load_config(None, [*settings, *here])

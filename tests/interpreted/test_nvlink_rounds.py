@@ -112,7 +112,7 @@ def test_a_wrong_byte_is_noticed() -> None:
         (4, 4), torch.tensor([[[2]] * 4, [[0]] * 4], dtype=torch.int32), torch.full((2, 4, 1), 0.5),
         *torch.randn(2, 2, 4, 8),
     )  # fmt: skip
-    for spoil, kind in (("rows", "rows"), ("partial", "sums")):
+    for spoil, kind in (("tokens", "rows"), ("partial", "sums")):
         found, transports = Mismatches(CPU), transports_of(shape, num_leases=1)
         rides = rides_of(transports, shape, case, found)
         if spoil == "partial":

@@ -44,6 +44,7 @@ def test_only_commands_that_exist_are_offered():
     shown = carpool_command("--help").stdout
     offered = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
     assert offered == {
+        "adapter",
         "train",
         "profile",
         "report",

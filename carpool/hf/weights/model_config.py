@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from carpool.families import family_of
+from carpool.families import family, family_of
 from carpool.hf.weights.config_keys import check_keys, registered_model, suggestion
 from carpool.hf.weights.weight_files import check_weight_files
 
@@ -79,8 +79,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
             f"{suggestion(str(model_type), CONFIG_MAPPING)}.{code}"
         )
     # Experts in MXFP4 are read as they are; who would train them refuses (`carpool.train.plan.start_checks`).
-    if raw.get("quantization_config") and raw["quantization_config"].get("quant_method") != "mxfp4":
-        method = raw["quantization_config"].get("quant_method", "unknown method")
+    method = (raw.get("quantization_config") or {}).get("quant_method", "unknown method")
+    if raw.get("quantization_config") and not (method == "mxfp4" and family(model_type).mxfp4):
         raise ValueError(
             f"the weights in {folder} are quantised ({method}), and quantised weights cannot be trained; "
             "save the model dequantised first (`model.dequantize()`)"
