@@ -18,7 +18,9 @@ from carpool.cli import app
 from carpool.experts.quantised import dequantise, quantise
 from carpool.hf.seam.experts_module import base_of
 from carpool.serve.served_model import find_source, open_model
+from carpool.train.checkpoints.resume import check_base
 from carpool.train.config import load_config
+from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.plan.estimate import tensors_of
 from carpool.train.run.run import start_run, train
 from tests.hf.tiny_models import discover, tiny_model
@@ -146,6 +148,23 @@ def test_a_run_is_served_beside_the_base_that_it_has_trained_beside(
 
 
 # On a CPU the one-pass optimizer takes more than its state, so adapters of experts are for PyTorch's.
+@pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1), (1, 1), (2, 4)])
+def test_a_run_goes_on_beside_its_own_base(tmp_path: Path, then: int, now: int) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-00000004"
+    (tmp_path / "run.json").write_text(json.dumps({"parallelism": {"world_size": then}}))
+    for settings, differs in (
+        ({"base_dtype": "nf4"}, True),
+        ({}, False),
+        ({"base_dtype": "nf4", "kind": "dora"}, False),
+    ):
+        adapter = AdapterSection(**{"kind": "lora", "targets": ("attention",)} | settings)
+        if differs and (then == 1) != (now == 1):
+            with pytest.raises(ValueError, match=f"trained on {then} ranks, beside a base with .* in nf4"):
+                check_base(checkpoint, adapter, now)
+        else:
+            check_base(checkpoint, adapter, now)
+
+
 @pytest.mark.parametrize(("targets", "more"), [("['attention']", SMALL), ("['attention','experts']", SMALL[-2:])])
 def test_a_step_takes_what_is_predicted(
     text: list[str], tmp_path: Path, targets: str, more: list[str], monkeypatch: pytest.MonkeyPatch

@@ -13,9 +13,9 @@ from carpool.report.record_types import explain
 from carpool.train.checkpoints.checkpoint_files import STATE_FILE, CheckpointError, read_state
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
-from carpool.train.config.schema import Config, TrainingSection
+from carpool.train.config.schema import AdapterSection, Config, TrainingSection
 from carpool.train.data.loader import check_order
-from carpool.train.records.run_folder import SUMMARY, check_no_run
+from carpool.train.records.run_folder import SUMMARY, check_no_run, read_info
 
 
 class _Strict(BaseModel):
@@ -111,6 +111,22 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
     if not config.adapter.is_used:
         kept = training.state_bytes(dtype)
         check_optimizer(checkpoint, "low_bits" in kept, training.optimizer_state_dtype == "int8")
+
+
+def check_base(checkpoint: Path, adapter: AdapterSection, ranks: int) -> None:
+    """Raise ValueError if a run would go on beside other frozen weights: with adapter.base_dtype one rank quantises
+    layers that several leave as they are."""
+    info = read_info(checkpoint.absolute().parent.parent)
+    if adapter.base_dtype is None or adapter.base_keep is None or info is None:
+        return
+    then = info["parallelism"]["world_size"]
+    if (then == 1) != (ranks == 1):
+        what = "all layers" if then == 1 else "experts alone"
+        raise ValueError(
+            f"{checkpoint} was trained on {then} ranks, beside a base with {what} in {adapter.base_dtype}, which "
+            f"{ranks} ranks would not have: go on with {'one rank' if then == 1 else 'several ranks'} "
+            "(parallelism.num_ranks), or start a run from its adapter (adapter.path)"
+        )
 
 
 def check_steps_left(checkpoint: Path, step: int, training: TrainingSection) -> None:

@@ -25,7 +25,7 @@ from carpool.planner.decisions.chosen import Decisions
 from carpool.train.blueprint import Blueprint
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
-from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
+from carpool.train.checkpoints.resume import check_base, check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config.fine_tuning import adapter_folder, of_adapter
 from carpool.train.config.schema import Config
 from carpool.train.data import corpus as corpora
@@ -83,6 +83,8 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
     if isinstance(blueprint.source, Path):
         check_weights(blueprint.source, blueprint.model)
     plan = resolve(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
+    if checkpoint is not None:
+        check_base(checkpoint, config.adapter, plan.degrees.world_size)
     # Adapters are not in the blueprint, and stages name what they have.
     if checkpoint is not None and not config.adapter.is_used and plan.degrees.pp == 1:
         check_model(checkpoint, blueprint.model)

@@ -33,7 +33,7 @@ from carpool.train.build.run_data import MakeCorpus, RunData, read_data
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.resume import check_steps_left
+from carpool.train.checkpoints.resume import check_base, check_steps_left
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
@@ -146,6 +146,8 @@ def plan_on_ranks(
     blueprint = Blueprint.of_config(config, tokenizer)
     decisions = decisions_from(config, resume)
     plan = resolve(config, machine, blueprint, decisions, fixed, measure_on_small_model)
+    if resume is not None:
+        check_base(resume, config.adapter, plan.degrees.world_size)
     # Advice takes a while, and the answer is the same.
     from_rank_0(lambda: check_fits(plan))
     return plan, tokenizer, resume, saved
