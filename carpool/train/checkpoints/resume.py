@@ -117,13 +117,14 @@ def check_base(checkpoint: Path, adapter: AdapterSection, ranks: int) -> None:
     """Raise ValueError if a run would go on beside other frozen weights: with adapter.base_dtype one rank quantises
     layers that several leave as they are."""
     info = read_info(checkpoint.absolute().parent.parent)
-    if adapter.base_dtype is None or adapter.base_keep is None or info is None:
+    kind, keep = adapter.base["base_dtype"], adapter.base["base_keep"]
+    if kind is None or keep is None or info is None:
         return
     then = info["parallelism"]["world_size"]
     if (then == 1) != (ranks == 1):
         what = "all layers" if then == 1 else "experts alone"
         raise ValueError(
-            f"{checkpoint} was trained on {then} ranks, beside a base with {what} in {adapter.base_dtype}, which "
+            f"{checkpoint} was trained on {then} ranks, beside a base with {what} in {kind}, which "
             f"{ranks} ranks would not have: go on with {'one rank' if then == 1 else 'several ranks'} "
             "(parallelism.num_ranks), or start a run from its adapter (adapter.path)"
         )
