@@ -10,7 +10,6 @@ Over several ranks each keeps the non-expert parameters whole, for prompts of it
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from carpool.train.blueprint import model_source, top_k_of
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.run_source import SOURCE
-from carpool.train.checkpoints.trained_base import kept_in
+from carpool.train.checkpoints.trained_base import kept_in, recorded_base
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import tokenizer_of
@@ -96,8 +95,8 @@ def find_source(path: Path) -> Source:
         if not (adapter / "adapter_config.json").is_file():
             raise ValueError(f"{path} has no adapter yet: let it train on, or lower training.save_steps")
         # Where it was then, from wherever this is run; or else where the run has moved with it.
-        recorded = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        base = next((one for one in (Path(recorded), Path(str(config.model.weights))) if one.is_dir()), Path(recorded))
+        recorded = recorded_base(adapter)
+        base = next((one for one in (recorded, Path(str(config.model.weights))) if one.is_dir()), recorded)
         if not (base / "config.json").is_file():
             raise ValueError(
                 f"{path} has trained an adapter of the model in {base}, which is not there any more: put it back, or "

@@ -67,7 +67,8 @@ def add_adapter(
             model.add_adapter(config)
         _set_dtype(model, getattr(torch, section.dtype))
     (config,) = model.peft_config.values()
-    config.base_model_name_or_path = str(Path(model.name_or_path).absolute())
+    # A model with random weights is nowhere.
+    config.base_model_name_or_path = str(Path(model.name_or_path).absolute()) if model.name_or_path else None
     if replicate:
         share_adapters(model)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -162,9 +163,14 @@ def trained_of(blueprint: Blueprint, config: Config) -> Trained:
         return Trained(size.total - held, *frozen)
     model = copy.deepcopy(blueprint.model)
     (one, _), layers = outline_adapter(model, config.adapter), len(blueprint.expert_counts)
-    added = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    everything = added + one * sum(blueprint.expert_counts.values())
-    return Trained(everything, experts, other, one * blueprint.top_k * layers, added)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapters = sum(parameter.numel() for name, parameter in trained.items() if "lora_" in name)
+    # Modules that are trained themselves; the rows of an embedding are looked up.
+    embedding = model.get_input_embeddings()
+    looked_up = {id(parameter) for parameter in embedding.parameters()}
+    saved = sum(p.numel() for name, p in trained.items() if "lora_" not in name and id(p) not in looked_up)
+    everything = sum(p.numel() for p in trained.values()) + one * sum(blueprint.expert_counts.values())
+    return Trained(everything, experts, other - saved, one * blueprint.top_k * layers, adapters)
 
 
 def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -26,6 +26,7 @@ from carpool.hf.weights.weight_files import stored_weights
 from carpool.parallel.degrees import Degrees
 from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.run_source import keep_source
+from carpool.train.checkpoints.trained_base import recorded_base
 from carpool.train.config import load_config
 from carpool.train.config.schema_adapter import adapts_experts
 from carpool.train.lora import add_adapter, attach_adapter, check_adapter, resolve_saved, resolve_targets
@@ -256,6 +257,12 @@ def test_an_adapter_needs_a_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no weights"):
         load_config(None, ["adapter.kind=lora", f"model.path={tmp_path}"])
     load_config(None, ["adapter.kind=lora", "model.config=olmoe-1b-7b"])  # to see speed and memory
+
+
+def test_an_adapter_beside_random_weights_says_so(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    with pytest.raises(ValueError, match="trained beside random weights"):
+        recorded_base(tmp_path)
 
 
 def test_an_adapter_goes_on_beside_the_base_that_it_was_trained_beside(base: Path, tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.model_config import head_sizes
-from carpool.train.blueprint import ModelSize, flops_per_token, model_config, model_size, top_k_of
+from carpool.train.blueprint import Blueprint, ModelSize, flops_per_token, model_config, model_size, top_k_of
+from carpool.train.config import load_config
+from carpool.train.data.tokenizer import tokenizer_of
+from carpool.train.lora import trained_of
 
 
 def _size(config: PreTrainedConfig) -> ModelSize:
@@ -58,3 +61,18 @@ def test_a_window_is_a_band_of_the_score_matrix(length: int) -> None:
 def test_linear_attention_has_no_score_matrix() -> None:
     assert _size(model_config("qwen3-next-80b-a3b")).attention == 12 * 16 * 256
     assert _size(model_config("kimi-linear-48b-a3b")).attention == 7 * 32 * (192 + 128) // 2
+
+
+def test_what_is_frozen_has_no_gradient_of_its_own() -> None:
+    """By hand. lm_head is trained itself; an embedding's rows are looked up, and multiply nothing."""
+    for saved, multiplied, more in (((), 0, 0), (("lm_head",), 1, 1), (("embed_tokens",), 0, 1)):
+        settings = ["model.config=qwen3-30b-a3b", "adapter.kind=lora", f"adapter.modules_to_save={list(saved)}"]
+        config = load_config(None, settings)
+        blueprint = Blueprint.of_config(config, tokenizer_of(config))
+        words = 2048 * blueprint.vocab_size
+        trained = trained_of(blueprint, config)
+        attention = 48 * 16 * (2048 * 4 + 128 * (32 + 2 * 4 + 32))
+        assert trained.adapters == attention and trained.expert_adapters == 48 * 8 * 16 * (2048 + 1536 + 768 + 2048)
+        assert trained.frozen == blueprint.size.multiplied - blueprint.size.visited - multiplied * words
+        assert trained.updated == attention + 16 * trained.expert_adapters + more * words
+        assert trained.frozen_experts == blueprint.size.visited

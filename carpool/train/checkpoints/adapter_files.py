@@ -21,7 +21,6 @@ in three ways, none through the code that merged:
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import warnings
@@ -55,7 +54,7 @@ from carpool.train.checkpoints.checkpoint_files import (
 )
 from carpool.train.checkpoints.export import Exported, ReadBack, check_target, check_values, unit_roundoff, write_model
 from carpool.train.checkpoints.run_source import read_source
-from carpool.train.checkpoints.trained_base import Base, load_trained, trained_base
+from carpool.train.checkpoints.trained_base import Base, load_trained, recorded_base, trained_base
 from carpool.train.launch.ranks import gather, rank, together
 from carpool.train.records.run_folder import ADAPTER
 
@@ -347,8 +346,7 @@ def base_folder(adapter: Path, base: Path | None) -> Path:
     if not (adapter / "adapter_config.json").is_file():
         raise ValueError(f"{adapter} is neither an adapter as peft writes it nor a run that has trained one")
     if base is None:
-        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-        base = Path(str(config["base_model_name_or_path"]))
+        base = recorded_base(adapter)
     if not (base / "config.json").is_file():
         raise ValueError(f"the model of {adapter} is not in {base} any more: say where it is (--base)")
     read_config(base)

@@ -88,6 +88,17 @@ def trained_base(weights: OriginalWeights, model: PreTrainedModel, run: Path) ->
     return Base(weights, model, config.adapter.base_dtype, getattr(torch, config.model.stored_dtype), kept_in(run))
 
 
+def recorded_base(adapter: Path) -> Path:
+    """Where the model of an adapter was when it was trained. ValueError: its weights were random."""
+    name = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if name is None:
+        raise ValueError(
+            f"{adapter} was trained beside random weights (model.config), which nobody has: train it beside a "
+            "checkpoint (model.path)"
+        )
+    return Path(str(name))
+
+
 def kept_in(run: Path) -> tuple[str, ...] | None:
     """Ends of the names of modules that a run with adapter.base_dtype has left as they are; None: all but experts."""
     # On several ranks only experts are quantised.

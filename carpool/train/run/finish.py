@@ -201,7 +201,7 @@ def finish(run: Run) -> None:
         run.records.say("")
         run.records.say(text_block(summary, run.records.info, run.records.steps))
     check_written(run)
-    if run.built.adapted:
+    if run.built.adapted and not run.config.model.from_scratch:
         run.records.say(f"adapter for peft: {run.folder / ADAPTER}   merged: carpool merge {run.folder} --out DIR")
     run.records.say(f"\nrun directory: {run.folder}   report: carpool report {run.folder}")
 
