@@ -44,11 +44,12 @@ PLANNER = ROOT / "docs" / "planner.md"
 TINY = "python examples/tiny_chat_model.py tiny\n"
 CHAT = "carpool train --config examples/train_from_config/chat_tiny.toml"
 OLMOE = "carpool train --config examples/train_from_config/olmoe_tiny.toml"
+ADAPTER = TINY + f"{CHAT} adapter.kind=lora adapter.rank=4 adapter.targets=all-linear training.output_dir=r1\n"
 # Commands that come first.
 BEFORE = {
     ("finetune.md", "adapter.targets=all-linear"): TINY,
-    ("finetune.md", "carpool merge r1"): TINY
-    + f"{CHAT} adapter.kind=lora adapter.rank=4 adapter.targets=all-linear training.output_dir=r1\n",
+    ("finetune.md", "carpool merge r1"): ADAPTER,
+    ("finetune.md", "carpool adapter r1"): ADAPTER,
     ("fine-tuning-one-gpu.md", "adapter.base_dtype=int8"): TINY,
     ("communication.md", "carpool trace"): OLMOE + "\n",
     ("planner.md", "carpool simulate plan.toml"): "cat > plan.toml <<'END'\n"

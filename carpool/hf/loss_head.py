@@ -135,7 +135,8 @@ class _Head:
                 f"labels of shape {tuple(asked.target_BL.shape)}, so it cannot compute the loss: set "
                 "training.loss_chunk_size=0"
             )
-        weight_VH, bias_V = weight_of(self.head), self.head.bias
+        weight_VH = weight_of(self.head) if isinstance(self.head, QuantisedLinear) else self.head.weight
+        bias_V = self.head.bias
         if isinstance(self.own, SequenceHead):
             weight_VH, bias_V = of_all_words(weight_VH), of_all_words(bias_V)
         x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
