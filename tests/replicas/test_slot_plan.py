@@ -1,0 +1,160 @@
+"""Plans of spare slots: balance, cost, limits, and which copy serves which choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from carpool.replicas.slot_plan import WORK, Costs, SlotPlan, plan_slots, served_by
+
+FREE = Costs()
+
+
+def _choices(ranks: int, experts: int, top_k: int, tokens: int, skew: float, seed: int = 0) -> list[torch.Tensor]:
+    """For each rank, (T, K) int32 choices by Zipf's law, some missing; the second rank has no tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    share_E = (torch.randperm(experts, generator=generator) + 1.0) ** -skew
+    found = []
+    for rank in range(ranks):
+        number = 0 if rank == 1 else tokens
+        expert_TK = torch.empty(number, top_k, dtype=torch.int32)
+        if number:
+            expert_TK = torch.multinomial(share_E.expand(number, experts), top_k, generator=generator).int()
+        found.append(expert_TK.masked_fill(torch.rand(expert_TK.shape, generator=generator) < 0.05, -1))
+    return found
+
+
+def _load(choices: list[torch.Tensor], experts: int) -> torch.Tensor:
+    return torch.stack([torch.bincount(one[one >= 0].long(), minlength=experts) for one in choices])
+
+
+def _homes(ranks: int, experts: int) -> torch.Tensor:
+    return torch.arange(experts) * ranks // experts
+
+
+def _largest(plan: SlotPlan) -> float:
+    return (plan.load_W.max() / plan.load_W.double().mean().clamp(min=1)).item()
+
+
+def test_the_example_of_the_docstring() -> None:
+    load_WE, home_E = torch.tensor([[6, 2, 0, 0], [6, 0, 1, 1]]), torch.tensor([0, 0, 1, 1])
+    plan = plan_slots(load_WE, home_E, 1, FREE)
+    assert plan.expert_WS.tolist() == [[-1], [0]]
+    assert plan.choices_WS.tolist() == [[0], [6]]
+    assert plan.load_W.tolist() == [8, 8]
+    # Rank 1's own tokens take the copy, rank 0's stay.
+    of_rank_1 = torch.tensor([[0]] * 6 + [[2], [3]], dtype=torch.int32)
+    assert served_by(of_rank_1, load_WE, home_E, plan, 1).flatten().tolist() == [1] * 6 + [-1, -1]
+    of_rank_0 = torch.tensor([[0, 1], [0, 1]] + [[0, -1]] * 4, dtype=torch.int32)
+    assert (served_by(of_rank_0, load_WE, home_E, plan, 0) == -1).all()
+
+
+@pytest.mark.parametrize("costs", [FREE, Costs(trip=4, fetch=300), Costs(trip=4, fetch=300, limit=1100)], ids=str)
+@pytest.mark.parametrize("skew", [0.0, 1.2, 4.0])
+@pytest.mark.parametrize(
+    ("ranks", "experts", "top_k", "tokens", "spare"),
+    [(2, 4, 2, 40, 1), (4, 16, 3, 64, 2), (8, 64, 8, 96, 4), (3, 7, 1, 50, 2)],
+)
+def test_copies_serve_what_the_plan_says(
+    ranks: int, experts: int, top_k: int, tokens: int, spare: int, skew: float, costs: Costs
+) -> None:
+    choices, home_E = _choices(ranks, experts, top_k, tokens, skew), _homes(ranks, experts)
+    load_WE = _load(choices, experts)
+    plan = plan_slots(load_WE, home_E, spare, costs)
+    served_P, load_W = torch.zeros(ranks * spare, dtype=torch.int64), torch.zeros(ranks, dtype=torch.int64)
+    for rank, expert_TK in enumerate(choices):
+        slot_TK = served_by(expert_TK, load_WE, home_E, plan, rank)
+        assert (slot_TK[expert_TK < 0] == -1).all()
+        copied = slot_TK >= 0
+        assert torch.equal(plan.expert_WS.flatten()[slot_TK[copied].long()], expert_TK[copied])
+        served_P += torch.bincount(slot_TK[copied].long(), minlength=ranks * spare)
+        where_TK = torch.where(copied, slot_TK // spare, home_E[expert_TK.clamp(min=0).long()].int())
+        load_W += torch.bincount(where_TK[expert_TK >= 0].long(), minlength=ranks)
+        # Own tokens come first: none travels to another copy while the own one serves another rank's.
+        own = load_WE[rank]
+        for slot, expert in enumerate(plan.expert_WS[rank].tolist()):
+            if expert >= 0:
+                mine = (slot_TK == rank * spare + slot).sum()
+                assert mine == min(own[expert].item(), plan.choices_WS[rank, slot].item())
+    assert torch.equal(served_P, plan.choices_WS.flatten().long())
+    assert torch.equal(load_W, plan.load_W)
+    # No copy at home, none twice on a rank, none without choices.
+    for rank, named in enumerate(plan.expert_WS.tolist()):
+        filled = [e for e in named if e >= 0]
+        assert len(set(filled)) == len(filled) and all(home_E[e] != rank for e in filled)
+    assert ((plan.choices_WS > 0) == (plan.expert_WS >= 0)).all()
+
+
+@pytest.mark.parametrize("case", ["one expert takes all", "one rank takes half", "zipf", "nothing"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_balance_is_exact_where_slots_suffice(ranks: int, case: str) -> None:
+    experts, home_E = 8 * ranks, _homes(ranks, 8 * ranks)
+    load_WE = torch.zeros(ranks, experts, dtype=torch.int64)
+    if case == "one expert takes all":
+        load_WE[:, 3] = 1000
+    elif case == "one rank takes half":
+        load_WE[:, :8], load_WE[:, 8:] = 100 * (ranks - 1), 100
+    elif case == "zipf":
+        load_WE = _load(_choices(ranks, experts, 4, 512, 1.2), experts)
+    plan = plan_slots(load_WE, home_E, 4, FREE)
+    # Within one choice: the mean is rounded up.
+    assert plan.load_W.max() <= -(-load_WE.sum() // ranks)
+    assert plan.load_W.sum() == load_WE.sum()
+
+
+def _cost(load_WE: torch.Tensor, home_E: torch.Tensor, plan: SlotPlan, costs: Costs) -> int:
+    """Of the dearest rank, from the plan alone: own tokens are served first, at home and by copies."""
+    ranks, load = len(load_WE), plan.load_W
+    quota_E, own_W = load_WE.sum(0), torch.zeros(ranks, dtype=torch.int64)
+    sent_W, fetched_W = torch.zeros(ranks, dtype=torch.int64), (plan.expert_WS >= 0).sum(1)
+    for rank, named in enumerate(plan.expert_WS.tolist()):
+        for slot, expert in enumerate(named):
+            if expert >= 0:
+                quota_E[expert] -= plan.choices_WS[rank, slot]
+                own_W[rank] += min(load_WE[rank, expert].item(), plan.choices_WS[rank, slot].item())
+                sent_W[home_E[expert]] += 1
+    for expert, home in enumerate(home_E.tolist()):
+        own_W[home] += min(load_WE[home, expert].item(), quota_E[expert].item())
+    each_W = load * WORK + (load - own_W) * costs.trip + torch.maximum(fetched_W, sent_W) * costs.fetch
+    return int(each_W.max())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("costs", [Costs(3, 200), Costs(0, 3000), Costs(40, 10), Costs(0, 10**6)], ids=str)
+def test_a_plan_is_never_dearer_than_none(costs: Costs, seed: int) -> None:
+    home_E, load_WE = _homes(4, 32), _load(_choices(4, 32, 4, 200, 1.0, seed), 32)
+    plan = plan_slots(load_WE, home_E, 3, costs)
+    nothing = SlotPlan(
+        torch.full((4, 3), -1),
+        torch.zeros(4, 3),
+        torch.zeros(4, dtype=torch.int64).scatter_add(0, home_E, load_WE.sum(0)),
+    )
+    copies = int((plan.expert_WS >= 0).sum())
+    if costs.fetch == 10**6:
+        assert not copies
+    assert _cost(load_WE, home_E, plan, costs) < _cost(load_WE, home_E, nothing, costs) or not copies
+
+
+def test_the_limit_is_worth_any_fetch() -> None:
+    home_E, load_WE = _homes(4, 32), _load(_choices(4, 32, 4, 200, 1.2), 32)
+    dear = 10**6
+    assert _largest(plan_slots(load_WE, home_E, 3, Costs(0, dear))) > 1.3
+    assert _largest(plan_slots(load_WE, home_E, 3, Costs(0, dear, limit=1100))) <= 1.1
+
+
+def test_copies_stay_inside_their_node() -> None:
+    home_E, load_WE = _homes(4, 16), torch.ones(4, 16, dtype=torch.int64)
+    load_WE[:, :4] = 50
+    nodes = torch.tensor([0, 0, 1, 1])
+    plan = plan_slots(load_WE, home_E, 4, FREE, nodes)
+    assert (plan.expert_WS[1] >= 0).any() and (plan.expert_WS[2:] == -1).all()
+    assert plan.load_W.tolist() == [408, 408, 16, 16]
+
+
+def test_tokens_that_visit_the_home_anyway_stay_there() -> None:
+    """Expert 0 gives half of its choices away: those of tokens that choose expert 1 beside it stay."""
+    home_E = torch.tensor([0, 0, 1, 1])
+    expert_TK = torch.tensor([[0, -1], [0, 1], [0, -1], [0, 1]], dtype=torch.int32)
+    load_WE = torch.stack([torch.tensor([4, 2, 0, 0]), torch.tensor([0, 0, 1, 1])])
+    plan = SlotPlan(torch.tensor([[-1], [0]]), torch.tensor([[0], [2]]), torch.tensor([4, 4]))
+    assert served_by(expert_TK, load_WE, home_E, plan, 0)[:, 0].tolist() == [1, -1, 1, -1]
