@@ -67,6 +67,15 @@ def two_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of runs on a folder of short files, whose tokens are kept."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (folder / f"{i:02d}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20)
+    return [f"data.train={folder}", f"data.cache_dir={folder}/cache", "data.eval_fraction=0.02"]
+
+
 def _imported(session: pytest.Session) -> set[str]:
     modules = {item.module for item in session.items if set(POOLS) & set(getattr(item, "fixturenames", ()))}
     return {name for module in modules for name in (module.__name__, *getattr(module, "RANKS_IMPORT", ()))}

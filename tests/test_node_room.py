@@ -21,9 +21,7 @@ from carpool.routing import Routing
 from carpool.transport import BufferOverflowError, HierarchicalOptions, set_topology
 from carpool.transport.token_capacity import NodeCapacity
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, records, start, text
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import losses, records, start
 
 H, F, EXPERTS, TOP_K, RANKS, MOST = 8, 6, 8, 2, 4, 13
 SIZES = (9, 0, MOST, 2)

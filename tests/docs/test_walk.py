@@ -20,9 +20,7 @@ from carpool.train.config import load_config
 from carpool.train.run.loop import update
 from carpool.train.run.run import start_run
 from tests.ranks import Ranks, mesh
-from tests.train.test_loop import MODEL, text
-
-__all__ = ["text"]
+from tests.train.test_loop import MODEL
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 # Of one forward and one backward of `carpool.MoE` over `dedup`: files of the package that run, and calls into them.

@@ -23,7 +23,7 @@ from tests.hf.parity import EXCEPTIONS
 from tests.hf.test_compiled import make
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks
-from tests.train.test_loop import records, run, text, weights  # noqa: F401
+from tests.train.test_loop import records, run, weights
 
 NAMES = Family("").selection_bias
 MODELS = Path(transformers.__file__).parent / "models"
@@ -132,7 +132,7 @@ def _biases(output: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: value for name, value in weights(output, step).items() if name.endswith(NAMES)}
 
 
-def test_a_run_moves_its_biases_as_one_process_does(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_moves_its_biases_as_one_process_does(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     """On two ranks, in several micro-batches, with layers computed again; and resumed."""
     two, one, still, again = (tmp_path / name for name in ("two", "one", "still", "again"))
     rate = [*text, *MODEL, "moe.bias_update_rate=0.01"]
@@ -154,9 +154,7 @@ def test_a_run_moves_its_biases_as_one_process_does(two_ranks: Ranks, text: list
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "olmoe"])
 def test_a_run_from_scratch_takes_deepseeks_rate_where_there_is_a_bias(
-    text: list[str],  # noqa: F811
-    tmp_path: Path,
-    model_type: str,
+    text: list[str], tmp_path: Path, model_type: str
 ) -> None:
     few = ["model.config.num_hidden_layers=1", "training.max_steps=1", "training.save_steps=100"]
     of_olmoe = ["model.model_type=olmoe", *MODEL[1:3], *MODEL[5:7], *MODEL[-6:]]

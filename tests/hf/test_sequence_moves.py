@@ -26,9 +26,7 @@ from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet
 from tests.hf.tiny_models import discover, tiny_config
 from tests.ranks import Ranks
-from tests.train.test_loop import TWO, losses, run, text
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import TWO, losses, run
 
 NODES = Topology.even(2, 2)
 BATCH, LENGTH = 12, 5

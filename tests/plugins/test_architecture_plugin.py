@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -26,40 +24,15 @@ from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
 from carpool.train.config import load_config
 from carpool.train.extensions import EXTENSIONS, Extension, extensions_in_use
-from tests.plugins.test_extension import HERE
+from tests.plugins.outside import forget, train_with
 from tests.ranks import Ranks
-from tests.train.test_loop import TWO, losses, run, text
-
-__all__ = ["text"]  # a fixture
-
-
-def add() -> Any:
-    """What a script does: import the file, which registers itself."""
-    if str(HERE) not in sys.path:
-        sys.path.append(str(HERE))
-    return importlib.import_module("gain")
-
-
-def remove() -> None:
-    for registry in (EXTENSIONS, ARCHITECTURE_CHANGES):
-        registry._things.pop("gain", None)
-    sys.modules.pop("gain", None)
-
-
-@pytest.fixture
-def gain() -> Any:
-    yield add()
-    remove()
+from tests.train.test_loop import losses
 
 
 def trained(output: str, overrides: list[str]) -> tuple[str, str]:
     """On a rank: a run with it; the error, and what it prints."""
-    add()
-    try:
-        with redirect_stdout(StringIO()) as printed:
-            return run(output, [*TWO, *overrides]), printed.getvalue()
-    finally:
-        remove()
+    with redirect_stdout(StringIO()) as printed:
+        return train_with("gain", output, overrides), printed.getvalue()
 
 
 def parameters(folder: Path) -> int:
@@ -93,7 +66,7 @@ def test_a_run_has_the_change_and_exports_what_transformers_knows(
         export_checkpoint(runs["learned"], saved, tmp_path / "exported")
     with pytest.raises(ValueError, match=r"is of a run that changes the architecture.* a learned gain behind"):
         build_model(saved / "model", distributed_config=None, dtype=torch.float32, seed=0)
-    remove()
+    forget("gain")
     with pytest.raises(ValueError, match=r"the plug-in 'gain' has changed the architecture of this model.* install"):
         why_not_in_transformers(read_config(saved / "model"))
 

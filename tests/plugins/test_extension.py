@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import pickle
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +15,9 @@ from carpool.train.config.schema import Config
 from carpool.train.config.schema_base import Section
 from carpool.train.extensions import EXTENSIONS, Extension, extensions_in_use, register
 from carpool.train.plan.dry_run import dry_run
+from tests.plugins.outside import forget, train_with
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, TWO, losses, run, text
-
-__all__ = ["text"]  # a fixture
-HERE = Path(__file__).parent
-
-
-def add() -> Any:
-    """What a script does: import the file, which registers itself."""
-    if str(HERE) not in sys.path:
-        sys.path.append(str(HERE))
-    return importlib.import_module("deeper")
-
-
-def remove() -> None:
-    EXTENSIONS._things.pop("deeper", None)
-    sys.modules.pop("deeper", None)
-
-
-@pytest.fixture
-def deeper() -> Iterator[Any]:
-    yield add()
-    remove()
-
-
-def trained(output: str, overrides: list[str]) -> str:
-    """On a rank: a run with it; the error."""
-    add()
-    try:
-        return run(output, [*TWO, *overrides])
-    finally:
-        remove()
+from tests.train.test_loop import MODEL, losses
 
 
 def test_its_section_is_a_section_as_any_other(deeper: Any, tmp_path: Path) -> None:
@@ -73,7 +41,7 @@ def test_its_section_is_a_section_as_any_other(deeper: Any, tmp_path: Path) -> N
 def test_without_it_there_is_no_section_and_with_defaults_it_is_off(deeper: Any) -> None:
     assert [type(one) for one in extensions_in_use(load_config(None, ["deeper.layers=1"]))] == [deeper.Deeper]
     assert extensions_in_use(load_config(None)) == [] and extensions_in_use(Config()) == []
-    remove()
+    forget("deeper")
     with pytest.raises(ValueError, match="unknown section deeper"):
         load_config(None, ["deeper.layers=1"])
 
@@ -89,8 +57,8 @@ def test_it_changes_the_model_and_the_estimate_of_a_dry_run(deeper: Any, tmp_pat
 
 def test_it_takes_part_in_a_run(two_ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
     few = [*text, "training.max_steps=2", "training.save_steps=none", "training.eval_steps=none"]
-    assert two_ranks(trained, str(tmp_path / "plain"), few) == [""] * 2
-    assert two_ranks(trained, str(tmp_path / "deeper"), [*few, "deeper.layers=1"]) == [""] * 2
+    assert two_ranks(train_with, "deeper", str(tmp_path / "plain"), few) == [""] * 2
+    assert two_ranks(train_with, "deeper", str(tmp_path / "deeper"), [*few, "deeper.layers=1"]) == [""] * 2
     models = [json.loads((tmp_path / name / "run.json").read_text())["model"] for name in ("plain", "deeper")]
     assert models[1]["parameters"] > models[0]["parameters"]
     assert losses(tmp_path / "plain") != losses(tmp_path / "deeper")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +10,30 @@ import pytest
 from carpool.families import FAMILIES, Family, family, register
 from carpool.hf.weights.model_config import make_config
 from carpool.planner.model.shape import ModelShape
+from tests.plugins.outside import train_with
 from tests.ranks import Ranks
-from tests.train.test_loop import TWO, losses, run, text
+from tests.train.test_loop import losses
 
-__all__ = ["text"]  # a fixture
-HERE = Path(__file__).parent
 SIZES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "num_experts": 8,
 }  # fmt: skip
 
 
-def add() -> Any:
-    """What a script does: import the file, which registers itself."""
-    if str(HERE) not in sys.path:
-        sys.path.append(str(HERE))
-    return importlib.import_module("loud")
-
-
-def remove() -> None:
-    FAMILIES._things.pop("loud", None)
-    sys.modules.pop("loud", None)
-
-
-@pytest.fixture
-def loud() -> Iterator[Any]:
-    yield add()
-    remove()
-
-
-def trained(output: str, overrides: list[str]) -> str:
-    """On a rank: a run of such a model; the error."""
-    add()
-    try:
-        return run(output, [*TWO, "model.model_type=loud", *overrides])
-    finally:
-        remove()
-
-
 def test_it_trains(two_ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
     """The output layer computes the loss that the model's own logits have, alone and as the last of two stages; the
     router is found by its name."""
     own, ours, stages, limited = (tmp_path / name for name in ("own", "ours", "stages", "limited"))
-    few = [*text, "training.max_steps=2", "training.save_steps=2", "training.eval_steps=none"]
-    assert two_ranks(trained, str(own), [*few, "training.loss_chunk_size=0"]) == [""] * 2
-    assert two_ranks(trained, str(ours), few) == [""] * 2
+    few = [*text, "model.model_type=loud", "training.max_steps=2", "training.save_steps=2", "training.eval_steps=none"]
+    assert two_ranks(train_with, "loud", str(own), [*few, "training.loss_chunk_size=0"]) == [""] * 2
+    assert two_ranks(train_with, "loud", str(ours), few) == [""] * 2
     assert losses(ours) == {step: pytest.approx(value, rel=1e-5) for step, value in losses(own).items()}
     in_stages = ["parallelism.pp_size=2", "parallelism.ep_size=1", "training.gradient_accumulation_steps=2"]
-    assert two_ranks(trained, str(stages), [*few, *in_stages]) == [""] * 2
+    assert two_ranks(train_with, "loud", str(stages), [*few, *in_stages]) == [""] * 2
     assert losses(stages)[1] == pytest.approx(losses(own)[1], rel=1e-4)
-    assert two_ranks(trained, str(limited), [*few, "moe.limit_ranks=1", "moe.router_float32=true"]) == [""] * 2
+    assert (
+        two_ranks(train_with, "loud", str(limited), [*few, "moe.limit_ranks=1", "moe.router_float32=true"]) == [""] * 2
+    )
 
 
 def test_its_keys_are_known_to_configurations_and_plans(loud: Any) -> None:

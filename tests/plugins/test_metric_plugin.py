@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.metrics.metric import METRICS, Metric, register, start_metrics
+from carpool.metrics.metric import Metric, register, start_metrics
 from carpool.report.page import write_report
+from tests.plugins.outside import train_with
 from tests.ranks import Ranks
-from tests.train.test_loop import TWO, losses, run, text, weights
-
-__all__ = ["text"]  # a fixture
-HERE = Path(__file__).parent
-
-
-def trained(output: str, overrides: list[str]) -> str:
-    """On a rank: a run with the metric, which a script would have imported; the error."""
-    if str(HERE) not in sys.path:
-        sys.path.append(str(HERE))
-    importlib.import_module("router_norm")
-    try:
-        return run(output, [*TWO, *overrides])
-    finally:
-        METRICS._things.pop("router_norm")
-        sys.modules.pop("router_norm")
+from tests.train.test_loop import TWO, losses, run, weights
 
 
 def test_it_is_recorded_and_drawn(two_ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
     folder, few = tmp_path / "run", [*text, "training.max_steps=2", "training.save_steps=1", "training.eval_steps=none"]
-    assert two_ranks(trained, str(folder), few) == [""] * 2
+    assert two_ranks(train_with, "router_norm", str(folder), few) == [""] * 2
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     second = next(line for line in lines if line["kind"] == "train" and line["step"] == 2)
     # Measured before the second update: the norm of the weights that the first checkpoint has.

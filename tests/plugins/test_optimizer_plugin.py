@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +13,12 @@ from carpool.optim import OPTIMIZERS, OptimizerBase, register
 from carpool.train.build.assemble import make_optimizer
 from carpool.train.config import load_config
 from carpool.train.plan.estimate import state_bytes
+from tests.plugins.outside import train_with
 from tests.ranks import Ranks
-from tests.train.test_loop import TWO, losses, run, text, weights
+from tests.train.test_loop import losses, weights
 from tests.train.test_memory import _estimate
 
-__all__ = ["text"]  # a fixture
-HERE = Path(__file__).parent
 CHOSEN = ["training.optimizer=heavy-ball", "training.optimizer_options.beta=0.8", "training.weight_decay=0"]
-
-
-def add() -> Any:
-    """What a script does: import the file, which registers itself."""
-    if str(HERE) not in sys.path:
-        sys.path.append(str(HERE))
-    return importlib.import_module("heavy_ball")
-
-
-def remove() -> None:
-    OPTIMIZERS._things.pop("heavy-ball", None)
-    sys.modules.pop("heavy_ball", None)
-
-
-@pytest.fixture
-def heavy_ball() -> Iterator[Any]:
-    yield add()
-    remove()
-
-
-def trained(output: str, overrides: list[str]) -> str:
-    """On a rank: a run with it; the error."""
-    add()
-    try:
-        return run(output, [*TWO, *CHOSEN, *overrides])
-    finally:
-        remove()
 
 
 def _momentum(output: Path, step: int) -> torch.Tensor:
@@ -61,10 +30,10 @@ def _momentum(output: Path, step: int) -> torch.Tensor:
 def test_it_trains_saves_and_resumes(two_ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
     """A run that is cut in two has the losses, weights and momentum of one that is not."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert two_ranks(trained, str(whole), text) == [""] * 2
-    assert two_ranks(trained, str(cut), [*text, "training.stop_at_step=3"]) == [""] * 2
+    assert two_ranks(train_with, "heavy_ball", str(whole), [*text, *CHOSEN]) == [""] * 2
+    assert two_ranks(train_with, "heavy_ball", str(cut), [*text, *CHOSEN, "training.stop_at_step=3"]) == [""] * 2
     resume = ["training.resume_from_checkpoint=last"]
-    assert two_ranks(trained, str(cut), [*text, *resume]) == [""] * 2
+    assert two_ranks(train_with, "heavy_ball", str(cut), [*text, *CHOSEN, *resume]) == [""] * 2
     assert losses(cut) == losses(whole) and len(losses(whole)) == 6
     ours, theirs = weights(cut, 6), weights(whole, 6)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -76,12 +45,13 @@ def test_its_gradients_are_clipped(two_ranks: Ranks, tmp_path: Path, text: list[
     """After one step the momentum is the clipped gradient, of all ranks and experts together."""
     one = [
         *text,
+        *CHOSEN,
         "training.max_steps=1",
         "training.save_steps=1",
         "training.eval_steps=none",
         "training.warmup_steps=0",
     ]
-    assert two_ranks(trained, str(tmp_path / "run"), [*one, "training.max_grad_norm=0.01"]) == [""] * 2
+    assert two_ranks(train_with, "heavy_ball", str(tmp_path / "run"), [*one, "training.max_grad_norm=0.01"]) == [""] * 2
     assert losses(tmp_path / "run")[1][1] > 0.1
     assert _momentum(tmp_path / "run", 1).norm().item() == pytest.approx(0.01, rel=1e-3)
 

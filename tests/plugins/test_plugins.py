@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,47 +29,15 @@ from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.transport_choice import most_tokens, transport_options
 from carpool.transport import TRANSPORTS, NVLinkOptions, TransportOptions, choose_transport, make_transport
+from tests.plugins.outside import HERE, imported
 from tests.ranks import Ranks, mesh
-from tests.train.test_loop import MODEL, losses, run, text
-
-__all__ = ["text"]  # a fixture
-HERE = Path(__file__).parent
-
-
-def add(name: str) -> Any:
-    """What a script does: import the file, which registers itself."""
-    if str(HERE) not in sys.path:
-        sys.path.append(str(HERE))
-    return importlib.import_module(name)
-
-
-def remove() -> None:
-    for registry, name in ((TRANSPORTS, "ring"), (EXPERTS, "counting")):
-        registry._things.pop(name, None)
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def ring() -> Iterator[Any]:
-    yield add("ring")
-    remove()
-
-
-@pytest.fixture
-def counting() -> Iterator[Any]:
-    yield add("counting")
-    remove()
+from tests.train.test_loop import MODEL, losses, run
 
 
 def trained(output: str, overrides: list[str]) -> tuple[str, set[str]]:
     """On a rank: train with both; the error, and what the experts did."""
-    add("ring"), add("counting")
-    calls = EXPERTS["counting"].calls
-    try:
-        return run(output, overrides), set(calls)
-    finally:
-        calls.clear()
-        remove()
+    with imported("ring"), imported("counting") as module:
+        return run(output, overrides), set(module.Counting.calls)
 
 
 def test_a_run_rides_and_computes_as_with_the_packages_own(ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
@@ -92,13 +58,10 @@ def test_a_run_rides_and_computes_as_with_the_packages_own(ranks: Ranks, tmp_pat
 
 def measured() -> dict[str, Any]:
     """On a rank: `carpool bench transport`, which checks answers, and bytes against what the class says."""
-    add("ring")
-    try:
+    with imported("ring"):
         settings = Settings(shapes=(Shape(16, 8, 8, 2),), transports=("ring", "dedup"), repetitions=1, backward=True)
         made = bench.TransportBenchmark(settings.resolve(cuda=False, num_ranks=4), torch.device("cpu"))
         return {row.label: row.unavailable for case in made.measure_all() for row in case.rows}
-    finally:
-        remove()
 
 
 def test_the_benchmark_measures_it_and_finds_its_answers_and_bytes_right(ranks: Ranks) -> None:
@@ -107,14 +70,11 @@ def test_the_benchmark_measures_it_and_finds_its_answers_and_bytes_right(ranks: 
 
 def went(reverse: bool) -> list[int]:
     """On a rank: rows of a dispatch to each rank, each of which has three tokens."""
-    ring = add("ring")
-    try:
-        group, traffic = mesh((4,), ("ep",)).get_group(), Traffic(4, dist.get_rank())
+    group, traffic = mesh((4,), ("ep",)).get_group(), Traffic(4, dist.get_rank())
+    with imported("ring") as ring:
         transport = make_transport("ring", group, 1, ring.RingOptions(reverse=reverse))
         transport.dispatch(torch.ones(3, 2), transport.plan(torch.zeros(3, 1).int(), torch.ones(3, 1), traffic)).wait()
-        return list(traffic.rows["dispatch"])
-    finally:
-        remove()
+    return list(traffic.rows["dispatch"])
 
 
 @pytest.mark.parametrize("reverse", [False, True])

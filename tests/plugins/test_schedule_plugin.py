@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +9,11 @@ import pytest
 import torch
 
 import carpool
-from carpool.ride.schedule import SCHEDULES, Schedule, register
+from carpool.ride.schedule import Schedule, register
 from carpool.train.config import load_config
+from tests.plugins.outside import imported, train_with
 from tests.ranks import Ranks, mesh
-from tests.train.test_loop import TWO, losses, run, text
-
-__all__ = ["text"]  # a fixture
-HERE = Path(__file__).parent
-
-
-def add() -> Any:
-    """What a script does: import the file, which registers itself."""
-    if str(HERE) not in sys.path:
-        sys.path.append(str(HERE))
-    return importlib.import_module("in_turn")
-
-
-def remove() -> None:
-    SCHEDULES._things.pop("in-turn", None)
-    sys.modules.pop("in_turn", None)
-
-
-@pytest.fixture
-def in_turn() -> Iterator[Any]:
-    yield add()
-    remove()
+from tests.train.test_loop import TWO, losses, run
 
 
 def _layer(schedule: Schedule) -> list[torch.Tensor]:
@@ -50,27 +27,14 @@ def _layer(schedule: Schedule) -> list[torch.Tensor]:
     return [y_TH, x_TH.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
-def followed() -> float:
-    add()
-    try:
+def followed() -> None:
+    with imported("in_turn"):
         plain = _layer(Schedule())
         for options in ({}, {"last_first": True}):
             ours = _layer(Schedule("in-turn", 4, options=options))
             assert torch.equal(ours[0], plain[0]) and torch.equal(ours[1], plain[1])
             for one, other in zip(ours, plain, strict=True):
                 torch.testing.assert_close(one, other)
-    finally:
-        remove()
-    return 0.0
-
-
-def trained(output: str, overrides: list[str]) -> str:
-    """On a rank: a run with it; the error."""
-    add()
-    try:
-        return run(output, overrides)
-    finally:
-        remove()
 
 
 def test_a_layer_computes_the_same(two_ranks: Ranks) -> None:
@@ -78,10 +42,10 @@ def test_a_layer_computes_the_same(two_ranks: Ranks) -> None:
 
 
 def test_a_run_follows_it(two_ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
-    settings = [*TWO, *text, "training.max_steps=2", "training.save_steps=none", "training.eval_steps=none"]
+    settings = [*text, "training.max_steps=2", "training.save_steps=none", "training.eval_steps=none"]
     ours = ["moe.schedule=in-turn", "moe.chunks=2", "moe.schedule_options.last_first=true"]
-    assert two_ranks(run, str(tmp_path / "plain"), settings) == [""] * 2
-    assert two_ranks(trained, str(tmp_path / "ours"), [*settings, *ours]) == [""] * 2
+    assert two_ranks(run, str(tmp_path / "plain"), [*TWO, *settings]) == [""] * 2
+    assert two_ranks(train_with, "in_turn", str(tmp_path / "ours"), [*settings, *ours]) == [""] * 2
     plain, found = ({step: loss for step, (loss, _) in losses(tmp_path / name).items()} for name in ("plain", "ours"))
     assert found == pytest.approx(plain, rel=1e-5) and found
 

@@ -36,9 +36,7 @@ from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 from tests.shards import reshard
-from tests.train.test_loop import run, text
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import run
 
 LORA = ["adapter.kind=lora", "adapter.rank=4", "adapter.targets=all-linear"]
 

@@ -34,9 +34,7 @@ from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import gradient_errors, quiet
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, records, start, text
-
-__all__ = ["text"]
+from tests.train.test_loop import losses, records, start
 
 BOUND, LENGTH, COEF = 1e-5, 24, 0.1
 # In one sequence: three documents, and padding, which is one by itself.

@@ -15,7 +15,7 @@ from carpool.train.config.schema import Config
 from carpool.train.plan.division import decide_data_parallel
 from tests.ranks import Ranks
 from tests.train import test_loop
-from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture
+from tests.train.test_loop import losses, run, weights
 
 MODEL = [
     *test_loop.MODEL,
@@ -44,12 +44,12 @@ def near(ours: dict[Any, Any], theirs: dict[Any, Any], bound: float = 1e-5) -> b
 
 
 @pytest.fixture(scope="module")
-def by_fsdp(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def by_fsdp(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return start(two_ranks, tmp_path_factory.mktemp("runs") / "fsdp", *text, "parallelism.data_parallel=fsdp")
 
 
 @pytest.fixture(scope="module")
-def whole(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def whole(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return start(two_ranks, tmp_path_factory.mktemp("runs") / "whole", *text)
 
 
@@ -86,7 +86,7 @@ def test_the_record_says_which_and_why(by_fsdp: Path, whole: Path) -> None:
     assert memory[0]["gradients"] > memory[1]["gradients"]
 
 
-def test_resumes_bit_by_bit(two_ranks: Ranks, text: list[str], whole: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_resumes_bit_by_bit(two_ranks: Ranks, text: list[str], whole: Path, tmp_path: Path) -> None:
     again = start(
         two_ranks, tmp_path / "again", *text, f"training.resume_from_checkpoint={whole}/checkpoints/step-00000002"
     )
@@ -98,12 +98,7 @@ def test_resumes_bit_by_bit(two_ranks: Ranks, text: list[str], whole: Path, tmp_
 
 @pytest.mark.parametrize("dense", ["fsdp", "zero1"])
 def test_the_setting_may_change_at_a_resume(
-    two_ranks: Ranks,
-    text: list[str],  # noqa: F811
-    by_fsdp: Path,
-    whole: Path,
-    tmp_path: Path,
-    dense: str,
+    two_ranks: Ranks, text: list[str], by_fsdp: Path, whole: Path, tmp_path: Path, dense: str
 ) -> None:
     before = whole if dense == "fsdp" else by_fsdp
     resume = f"training.resume_from_checkpoint={before}/checkpoints/step-00000002"
@@ -124,7 +119,7 @@ def test_the_setting_may_change_at_a_resume(
     ],
     ids=["two-batch", "efsdp", "placement", "hsdp"],
 )
-def test_equals_fsdp_with(ranks: Ranks, two_ranks: Ranks, text: list[str], tmp_path: Path, settings: list[str]) -> None:  # noqa: F811
+def test_equals_fsdp_with(ranks: Ranks, two_ranks: Ranks, text: list[str], tmp_path: Path, settings: list[str]) -> None:
     few = [
         "training.max_steps=3",
         "training.save_steps=none",

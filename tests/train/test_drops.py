@@ -12,7 +12,7 @@ from carpool.train.config import load_config
 from carpool.train.run.run import train
 from carpool_systems.mechanisms import load
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, records, text  # noqa: F401
+from tests.train.test_loop import MODEL, losses, records
 
 # Drops counted, of choices: those beyond capacity, and for GShard second ones at random.
 RECIPES = {"gshard": 2, "switch": 1}
@@ -23,7 +23,7 @@ def follow(name: str, output: str, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n != "gshard" else n for n in RECIPES])
-def test_training_by_a_recipe_that_drops(two_ranks: Ranks, text: list[str], tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_training_by_a_recipe_that_drops(two_ranks: Ranks, text: list[str], tmp_path: Path, name: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     own = ("model.config.num_experts_per_tok", "model.config.router_aux_loss_coef")
     overrides = [*text, *(one for one in MODEL if not one.startswith(own))]

@@ -22,9 +22,7 @@ from carpool.train.config import load_config
 from carpool.train.launch.stopping import EXIT_STOPPED, Stopped
 from carpool.train.run.run import train
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, start, text
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import MODEL, losses, start
 
 Losses = dict[int, tuple[float, float]]
 pytestmark = pytest.mark.timeout(900)

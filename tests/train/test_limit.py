@@ -12,12 +12,12 @@ from carpool.layout.topology import Topology
 from carpool.train.config import load_config
 from carpool.train.config.schema import MoeSection
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, records, start, text, weights  # noqa: F401
+from tests.train.test_loop import losses, records, start, weights
 
 LIMITED = ["moe.limit_ranks=1", "training.freeze=non_expert", "training.eval_steps=none"]
 
 
-def test_limited_and_frozen(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_limited_and_frozen(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert start(two_ranks, whole, [*text, *LIMITED]) == [""] * 2
     info = json.loads((whole / "run.json").read_text())
@@ -53,7 +53,7 @@ def test_limits_by_node_need_even_nodes() -> None:
     assert by_node.limits(Topology.even(4, 2)).num_nodes == 2
 
 
-def test_ranks_per_node_reach_the_limit(ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_ranks_per_node_reach_the_limit(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     """Four ranks of one machine, taken for two nodes of two: a limit to one node keeps every token on two ranks."""
     settings = ["moe.limit_nodes=1", "parallelism.ranks_per_node=2", "training.max_steps=1", "training.eval_steps=none"]
     settings += ["training.warmup_steps=0", "training.stop_at_step=1", "training.eval_on_start=false"]

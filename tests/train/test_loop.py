@@ -57,14 +57,6 @@ EVERYTHING = ['training.sample_prompt="def "', "training.sample_tokens=8", "trai
 TWO = [*MODEL, "training.per_device_train_batch_size=4"]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(30):
-        (folder / f"{i:02d}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20)
-    return [f"data.train={folder}", f"data.cache_dir={folder}/cache", "data.eval_fraction=0.02"]
-
-
 def run(output: str, overrides: Sequence[str], compare: str | None = None) -> str:
     """On a rank: train, and give back the error's text if it ends in one."""
     try:

@@ -23,9 +23,7 @@ from carpool.train.plan.memory_fit import MEMORY_KIND, choose_memory
 from carpool.train.plan.start_checks import decisions_of
 from carpool.train.run.run import start_run
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, start, text
-
-__all__ = ["text"]
+from tests.train.test_loop import MODEL, losses, start
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from carpool_systems.cpu_experts import COUNTS, choose_few_tokens, measured_time
 from tests.memory.test_host_experts import model_of
 from tests.ranks import Ranks
 from tests.train import test_loop
-from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture
+from tests.train.test_loop import losses, run, weights
 
 MODEL = [
     *test_loop.MODEL, "model.dtype=bfloat16", "training.max_steps=3", "training.save_steps=none",
@@ -55,11 +55,7 @@ def _run_in_small_parts(output: str, overrides: list[str]) -> str:
     ],
 )
 def test_streaming_and_consuming_change_nothing(
-    two_ranks: Ranks,
-    text: list[str],  # noqa: F811
-    tmp_path: Path,
-    dense: str,
-    where: str,
+    two_ranks: Ranks, text: list[str], tmp_path: Path, dense: str, where: str
 ) -> None:
     folders = []
     away = [
@@ -134,10 +130,7 @@ def test_the_cpu_takes_experts_as_long_as_it_is_faster() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_a_run_goes_on_from_host_memory_bit_by_bit(
-    two_ranks: Ranks,
-    text: list[str],  # noqa: F811
-    tmp_path: Path,
-    where: str,
+    two_ranks: Ranks, text: list[str], tmp_path: Path, where: str
 ) -> None:
     """The norm of the step before is in the checkpoint, and so are state on disk and experts of both tiers."""
     settings = [
@@ -158,10 +151,7 @@ def test_a_run_goes_on_from_host_memory_bit_by_bit(
 
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
 def test_stages_take_frozen_experts_from_host_memory(
-    two_ranks: Ranks,
-    text: list[str],  # noqa: F811
-    tmp_path: Path,
-    schedule: str,
+    two_ranks: Ranks, text: list[str], tmp_path: Path, schedule: str
 ) -> None:
     """Several micro-batches are under way; each finds the experts that it has chosen."""
     settings = [*MODEL, *text, "parallelism.pp_size=2", f"parallelism.pp_schedule={schedule}", "training.max_steps=2"]
@@ -204,11 +194,7 @@ def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> N
     ],
 )
 def test_experts_that_cannot_be_away(
-    two_ranks: Ranks,
-    text: list[str],  # noqa: F811
-    tmp_path: Path,
-    overrides: list[str],
-    message: str,
+    two_ranks: Ranks, text: list[str], tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     found = two_ranks(run, str(tmp_path / "run"), [*MODEL, *text, "memory.experts=host", *overrides])
     assert len(set(found)) == 1 and message in found[0]
@@ -229,11 +215,7 @@ def _short(output: str, overrides: list[str]) -> str:
     ],
 )
 def test_too_little_memory_is_said_before_training(
-    two_ranks: Ranks,
-    text: list[str],  # noqa: F811
-    tmp_path: Path,
-    where: str,
-    message: str,
+    two_ranks: Ranks, text: list[str], tmp_path: Path, where: str, message: str
 ) -> None:
     found = two_ranks(_short, str(tmp_path / "run"), [*MODEL, *text, f"training.optimizer_offload={where}"])
     assert len(set(found)) == 1 and re.search(message, found[0])

@@ -15,9 +15,7 @@ from carpool.parallel.schedules import SCHEDULES
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from tests.ranks import Ranks
 from tests.train.pipeline_worker import Pairs, compare_pairs, measure, replay
-from tests.train.test_loop import losses, records, run, start, text, weights
-
-__all__ = ["text"]
+from tests.train.test_loop import losses, records, run, start, weights
 
 BOUND = 5e-6
 

@@ -20,9 +20,7 @@ from carpool.train.config import load_config
 from carpool.train.moving.solve import NOT_WRITTEN, Solving
 from carpool.train.plan.dry_run import dry_run
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, records, run, text, weights
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import losses, records, run, weights
 
 MODEL = [
     "model.model_type=olmoe",

@@ -34,9 +34,8 @@ from carpool.train.run.finish import finish
 from carpool.train.run.loop import loop
 from carpool.train.run.run import start_run
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, text
+from tests.train.test_loop import MODEL, losses
 
-__all__ = ["text"]  # a fixture
 OLMOE = meta_model(model_config("olmoe-1b-7b"))
 GiB = 2**30
 
@@ -217,11 +216,7 @@ def run(output: str, overrides: list[str]) -> tuple[str, dict[str, Any]]:
         one.close()
 
 
-def test_a_run_follows_its_plan_and_a_resumed_one_the_same(
-    two_ranks: Ranks,
-    text: list[str],
-    tmp_path: Path,
-) -> None:
+def test_a_run_follows_its_plan_and_a_resumed_one_the_same(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     last = SKIPPED + MEASURED
     settings = [
         *text, "parallelism=auto", "memory=auto", f"training.max_steps={last}", "training.save_steps=6",

@@ -21,9 +21,8 @@ from carpool.profile.rank_trace import load, parse
 from carpool.train.config import load_config
 from carpool.train.run.profile_run import check_profile, profile
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, text
+from tests.train.test_loop import MODEL
 
-__all__ = ["text"]  # a fixture
 CPU = torch.device("cpu")
 
 

@@ -24,9 +24,6 @@ from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.plan.estimate import tensors_of
 from carpool.train.run.run import start_run, train
 from tests.hf.tiny_models import discover, tiny_model
-from tests.train.test_loop import text
-
-__all__ = ["text"]  # a fixture
 
 SIZES = {
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 96},

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from carpool.train.launch import roll_call
 from carpool.train.launch.roll_call import RanksLostError, RollCall
 from tests.train.test_kill import LONG
-from tests.train.test_loop import MODEL, text
+from tests.train.test_loop import MODEL
 from tools.cluster import Cluster, why_not
-
-__all__ = ["text"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 10000ms")

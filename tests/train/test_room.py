@@ -25,9 +25,7 @@ from carpool.transport import Codecs
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from tests.ranks import Ranks
 from tests.train.test_launch import clean_environment
-from tests.train.test_loop import MODEL, losses, records, text
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import MODEL, losses, records
 
 CPU = torch.device("cpu")
 CUT = ["training.max_steps=4", "training.eval_steps=none", "training.sample_prompt=none", "nvlink.capacity=0.25"]

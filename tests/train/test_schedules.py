@@ -22,9 +22,7 @@ from carpool.transport import NVLinkOptions
 from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import ExchangeTransport
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, run, start, text
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import MODEL, losses, run, start
 
 SHAPE = {"device": "NVIDIA H200", "dtype": "bfloat16", "tokens": 8192, "ranks": 4}
 RECORD = {

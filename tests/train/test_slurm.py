@@ -15,9 +15,7 @@ import pytest
 from carpool.train.config import load_config
 from tests.ranks import free_port
 from tests.train.test_launch import PATIENCE, wait_for
-from tests.train.test_loop import MODEL, text
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import MODEL
 
 ROOT = Path(__file__).parents[2]
 STEPS = 300

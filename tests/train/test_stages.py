@@ -32,9 +32,6 @@ from carpool.train.run.loop import loop
 from carpool.train.run.run import start_run
 from tests.ranks import Ranks
 from tests.train import test_loop
-from tests.train.test_loop import text
-
-__all__ = ["text"]  # a fixture
 
 CPU = torch.device("cpu")
 SILU = Activation("silu", gated=True)

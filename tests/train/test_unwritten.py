@@ -23,9 +23,7 @@ from carpool.train.run import run as runs
 from carpool.train.run.finish import UnwrittenError
 from carpool.train.run.loop import record_step
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, records, text
-
-__all__ = ["text"]  # a fixture
+from tests.train.test_loop import MODEL, records
 
 
 def recorder(folder: Path, said: list[str]) -> Recorder:
@@ -130,11 +128,7 @@ def _train(output: str, settings: list[str], what: str) -> str:
 
 @pytest.mark.parametrize(("what", "lost"), [("delete", True), ("for a while", False), ("for good", True)])
 def test_what_could_not_be_written_is_an_error_at_the_end(
-    two_ranks: Ranks,
-    text: list[str],
-    tmp_path: Path,
-    what: str,
-    lost: bool,
+    two_ranks: Ranks, text: list[str], tmp_path: Path, what: str, lost: bool
 ) -> None:
     output = tmp_path / "run"
     settings = [*text, "training.eval_steps=none", "training.eval_on_start=false", "training.max_steps=5"]

@@ -16,9 +16,8 @@ from carpool.train.config import load_config
 from carpool.train.run.loop import loop
 from carpool.train.run.run import start_run
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, records, text
+from tests.train.test_loop import MODEL, records
 
-__all__ = ["text"]
 PACKAGE = str(Path(carpool.__file__).parent)
 STEPS = 5
 
