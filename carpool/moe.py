@@ -31,6 +31,7 @@ from carpool.layer.checks import check_dtype, check_replay, check_types
 from carpool.layer.core import LayerCore
 from carpool.layer.module import LayerModule, SharedExpert, check_mesh, group_of
 from carpool.layout import ExpertLayout
+from carpool.ride.balanced import SpareSlotOptions
 from carpool.ride.schedule import Schedule
 from carpool.routing import Router, Routing
 from carpool.routing.limit import LimitOptions
@@ -72,6 +73,8 @@ class MoE(LayerModule):
             every token. 0: none.
         router: keyword arguments of `carpool.routing.Router` (score, normalize, aux_loss_coef, ...).
         limit: limit the routing to few ranks or nodes per token. LOSSY (carpool/routing/limit.py).
+        spare_slots: of each rank, which are filled with replicas of experts for each batch of tokens, so that no rank
+            has more to compute than others (carpool/ride/balanced.py). The same sums. 0: none.
 
     Example:
         >>> moe = MoE(256, 512, num_experts=16, num_experts_per_tok=4, ep_mesh=mesh["ep"])
@@ -109,6 +112,7 @@ class MoE(LayerModule):
         shared_intermediate_size: int = 0,
         router: dict[str, Any] | None = None,
         limit: LimitOptions | None = None,
+        spare_slots: int | SpareSlotOptions = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -157,6 +161,7 @@ class MoE(LayerModule):
         self.core.set_experts(experts, expert_choices)
         self.core.set_activation_policies(activation_policies)
         self.core.set_schedule(schedule or Schedule())
+        self.core.set_spare_slots(SpareSlotOptions.of(spare_slots))
         options = transport_options or TransportOptions()
         self.set_transport(transport, options if max_tokens is None else replace(options, max_tokens=max_tokens))
         self.set_limit(limit)

@@ -24,6 +24,8 @@ import torch
 
 import carpool
 from carpool import ActivationPolicies, ExpertLayout, Routing
+from carpool.replicas.slot_plan import Costs
+from carpool.ride.balanced import SpareSlotOptions, SpareSlots, _Fetch
 from carpool.ride.schedule import Schedule
 from tests.layouts import EXPERTS, LAYOUTS, SLICED, layout_of
 from tests.pairwise import all_pairs, feasible_pairs
@@ -62,6 +64,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "schedule": ("none", "chunks 2", "chunks 5", "chunks 2 3", "chunks 4 1", "tiles 3"),
     "rows": ("save", "resend", "offload"),
     "hidden": ("save", "recompute", "offload"),
+    "spare": (0, 1, 3),
 }
 # A rank holds an expert at most once, so a single rank has no replicas.
 FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
@@ -70,6 +73,10 @@ FORBIDDEN += [{"transport": "local", "ep": ep} for ep in (2, 4)]
 FORBIDDEN += [{"transport": "local", "layout": one["layout"]} for one in FORBIDDEN[:2]]
 # An expert's hidden dimension is cut into equal slices.
 FORBIDDEN += [{"layout": name, "size": (37, 19)} for name in SLICED]
+# Spare slots are beside homes.
+FORBIDDEN += [
+    {"layout": name, "spare": spare} for name in ("replicated", "replicated_permuted", *SLICED) for spare in (1, 3)
+]
 # Which keep nothing that could be computed again.
 FORBIDDEN += [{"experts": "reference", "hidden": "recompute"}]
 FORBIDDEN += [{"tokens": name, "routing": "router"} for name in REPLAYED]
@@ -105,6 +112,7 @@ class Case:
     schedule: str = "none"
     rows: str = "save"
     hidden: str = "save"
+    spare: int = 0
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -173,7 +181,11 @@ BF16 = [
         ("dedup", "replicated_permuted", 2, 4, True, 20),
     ]
 ]
-BF16 += [replace(BF16[-1], experts="reference"), replace(BF16[3], routing="recorded", tokens="holes", size=(20, 36))]
+BF16 += [
+    Case(transport=name, top_k=3, bias=True, spare=2, tokens="one_expert", routing="recorded", dtype=torch.bfloat16)
+    for name in ("dedup", "alltoall", "gather", "hierarchical")
+]
+BF16 += [replace(BF16[6], experts="reference"), replace(BF16[3], routing="recorded", tokens="holes", size=(20, 36))]
 
 
 TOKENS = {"empty_ranks": (0, 9, 0, 4), "no_tokens": (0, 0, 0, 0)}
@@ -246,6 +258,7 @@ def build(case: Case) -> carpool.MoE:
             "z_loss_coef": spec.z,
             "bias_update_rate": 0.1 if spec.selection_bias else 0.0,
         },
+        spare_slots=SpareSlotOptions(case.spare, costs=Costs()) if case.spare else 0,
         dtype=case.dtype,
     )
     with torch.no_grad():
@@ -488,6 +501,29 @@ def skipped_replica(case: Case) -> Iterator[None]:
 
 
 @contextmanager
+def stale_copies(case: Case) -> Iterator[None]:
+    """The backward computes with copies of other weights than the forward."""
+    right = _Fetch._arrive
+
+    def wrong(self: _Fetch, home: torch.Tensor, coming: Any) -> torch.Tensor:
+        rows = right(self, home, coming)
+        if torch._C._current_graph_task_id() != -1:
+            rows[len(home) :] *= 0.9
+        return rows
+
+    with mock.patch.object(_Fetch, "_arrive", wrong):
+        yield
+
+
+@contextmanager
+def misplaced_copies(case: Case) -> Iterator[None]:
+    """Copies lie in other spare slots than the ranks believe whose tokens they serve."""
+    right = SpareSlots.filler
+    with mock.patch.object(SpareSlots, "filler", lambda self, copies_WS: right(self, copies_WS.roll(1, 1))):
+        yield
+
+
+@contextmanager
 def forgotten_router_term(case: Case) -> Iterator[None]:
     """The routing weights get no gradient."""
     cls = carpool.transport.TRANSPORTS[case.transport]
@@ -585,6 +621,8 @@ BREAKING: dict[str, Callable[[Case], Any]] = {
         copies_not_summed,
         dense_over_ep_only,
         skipped_replica,
+        stale_copies,
+        misplaced_copies,
         forgotten_router_term,
         bias_of_each_slice,
         weight_of_one_slice,
@@ -596,6 +634,8 @@ BREAKING: dict[str, Callable[[Case], Any]] = {
 }
 SLICES = Case(layout="sliced 2", ep=4, bias=True)
 TWO_COPIES = Case(layout="replicated", ep=2, shared=20, bias=True, balance="aux+z")
+# All tokens choose expert 5, which is at home on rank 1.
+SPARE = Case(bias=True, spare=2, tokens="one_expert", routing="choices", top_k=2)
 DENSE_NAMES = {"router.weight", "shared.up.weight", "shared.down.weight"}
 X_NAMES = {f"x {r}" for r in range(WORLD_SIZE)}
 AUX_NAMES = {f"aux {r}" for r in range(WORLD_SIZE)}
@@ -615,6 +655,9 @@ Y_NAMES = {f"y {r}" for r in range(WORLD_SIZE)}
         ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="gather"), {"router.weight"} | X_NAMES),
         ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="hierarchical"), {"router.weight"} | X_NAMES),
         ("skipped_replica", replace(SLICES, layout="sliced_uneven 4"), EXPERT_NAMES),
+        ("skipped_replica", SPARE, EXPERT_NAMES),
+        ("stale_copies", SPARE, {"up_proj", "up_bias"} | X_NAMES - {"x 1"}),
+        ("misplaced_copies", SPARE, EXPERT_NAMES | (X_NAMES | Y_NAMES) - {"x 1", "y 1"}),
         ("bias_of_each_slice", SLICES, {"down_bias"}),
         ("bias_of_each_slice", replace(SLICES, layout="sliced_uneven 4", ep=2), {"down_bias"}),
         ("weight_of_one_slice", SLICES, {"router.weight"} | X_NAMES),

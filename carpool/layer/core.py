@@ -12,6 +12,7 @@ of routers by biases are implemented here for both.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,12 +21,16 @@ import torch.distributed as dist
 
 from carpool.activations import SAVE_ALL, ActivationPolicies, Offloader
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
+from carpool.experts.base import NUM_BASE, NUM_TRAINED
 from carpool.layout import ExpertLayout, assign
 from carpool.metrics.counters import LayerStats, add_once, new_counter
+from carpool.planner.machine.cost import GEMM_PASSES, RIDES, slot_costs
 from carpool.planner.machine.hardware import hardware_of
 from carpool.planner.transports import automatic_transport
 from carpool.replicas.node_slots import make_filler
+from carpool.replicas.slot_plan import Costs
 from carpool.replicas.slots import fill_slots
+from carpool.ride.balanced import BalancedOrder, SpareSlotOptions, SpareSlots, check_spare_slots
 from carpool.ride.function import WaitingRides, ride
 from carpool.ride.ride_module import ride_module
 from carpool.ride.schedule import Schedule
@@ -48,7 +53,7 @@ from carpool.transport.codecs import Merge
 
 Result = TypeVar("Result")
 # Settings that a copy of a core takes as they are.
-_TAKEN = ("schedule", "requested", "options", "limit", "drops", "projections")
+_TAKEN = ("schedule", "requested", "options", "limit", "drops", "projections", "spare_options")
 # Projections of hidden states before dispatch, (T, H) -> (T, D), and of MoE outputs after combine, (T, D) -> (T, H).
 Projections = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
 # (tokens that arrived, their local slots or -1, their weights) -> the weighted sum over each token's slots.
@@ -75,6 +80,7 @@ class LayerCore:
         policies, offloader: see `set_activation_policies`.
         limit: limits the routing to few ranks, LOSSY; None: no limit. Routers call `choose`.
         merger: merges similar tokens before the dispatch, LOSSY; None: none. From the codecs of the options.
+        spare_options, spare: of spare slots, and those of the transport at hand; None: there are none.
         drops: drops choices between router and ride, LOSSY; None: none.
         dropped: the number of dropped choices since `reset_counts`: a scalar on the device; None before the first.
         whole_rides: whether what `set_experts_beside` wraps needs all tokens that arrive at once.
@@ -113,6 +119,8 @@ class LayerCore:
         self.compute: Experts | None = None
         self.limit: RoutingLimit | None = None
         self.drops: DropOptions | None = None
+        self.spare_options: SpareSlotOptions | None = None
+        self.spare: SpareSlots | None = None
         self.merger: Merge | None = None
         self.dropped: torch.Tensor | None = None
         self.projections: Projections | None = None
@@ -141,6 +149,26 @@ class LayerCore:
         """Change the schedule, which overlaps communication with computation."""
         if schedule != self.schedule:
             self.schedule, self.transport = schedule, None
+
+    def set_spare_slots(self, options: SpareSlotOptions | None) -> None:
+        """Balance each ride by replicas of experts in spare slots (`carpool.ride.balanced`), or no longer. One rank
+        has nothing to balance.
+
+        Raises ValueError if this layer cannot have spare slots."""
+        if options is not None and self.function is None:
+            raise ValueError(f"{self.name} runs its own forward: no spare slots")
+        if options is not None and self.num_ranks > 1:
+            check_spare_slots(self.layout)
+            self._check_limit_alone(self.limit is not None)
+        if options != self.spare_options:
+            self.spare_options, self.spare, self.transport = options, None, None
+
+    def _check_limit_alone(self, other: bool) -> None:
+        if other:
+            raise ValueError(
+                f"{self.name} limits the ranks that a token visits, and spare slots send tokens to further ones: use "
+                "one of the two"
+            )
 
     def set_activation_policies(self, policies: ActivationPolicies, offloader: Offloader | None = None) -> None:
         """Change the policies for saved activations. Rides in flight are not changed.
@@ -200,6 +228,7 @@ class LayerCore:
                 "ranks per token cannot be limited"
             )
         if options.active(self.num_ranks):
+            self._check_limit_alone(self.spare_options is not None)
             self.limit = RoutingLimit(options, self.num_ranks)
         return options.lossy_reasons(self.num_ranks)
 
@@ -211,6 +240,8 @@ class LayerCore:
         """Reset the counters of `stats`, of slots and of drops."""
         self.stats.reset()
         self.filler.reset()
+        if self.spare is not None:
+            self.spare.reset()
         if self.dropped is not None:
             self.dropped.zero_()
 
@@ -227,6 +258,8 @@ class LayerCore:
             )
         if not layout.slot_is_home and self.function is None:
             raise ValueError(f"{self.name} runs its own forward: no replicas, no empty slots")
+        if self.spare_options is not None and self.num_ranks > 1:
+            check_spare_slots(layout)
         if layout.slices != self.layout.slices:
             raise ValueError(
                 f"the layout cuts each expert into {layout.slices} slices, the layer has {self.layout.slices}: their "
@@ -285,16 +318,40 @@ class LayerCore:
             options = options.under(self.schedule, self.policies.expert_inputs == "resend")
         # The buffers are used in training too, even if the first forward is in inference mode.
         with torch.inference_mode(False):
-            transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
+            self.spare = self._make_spare_slots(device)
+            slots = self.layout.slots_per_rank if self.spare is None else self.spare.per_rank
+            transport = make_transport(name, self.group, slots, options)
         self._make_setup(transport, device)
         self.merger = None if self.options is None else self.options.codecs.merger()
         self.transport = transport
         return transport
 
+    def _make_spare_slots(self, device: torch.device) -> SpareSlots | None:
+        asked, group = self.spare_options, self.group
+        if asked is None or group is None or self.num_ranks == 1:
+            return None
+        topology = topology_of(group)
+        hardware = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+
+        def price(weights: ExpertWeights) -> Costs:
+            hidden = weights.up_SFH.shape[1 if self.function is not None and self.function.transposed else 2]
+            # From shapes: a rank may be home to no expert, and all ranks need the same answer.
+            size = [0 if w is None else w.element_size() * math.prod(w.shape[1:]) for w in weights]
+            fetched = sum(size[2 if weights.quantised else 0 :])
+            returned = sum(size[NUM_BASE:NUM_TRAINED] if weights.adapted else size[:NUM_BASE])
+            flops = 2 * GEMM_PASSES * sum(math.prod(w.shape[1:]) for w in weights[:2] if w is not None)
+            row = RIDES * hidden * weights.up_SFH.element_size()
+            return slot_costs(hardware, topology, flops, row, 2 * fetched + returned)
+
+        node_W = torch.tensor(topology.node_of) if asked.inside_nodes else None
+        return SpareSlots(self.layout, group, asked, price, node_W, self.stats.meter)
+
     @torch._disable_dynamo
     def _make_setup(self, transport: Transport, device: torch.device) -> RideSetup:
         schedule = self.schedule if self.function is not None else Schedule()
         order = schedule.order(transport, device)
+        if self.spare is not None:
+            order = BalancedOrder(order, self.spare)
         self._computed_by = experts = self.compute
         if experts is not None and self._beside is not None:
             experts = self._beside(experts)

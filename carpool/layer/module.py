@@ -37,6 +37,7 @@ from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import RideStats
 from carpool.replicas.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
+from carpool.ride.balanced import SpareSlotOptions
 from carpool.ride.schedule import Schedule
 from carpool.routing import DropOptions, Router, Routing
 from carpool.routing.limit import LimitOptions
@@ -117,6 +118,11 @@ class LayerModule(nn.Module):
     def set_schedule(self, schedule: Schedule) -> None:
         """Change the schedule, which overlaps communication with computation."""
         self.core.set_schedule(schedule)
+        self._prepare()
+
+    def set_spare_slots(self, options: SpareSlotOptions | None) -> None:
+        """Balance each ride by replicas of experts in spare slots (carpool/ride/balanced.py), or no longer."""
+        self.core.set_spare_slots(options)
         self._prepare()
 
     def set_activation_policies(self, policies: ActivationPolicies, offloader: Offloader | None = None) -> None:

@@ -239,6 +239,30 @@ class SlotFiller:
             total = ordered_sum(rows[index.order_N], index.summed_N, count)
         return total.view(-1, *own.shape[1:]).to(own.dtype)
 
+    def slots(self, home: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        """The parameters of this rank's slots, from those of its homes and those that arrived."""
+        index, shape = self.indices(home.device), (self.num_slots, *home.shape[1:])
+        slots = home.new_empty(shape) if self.full else home.new_zeros(shape)
+        if self.prefix is not None:
+            slots[: self.prefix] = home[: self.prefix]
+        else:
+            slots[index.own_slots] = home[index.own_rows]
+        slots[index.arrival_slots] = arrived
+        return slots
+
+    def homes(self, dslots: torch.Tensor, back: torch.Tensor | None) -> torch.Tensor:
+        """The gradients of this rank's homes, from those of its slots and those that came back; zeros for sums whose
+        terms are still to come (None)."""
+        index = self.indices(dslots.device)
+        dhome = dslots.new_empty(self.num_homes, *dslots.shape[1:])
+        if self.prefix is not None:
+            dhome[: self.prefix] = dslots[: self.prefix]
+        else:
+            dhome[index.own_rows] = dslots[index.own_slots]
+        if len(index.summed_rows):
+            dhome[index.summed_rows] = 0 if back is None else self.add_up(back, dslots[index.summed_slots])
+        return dhome
+
     def _exchange(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Transfer:
         if not self.travels:
             return Transfer(rows, rows, None)
@@ -313,29 +337,13 @@ class _Fill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, home: torch.Tensor, filler: SlotFiller, name: str) -> torch.Tensor:
         ctx.filler, ctx.name = filler, name
-        index, shape = filler.indices(home.device), (filler.num_slots, *home.shape[1:])
-        arrived = filler.arrivals(home, name)
-        slots = home.new_empty(shape) if filler.full else home.new_zeros(shape)
-        if filler.prefix is not None:
-            slots[: filler.prefix] = home[: filler.prefix]
-        else:
-            slots[index.own_slots] = home[index.own_rows]
-        slots[index.arrival_slots] = arrived
-        return slots
+        return filler.slots(home, filler.arrivals(home, name))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dslots: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         filler: SlotFiller = ctx.filler
-        index = filler.indices(dslots.device)
         back = None
         if filler.step is None or not filler.step.send_home(dslots, ctx.name):
             back = filler.send_gradients(dslots).wait()
-        dhome = dslots.new_empty(filler.num_homes, *dslots.shape[1:])
-        if filler.prefix is not None:
-            dhome[: filler.prefix] = dslots[: filler.prefix]
-        else:
-            dhome[index.own_rows] = dslots[index.own_slots]
-        if len(index.summed_rows):
-            dhome[index.summed_rows] = 0 if back is None else filler.add_up(back, dslots[index.summed_slots])
-        return dhome, None, None
+        return filler.homes(dslots, back), None, None

@@ -49,7 +49,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -61,6 +61,9 @@ from carpool.metrics.counters import RideSpans
 from carpool.ride.setup import NO_HOOKS, RideSetup, SavedActivations
 from carpool.ride.turns import HALF, half_number, handover
 from carpool.transport import Pending, Transport
+
+# Waits for weights that are fetched.
+Fetch = Callable[[], ExpertWeights]
 
 
 class Started(NamedTuple):
@@ -96,6 +99,9 @@ class ChunkedOrder:
         pieces: number of pieces on which experts compute.
         together: pieces per chunk, in the forward and in the backward.
     """
+
+    # Weights may be a function, which is called when experts need them (`carpool.ride.balanced`).
+    waits_for_weights: ClassVar[bool] = True
 
     chunks: int = 1
     backward_chunks: int = 1
@@ -141,7 +147,7 @@ class ChunkedOrder:
                     started.coming[other] = transport.dispatch(started.x_C[other], started.routes[other])
 
     def forward(
-        self, started: Started, weights: ExpertWeights, setup: RideSetup, backward: bool
+        self, started: Started, weights: ExpertWeights | Fetch, setup: RideSetup, backward: bool
     ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
         x_C, routes, coming, spans = started
         transport, experts = setup.transport, setup.experts
@@ -158,6 +164,8 @@ class ChunkedOrder:
             spans.begin("dispatch", piece)
             arrivals = coming.pop(piece).wait().readable(packets, x_TH.dtype)
             spans.begin("experts", piece)
+            if callable(weights):
+                weights = weights()
             with self._beside(transport):
                 partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
                 arena = arena_for("expert_activations", setup, backward)
@@ -181,7 +189,7 @@ class ChunkedOrder:
     def backward(
         self,
         dy_TH: torch.Tensor,
-        weights: ExpertWeights,
+        weights: ExpertWeights | Fetch,
         activations: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
@@ -215,6 +223,8 @@ class ChunkedOrder:
                 spans.end()
                 setup.hooks.before_experts()
             spans.begin("experts", piece)
+            if callable(weights):
+                weights = weights()
             with self._beside(transport):
                 dx_RH = route.new_partial(dy_TH.shape[1], dtype, dy_TH.device)
                 dweight_RJ, last = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)

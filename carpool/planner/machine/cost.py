@@ -15,6 +15,7 @@ The model ranks layouts and schedules. It is no forecast of a step: what is hidd
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from carpool.planner.machine.hardware import DEFAULT, NVLINK, Hardware
+from carpool.replicas.slot_plan import WORK, Costs
 
 if TYPE_CHECKING:
     from carpool.layout import ExpertLayout
@@ -170,3 +172,19 @@ class CostModel:
             return np.asarray(seconds)
         both_ways = sent_W2.sum(-1).max(-1) / 2
         return np.maximum(seconds, alone.latency + both_ways / alone.bytes_per_second)
+
+
+def slot_costs(
+    hardware: Hardware, topology: Topology, choice_flops: float, row_bytes: float, expert_bytes: float
+) -> Costs:
+    """What plans of spare slots weigh on this hardware (`carpool.replicas.slot_plan`).
+
+    Args:
+        topology: of the expert-parallel group; the slowest of its links counts.
+        choice_flops: of one choice, forward and backward.
+        row_bytes: of one choice's rides, one after the other, as if it shared none.
+        expert_bytes: of an expert that is fetched, fetched again, and whose gradient goes home.
+    """
+    slowest = min((hardware.rate(link).bytes_per_second for link in topology.pairs), default=math.inf)
+    unit = choice_flops / hardware.flops / WORK
+    return Costs(round(row_bytes / slowest / unit), round(expert_bytes / slowest / unit))
