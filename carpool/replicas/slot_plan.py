@@ -1,4 +1,4 @@
-"""The plan of a micro-batch's spare slots: which experts are copied where, and which copy serves which choice.
+"""The plan of a micro-batch's spare slots: which experts are replicated where, and which replica serves which choice.
 
 A rank has a few spare slots besides its homes. From the choices of every rank for every expert, which all ranks know,
 each rank computes the same plan, so nothing is negotiated:
@@ -6,7 +6,7 @@ each rank computes the same plan, so nothing is negotiated:
     load_WE   choices of each rank's tokens     2 ranks, 4 experts, homes [0 1 | 2 3], one spare slot each
               [[6 2 0 0]                        loads of ranks: 14 and 2, the mean is 8
                [6 0 1 1]]
-    plan      copy an expert of the fullest rank to the emptiest one, as many choices as bring either to the mean
+    plan      replicate an expert of the rank with the largest load, as many choices as bring either to the mean
               expert 0 on rank 1, 6 choices     loads 8 and 8: rank 1's own tokens need no trip any more
 
 The rule (a greedy search; LLEP, arXiv 2601.17111, section 3, spills in the same way, and UltraEP, arXiv 2606.04101,
@@ -75,8 +75,8 @@ def plan_slots(
         load_WE: (W, E) choices of each rank's tokens for each expert, any integers.
         home_E: (E,) int64, the rank of each expert's home.
         spare: S, spare slots of a rank, at least 1.
-        node_W: (W,) the node of each rank, where experts may only be copied inside a node, and the mean is a node's.
-            None: they may be copied anywhere.
+        node_W: (W,) the node of each rank, where replicas stay on it, and the mean is that of a node.
+            None: replicas may be anywhere.
     """
     load_WE = load_WE.long()
     num_ranks, device = load_WE.shape[0], load_WE.device
