@@ -41,11 +41,11 @@ KEPT_PLANS = 64
 
 
 class Load(NamedTuple):
-    """How full the fullest rank was in a layer's rides, over the mean of all ranks; without and with spare slots.
+    """The largest load of a rank in a layer's rides, over the mean of all ranks; without and with spare slots.
 
     Attributes:
         rides: number of them.
-        before, after: 1.0: balanced. Each ride counts by its choices.
+        before, after: that of homes alone, and with replicas; 1.0: balanced. Each ride counts by its choices.
         replicas: experts fetched into spare slots of all ranks, in a ride, on average.
     """
 
