@@ -24,8 +24,10 @@ import torch
 
 import carpool
 from carpool import ActivationPolicies, ExpertLayout, Routing
-from carpool.replicas.slot_plan import Costs
-from carpool.ride.balanced import SpareSlotOptions, SpareSlots, _Fetch
+from carpool.replicas import slot_links
+from carpool.replicas.slot_plan import Costs, SlotPlan
+from carpool.replicas.slots import SlotFiller
+from carpool.ride.balanced import SpareSlotOptions
 from carpool.ride.schedule import Schedule
 from tests.layouts import EXPERTS, LAYOUTS, SLICED, layout_of
 from tests.pairwise import all_pairs, feasible_pairs
@@ -64,7 +66,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "schedule": ("none", "chunks 2", "chunks 5", "chunks 2 3", "chunks 4 1", "tiles 3"),
     "rows": ("save", "resend", "offload"),
     "hidden": ("save", "recompute", "offload"),
-    "spare": (0, 1, 3),
+    "spare": (0, 1, 3, "2 saved"),
 }
 # A rank holds an expert at most once, so a single rank has no replicas.
 FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
@@ -75,7 +77,9 @@ FORBIDDEN += [{"transport": "local", "layout": one["layout"]} for one in FORBIDD
 FORBIDDEN += [{"layout": name, "size": (37, 19)} for name in SLICED]
 # Spare slots are beside homes.
 FORBIDDEN += [
-    {"layout": name, "spare": spare} for name in ("replicated", "replicated_permuted", *SLICED) for spare in (1, 3)
+    {"layout": name, "spare": spare}
+    for name in ("replicated", "replicated_permuted", *SLICED)
+    for spare in (1, 3, "2 saved")
 ]
 # Which keep nothing that could be computed again.
 FORBIDDEN += [{"experts": "reference", "hidden": "recompute"}]
@@ -112,7 +116,7 @@ class Case:
     schedule: str = "none"
     rows: str = "save"
     hidden: str = "save"
-    spare: int = 0
+    spare: int | str = 0
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -228,6 +232,12 @@ def draw_choices(tokens: str, count: int, spec: Spec, generator: torch.Generator
 # -- on the ranks ---------------------------------------------------------------------------------------------------
 
 
+def spare_slots_of(case: Case) -> SpareSlotOptions | int:
+    """Whose plans balance whatever it costs."""
+    number, *saved = str(case.spare).split()
+    return SpareSlotOptions(int(number), saved=bool(saved), costs=Costs()) if case.spare else 0
+
+
 def build(case: Case) -> carpool.MoE:
     """This rank's layer with the parameters of the case."""
     spec, grid = case.spec, mesh((WORLD_SIZE // case.ep, case.ep), ("edp", "ep"))
@@ -258,7 +268,7 @@ def build(case: Case) -> carpool.MoE:
             "z_loss_coef": spec.z,
             "bias_update_rate": 0.1 if spec.selection_bias else 0.0,
         },
-        spare_slots=SpareSlotOptions(case.spare, costs=Costs()) if case.spare else 0,
+        spare_slots=spare_slots_of(case),
         dtype=case.dtype,
     )
     with torch.no_grad():
@@ -503,23 +513,27 @@ def skipped_replica(case: Case) -> Iterator[None]:
 @contextmanager
 def stale_copies(case: Case) -> Iterator[None]:
     """The backward computes with copies of other weights than the forward."""
-    right = _Fetch._arrive
+    right = slot_links._arrive
 
-    def wrong(self: _Fetch, home: torch.Tensor, coming: Any) -> torch.Tensor:
-        rows = right(self, home, coming)
+    def wrong(filler: SlotFiller, home: torch.Tensor, coming: Any) -> torch.Tensor:
+        rows = right(filler, home, coming)
         if torch._C._current_graph_task_id() != -1:
             rows[len(home) :] *= 0.9
         return rows
 
-    with mock.patch.object(_Fetch, "_arrive", wrong):
+    with mock.patch.object(slot_links, "_arrive", wrong):
         yield
 
 
 @contextmanager
 def misplaced_copies(case: Case) -> Iterator[None]:
     """Copies lie in other spare slots than the ranks believe whose tokens they serve."""
-    right = SpareSlots.filler
-    with mock.patch.object(SpareSlots, "filler", lambda self, copies_WS: right(self, copies_WS.roll(1, 1))):
+    right = slot_links.CollectiveLinks.take
+
+    def wrong(self: slot_links.CollectiveLinks, plan: SlotPlan) -> Any:
+        return right(self, plan._replace(expert_WS=plan.expert_WS.roll(1, 1)))
+
+    with mock.patch.object(slot_links.CollectiveLinks, "take", wrong):
         yield
 
 

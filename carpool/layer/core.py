@@ -28,6 +28,7 @@ from carpool.planner.machine.cost import GEMM_PASSES, RIDES, slot_costs
 from carpool.planner.machine.hardware import hardware_of
 from carpool.planner.transports import automatic_transport
 from carpool.replicas.node_slots import make_filler
+from carpool.replicas.slot_links import CollectiveLinks
 from carpool.replicas.slot_plan import Costs
 from carpool.replicas.slots import fill_slots
 from carpool.ride.balanced import BalancedOrder, SpareSlotOptions, SpareSlots, check_spare_slots
@@ -318,18 +319,17 @@ class LayerCore:
             options = options.under(self.schedule, self.policies.expert_inputs == "resend")
         # The buffers are used in training too, even if the first forward is in inference mode.
         with torch.inference_mode(False):
-            self.spare = self._make_spare_slots(device)
-            slots = self.layout.slots_per_rank if self.spare is None else self.spare.per_rank
-            transport = make_transport(name, self.group, slots, options)
+            spare = 0 if self.spare_options is None or self.num_ranks == 1 else self.spare_options.number
+            transport = make_transport(name, self.group, self.layout.slots_per_rank + spare, options)
+            self.spare = self._make_spare_slots(transport, device) if spare else None
         self._make_setup(transport, device)
         self.merger = None if self.options is None else self.options.codecs.merger()
         self.transport = transport
         return transport
 
-    def _make_spare_slots(self, device: torch.device) -> SpareSlots | None:
+    def _make_spare_slots(self, transport: Transport, device: torch.device) -> SpareSlots:
         asked, group = self.spare_options, self.group
-        if asked is None or group is None or self.num_ranks == 1:
-            return None
+        assert asked is not None and group is not None
         topology = topology_of(group)
         hardware = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
 
@@ -344,7 +344,8 @@ class LayerCore:
             return slot_costs(hardware, topology, flops, row, 2 * fetched + returned)
 
         node_W = torch.tensor(topology.node_of) if asked.inside_nodes else None
-        return SpareSlots(self.layout, group, asked, price, node_W, self.stats.meter)
+        links = transport.slot_links(self.layout, asked.number) or CollectiveLinks(self.layout, group, self.stats.meter)
+        return SpareSlots(self.layout, self.rank, asked, links, price, node_W)
 
     @torch._disable_dynamo
     def _make_setup(self, transport: Transport, device: torch.device) -> RideSetup:

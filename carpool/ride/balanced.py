@@ -6,8 +6,8 @@
                                                      fetch replicas                      gradients of replicas go home
 
 The plan is made from the routing at hand (`carpool.replicas.slot_plan`), by every rank alike, and belongs to this ride:
-one layer, one micro-batch. Replicas are fetched while tokens travel, let go of after the experts have computed, and
-fetched again in the backward, so no layer keeps any. The gradients of a replica are sent to its home, and added there
+one layer, one micro-batch. Replicas are fetched while tokens travel, freed after the experts have computed, and fetched
+again in the backward, unless they are saved for it. The gradients of a replica are sent to its home, and added there
 in order of ranks, each time to the same bits. Nothing else changes: the routing, its losses and weights are those of
 homes, and homes alone have parameters, optimizer state and entries in checkpoints.
 
@@ -19,25 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from carpool.experts import ExpertWeights
 from carpool.experts.base import stand_in
 from carpool.layout import ExpertLayout
-from carpool.metrics.counters import Meter, in_recompute, new_counter
-from carpool.metrics.host import ToHost
-from carpool.replicas.node_slots import make_filler
+from carpool.metrics.counters import in_recompute, new_counter
+from carpool.replicas.slot_links import SlotLinks
 from carpool.replicas.slot_plan import Costs, SlotPlan, plan_slots, served_by
-from carpool.replicas.slots import SlotFiller, Transfer
 from carpool.ride.setup import Order, RideSetup, SavedActivations
 from carpool.transport import Pending
-
-# Plans whose lists of sends and receives are kept: routing changes slowly, and micro-batches repeat plans.
-KEPT_PLANS = 64
 
 
 class Load(NamedTuple):
@@ -64,6 +57,7 @@ class SpareSlotOptions:
         limit: the load of a rank, over the mean, that plans do not exceed where slots suffice, whatever fetching costs.
             None: there is no limit, only time counts.
         inside_nodes: experts are replicated only on ranks of their home's node.
+        saved: fetched parameters are saved for the backward instead of fetched again.
         costs: what plans weigh. None: what the machine's rates say.
 
     Raises:
@@ -73,6 +67,7 @@ class SpareSlotOptions:
     number: int
     limit: float | None = 1.1
     inside_nodes: bool = False
+    saved: bool = False
     costs: Costs | None = None
 
     def __post_init__(self) -> None:
@@ -101,11 +96,14 @@ class SpareSlots:
 
     Args:
         layout: of the layer, whose slots are its homes.
-        group: the expert-parallel process group, of several ranks.
+        rank: this one, in the expert-parallel group.
         options: how many, and the limit.
+        links: the way of replicas.
         price: what plans weigh, of a layer with these weights; asked once, if the options do not say.
         node_W: the node of each rank, if replicas stay inside nodes; None: they may go anywhere.
-        meter: of the layer.
+
+    Attributes:
+        homes, per_rank: slots of each rank without spare ones, and with them.
 
     Raises:
         ValueError: the layout has replicas or slices, whose slots are no homes.
@@ -114,21 +112,21 @@ class SpareSlots:
     def __init__(
         self,
         layout: ExpertLayout,
-        group: dist.ProcessGroup,
+        rank: int,
         options: SpareSlotOptions,
+        links: SlotLinks,
         price: Callable[[ExpertWeights], Costs],
         node_W: torch.Tensor | None = None,
-        meter: Meter | None = None,
     ) -> None:
         check_spare_slots(layout)
-        self.layout, self.group, self.number, self.meter = layout, group, options.number, meter
-        self.rank, self.per_rank = dist.get_rank(group), layout.slots_per_rank + options.number
+        self.layout, self.links, self.number, self.saved = layout, links, options.number, options.saved
+        self.rank, self.homes = rank, layout.slots_per_rank
+        self.per_rank = self.homes + self.number
         self.counts: torch.Tensor | None = None
         self._costs, self._price, self._limit = options.costs, price, options.limit
         self._home_E = torch.tensor([rank for rank, _ in layout.home_of])
         self._expert_P, self._node_W = layout.expert_WS.flatten(), node_W
         self._on_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
-        self._filler = lru_cache(KEPT_PLANS)(self._make_filler)
 
     def costs(self, weights: ExpertWeights) -> Costs:
         """What plans weigh."""
@@ -141,32 +139,18 @@ class SpareSlots:
         """From the slots that are homes, (T, K), those with spare ones, as transports name them; and the plan.
         Collective."""
         home_E, expert_P, node_W = self._tables(slot_TK.device)
-        homes = self.layout.slots_per_rank
         expert_TK = torch.where(slot_TK < 0, -1, expert_P[slot_TK.clamp(min=0).long()])
         load_E = torch.zeros(len(home_E) + 1, dtype=torch.int32, device=slot_TK.device)
         index_N = torch.where(expert_TK < 0, len(home_E), expert_TK).flatten().long()
         load_E = load_E.scatter_add_(0, index_N, torch.ones_like(index_N, dtype=torch.int32))[:-1]
-        load_WE = load_E.new_empty(self.layout.num_ranks, len(home_E))
-        dist.all_gather_into_tensor(load_WE.view(-1), load_E.contiguous(), group=self.group)
+        load_WE = self.links.gather_loads(load_E)
         plan = plan_slots(load_WE, home_E, self.number, costs, node_W)
         spare_TK = served_by(expert_TK, load_WE, home_E, plan, self.rank)
-        home_TK = slot_TK + slot_TK.div(homes, rounding_mode="floor") * self.number
+        home_TK = slot_TK + slot_TK.div(self.homes, rounding_mode="floor") * self.number
         rank_TK, place_TK = spare_TK // self.number, spare_TK % self.number
-        replica_TK = rank_TK * self.per_rank + homes + place_TK
+        replica_TK = rank_TK * self.per_rank + self.homes + place_TK
         self._count(load_WE, home_E, plan)
         return torch.where(slot_TK < 0, -1, torch.where(spare_TK < 0, home_TK, replica_TK)).int(), plan
-
-    def filler(self, expert_WS: torch.Tensor) -> SlotFiller:
-        """What fetches the experts of a plan, which is on the host, and sends their gradients home."""
-        return self._filler(tuple(map(tuple, expert_WS.tolist())))
-
-    def _make_filler(self, replicas: tuple[tuple[int, ...], ...]) -> SlotFiller:
-        most = self.layout.slots_per_rank
-        slots = [
-            (*homes, *(-1,) * (most - len(homes)), *more)
-            for homes, more in zip(self.layout.homes, replicas, strict=True)
-        ]
-        return make_filler(ExpertLayout(self.layout.homes, tuple(slots)), self.group, self.meter)
 
     def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if device not in self._on_device:
@@ -197,70 +181,51 @@ class SpareSlots:
 
 
 class _Ridden(NamedTuple):
-    """The route of a ride's first piece, and the filler of the ride."""
+    """What the backward needs beside the activations of the order inside: the route of its first piece, the plan's
+    handle, and the fetched parameters if they are saved."""
 
     route: Any
-    filler: SlotFiller
+    handle: Any
+    fetched: tuple[torch.Tensor, ...] | None
 
 
-class _Fetch:
-    """Replicas on their way to spare slots. Calling it gives the weights of all slots; the first call waits."""
+class _Slots:
+    """The weights of all slots. Calling it gives them; the first call waits for those on their way."""
 
-    def __init__(self, homes: ExpertWeights, filler: SlotFiller) -> None:
-        self._homes, self._filler = homes, filler
+    def __init__(self, homes: ExpertWeights, number: int, coming: Pending) -> None:
+        self._homes, self._number, self._coming = homes, number, coming
         self._slots: ExpertWeights | None = None
-        # Stand-ins of quantised matrices have no memory: their codes and scales travel.
-        self._skip = 2 if homes.quantised else 0
-        first = filler.hops[0]
-        self._coming = [first.send_rows(w, w.dtype) for w in homes[self._skip :] if w is not None]
 
     def __call__(self) -> ExpertWeights:
         if self._slots is None:
-            coming = iter(self._coming)
-            found: list[torch.Tensor | None] = []
-            for place, home in enumerate(self._homes):
-                if home is None:
-                    found.append(None)
-                elif place < self._skip:
-                    shape = self._filler.num_slots, *home.shape[1:]
-                    found.append(stand_in(shape, home.dtype, home.device))
-                else:
-                    found.append(self._arrive(home, next(coming)))
-            self._slots, self._coming = ExpertWeights._make(found), []
+            arrived = dict(zip(_travelling(self._homes), self._coming.wait(), strict=True))
+            found = list(self._homes)
+            for i, home in enumerate(found):
+                if home is not None:
+                    shape = self._number, *home.shape[1:]
+                    found[i] = arrived[i] if i in arrived else stand_in(shape, home.dtype, home.device)
+            self._slots = ExpertWeights._make(found)
         return self._slots
 
-    def _arrive(self, home: torch.Tensor, coming: Transfer) -> torch.Tensor:
-        first, *further = self._filler.hops
-        rows = first.slots(home, first.wait(coming, ahead=True))
-        for hop in further:
-            rows = hop.slots(rows, hop.wait(hop.send_rows(rows, rows.dtype), ahead=False))
-        return rows
 
-
-def _send_home(dslots: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
-    """The gradients of homes from those of slots."""
-    found: list[torch.Tensor | None] = list(dslots)
-    for hop in reversed(filler.hops):
-        coming = [None if rows is None else hop.send_gradients(rows) for rows in found]
-        for place, (rows, transfer) in enumerate(zip(found, coming, strict=True)):
-            if rows is not None and transfer is not None:
-                found[place] = hop.homes(rows, transfer.wait())
-    return ExpertWeights._make(found)
+def _travelling(weights: ExpertWeights) -> dict[int, torch.Tensor]:
+    """What is fetched, by the number of its field. Of a quantised matrix, its codes and scales are."""
+    return {i: w for i, w in enumerate(weights) if w is not None and not (weights.quantised and i < 2)}
 
 
 class _Started(NamedTuple):
-    """The state of the order inside, and the replicas on their way."""
+    """The state of the order inside, the plan's handle, and the weights of slots, which are on their way."""
 
     inner: Any
-    fetch: _Fetch
-    filler: SlotFiller
+    handle: Any
+    slots: _Slots
 
 
 class BalancedOrder:
     """An `Order` around another one, whose rides have spare slots; see the module's docstring."""
 
     def __init__(self, inner: Order, spare: SpareSlots) -> None:
-        self.inner, self.spare = inner, spare
+        self.inner, self.spare, self.links = inner, spare, spare.links
 
     def start(
         self,
@@ -271,19 +236,21 @@ class BalancedOrder:
         setup: RideSetup,
     ) -> _Started:
         slot_TK, plan = self.spare.assign(slot_TK, self.spare.costs(weights))
-        replicas = ToHost(plan.expert_WS)
+        handle = self.links.take(plan)
         inner = self.inner.start(x_TH, weight_TK, slot_TK, weights, setup)
-        # Transports that send lists have waited for the device themselves.
-        filler = self.spare.filler(replicas.read())
-        return _Started(inner, _Fetch(weights, filler), filler)
+        return _Started(inner, handle, self._fetch(weights, handle))
 
     def forward(
         self, started: _Started, weights: ExpertWeights, setup: RideSetup, backward: bool
     ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
-        y_TH, activations = self.inner.forward(started.inner, self._weights(started.fetch), setup, backward)
+        y_TH, activations = self.inner.forward(started.inner, self._weights(started.slots), setup, backward)
         if activations is not None:
-            first = activations[0]
-            activations = first._replace(route=_Ridden(first.route, started.filler)), *activations[1:]
+            first, fetched = activations[0], None
+            if self.spare.saved:
+                slots = _travelling(started.slots())
+                fetched = tuple(rows[self.spare.homes :].clone() for rows in slots.values())
+            ridden = _Ridden(first.route, started.handle, fetched)
+            activations = first._replace(route=ridden), *activations[1:]
         return y_TH, activations
 
     def backward(
@@ -295,17 +262,35 @@ class BalancedOrder:
         needs_dweights: bool,
     ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
         first = activations[0]
-        route, filler = first.route
-        fetch = _Fetch(weights, filler)
-        activations = first._replace(route=route), *activations[1:]
-        coming, dslots = self.inner.backward(dy_TH, self._weights(fetch), activations, setup, needs_dweights)
+        ridden: _Ridden = first.route
+        activations = first._replace(route=ridden.route), *activations[1:]
+        slots = self._fetch(weights, ridden.handle, ridden.fetched)
+        coming, dslots = self.inner.backward(dy_TH, self._weights(slots), activations, setup, needs_dweights)
+
+        def homes(dslots: ExpertWeights) -> ExpertWeights:
+            given = {i: rows for i, rows in enumerate(dslots) if rows is not None}
+            found = dict(zip(given, self.links.send_home(list(given.values()), ridden.handle), strict=True))
+            return ExpertWeights._make(found.get(i) for i in range(len(dslots)))
+
         if dslots is None:
             return coming, None
         if callable(dslots):
-            return coming, lambda: _send_home(dslots(), filler)
+            return coming, lambda: homes(dslots())
         # While the tokens' gradients travel.
-        return coming, _send_home(dslots, filler)
+        return coming, homes(dslots)
 
-    def _weights(self, fetch: _Fetch) -> Any:
+    def _fetch(self, weights: ExpertWeights, handle: Any, fetched: tuple[torch.Tensor, ...] | None = None) -> _Slots:
+        homes = list(_travelling(weights).values())
+        if fetched is None:
+            coming = self.links.fetch(homes, handle)
+        else:
+            coming = Pending(lambda: [self._join(*one) for one in zip(homes, fetched, strict=True)])
+        return _Slots(weights, self.spare.per_rank, coming)
+
+    def _join(self, home: torch.Tensor, fetched: torch.Tensor) -> torch.Tensor:
+        empty = home.new_zeros(self.spare.homes - len(home), *home.shape[1:])
+        return torch.cat([home, empty, fetched])
+
+    def _weights(self, slots: _Slots) -> Any:
         """Weights as the order inside takes them: to be waited for when experts need them, if it can."""
-        return fetch if getattr(self.inner, "waits_for_weights", False) else fetch()
+        return slots if getattr(self.inner, "waits_for_weights", False) else slots()

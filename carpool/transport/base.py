@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.activations import Arena
+from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import VERBS, Traffic
 from carpool.transport.codecs import PLAIN, Codecs
@@ -336,6 +337,11 @@ class Transport(ABC):
     def capacities(self) -> tuple[TokenCapacity, ...]:
         """The capacities that may turn out too small; empty if none can."""
         return ()
+
+    def slot_links(self, layout: ExpertLayout, spare: int) -> Any:
+        """Its own way of replicas to `spare` spare slots of each rank (`carpool.replicas.slot_links.SlotLinks`); None:
+        PyTorch's collectives."""
+        return None
 
     def check(self) -> None:
         """Raise if a capacity was exceeded, or a rank was missing, since the last call. Waits for the device."""

@@ -1,0 +1,107 @@
+"""How replicas reach spare slots, and their gradients the homes: `SlotLinks`, and PyTorch's collectives as one.
+
+    loads_WE = links.gather_loads(load_E)          every rank's choices of every expert, before the plan
+    handle = links.take(plan)                      what further calls need of the plan, before the dispatch
+    coming = links.fetch(homes, handle)            beside the dispatch; wait() gives the parameters of all slots
+    dhomes = links.send_home(dslots, handle)       beside the last combine
+
+A transport that has a way of its own brings it (`carpool.transport.Transport.slot_links`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from carpool.layout import ExpertLayout
+from carpool.metrics.counters import Meter
+from carpool.metrics.host import ToHost
+from carpool.replicas.node_slots import make_filler
+from carpool.replicas.slot_plan import SlotPlan
+from carpool.replicas.slots import SlotFiller, Transfer
+from carpool.transport import Pending
+
+# Plans whose lists of sends and receives are kept: routing changes slowly, and micro-batches repeat plans.
+KEPT_PLANS = 64
+
+
+class SlotLinks(Protocol):
+    """The way of replicas between the ranks of one layer. All calls are collective."""
+
+    def gather_loads(self, load_E: torch.Tensor) -> torch.Tensor:
+        """(E,) int32 of each rank -> (W, E) on all."""
+        ...
+
+    def take(self, plan: SlotPlan) -> Any:
+        """A handle of the plan, for the calls below. It may be kept until the backward, and holds no parameters."""
+        ...
+
+    def fetch(self, homes: Sequence[torch.Tensor], handle: Any) -> Pending:
+        """Start to fetch. Each of `homes` is (homes of this rank, ...); `wait()` gives a list of (S, ...): first the
+        homes, up to the largest number of homes of a rank, then the spare slots. Empty slots hold anything finite."""
+        ...
+
+    def send_home(self, dslots: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
+        """Gradients of homes, each (homes of this rank, ...), from those of slots, which may be overwritten. The terms
+        of an expert are added in float32, in order of (rank, slot)."""
+        ...
+
+
+class CollectiveLinks:
+    """`SlotLinks` over all-to-alls of `torch.distributed`. Over several nodes an expert crosses to a node once, if that
+    saves anything (`node_slots.py`). The host reads the plan when transports that send lists have waited for the device
+    anyway.
+
+    Args:
+        layout: of the layer, whose slots are its homes.
+        group: the expert-parallel process group.
+        meter: of the layer.
+    """
+
+    def __init__(self, layout: ExpertLayout, group: dist.ProcessGroup, meter: Meter | None = None) -> None:
+        self.layout, self.group, self.meter = layout, group, meter
+        self._filler = lru_cache(KEPT_PLANS)(self._make_filler)
+
+    def gather_loads(self, load_E: torch.Tensor) -> torch.Tensor:
+        load_WE = load_E.new_empty(self.layout.num_ranks, len(load_E))
+        dist.all_gather_into_tensor(load_WE.view(-1), load_E.contiguous(), group=self.group)
+        return load_WE
+
+    def take(self, plan: SlotPlan) -> ToHost:
+        return ToHost(plan.expert_WS)
+
+    def fetch(self, homes: Sequence[torch.Tensor], handle: ToHost) -> Pending:
+        filler = self.filler(handle)
+        coming = [filler.hops[0].send_rows(home, home.dtype) for home in homes]
+        return Pending(lambda: [_arrive(filler, *one) for one in zip(homes, coming, strict=True)])
+
+    def send_home(self, dslots: Sequence[torch.Tensor], handle: ToHost) -> list[torch.Tensor]:
+        rows = list(dslots)
+        for hop in reversed(self.filler(handle).hops):
+            coming = [hop.send_gradients(one) for one in rows]
+            rows = [hop.homes(one, transfer.wait()) for one, transfer in zip(rows, coming, strict=True)]
+        return rows
+
+    def filler(self, handle: ToHost) -> SlotFiller:
+        """What fills the slots of a plan."""
+        return self._filler(tuple(map(tuple, handle.read().tolist())))
+
+    def _make_filler(self, replicas: tuple[tuple[int, ...], ...]) -> SlotFiller:
+        most = self.layout.slots_per_rank
+        slots = [
+            (*homes, *(-1,) * (most - len(homes)), *more)
+            for homes, more in zip(self.layout.homes, replicas, strict=True)
+        ]
+        return make_filler(ExpertLayout(self.layout.homes, tuple(slots)), self.group, self.meter)
+
+
+def _arrive(filler: SlotFiller, home: torch.Tensor, coming: Transfer) -> torch.Tensor:
+    first, *further = filler.hops
+    rows = first.slots(home, first.wait(coming, ahead=True))
+    for hop in further:
+        rows = hop.slots(rows, hop.wait(hop.send_rows(rows, rows.dtype), ahead=False))
+    return rows
