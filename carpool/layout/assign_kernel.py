@@ -135,11 +135,11 @@ def _count(slot, load, entries, places, BINS: tl.constexpr, BLOCK: tl.constexpr)
     key = tl.load(slot + entry, mask=entry < entries, other=places + 1)
     count = tl.histogram(tl.where(key < 0, places, key), BINS)
     bins = tl.arange(0, BINS)
-    tl.atomic_add(load + bins, count.to(tl.int64), mask=(count > 0) & (bins <= places), sem="relaxed")
+    tl.atomic_add(load + bins, count.to(load.dtype.element_ty), mask=(count > 0) & (bins <= places), sem="relaxed")
 
 
 def count_slots(slot_TK: torch.Tensor, load_P: torch.Tensor) -> None:
-    """Add to `load_P` (int64) the choices that each slot serves, and in its last place those without an expert."""
+    """Add to `load_P` (int32 or int64) the choices of each slot, and in its last place those without an expert."""
     entries, places = slot_TK.numel(), len(load_P) - 1
     if entries:
         _count[(cdiv(entries, COUNTED),)](

@@ -32,26 +32,40 @@ home's rank anyway, for the sake of another expert: they would need one ride mor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from carpool.kernels.device import on_gpu
+
 # The cost of one choice's computation, forward and backward. Other costs are in these units.
 WORK = 16
+# Fewer than 2^31 choices, times these, and the index that a kernel keeps beside them, are below 2^63.
+LARGEST = {"trip": 2**20, "fetch": 2**30, "limit": 2**20}
 
 
-class Costs(NamedTuple):
+@dataclass(frozen=True)
+class Costs:
     """What a plan weighs, in sixteenths of the expert computation of one choice, forward and backward together.
 
     Attributes:
         trip: of a choice that comes from another rank.
         fetch: of an expert that a rank fetches or sends: its weights twice, and its gradient.
         limit: load of a rank that the plan must not exceed if it can be helped, in thousandths of the mean; 0: none.
+
+    Raises:
+        ValueError: one is negative or too large: a trip above 2^20, which is 65,536 computations, for example.
     """
 
     trip: int = 0
     fetch: int = 0
     limit: int = 0
+
+    def __post_init__(self) -> None:
+        for name, largest in LARGEST.items():
+            if not 0 <= getattr(self, name) <= largest:
+                raise ValueError(f"{name} of a plan's costs must be from 0 to {largest}, not {getattr(self, name)}")
 
 
 class SlotPlan(NamedTuple):
@@ -78,6 +92,11 @@ def plan_slots(
         node_W: (W,) the node of each rank, where replicas stay on it, and the mean is that of a node.
             None: replicas may be anywhere.
     """
+    if not torch.compiler.is_compiling() and on_gpu(load_WE):
+        from carpool.replicas import slot_plan_kernel
+
+        if slot_plan_kernel.fits(load_WE.shape, spare):
+            return SlotPlan(*slot_plan_kernel.plan(load_WE, home_E, spare, costs, WORK, node_W))
     load_WE = load_WE.long()
     num_ranks, device = load_WE.shape[0], load_WE.device
     rank_W, none_W = torch.arange(num_ranks, device=device), torch.zeros(num_ranks, dtype=torch.int64, device=device)
@@ -136,28 +155,57 @@ def plan_slots(
 
 
 def served_by(
-    expert_TK: torch.Tensor, load_WE: torch.Tensor, home_E: torch.Tensor, plan: SlotPlan, rank: int
+    expert_TK: torch.Tensor,
+    load_WE: torch.Tensor,
+    home_E: torch.Tensor,
+    plan: SlotPlan,
+    rank: int,
+    ids_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(T, K) int32: the spare slot, counted over all ranks (rank * S + slot), that serves each choice of this rank's
     tokens; -1: the home does, or there is no expert. See the module's docstring.
 
     Args:
-        expert_TK: (T, K) the choices of this rank's tokens, -1: none. A token chooses an expert at most once.
+        expert_TK: (T, K) int32, the choices of this rank's tokens, -1: none. A token chooses an expert at most once.
         load_WE, home_E: as for `plan_slots`.
         rank: this one.
+        ids_N: (E + W * S,) int32, other names: of each expert's slot at home, then of each spare slot, as a transport
+            counts them. The result has these, and -1 only where there is no expert.
     """
+    if not torch.compiler.is_compiling() and on_gpu(expert_TK):
+        from carpool.replicas import slot_plan_kernel
+
+        if slot_plan_kernel.fits(load_WE.shape, plan.expert_WS.shape[1], expert_TK.shape[1]):
+            return slot_plan_kernel.serve(expert_TK, load_WE, home_E, plan.expert_WS, plan.choices_WS, rank, ids_N)
     load_WE = load_WE.long()
     first_P, end_P = _shares(load_WE, home_E, plan, rank)
     num_experts, expert_P = load_WE.shape[1], plan.expert_WS.flatten().long()
     order_TK = _order(expert_TK, load_WE[rank], home_E)
-    # (E, P): the columns of an expert's copies; all other columns are empty.
-    mine_EP = torch.arange(num_experts, device=expert_TK.device)[:, None] == expert_P
     index_TK = expert_TK.clamp(min=0).long()
-    slot_TK = torch.full_like(expert_TK, -1, dtype=torch.int32)
-    for slot in range(len(expert_P)):
-        serves_TK = mine_EP[:, slot][index_TK] & (order_TK >= first_P[slot]) & (order_TK < end_P[slot])
-        slot_TK = torch.where(serves_TK, slot, slot_TK)
-    return torch.where(expert_TK < 0, -1, slot_TK)
+    # Slots stand in the order in which they serve: by expert, then by the first choice. Empty ones come last.
+    most = expert_TK.numel() + 1
+    first_P = torch.where(expert_P < 0, num_experts * most, expert_P * most + first_P)
+    first_P, slot_P = first_P.sort(stable=True)
+    # The last slot that does not begin after the choice; it may serve another expert, or have ended before.
+    found_TK = torch.searchsorted(first_P, index_TK * most + order_TK, right=True) - 1
+    slot_TK = slot_P[found_TK.clamp(min=0)]
+    copied_TK = (found_TK >= 0) & (expert_P[slot_TK] == expert_TK) & (order_TK < end_P[slot_TK])
+    if ids_N is None:
+        return torch.where(copied_TK & (expert_TK >= 0), slot_TK, -1).int()
+    return torch.where(expert_TK < 0, -1, ids_N[torch.where(copied_TK, num_experts + slot_TK, index_TK)])
+
+
+def count_choices(expert_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """(E,) int32: how many of these choices (-1: none) name each expert. Without host synchronisation on a GPU."""
+    load_N = torch.zeros(num_experts + 1, dtype=torch.int32, device=expert_TK.device)
+    if not torch.compiler.is_compiling() and on_gpu(expert_TK):
+        from carpool.layout import assign_kernel
+
+        assign_kernel.count_slots(expert_TK, load_N)
+    else:
+        index_N = torch.where(expert_TK < 0, num_experts, expert_TK).flatten().long()
+        load_N.scatter_add_(0, index_N, torch.ones_like(index_N, dtype=torch.int32))
+    return load_N[:num_experts]
 
 
 def _shares(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from carpool.replicas.slot_plan import WORK, Costs, SlotPlan, plan_slots, served_by
+from carpool.replicas.slot_plan import LARGEST, WORK, Costs, SlotPlan, plan_slots, served_by
 
 FREE = Costs()
 
@@ -158,3 +160,58 @@ def test_tokens_that_visit_the_home_anyway_stay_there() -> None:
     load_WE = torch.stack([torch.tensor([4, 2, 0, 0]), torch.tensor([0, 0, 1, 1])])
     plan = SlotPlan(torch.tensor([[-1], [0]]), torch.tensor([[0], [2]]), torch.tensor([4, 4]))
     assert served_by(expert_TK, load_WE, home_E, plan, 0)[:, 0].tolist() == [1, -1, 1, -1]
+
+
+def test_slots_have_the_names_that_a_transport_uses() -> None:
+    load_WE, home_E = torch.tensor([[6, 2, 0, 0], [6, 0, 1, 1]]), torch.tensor([0, 0, 1, 1])
+    plan = plan_slots(load_WE, home_E, 1, FREE)
+    # Three slots of a rank: two homes, and a spare one.
+    ids_N = torch.tensor([0, 1, 3, 4, 2, 5], dtype=torch.int32)
+    expert_TK = torch.tensor([[0, -1]] * 6 + [[2, 3]], dtype=torch.int32)
+    slot_TK = served_by(expert_TK, load_WE, home_E, plan, 1, ids_N)
+    assert slot_TK.dtype == torch.int32 and slot_TK.tolist() == [[5, -1]] * 6 + [[3, 4]]
+
+
+@pytest.mark.parametrize("name", list(LARGEST))
+def test_costs_are_bounded(name: str) -> None:
+    Costs(**{name: LARGEST[name]})
+    for cost in (-1, LARGEST[name] + 1):
+        with pytest.raises(ValueError, match=f"{name} of a plan's costs must be from 0 to {LARGEST[name]}, not {cost}"):
+            Costs(**{name: cost})
+
+
+def _optimum(load_E: torch.Tensor, home_E: torch.Tensor, ranks: int, spare: int) -> int:
+    """The least possible largest load of a rank, of all ways to fill the slots.
+
+    Given who holds an expert (a set of ranks, as bits), choices can be divided such that no rank has more than the
+    largest, over all sets of ranks, of the choices that only they can serve, by their number (Hall's theorem)."""
+    experts, home = range(len(load_E)), [1 << int(rank) for rank in home_E]
+    fillings = []
+    for rank in range(ranks):
+        others = [e for e in experts if home[e] != 1 << rank]
+        chosen = itertools.combinations(others, min(spare, len(others)))
+        fillings.append(torch.tensor([[(e in named) << rank for e in experts] for named in chosen]))
+    held_NE = torch.tensor(home).unsqueeze(0)
+    for filling_NE in fillings:
+        held_NE = (held_NE.unsqueeze(1) | filling_NE).flatten(0, 1)
+    largest_N = torch.zeros(len(held_NE), dtype=torch.int64)
+    for ranks_of_set in range(1, 1 << ranks):
+        inside_N = ((held_NE & ~ranks_of_set) == 0).long() @ load_E
+        largest_N = torch.maximum(largest_N, -(-inside_N // ranks_of_set.bit_count()))
+    return int(largest_N.min())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "spare", "worst", "mean"),
+    [(2, 6, 1, 1.01, 1.01), (3, 6, 1, 1.15, 1.03), (3, 6, 2, 1.0, 1.0), (4, 8, 1, 1.2, 1.05)],
+)
+def test_plans_beside_the_optimum(ranks: int, experts: int, spare: int, worst: float, mean: float) -> None:
+    """With one slot for each rank the greedy search may end early: a rank that has filled it cannot give and take."""
+    home_E, ratios = _homes(ranks, experts), []
+    for seed, skew in itertools.product(range(5), (0.5, 1.0, 2.0)):
+        load_WE = _load(_choices(ranks, experts, 2, 100, skew, seed), experts)
+        best = _optimum(load_WE.sum(0), home_E, ranks, spare)
+        found = int(plan_slots(load_WE, home_E, spare, FREE).load_W.max())
+        assert found >= best
+        ratios.append(found / best)
+    assert max(ratios) <= worst and sum(ratios) / len(ratios) <= mean, ratios
