@@ -47,6 +47,7 @@ from carpool.hf.seam.implementation import (
     set_activation_policies,
     set_experts,
     set_schedule,
+    set_spare_slots,
     set_transport,
     transport,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "set_experts",
     "set_layout",
     "set_schedule",
+    "set_spare_slots",
     "set_transport",
     "synchronize_adapters",
     "transport",

@@ -343,9 +343,8 @@ class LayerCore:
             row = RIDES * hidden * weights.up_SFH.element_size()
             return slot_costs(hardware, topology, flops, row, 2 * fetched + returned)
 
-        node_W = torch.tensor(topology.node_of) if asked.inside_nodes else None
         links = transport.slot_links(self.layout, asked.number) or CollectiveLinks(self.layout, group, self.stats.meter)
-        return SpareSlots(self.layout, self.rank, asked, links, price, node_W)
+        return SpareSlots(self.layout, self.rank, asked, links, price, torch.tensor(topology.node_of))
 
     @torch._disable_dynamo
     def _make_setup(self, transport: Transport, device: torch.device) -> RideSetup:

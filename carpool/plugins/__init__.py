@@ -20,7 +20,8 @@ An entry point is imported when its name is looked up, so one that cannot be imp
 Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look into any registry.
 
 The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.ride.schedule.SCHEDULES`
-("carpool.schedules"), `carpool.experts.EXPERTS` ("carpool.experts"), `carpool.optim.OPTIMIZERS` ("carpool.optimizers"),
+("carpool.schedules"), `carpool.replicas.slot_planners.SLOT_PLANNERS` ("carpool.slot_planners"),
+`carpool.experts.EXPERTS` ("carpool.experts"), `carpool.optim.OPTIMIZERS` ("carpool.optimizers"),
 `carpool.families.FAMILIES` ("carpool.families"), `carpool.metrics.metric.METRICS` ("carpool.metrics"),
 `carpool.memory.TIERS` ("carpool.tiers"), `carpool.memory.next_experts.PREDICTORS` ("carpool.predictors", of experts in
 host memory), `carpool.placement.solvers.SOLVERS` ("carpool.solvers") and

@@ -27,8 +27,10 @@ from carpool.experts import ExpertWeights
 from carpool.experts.base import stand_in
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import in_recompute, new_counter
+from carpool.plugins import unknown
 from carpool.replicas.slot_links import SlotLinks
-from carpool.replicas.slot_plan import Costs, SlotPlan, plan_slots, served_by
+from carpool.replicas.slot_plan import Costs, SlotPlan, served_by
+from carpool.replicas.slot_planners import SLOT_PLANNERS
 from carpool.ride.setup import Order, RideSetup, SavedActivations
 from carpool.transport import Pending
 
@@ -56,7 +58,7 @@ class SpareSlotOptions:
         number: of each rank.
         limit: the load of a rank, over the mean, that plans do not exceed where slots suffice, whatever fetching costs.
             None: there is no limit, only time counts.
-        inside_nodes: experts are replicated only on ranks of their home's node.
+        plan: what the plan follows (a key of `carpool.replicas.slot_planners.SLOT_PLANNERS`).
         saved: fetched parameters are saved for the backward instead of fetched again.
         costs: what plans weigh. None: what the machine's rates say.
 
@@ -66,7 +68,7 @@ class SpareSlotOptions:
 
     number: int
     limit: float | None = 1.1
-    inside_nodes: bool = False
+    plan: str = "balance"
     saved: bool = False
     costs: Costs | None = None
 
@@ -75,6 +77,8 @@ class SpareSlotOptions:
             raise ValueError(f"{self.number} spare slots of a rank must be at least 1; leave them out for none")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit={self.limit} is a load over the mean, which is 1 at least")
+        if self.plan not in SLOT_PLANNERS:
+            raise ValueError(unknown(SLOT_PLANNERS, self.plan))
 
     @classmethod
     def of(cls, asked: int | SpareSlotOptions) -> SpareSlotOptions | None:
@@ -100,7 +104,7 @@ class SpareSlots:
         options: how many, and the limit.
         links: the way of replicas.
         price: what plans weigh, of a layer with these weights; asked once, if the options do not say.
-        node_W: the node of each rank, if replicas stay inside nodes; None: they may go anywhere.
+        node_W: the node of each rank.
 
     Attributes:
         homes, per_rank: slots of each rank without spare ones, and with them.
@@ -116,7 +120,7 @@ class SpareSlots:
         options: SpareSlotOptions,
         links: SlotLinks,
         price: Callable[[ExpertWeights], Costs],
-        node_W: torch.Tensor | None = None,
+        node_W: torch.Tensor,
     ) -> None:
         check_spare_slots(layout)
         self.layout, self.links, self.number, self.saved = layout, links, options.number, options.saved
@@ -126,7 +130,8 @@ class SpareSlots:
         self._costs, self._price, self._limit = options.costs, price, options.limit
         self._home_E = torch.tensor([rank for rank, _ in layout.home_of])
         self._expert_P, self._node_W = layout.expert_WS.flatten(), node_W
-        self._on_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        self._planner = SLOT_PLANNERS[options.plan]()
+        self._on_device: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     def costs(self, weights: ExpertWeights) -> Costs:
         """What plans weigh."""
@@ -144,7 +149,7 @@ class SpareSlots:
         index_N = torch.where(expert_TK < 0, len(home_E), expert_TK).flatten().long()
         load_E = load_E.scatter_add_(0, index_N, torch.ones_like(index_N, dtype=torch.int32))[:-1]
         load_WE = self.links.gather_loads(load_E)
-        plan = plan_slots(load_WE, home_E, self.number, costs, node_W)
+        plan = self._planner.plan(load_WE, home_E, self.number, costs, node_W)
         spare_TK = served_by(expert_TK, load_WE, home_E, plan, self.rank)
         home_TK = slot_TK + slot_TK.div(self.homes, rounding_mode="floor") * self.number
         rank_TK, place_TK = spare_TK // self.number, spare_TK % self.number
@@ -152,10 +157,9 @@ class SpareSlots:
         self._count(load_WE, home_E, plan)
         return torch.where(slot_TK < 0, -1, torch.where(spare_TK < 0, home_TK, replica_TK)).int(), plan
 
-    def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         if device not in self._on_device:
-            node_W = None if self._node_W is None else self._node_W.to(device)
-            self._on_device[device] = self._home_E.to(device), self._expert_P.to(device), node_W
+            self._on_device[device] = tuple(one.to(device) for one in (self._home_E, self._expert_P, self._node_W))
         return self._on_device[device]
 
     def _count(self, load_WE: torch.Tensor, home_E: torch.Tensor, plan: SlotPlan) -> None:

@@ -41,6 +41,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "pipeline": tuple(SCHEDULES),
     "balance": ("none", "model", "layer"),
     "experts": ("grouped", "reference"),
+    "spare": (0, 1, 2),
 }
 
 
@@ -64,6 +65,7 @@ class Case:
     pipeline: str = "1F1B"
     balance: str = "model"
     experts: str = "grouped"
+    spare: int = 0
 
     def __str__(self) -> str:
         sizes = {axis: self.mesh.size(axis) for axis in AXES}
@@ -91,6 +93,7 @@ class Case:
                 "router_aux_loss_coef": 0.0 if self.balance == "none" else 0.05,
                 "balance_scope": self.balance if self.balance != "none" else "model",
                 "bias_update_rate": 0.0,
+                **({"spare_slots": self.spare, "balance_limit": 1.0} if self.spare else {}),
             },
             "memory": {
                 "expert_inputs": self.rows,
@@ -143,6 +146,8 @@ CANNOT: tuple[Callable[[Case], bool], ...] = (
     # A single rank holds an expert once, and sends nothing.
     lambda case: (case.transport == "local") != (case.mesh.ep * case.mesh.etp == 1),
     lambda case: case.layout == "replicated" and case.mesh.ep * case.mesh.etp == 1,
+    # Nothing to balance; and spare slots are beside homes.
+    lambda case: bool(case.spare) and (case.mesh.ep == 1 or case.layout == "replicated"),
     lambda case: case.dense == "zero1" and case.mesh.dp_cp == 1,
     lambda case: case.experts == "reference" and case.hidden == "recompute",
     lambda case: case.recompute == "with rides" and "offload" in (case.rows, case.hidden),

@@ -23,6 +23,7 @@ from carpool.experts import Choices
 from carpool.hf.seam.expert_rides import ExpertRides, Forward, required_rides, rides
 from carpool.hf.seam.shared import compute_shared_beside
 from carpool.parallel.sequence import gather_tokens, own_tokens, split_tokens
+from carpool.ride.balanced import SpareSlotOptions
 from carpool.ride.schedule import Schedule
 from carpool.transport import TRANSPORTS, TransportOptions
 
@@ -135,6 +136,15 @@ def transport(model: nn.Module, name: str, options: TransportOptions | None = No
         for own, (requested, old) in before.items():
             own.options = old
             own.set_transport(requested)
+
+
+def set_spare_slots(model: nn.Module, options: int | SpareSlotOptions) -> None:
+    """Balance all MoE layers of a model by replicas in spare slots (carpool/ride/balanced.py): so many on each rank, or
+    as the options say; 0: no longer. On all ranks, between steps.
+
+    Raises ValueError if a layer cannot have spare slots."""
+    for own in required_rides(model).values():
+        own.set_spare_slots(SpareSlotOptions.of(options))
 
 
 def set_schedule(model: nn.Module, schedule: Schedule) -> None:

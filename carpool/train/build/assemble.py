@@ -296,6 +296,8 @@ def _set_rides(
         # Before there are buffers: those of chunks are smaller.
         for own in layers:
             own.set_schedule(asked)
+    for own in layers:
+        own.set_spare_slots(moe.spare)
     transport, options = choose_on_ranks(plan, layers[0], any(own.compute is None for own in layers))
     set_transport(model, transport.answer, options=options)
     _make_buffers(plan, layers)

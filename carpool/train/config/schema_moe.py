@@ -16,6 +16,7 @@ from carpool.train.config.schema_base import NONE_IS_A_WORD, Section, check_opti
 
 if TYPE_CHECKING:
     from carpool.layout.topology import Topology
+    from carpool.ride.balanced import SpareSlotOptions
     from carpool.routing import DropOptions
     from carpool.routing.limit import LimitOptions
     from carpool.transport.codecs import Codecs
@@ -156,6 +157,29 @@ class MoeSection(Section):
     )
     """Which rank holds which expert: contiguous (in order), or the path of a JSON file with one layout for all
     layers or one for each, as `carpool place` writes it."""
+    spare_slots: Annotated[
+        int,
+        Excludes("moe.limit_ranks or moe.limit_nodes", "replicas serve tokens on further ranks"),
+        Excludes("memory.experts", "experts in host memory are loaded layer by layer"),
+        Excludes("parallelism.etp_size", "replicas are of whole experts"),
+        Excludes("moe.experts=fp8", "its experts are quantised once a step, and replicas arrive in each ride"),
+        Excludes(
+            "placement.every and placement.policy!=migrate", "only homes may move, and these policies add replicas"
+        ),
+    ] = Field(default=0, ge=0)
+    """Spare slots of each rank. In each micro-batch and layer they hold replicas of experts that have many tokens, so
+    that all ranks compute equally much; gradients go home, and the sums are the same. 0: none."""
+    spare_plan: Annotated[
+        str, registered("moe.spare_plan", "carpool.replicas.slot_planners.SLOT_PLANNERS"), Needs("moe.spare_slots")
+    ] = "balance"
+    """Which experts spare slots hold. balance: those that bring every rank to the mean, if fetching them pays. node:
+    the same inside each node. Others are plug-ins, such as what published systems do."""
+    balance_limit: Annotated[float | None, Needs("moe.spare_slots")] = Field(default=1.1, ge=1)
+    """The load of a rank, over the mean, that spare slots keep to where they suffice, whatever fetching costs, so that
+    memory has a bound. none: only time counts."""
+    spare_weights: Annotated[Literal["fetch", "save"], Needs("moe.spare_slots")] = "fetch"
+    """The parameters of replicas in the backward. fetch: fetched a second time. save: saved from the forward, which
+    takes memory in every layer."""
     router_aux_loss_coef: float | None = Field(default=None, ge=0)
     """Weight of the load-balancing loss. 0: no such loss. none: as the model's configuration says; a checkpoint
     whose output_router_logits is false is fine-tuned without, as by Transformers' Trainer."""
@@ -214,6 +238,15 @@ class MoeSection(Section):
         chunks = 1 if kind.default_chunks is None else self.chunks or kind.default_chunks
         backward = self.backward_chunks if kind.backward_chunks else None
         return Schedule(self.schedule, chunks, backward, self.schedule_options)
+
+    @property
+    def spare(self) -> SpareSlotOptions | None:
+        """Spare slots as layers take them; None: there are none."""
+        from carpool.ride.balanced import SpareSlotOptions
+
+        if not self.spare_slots:
+            return None
+        return SpareSlotOptions(self.spare_slots, self.balance_limit, self.spare_plan, self.spare_weights == "save")
 
     @property
     def drops(self) -> DropOptions:
