@@ -21,10 +21,11 @@ bit but for how the mean is rounded, which tests check.
 
 Matrices of a stack are quantised alone, so codes of experts do not depend on how these are sharded.
 
-A product dequantises a layer's matrix right before it reads it, forward and backward, and lets it go: experts without
-rows are left out, and the most that there is at a time is one matrix of one layer. In a step that takes as long as
-writing and reading the matrix once more, which does not grow with the tokens. Dequantising each tile inside the product
-reads less, but does it again for every 128 rows of an expert, between the products of tensor cores and not beside them.
+A product dequantises a layer's matrices right before it reads them, forward and backward, and lets them go: experts
+without rows are left out, and `AT_ONCE` elements are there at a time, with a product for each such part of the experts.
+In a step that takes as long as writing and reading the matrices once more, which does not grow with the tokens.
+Dequantising each tile inside the product reads less, but does it again for every 128 rows of an expert, between the
+products of tensor cores and not beside them.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ LEVELS = (
 # Of 4 bits: a sign, two of exponent, one of mantissa.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 PIECE = 2**22  # elements of a matrix that are quantised, or on CPUs dequantised, at a time
+# Elements that are there at a time, dequantised, if one matrix has no more: 256 MiB in bfloat16.
+AT_ONCE = 2**27
 STEP = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 
 
@@ -201,31 +204,41 @@ _TO = {"nf4": _to_nf4, "mxfp4": _to_mxfp4, "int8": _to_int8}
 
 
 def dequantise(
-    code: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, offsets_S: torch.Tensor | None = None
+    code: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    offsets_S: torch.Tensor | None = None,
+    rows: slice = slice(None),
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(S, A, B), in float32 and rounded once to `dtype`.
 
     Args:
         offsets_S: where each slot's rows end. On GPUs matrices of slots without rows are then left as they are in
             memory, for nobody reads them.
+        rows: of A, the rows that are wanted, at a stretch.
+        out: of at least as many matrices; these are then in its memory.
     """
     kind = kind_of(scale)
     width = code.shape[2] * (1 if kind == "int8" else 2)
-    out = torch.empty(*code.shape[:2], width, dtype=dtype, device=code.device)
+    begin, end, _ = rows.indices(code.shape[1])
+    if out is None:
+        out = torch.empty(len(code), end - begin, width, dtype=dtype, device=code.device)
+    out = out[: len(code)]
     if sides.on_gpu(code):
         from carpool.experts import quantised_kernels
 
         group = width if kind == "int8" else BLOCK[kind]
         scales = parts_of_scale(scale, code.shape[1] * width // group) if kind == "nf4" else (scale, scale)
         tables = scale if kind == "int8" else tables_of(kind, code.device)
-        quantised_kernels.dequantise(code, scales, tables, offsets_S, out, kind, group, SUPERBLOCK, STEP)
+        quantised_kernels.dequantise(code, scales, tables, offsets_S, out, kind, group, SUPERBLOCK, STEP, begin)
         return out
     piece = max(1, PIECE // max(1, width))
     for slot, code_AC in enumerate(code):
         largest = _largest(scale[slot : slot + 1], code_AC.shape, kind)[0]
-        for first in range(0, len(code_AC), piece):
-            part = slice(first, first + piece)
-            out[slot, part] = _values(code_AC[part], largest[part], kind)
+        for first in range(begin, end, piece):
+            part = slice(first, min(first + piece, end))
+            out[slot, first - begin : part.stop - begin] = _values(code_AC[part], largest[part], kind)
     return out
 
 

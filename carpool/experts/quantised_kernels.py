@@ -22,17 +22,19 @@ ELEMENTS = 4096  # of a program at a time
 @quick
 @triton.jit
 def _dequantise(  # type: ignore[no-untyped-def]
-    code, scale, floats, tables, out, offsets, groups, stride, floats_stride, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    STEP: tl.constexpr, SUPERBLOCK: tl.constexpr, SKIPS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    code, scale, floats, tables, out, offsets, groups, begin, end, stride, floats_stride, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, STEP: tl.constexpr, SUPERBLOCK: tl.constexpr, SKIPS: tl.constexpr, GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
     rows = 1
     if SKIPS:
         rows = tl.load(offsets + slot) - tl.load(offsets + slot - 1, mask=slot > 0, other=0)
     if rows > 0:
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        inside = group < groups
+        group = begin + tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        inside = group < end
         at = slot.to(tl.int64) * groups + group
+        at_out = slot.to(tl.int64) * (end - begin) + group - begin
         largest = tl.load(scale + slot.to(tl.int64) * stride + group, mask=inside, other=0)
         if KIND == "nf4":
             values = floats + slot.to(tl.int64) * floats_stride
@@ -63,7 +65,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
                 else:
                     value = tl.join(lower, upper)
                 value = tl.reshape(value, (GROUPS, COLUMNS)) * largest
-            tl.store(out + at[:, None] * WIDTH + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+            tl.store(out + at_out[:, None] * WIDTH + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
 def dequantise(
@@ -76,6 +78,7 @@ def dequantise(
     group: int,
     superblock: int,
     step: float,
+    first: int,
 ) -> None:
     """As `carpool.experts.quantised.dequantise`, into `out`.
 
@@ -83,14 +86,15 @@ def dequantise(
         scales: of nf4, codes of magnitudes and float32 beside them; of others twice the same.
         tables: `tables_of`; of int8 anything.
         group: values that share a scale; superblock: magnitudes of nf4 that do.
-        step: of int8, beside the scale."""
+        step: of int8, beside the scale.
+        first: of the matrices' rows that `out` has."""
     if out.numel() == 0:
         return
     slots, rows, width = out.shape
     columns = COLUMNS if kind == "int8" else group
-    groups, each = rows * (width // group), ELEMENTS // columns
-    _dequantise[cdiv(groups, each), slots](
-        code, *scales, tables, out, code if offsets_S is None else offsets_S, groups, scales[0].stride(0),
-        scales[1].stride(0), WIDTH=group, KIND=kind, STEP=step, SUPERBLOCK=superblock, SKIPS=offsets_S is not None,
-        GROUPS=each, COLUMNS=columns, num_warps=8,
+    of_row, each = width // group, ELEMENTS // columns
+    _dequantise[cdiv(rows * of_row, each), slots](
+        code, *scales, tables, out, code if offsets_S is None else offsets_S, code.shape[1] * of_row, first * of_row,
+        (first + rows) * of_row, scales[0].stride(0), scales[1].stride(0), WIDTH=group, KIND=kind, STEP=step,
+        SUPERBLOCK=superblock, SKIPS=offsets_S is not None, GROUPS=each, COLUMNS=columns, num_warps=8,
     )  # fmt: skip

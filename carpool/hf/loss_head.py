@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.families import Logits, family_of_class
-from carpool.hf.quantised_base import QuantisedLinear, weight_of
+from carpool.hf.quantised_base import QuantisedLinear, frozen_layer
 from carpool.hf.tensor_parallel import SequenceHead, of_all_words, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
 
@@ -135,7 +135,7 @@ class _Head:
                 f"labels of shape {tuple(asked.target_BL.shape)}, so it cannot compute the loss: set "
                 "training.loss_chunk_size=0"
             )
-        weight_VH = weight_of(self.head) if isinstance(self.head, QuantisedLinear) else self.head.weight
+        weight_VH: Any = frozen_layer(self.head) if isinstance(self.head, QuantisedLinear) else self.head.weight
         bias_V = self.head.bias
         if isinstance(self.own, SequenceHead):
             weight_VH, bias_V = of_all_words(weight_VH), of_all_words(bias_V)

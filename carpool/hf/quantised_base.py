@@ -1,8 +1,8 @@
 """The frozen matrices of a transformers model in 4 or 8 bits, under adapters (QLoRA, arXiv 2305.14314).
 
     experts.gate_up_proj, .down_proj    stand for their shape, dtype and device, and have no memory
-    linear layers, embeddings           the same with their `weight`, which is dequantised for each product; of an
-                                        embedding only the rows of the tokens at hand are
+    linear layers, embeddings           the same with their `weight`, which is dequantised for each product, of a large
+                                        one part by part; of an embedding only the rows of the tokens at hand are
     codes and scales                    beside them, of this rank's experts; rides read these
 
 Routers, norms and biases stay as they are, and so do small matrices (gates), layers around a convolution, whose code
@@ -32,12 +32,22 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 
 from carpool.experts.base import stand_in
-from carpool.experts.quantised import Kind, Quantised, dequantise, dequantised_rows, quantise, quantised_bytes, why_not
+from carpool.experts.quantised import (
+    AT_ONCE,
+    Kind,
+    Quantised,
+    dequantise,
+    dequantised_rows,
+    quantise,
+    quantised_bytes,
+    why_not,
+)
 from carpool.hf.seam.experts_module import QUANTISED, base_of, expert_function, weight_names
 from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.hf.sharding import replaced
 from carpool.hf.weights.mxfp4_files import BLOCKS, SCALES
 from carpool.hf.weights.weight_files import stored_weights
+from carpool.kernels.cross_entropy import FrozenLayer, add_product
 from carpool.parallel import fsdp
 
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -50,14 +60,42 @@ def quantised_linear(
     x: torch.Tensor, code: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in the dtype of x. Neither direction keeps the weight: an operator of its own, so that
-    neither autograd nor a compiler does."""
-    return F.linear(x, dequantise(code, scale, x.dtype)[0], bias)
+    neither autograd nor a compiler does. `AT_ONCE` elements of it are there at a time."""
+    if len(parts := _parts(code)) == 1:
+        return F.linear(x, dequantise(code, scale, x.dtype)[0], bias)
+    x_TI = x.flatten(0, -2)
+    out_TO = x.new_empty(len(x_TI), code.shape[1])
+    for rows in parts:
+        matrix_IO = dequantise(code, scale, x.dtype, rows=rows)[0].t()
+        if bias is None:
+            torch.mm(x_TI, matrix_IO, out=out_TO[:, rows])
+        else:
+            torch.addmm(bias[rows], x_TI, matrix_IO, out=out_TO[:, rows])
+        del matrix_IO  # else it would be there beside the next one
+    return out_TO.view(*x.shape[:-1], code.shape[1])
 
 
 @torch.library.custom_op("carpool::quantised_linear_backward", mutates_args=())
 def quantised_linear_backward(dy: torch.Tensor, code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The gradient of x."""
-    return dy @ dequantise(code, scale, dy.dtype)[0]
+    """The gradient of x. Of parts it is added up in float32, and rounded once."""
+    if len(parts := _parts(code)) == 1:
+        return dy @ dequantise(code, scale, dy.dtype)[0]
+    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    dx_TI = dy.new_zeros(dy.shape[:-1].numel(), _width(code), dtype=wide)
+    for rows in parts:
+        add_product(dx_TI, dy[..., rows].flatten(0, -2), dequantise(code, scale, dy.dtype, rows=rows)[0])
+    return dx_TI.view(*dy.shape[:-1], _width(code)).to(dy.dtype)
+
+
+def _parts(code: torch.Tensor) -> list[slice]:
+    """Rows of a weight that are there at the same time; their numbers are multiples of 128, which products like."""
+    number = code.shape[1]
+    most = max(128, AT_ONCE // _width(code) // 128 * 128)
+    return [slice(first, min(first + most, number)) for first in range(0, number, most)]
+
+
+def _width(code: torch.Tensor) -> int:
+    return code.shape[2] * (2 if code.dtype == torch.uint8 else 1)
 
 
 @quantised_linear.register_fake
@@ -67,7 +105,7 @@ def _(x: torch.Tensor, code: torch.Tensor, scale: torch.Tensor, bias: torch.Tens
 
 @quantised_linear_backward.register_fake
 def _(dy: torch.Tensor, code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return dy.new_empty(*dy.shape[:-1], code.shape[2] * (2 if code.dtype == torch.uint8 else 1))
+    return dy.new_empty(*dy.shape[:-1], _width(code))
 
 
 def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -98,10 +136,14 @@ class QuantisedEmbedding(nn.Embedding):
         return dequantised_rows(*base_of(self)["weight"], index, self.weight.dtype)
 
 
-def weight_of(layer: Any) -> torch.Tensor:
-    """The weight of a linear layer, made for this call if it is quantised."""
-    weight: torch.Tensor = layer.weight
-    return dequantise(*base_of(layer)["weight"], weight.dtype)[0] if base_of(layer) else weight
+def frozen_layer(layer: QuantisedLinear) -> FrozenLayer:
+    """An output layer as its loss multiplies by it."""
+    code, scale = base_of(layer)["weight"]
+    return FrozenLayer(
+        code.shape[1],
+        lambda x, bias: quantised_linear(x, code, scale, bias),
+        lambda slope: quantised_linear_backward(slope, code, scale),
+    )
 
 
 _CLASSES: dict[type, type] = {nn.Linear: QuantisedLinear, nn.Embedding: QuantisedEmbedding}

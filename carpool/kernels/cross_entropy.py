@@ -12,6 +12,8 @@ So gradients are computed in the forward, as Liger does (arXiv 2410.10989), and 
 stays in between is dx, and dweight in float32, to which each piece is added without rounding. On a CPU, 512 tokens and
 151,936 words of 256 elements took 907 MiB and now 232 (pieces of 64 tokens), in no more time.
 
+A frozen weight may be made part by part where it is multiplied (`FrozenLayer`).
+
 torch 2.13 has `torch.nn.functional.linear_cross_entropy`, with pieces too, but 2.11 has not, and its dweight is added
 up in the model's dtype.
 """
@@ -19,7 +21,8 @@ up in the model's dtype.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +35,23 @@ IGNORED = -100
 LOGITS = 2**29
 
 
+class FrozenLayer(NamedTuple):
+    """An output layer whose weight is not trained, and is not there as a whole.
+
+    Attributes:
+        words: V.
+        logits: of x (C, H) and a bias (V,) or None: (C, V), in the dtype of x.
+        dx: of the gradient of logits: (C, H), in its dtype.
+    """
+
+    words: int
+    logits: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    dx: Callable[[torch.Tensor], torch.Tensor]
+
+
 def linear_cross_entropy(
     x_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
+    weight_VH: torch.Tensor | FrozenLayer,
     bias_V: torch.Tensor | None,
     target_T: torch.Tensor,
     tokens_at_once: int | None = None,
@@ -58,7 +75,8 @@ def linear_cross_entropy(
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TH.dtype
     if tokens_at_once is None:
-        tokens_at_once = piece_size(len(x_TH), len(weight_VH))
+        words = weight_VH.words if isinstance(weight_VH, FrozenLayer) else len(weight_VH)
+        tokens_at_once = piece_size(len(x_TH), words)
     loss: torch.Tensor = _LinearCrossEntropy.apply(
         x_TH, weight_VH, bias_V, target_T, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap
     )
@@ -76,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
+        weight_VH: torch.Tensor | FrozenLayer,
         bias_V: torch.Tensor | None,
         target_T: torch.Tensor,
         tokens_at_once: int,
@@ -89,28 +107,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for_x, for_weight, for_bias = (gradients and needed for needed in ctx.needs_input_grad[:3])
         loss_T = torch.empty(len(x_TH), dtype=wide, device=x_TH.device)
         dx_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format) if for_x else None
-        dweight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=x_TH.device) if for_weight else None
-        dbias_V = torch.zeros(len(weight_VH), dtype=wide, device=x_TH.device) if for_bias else None
+        dweight_VH = dbias_V = None
+        if for_weight and not isinstance(weight_VH, FrozenLayer):
+            dweight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=x_TH.device)
+        if for_bias and bias_V is not None:
+            dbias_V = torch.zeros(len(bias_V), dtype=wide, device=x_TH.device)
         with torch.autocast(x_TH.device.type, enabled=False):
-            weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+            bias = None if bias_V is None else bias_V.to(dtype)
+            layer = weight_VH if isinstance(weight_VH, FrozenLayer) else _layer(weight_VH.to(dtype))
             for start in range(0, len(x_TH), tokens_at_once):
                 piece = slice(start, start + tokens_at_once)
                 x_CH = x_TH[piece].to(dtype)
-                slope_CV = F.linear(x_CH, weight, bias)
+                slope_CV = layer.logits(x_CH, bias)
                 slope_of_change = _change_(slope_CV, scale, softcap)
                 loss_T[piece] = cross_entropy_(slope_CV, target_T[piece], for_x or for_weight or for_bias)
                 if slope_of_change is not None:
                     slope_CV *= slope_of_change
                 if dx_TH is not None:
-                    dx_TH[piece] = slope_CV @ weight
+                    dx_TH[piece] = layer.dx(slope_CV)
                 if dweight_VH is not None:
-                    _add_product(dweight_VH, slope_CV.t(), x_CH)
+                    add_product(dweight_VH, slope_CV.t(), x_CH)
                 if dbias_V is not None:
                     dbias_V += slope_CV.sum(0, dtype=wide)
                 # Else it would be there beside the next piece.
                 del slope_CV
         ctx.save_for_backward(dx_TH, dweight_VH, dbias_V)
-        ctx.dtypes = [None if given is None else given.dtype for given in (x_TH, weight_VH, bias_V)]
+        ctx.dtypes = [getattr(given, "dtype", None) for given in (x_TH, weight_VH, bias_V)]
         return loss_T.sum()
 
     @staticmethod
@@ -124,6 +146,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 slope = torch.mul(slope, dloss, out=out)
             scaled.append(slope)
         return *scaled, *(None,) * 6
+
+
+def _layer(weight_VH: torch.Tensor) -> FrozenLayer:
+    return FrozenLayer(len(weight_VH), lambda x, bias: F.linear(x, weight_VH, bias), lambda slope: slope @ weight_VH)
 
 
 def _change_(logits_CV: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor | float | None:
@@ -159,7 +185,7 @@ def cross_entropy_(logits_CV: torch.Tensor, target_C: torch.Tensor, gradient: bo
     return loss_C
 
 
-def _add_product(total_VH: torch.Tensor, a_VC: torch.Tensor, b_CH: torch.Tensor) -> None:
+def add_product(total_VH: torch.Tensor, a_VC: torch.Tensor, b_CH: torch.Tensor) -> None:
     """`total_VH += a_VC @ b_CH`; the product is not rounded to a narrower dtype before it is added."""
     if total_VH.dtype == a_VC.dtype:
         total_VH.addmm_(a_VC, b_CH)

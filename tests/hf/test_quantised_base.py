@@ -18,10 +18,11 @@ from transformers.distributed import DistributedConfig
 
 import carpool.hf
 from carpool.experts.quantised import Kind, dequantise, quantise
-from carpool.hf import rides
+from carpool.hf import quantised_base, rides
 from carpool.hf.adapters import adapter_tensors, share_adapters
 from carpool.hf.build_model import build_model
 from carpool.hf.held_experts import keep_experts_in_host_memory
+from carpool.hf.loss_head import HeadLoss, next_tokens
 from carpool.hf.quantised_base import (
     QuantisedEmbedding,
     QuantisedLinear,
@@ -186,3 +187,36 @@ def test_layers_that_are_computed_again_or_compiled(folder: Path, way: str) -> N
             carpool.hf.compile_layers(model, "eager")
         found.append(torch.stack(steps(adapted, tiny_batch(model), 2)))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("at_once", [None, 7])
+def test_an_output_layer_in_parts(at_once: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss, gradients and logits are those of the whole matrix, of which a part at a time is there."""
+
+    def run(elements: int) -> tuple[list[torch.Tensor], int]:
+        made = []
+
+        def counted(*given: Any, **settings: Any) -> torch.Tensor:
+            made.append(found := dequantise(*given, **settings))
+            return found
+
+        monkeypatch.setattr(quantised_base, "dequantise", counted)
+        monkeypatch.setattr(quantised_base, "AT_ONCE", elements)
+        torch.manual_seed(0)
+        build: Any = {"distributed_config": None, "dtype": torch.float32, "seed": 0, "base_dtype": "nf4"}
+        carpool.hf.install(model := build_model(tmp_path, **build))
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        with torch.no_grad():
+            logits = model(inputs_embeds=embedded).logits
+        loss, _ = HeadLoss(model, at_once)(None, next_tokens(ids), inputs_embeds=embedded, use_cache=False)
+        loss.backward()
+        return [loss.detach(), embedded.grad, logits], max(one.numel() for one in made)
+
+    words, hidden = 300, 64
+    tiny_model(discover()["qwen3_moe"], **SIZES["qwen3_moe"], vocab_size=words).save_pretrained(tmp_path)
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    whole, most = run(2**27)
+    parts, most_of_parts = run(128 * hidden)
+    assert most == words * hidden and most_of_parts <= 128 * hidden
+    for got, want in zip(parts, whole, strict=True):
+        assert relative_error(got, want) < 1e-6

@@ -3,12 +3,14 @@ run that does not fit is told."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from benchmarks import one_gpu_memory
 from benchmarks.peaks import live_bytes, peaks_on_cpu
 from carpool.cli import app
 from carpool.hf import rides
@@ -29,6 +31,7 @@ from carpool.train.plan import memory_fit as fit
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.estimate import MemoryEstimate, Replicas, replica_bytes, tensors_of
 from carpool.train.run.run import start_run
+from tests.environment import ROOT
 from tests.ranks import Ranks
 
 SHAPE = [
@@ -288,6 +291,32 @@ def test_names_of_gpus() -> None:
         find_gpu("h101")
     refused = CliRunner().invoke(app, ["train", "--gpu", "h100"])
     assert refused.exit_code == 1 and "--gpu says for which GPUs --dry-run predicts" in refused.output
+
+
+# GB without CUDA's context, as docs/fine-tuning-one-gpu.md says them.
+ONE_GPU = {
+    "qwen-experts": ("rtx4090", 21.3), "qwen-attention": ("rtx4090", 17.4), "oss-experts": ("rtx4090", 13.6),
+    "oss-attention": ("rtx4090", 12.5), "qwen-48": ("l40s", 25.4), "qwen-80": ("h100", 70.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.slow if row.endswith(("attention", "80")) else []) for row in ONE_GPU]
+)
+def test_examples_for_one_gpu(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a 4-bit base some experts, and some words of the output layer, are dequantised at a time."""
+    monkeypatch.setattr("carpool.train.plan.start_checks.check_weights", lambda *_: None)
+    one_gpu_memory._published(one_gpu_memory.ROWS[row][0], tmp_path / "base", False)
+    settings = [f"model.path={tmp_path}/base", *one_gpu_memory.settings_of(row, tmp_path, 6)]
+    gpu, want = ONE_GPU[row]
+    command = ["train", "--config", str(one_gpu_memory.file_of(row)), *settings, "--gpu", gpu, "--dry-run"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "# fits in" in done.output, done.output
+    total, context = (
+        float(re.search(rf"{name} +([\d,.]+) MiB", done.output)[1].replace(",", "")) for name in ("total", "context")
+    )
+    assert (total - context) * 2**20 / 1e9 == pytest.approx(want, abs=0.06)
+    assert f" {want}" in (ROOT / "docs" / "fine-tuning-one-gpu.md").read_text(encoding="utf-8")
 
 
 def start(output: str, overrides: list[str]) -> str:

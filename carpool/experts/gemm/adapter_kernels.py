@@ -57,6 +57,10 @@ class Share(NamedTuple):
     factor: torch.Tensor
     q_last: bool
 
+    def of(self, slots: slice) -> Share:
+        """That in a product of these slots alone."""
+        return self._replace(factor=self.factor[slots])
+
 
 def share_arguments(share: Share | None, unused: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
     """What a product with `_share` is given, and what it is compiled for."""

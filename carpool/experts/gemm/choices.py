@@ -89,7 +89,8 @@ def default_choices(device: torch.device, pairs_per_slot: int, adapted: bool = F
 
     Args:
         pairs_per_slot: how many there are, or could be, on average.
-        adapted: experts have adapters, whose share the library's products would leave to a pass of its own.
+        adapted: experts have adapters, whose share the library's products would leave to a pass of its own, or a
+            quantised base, of which these would need all matrices at once.
     """
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     if major < 8 or major in (10, 11):

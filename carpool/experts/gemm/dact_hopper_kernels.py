@@ -44,11 +44,12 @@ from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.gemm.adapter_kernels import Share
+from carpool.experts.gemm.dact_kernels import results
 from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, in_out
 from carpool.experts.gemm.table_kernels import aligned
 from carpool.kernels.device import processors
 from carpool.kernels.hopper_copies import load_rows, load_tile, reinterpret
-from carpool.kernels.quick import cdiv, quick
+from carpool.kernels.quick import quick
 
 COLUMNS, DEPTH = 256, 64
 PIECE = 8
@@ -362,13 +363,12 @@ def down_backward(
     tiles_M4: torch.Tensor,
     wants_scaled: bool,
     share: Share | None = None,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `dact_kernels.down_backward`, where `takes` says so, of rows that are there."""
     inner, hidden = in_out(down_weight, transposed)
     pairs = address_P.shape[0]
-    dh_PF1 = down_weight.new_empty(pairs, h.width)
-    scaled_PF = down_weight.new_empty(pairs if wants_scaled else 0, inner)
-    share_NP = torch.empty(cdiv(inner, COLUMNS), pairs, dtype=torch.float32, device=address_P.device)
+    dh_PF1, scaled_PF, share_NP = out = out or results(down_weight, pairs, h.width, inner, wants_scaled, COLUMNS)
     weight = thin = _describe(down_weight, transposed)
     rank = 0
     if share is not None:
@@ -381,7 +381,7 @@ def down_backward(
         K_FIRST=not transposed, BM=TILE_ROWS, BN=COLUMNS, BK=DEPTH, BAND=BAND, STAGES=STAGES, PIECE=PIECE,
         LOADING=LOADING_REGISTERS, MULTIPLYING=MULTIPLYING_REGISTERS, FINISHING=FINISHING_REGISTERS, num_warps=4,
     )  # fmt: skip
-    return dh_PF1, scaled_PF, share_NP
+    return out
 
 
 def _describe(weight: torch.Tensor, transposed: bool) -> TensorDescriptor:

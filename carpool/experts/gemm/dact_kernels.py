@@ -190,6 +190,7 @@ def down_backward(
     tiling: Tiling,
     parts: Parts | None = None,
     share: Share | None = None,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With dA = rows of dy @ down^T, which is never written: (dh_PF1, weight * a, share_NP), where the sum of share_NP
     over the blocks of columns is <dA, a>. `weight * a` is empty without `wants_scaled`.
@@ -197,6 +198,7 @@ def down_backward(
     Args:
         down_weight: (S, H, F), or (S, F, H) if `transposed`.
         parts, share: as in `up_kernels.up`.
+        out: the results; None: allocated.
     """
     assert parts is None or share is None
     if tiling.flatten and parts is None and down_weight.is_cuda:
@@ -204,14 +206,13 @@ def down_backward(
 
         if dact_hopper_kernels.takes(down_weight, transposed, share):
             return dact_hopper_kernels.down_backward(
-                address_P, down_weight, transposed, activation, h, weight_RJ, order_P, tiles_M4, wants_scaled, share
-            )
+                address_P, down_weight, transposed, activation, h, weight_RJ, order_P, tiles_M4, wants_scaled, share,
+                out,
+            )  # fmt: skip
     inner, hidden = in_out(down_weight, transposed)
     adapter, of_adapter = share_arguments(share, down_weight)
     pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
-    dh_PF1 = down_weight.new_empty(pairs, h.width)
-    scaled_PF = down_weight.new_empty(pairs if wants_scaled else 0, inner)
-    share_NP = torch.empty(cdiv(inner, bn), pairs, dtype=torch.float32, device=address_P.device)
+    dh_PF1, scaled_PF, share_NP = out = out or results(down_weight, pairs, h.width, inner, wants_scaled, bn)
     _dact[grid(dh_PF1, tiling)](
         address_P, describe(down_weight, down_weight.shape, (1, bn, bk) if transposed else (1, bk, bn)), weight_RJ,
         order_P, h.data, tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, share_NP, tiles_M4, pairs,
@@ -220,4 +221,12 @@ def down_backward(
         BAND=BAND, FLATTEN=tiling.flatten and share is None, PIECE=16 if activation.interleaved else 32,
         **waits_for(parts), MAPS=has_maps(dh_PF1.device), num_warps=tiling.warps, num_stages=stages(tiling, share),
     )  # fmt: skip
-    return dh_PF1, scaled_PF, share_NP
+    return out
+
+
+def results(
+    weight: torch.Tensor, pairs: int, width: int, inner: int, wants_scaled: bool, columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for what `down_backward` returns. `columns`: of a tile."""
+    share_NP = torch.empty(cdiv(inner, columns), pairs, dtype=torch.float32, device=weight.device)
+    return weight.new_empty(pairs, width), weight.new_empty(pairs if wants_scaled else 0, inner), share_NP

@@ -29,7 +29,8 @@ not take falls back to it. The fused side is one kernel that does all of it and 
 Adapters (`carpool.experts.base`) are two thin products beside each of the four that hidden states go through: one
 before it, and one whose share is added inside the fused kernel (`adapter_kernels.py`), or to the library's product in a
 pass of its own. Gradients of adapters are four thin products; those of frozen weights are not computed. Matrices of a
-quantised base are dequantised for each product and freed after it (`carpool.experts.quantised`).
+quantised base are dequantised for each product and freed after it (`carpool.experts.quantised`): for the fused side
+some experts at a time, with a launch for each, and for the library's all at once.
 
 Only the device may know how many pairs there are. `arrivals.num_pairs` is then a bound: temporary tensors have that
 many rows, but only those that are there are read or written, h goes into an arena, and the host does not wait. With one
@@ -39,7 +40,8 @@ bfloat16 with widths that are multiples of 8) are a loop over slots, for which t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +61,7 @@ from carpool.experts.pairs import (
     sort_pairs,
     sum_pairs,
 )
-from carpool.experts.quantised import dequantise
+from carpool.experts.quantised import AT_ONCE, dequantise
 
 # The gradients of an adapter's a and b.
 OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -168,13 +170,17 @@ class GroupedProducts:
     ) -> None:
         self.function, self.weights, self.pairs, self.tiles, self.inner = function, weights, pairs, tiles, inner
         pairs_per_slot = pairs.order_P.shape[0] // max(1, weights.up_SFH.shape[0])
-        self.choices = choices or default_choices(weights.up_SFH.device, pairs_per_slot, weights.adapted)
+        self._up = weights.up_SFH, weights.up_code, weights.up_scale
+        self._down = weights.down_SHF, weights.down_code, weights.down_scale
+        fused = weights.adapted or weights.up_code is not None
+        self.choices = choices or default_choices(weights.up_SFH.device, pairs_per_slot, fused)
         self.dtype = weights.up_SFH.dtype
         self._dy_PH: torch.Tensor | None = None
         # Gradients of the adapters' inner rows, from the stage that makes them to the one that needs them again.
         self._du_up_PQ: torch.Tensor | None = None
         self._du_down_PQ: torch.Tensor | None = None
         self._dy_address_P: torch.Tensor | None = None
+        self._own_tiles: dict[int, torch.Tensor] = {}
 
     def up(
         self, x: HiddenStates, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
@@ -182,7 +188,7 @@ class GroupedProducts:
         """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only the fused kernel omits h
         unless `keep`, omits a unless `wants_a`, and waits for tokens in flight (`ready`)."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
-        a_SQH, b_SFQ = weights.up_a_SQH, weights.up_b_SFQ
+        a_SQH, b_SFQ, bias_SF = weights.up_a_SQH, weights.up_b_SFQ, weights.up_bias_SF
         way = self._fused(self.choices.up, x)
         if way and isinstance(activation, Activation) and (a_SQH is None or _share_fits(a_SQH.shape[1])):
             from carpool.experts.gemm import table_kernels, up_kernels
@@ -197,16 +203,20 @@ class GroupedProducts:
             else:
                 h = arena.reserve(width, self.dtype, pairs.count_1)
             rows = table_kernels.row_addresses(x, *self._order)
-            share = None
+            share = a_PF = None
             if a_SQH is not None and b_SFQ is not None:
                 share = self._share(self._inner_of_up(rows.address_P, a_SQH), b_SFQ, turned=True)
-            a_PF = up_kernels.up(
-                rows.address_P, self._up(), function.transposed, weights.up_bias_SF, activation,
-                h if keep else None, self._tiles()[0], wants_a, self._tiling(way), self._parts(ready), share,
-            )  # fmt: skip
+            for slots, matrices, tiles_M4 in self._by_slots(of_up=True):
+                bias = None if bias_SF is None else bias_SF[slots]
+                a_PF = up_kernels.up(
+                    rows.address_P, matrices, function.transposed, bias, activation, h if keep else None, tiles_M4,
+                    wants_a, self._tiling(way), self._parts(ready), share and share.of(slots), a_PF,
+                )  # fmt: skip
+            del matrices
+            assert a_PF is not None
             return a_PF, h
         x_PH = gather_rows(x, pairs, self.dtype)
-        h_PF = grouped_mm(x_PH, self._turned(self._up(), not function.transposed), pairs.offsets_S)
+        h_PF = grouped_mm(x_PH, self._turned(self._matrices(of_up=True), not function.transposed), pairs.offsets_S)
         if a_SQH is not None and b_SFQ is not None:
             self._add_thin(h_PF, self._inner_of_up(x_PH, a_SQH), b_SFQ, turned=True)
         return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
@@ -217,7 +227,7 @@ class GroupedProducts:
         if a_SQF is not None and b_SHQ is not None:
             inner_PQ = self._thin(a_PF, a_SQF, turned=True)
             self.inner, thin = (self.inner[0], inner_PQ), (inner_PQ, b_SHQ, True)
-        return self._product(self.choices.down, a_PF, self._down(), self.function.transposed, part, out_PH, thin)
+        return self._product(self.choices.down, a_PF, False, self.function.transposed, part, out_PH, thin)
 
     def dy(self, dpartial: HiddenStates) -> torch.Tensor:
         """(P, H), each pair's row of the gradients; gathered once."""
@@ -241,21 +251,25 @@ class GroupedProducts:
             from carpool.experts.gemm import dact_kernels, table_kernels
 
             rows = table_kernels.row_addresses(dpartial, *self._order)
-            share = None
+            share = out = None
             if down_a_SQF is not None and down_b_SHQ is not None:
                 self._dy_address_P = rows.address_P
                 self._du_down_PQ = self._thin(rows.address_P, down_b_SHQ)
                 share = self._share(self._du_down_PQ, down_a_SQF)
-            dh_PF1, scaled_PF, share_NP = dact_kernels.down_backward(
-                rows.address_P, self._down(), function.transposed, activation, h, weight_RJ,
-                pairs.order_P, self._tiles()[0], wants_scaled, self._tiling(way), self._parts(ready), share,
-            )  # fmt: skip
+            for slots, matrices, tiles_M4 in self._by_slots(of_up=False):
+                out = dact_kernels.down_backward(
+                    rows.address_P, matrices, function.transposed, activation, h, weight_RJ, pairs.order_P,
+                    tiles_M4, wants_scaled, self._tiling(way), self._parts(ready), share and share.of(slots), out,
+                )  # fmt: skip
+            del matrices
+            assert out is not None
+            dh_PF1, scaled_PF, share_NP = out
             bias_SH = weights.down_bias_SH
             dy_PH = None if bias_SH is None else self.dy(dpartial)
             dweight_RJ = table_kernels.sum_shares(share_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
             return dh_PF1, scaled_PF, dweight_RJ
         dy_PH = self.dy(dpartial)
-        dA_PF = grouped_mm(dy_PH, self._turned(self._down(), function.transposed), pairs.offsets_S)
+        dA_PF = grouped_mm(dy_PH, self._turned(self._matrices(of_up=False), function.transposed), pairs.offsets_S)
         if down_a_SQF is not None and down_b_SHQ is not None:
             self._du_down_PQ = self._thin(dy_PH, down_b_SHQ)
             self._add_thin(dA_PF, self._du_down_PQ, down_a_SQF)
@@ -267,7 +281,7 @@ class GroupedProducts:
         if a_SQH is not None and b_SFQ is not None:
             self._du_up_PQ = self._thin(dh_PF1, b_SFQ)
             thin = (self._du_up_PQ, a_SQH, False)
-        return self._product(self.choices.dx, dh_PF1, self._up(), not self.function.transposed, part, out_PH, thin)
+        return self._product(self.choices.dx, dh_PF1, True, not self.function.transposed, part, out_PH, thin)
 
     def up_adapter_gradients(self, dh_PF1: torch.Tensor, x: HiddenStates) -> OfAdapter:
         """Of up's adapter, in the shapes of a and b, after `dx`; Nones without an adapter."""
@@ -370,28 +384,32 @@ class GroupedProducts:
         self,
         way: str,
         rows_PK: torch.Tensor,
-        weight: torch.Tensor,
+        of_up: bool,
         in_first: bool,
         part: int | None,
         out_PN: torch.Tensor | None,
         thin: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
     ) -> torch.Tensor:
-        """A grouped product, and what `_thin` gives of `thin`. The matrices lie as (S, in, out) if `in_first`, else as
-        (S, out, in)."""
+        """A grouped product with up's or down's matrices, and what `_thin` gives of `thin`. They lie as (S, in, out) if
+        `in_first`, else as (S, out, in)."""
         if way := self._fused(way):
             from carpool.experts.gemm import product_kernels
 
-            tiles = self._tiles()
-            starts_N = None if part is None else tiles[2]
+            starts_N = None if part is None else self._tiles()[2]
             tiling = self._tiling(way)
             share = None if thin is None or not _share_fits(thin[0].shape[1]) else self._share(*thin)
             thin = thin if share is None else None
-            product_PN = product_kernels.product(
-                rows_PK, weight, in_first, tiles[0], tiling, starts_N, part or 0, out_PN, share
-            )
+            for slots, matrices, tiles_M4 in self._by_slots(of_up):
+                thin_share = share and share.of(slots)
+                out_PN = product_kernels.product(
+                    rows_PK, matrices, in_first, tiles_M4, tiling, starts_N, part or 0, out_PN, thin_share
+                )
+            del matrices
+            assert out_PN is not None
+            product_PN = out_PN
         else:
             assert part is None, "parts are fused"
-            product_PN = grouped_mm(rows_PK, self._turned(weight, not in_first), self.pairs.offsets_S)
+            product_PN = grouped_mm(rows_PK, self._turned(self._matrices(of_up), not in_first), self.pairs.offsets_S)
         if thin is not None:
             self._add_thin(product_PN, *thin)
         return product_PN
@@ -442,19 +460,37 @@ class GroupedProducts:
     def _order(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         return self.pairs.order_P, self.pairs.offsets_S, self.pairs.slot_RJ.shape[1]
 
-    def _up(self) -> torch.Tensor:
-        """Up's matrices as they are stored. Of a quantised base they are made here, for one product."""
-        code, scale = self.weights.up_code, self.weights.up_scale
-        if code is None or scale is None:
-            return self.weights.up_SFH
-        return dequantise(code, scale, self.dtype, self.pairs.offsets_S)
+    def _matrices(self, of_up: bool) -> torch.Tensor:
+        """Up's or down's matrices as they are stored. Of a quantised base they are made here, for one product."""
+        stored, code, scale = self._up if of_up else self._down
+        return stored if code is None or scale is None else dequantise(code, scale, self.dtype, self.pairs.offsets_S)
 
-    def _down(self) -> torch.Tensor:
-        """As `_up`."""
-        code, scale = self.weights.down_code, self.weights.down_scale
-        if code is None or scale is None:
-            return self.weights.down_SHF
-        return dequantise(code, scale, self.dtype, self.pairs.offsets_S)
+    def _by_slots(self, of_up: bool) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """(slots, their matrices, their tiles of pairs). Of a quantised base some slots at a time, whose matrices take
+        the place of those before."""
+        stored, code, scale = self._up if of_up else self._down
+        made = None
+        for slots in self._slots:
+            if code is not None and scale is not None:
+                made = dequantise(code[slots], scale[slots], self.dtype, self.pairs.offsets_S[slots], out=made)
+            yield slots, stored if made is None else made, self._tiles_of(slots)
+
+    @cached_property
+    def _slots(self) -> list[slice]:
+        """Slots whose matrices are there at the same time; the same ones for up and down, which share tiles."""
+        slots, one = self.weights.up_SFH.shape[0], max(weight[0].numel() for weight in self.weights[:2])
+        each = max(1, AT_ONCE // one) if self.weights.quantised else slots
+        return [slice(first, first + each) for first in range(0, slots, each)] if each < slots else [slice(None)]
+
+    def _tiles_of(self, slots: slice) -> torch.Tensor:
+        if slots.start is None:
+            return self._tiles()[0]
+        if slots.start not in self._own_tiles:
+            from carpool.experts.gemm import gemm_tiles, table_kernels
+
+            offsets_S, number = self.pairs.offsets_S, self.pairs.order_P.shape[0]
+            self._own_tiles[slots.start] = table_kernels.tile_table(offsets_S, number, gemm_tiles.TILE_ROWS, slots)[0]
+        return self._own_tiles[slots.start]
 
     @staticmethod
     def _turned(weight: torch.Tensor, turn: bool) -> torch.Tensor:

@@ -55,14 +55,14 @@ def _row_addresses(  # type: ignore[no-untyped-def]
 @triton.jit
 def _tile_table(  # type: ignore[no-untyped-def]
     offsets, tiles, starts, ranked, slots, entries, BM: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    ENTRIES: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     # Groups in the order in which tiles are listed: by part, then by slot; `group` is where their pairs lie.
     listed = tl.arange(0, GROUPS)
     group = listed % slots * PARTS + listed // slots
     there = listed < slots * PARTS
     end = tl.load(offsets + group, mask=there, other=0)
-    number = end - tl.load(offsets + group - 1, mask=there & (group > 0), other=0)
+    number = end - tl.load(offsets + group - 1, mask=there & (group + BEFORE > 0), other=0)
     heights = tl.cdiv(tl.where(there, number, 0), BM)
     past = tl.cumsum(heights, 0)
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
@@ -71,7 +71,7 @@ def _tile_table(  # type: ignore[no-untyped-def]
     before = tl.sum(tl.where(listed[None, :] < own[:, None], heights[None, :], 0), 1)
     slot = own % slots
     group = slot * PARTS + own // slots
-    begin = tl.load(offsets + group - 1, mask=live & (group > 0), other=0)
+    begin = tl.load(offsets + group - 1, mask=live & (group + BEFORE > 0), other=0)
     at = tiles + (1 + entry) * 4
     tl.store(at, slot, mask=live)
     tl.store(at + 1, begin + (entry - before) * BM, mask=live)
@@ -83,7 +83,7 @@ def _tile_table(  # type: ignore[no-untyped-def]
         # Of slots, all parts together.
         is_slot = listed < slots
         last = tl.load(offsets + listed * PARTS + PARTS - 1, mask=is_slot, other=0)
-        size = last - tl.load(offsets + listed * PARTS - 1, mask=is_slot & (listed > 0), other=0)
+        size = last - tl.load(offsets + listed * PARTS - 1, mask=is_slot & (listed + BEFORE > 0), other=0)
         # Keys differ, and sort by size, then by slot; what is only there to fill up has the smallest.
         key = tl.where(is_slot, size.to(tl.int64) * GROUPS + (GROUPS - 1 - listed), -1 - listed.to(tl.int64))
         key = tl.sort(key, descending=True)
@@ -91,7 +91,7 @@ def _tile_table(  # type: ignore[no-untyped-def]
         place = ranked + listed * 4
         before_it = offsets + by_size * PARTS - 1
         tl.store(place, by_size, mask=is_slot)
-        tl.store(place + 1, tl.load(before_it, mask=is_slot & (by_size > 0), other=0), mask=is_slot)
+        tl.store(place + 1, tl.load(before_it, mask=is_slot & (by_size + BEFORE > 0), other=0), mask=is_slot)
         tl.store(place + 2, tl.load(before_it + PARTS, mask=is_slot, other=0), mask=is_slot)
 
 
@@ -148,8 +148,13 @@ def row_addresses(rows: HiddenStates, order_P: torch.Tensor, offsets_S: torch.Te
     return RowAddresses(address_P, (data,) if home is None else (data, home))
 
 
-def tile_table(offsets_S: torch.Tensor, num_pairs: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tile_table(
+    offsets_S: torch.Tensor, num_pairs: int, tile_rows: int, slots: slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
     """How the pairs are cut into tiles of one slot each, and the slots by size.
+
+    Args:
+        slots: the only ones with tiles, which are then numbered from 0.
 
     Returns:
         tiles_M4: (1 + as many as there can be, 4) int32. The first entry of row 0 is how many tiles there are; row
@@ -159,16 +164,17 @@ def tile_table(offsets_S: torch.Tensor, num_pairs: int, tile_rows: int) -> tuple
     Example: offsets [3, 3, 8], tiles of 4  ->  tiles [3], [0, 0, 3], [2, 3, 8], [2, 7, 8] and ranked [2, 3, 8],
     [0, 0, 3], [1, 3, 3]
     """
-    return part_table(offsets_S, num_pairs, tile_rows, 1)[:2]
+    return part_table(offsets_S[slots], num_pairs, tile_rows, 1, bool(slots.start))[:2]
 
 
 def part_table(
-    offsets_G: torch.Tensor, num_pairs: int, tile_rows: int, parts: int
+    offsets_G: torch.Tensor, num_pairs: int, tile_rows: int, parts: int, before: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for rows that come in parts: no tile has rows of two, and tiles are listed by part.
 
     Args:
         offsets_G: (S * parts,) where the pairs of each part of each slot end.
+        before: a number before these says where the first ones begin; else that is 0.
 
     Returns:
         tiles_M4, ranked_S4: as above.
@@ -187,7 +193,7 @@ def part_table(
     each = max(1, 8192 // padded)
     _tile_table[(cdiv(entries, each),)](
         offsets_G, tiles_M4, starts_N, ranked_S4, slots, entries, BM=tile_rows, PARTS=parts, GROUPS=padded,
-        ENTRIES=each, num_warps=4,
+        ENTRIES=each, BEFORE=before, num_warps=4,
     )  # fmt: skip
     return tiles_M4, ranked_S4, starts_N
 

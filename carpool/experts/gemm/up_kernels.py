@@ -185,6 +185,7 @@ def up(
     tiling: Tiling,
     parts: Parts | None = None,
     share: Share | None = None,
+    a_PF: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a_PF = activation(rows @ up + bias), and the pre-activation into `h`, if that is given.
 
@@ -194,11 +195,13 @@ def up(
         wants_a: if not, an empty tensor is returned.
         parts: the rows are under way, and each part is waited for before it is read.
         share: of an adapter, which the sums begin with; not of rows that are under way.
+        a_PF: the result; None: allocated.
     """
     assert parts is None or share is None
     slots, hidden, width = up_weight.shape[0], *in_out(up_weight, transposed)
     inner = width // 2 if activation.gated else width
-    a_PF = up_weight.new_empty(address_P.shape[0] if wants_a else 0, inner)
+    if a_PF is None:
+        a_PF = up_weight.new_empty(address_P.shape[0] if wants_a else 0, inner)
     columns, bk, flatten = tiling.columns, tiling.depth, tiling.flatten and share is None
     if activation.gated and not activation.interleaved:
         # Blocks of gate and of up together.

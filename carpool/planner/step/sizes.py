@@ -106,7 +106,7 @@ class RankSizes:
         reduced: bytes of an element of a gradient as it is added up over ranks.
         state: bytes of the optimizer's state for each trained parameter.
         head_trains: whether the output layer does.
-        dequantised: bytes of a matrix that products make of a quantised base, and head_made: of the output layer's.
+        dequantised: bytes of matrices that products make of a quantised base at a time; head_made: of the output layer.
         quantised_away: bytes that frozen non-expert parameters take less than as they would be stored.
         adapters: parameters of a rank; adapter_stored, adapter_state: bytes of each, and of its optimizer's state.
         largest_adapter: the most parameters of one tensor of these.

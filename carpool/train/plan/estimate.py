@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from carpool.experts.quantised import Kind, quantised_bytes
+from carpool.experts.quantised import AT_ONCE, Kind, quantised_bytes
 from carpool.hf.activation_sizes import Activations, measure_activations
 from carpool.hf.architecture_changes import row_size
 from carpool.hf.decoder_layers import draws_random_numbers
@@ -192,7 +192,7 @@ class MemoryEstimate:
             number, size = base_bytes(self.model, kind, keep)
             self.quantised_away = number * self.stored - size
             if (last := output_layer(self.model)) in quantisable_layers(self.model, kind, keep).values():
-                self.head_made = last.weight.numel() * self.computed
+                self.head_made = min(last.weight.numel(), AT_ONCE) * self.computed
         self.head: Any = output_layer(model)
         self.tied = bool(getattr(model.config, "tie_word_embeddings", False))
         # Of all tokens of a tensor-parallel group, what this rank has between two blocks, and in the loss.
@@ -304,8 +304,10 @@ class MemoryEstimate:
             # Three layers' at most.
             one = math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers)
             here = config.memory.experts_bytes[0] + 3 * one
-        # A matrix of a quantised base is made again for each product.
-        dequantised = 0 if self.expert_kind is None else self.largest_expert * self.computed
+        # Matrices of a quantised base are made again for each product, on GPUs some experts' at a time.
+        dequantised = 0.0 if self.expert_kind is None else self.largest_expert / degrees.expert_ranks
+        if self.cuda:
+            dequantised = min(dequantised, AT_ONCE)
         adapter = config.adapter
         own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk_size
         eval_tokens = training.eval_batch_size * self.length // degrees.cp
@@ -326,7 +328,7 @@ class MemoryEstimate:
             whole_logits=self.whole_logits, divided=self.divided,
             state=state_bytes(config), reduced=4 if self.bf16 else self.stored,
             head_trains=self.head is not None and self.head.weight.requires_grad,
-            dequantised=dequantised / degrees.expert_ranks, head_made=self.head_made,
+            dequantised=dequantised * self.computed, head_made=self.head_made,
             quantised_away=self.quantised_away, adapters=self.adapters + self.expert_adapters,
             adapter_stored=STORED[adapter.dtype], adapter_state=sum(training.state_bytes(adapter.dtype).values()),
             largest_adapter=self.largest_adapter, here=here,
