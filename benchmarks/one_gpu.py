@@ -6,8 +6,8 @@
 
 A row is one command of `carpool bench model`, in a process of its own: random weights in the published sizes, balanced
 routing, one sequence of 4,096 tokens a step, clipping on. Speed is of steps, memory is what PyTorch's allocator had
-reserved, graphs' pools included. A model that does not fit says what it would need, and is measured again with the
-layers that do: tokens/s are then of these layers.
+reserved, graphs' pools included. A model that clearly does not fit by the planner's prediction, or that fails where it
+hardly does, is measured with the layers that fit, and says what all would need: tokens/s are then of these layers.
 
     OUT/one_gpu.json    what each command wrote, with hardware, versions and commit
     OUT/one_gpu.md      the table
@@ -18,13 +18,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pending import Measurement, measure, shell, where
+from carpool.bench.bench_settings import ModelSettings
 from carpool.train.config.published import read_keys
+from carpool.train.launch.machine import imagine_machine
+from carpool.train.plan.memory_fit import CLEARLY
+from carpool.train.plan.start_checks import foresee
 
 MODELS = {
     "Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b", "GLM-4.5-Air": "glm-4.5-air",
@@ -44,11 +48,6 @@ METHODS = {
 }
 # Of the memory, what layers may fill where not all of them fit.
 FILL = 0.8
-# What refusals say, of parameters alone and of the whole step.
-NEEDS = (
-    re.compile(r"a rank would hold (?P<needs>[\d,.]+) GiB.* and has (?P<has>[\d,.]+) GiB", re.DOTALL),
-    re.compile(r"does not fit in the (?P<has>[\d,.]+) GiB of a rank: (?P<needs>[\d,.]+) GiB"),
-)
 
 
 def rows() -> list[Measurement]:
@@ -59,14 +58,22 @@ def rows() -> list[Measurement]:
     ]
 
 
-def layers_that_fit(one: Measurement, lines: str) -> tuple[Measurement, float] | None:
-    """The same row with fewer layers, and the GiB that all would need; None: it failed for another reason."""
-    if (found := next(filter(None, (needs.search(lines) for needs in NEEDS)), None)) is None:
-        return None
-    needs, has = (float(found[group].replace(",", "")) for group in ("needs", "has"))
+def memory_of(one: Measurement, gpu: str | None = None) -> tuple[float, float]:
+    """Bytes that a row is predicted to need, and those that there are. gpu: of another machine, such as "h200"."""
+    words, contender = one.words(1, "OUT"), "carpool-compiled"
+    given = tuple(value for option, value in pairwise(words) if option == "--set")
+    settings = ModelSettings(
+        model=words[words.index("--model") + 1], sequence=4096, batch=1, contenders=(contender,), overrides=given
+    )
+    config = settings.resolve(cuda=True, num_ranks=1).config_of(contender)
+    plan = foresee(config, [], imagine_machine(config, gpu), None)
+    return plan.needs["total"], plan.memory
+
+
+def with_fewer_layers(one: Measurement, needs: float, has: float) -> Measurement:
+    """The same row with the layers that fit."""
     layers = read_keys(MODELS[one.name.rpartition(", ")[0]])["num_hidden_layers"]
-    fit = max(1, int(FILL * layers * has / needs))
-    return dataclasses.replace(one, command=f"{one.command} --layers {fit}"), needs
+    return dataclasses.replace(one, command=f"{one.command} --layers {max(1, int(FILL * layers * has / needs))}")
 
 
 def cells(found: dict[str, Any]) -> list[str]:
@@ -119,10 +126,11 @@ def main() -> None:
     for one in chosen:
         if (left := end - time.monotonic()) <= 0:
             break
-        found = measure(one, 1, left)
-        again = layers_that_fit(one, "\n".join(found.get("error", [])))
-        if again is not None and (left := end - time.monotonic()) > 0:
-            found = {**measure(again[0], 1, left), "needs": again[1]}
+        needs, has = memory_of(one)
+        found = measure(one, 1, left) if needs <= CLEARLY * has else None
+        if found is None or (found["status"] == "failed" and needs > FILL * has):
+            fewer = with_fewer_layers(one, needs, has)
+            found = {**measure(fewer, 1, max(1.0, end - time.monotonic())), "needs": needs / 2**30}
         results.append({"name": one.name, **found})
         report = {"environment": where(), "results": results}
         (args.out / "one_gpu.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -106,7 +106,7 @@ class FastSteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._graphs is not None:
-            self._graphs.waiting = False
+            self._graphs.begin_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for undo in self._undo:
@@ -179,10 +179,12 @@ def _forward_in_pieces(base: Any) -> Callable[..., Any]:
     @wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels")
-        if args or labels is None or not (base.training and torch.is_grad_enabled()):
+        if args or labels is None or "ignore_index" in kwargs or not (base.training and torch.is_grad_enabled()):
             return own(*args, **kwargs)
-        given = {name: value for name, value in kwargs.items() if name not in ("labels", "num_items_in_batch")}
-        target_BL = next_tokens(labels)
+        of_loss = ("labels", "shift_labels", "num_items_in_batch")
+        given = {name: value for name, value in kwargs.items() if name not in of_loss}
+        target_BL = kwargs.get("shift_labels")
+        target_BL = next_tokens(labels) if target_BL is None else target_BL.reshape(labels.shape)
         total, out = head(given.pop("input_ids", None), target_BL, **given)
         number = kwargs.get("num_items_in_batch")
         loss = total / ((target_BL != IGNORED).sum() if number is None else number)
@@ -225,6 +227,12 @@ class BodyGraphs(StepGraphs):
         self._template: list[Any] = []
         self._made: list[torch.Tensor] = []
         self._dmade: list[torch.Tensor] = []
+
+    def begin_step(self) -> None:
+        """Before the first micro-batch of a step, whose graph makes gradients and adds to none."""
+        self.waiting = False
+        if not self._failed and any(one.grad is not None for one in self._trained):
+            self._refuse("gradients are there when a step begins: set them to None (zero_grad(set_to_none=True))")
 
     def forward(self, own: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """The body's forward, by a graph where there is one. `own`: the same eagerly."""

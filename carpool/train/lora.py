@@ -250,8 +250,9 @@ def resolve_saved(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     compares letters: to it, "norm" is the end of "q_norm", too. Where that would be more, these are whole names.
 
     Raises:
-        ValueError: a name that no module has, or of modules without parameters, or with routed experts."""
+        ValueError: a name that no module has, or of modules without parameters, with routed experts or tied weights."""
     everything, experts = dict(model.named_modules()), experts_modules(model)
+    tied = {name: pair for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
     saved: list[str] = []
     for name in names:
         found = [one for one in everything if one == name or one.endswith(f".{name}")]
@@ -271,6 +272,11 @@ def resolve_saved(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
             )
         if not any(True for one in found for _ in everything[one].parameters()):
             raise ValueError(f"adapter.modules_to_save: {name!r} has no parameters that could be trained; leave it out")
+        if pairs := [tied[key] for key in tied for own in found if key.startswith(f"{own}.")]:
+            raise ValueError(
+                f"adapter.modules_to_save: {name!r} has one of {' and '.join(pairs[0])}, which are one tensor of this "
+                "model: what is trained in a copy of it could not be merged; adapt other layers (adapter.targets)"
+            )
         more = any(one.endswith(name) and one not in found for one in everything)
         saved += found if more else [name]
     return saved

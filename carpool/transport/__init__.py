@@ -71,9 +71,19 @@ __all__ = [
 ]
 
 
+# Names that the contract had before, of methods and properties that plug-ins define.
+_RENAMED = {
+    "rows_sent": "tokens_sent", "copies_per_token": "ranks_per_token", "mean_rows": "mean_traffic",
+    "choices_per_row": "choices_per_send", "why_no_rows": "why_not_hidden", "rooms": "capacities",
+    "one_row_per_rank": "one_send_per_rank", "one_row_per_node": "one_send_per_node", "knows_rows": "knows_counts",
+}  # fmt: skip
+
+
 def _check(name: str, cls: type[Transport]) -> None:
     if not (isinstance(cls, type) and issubclass(cls, Transport)):
         raise ValueError(f"transport {name!r} must be a subclass of carpool.transport.Transport, not {cls!r}")
+    if old := ", ".join(f"{one} is now {new}" for one, new in _RENAMED.items() if hasattr(cls, one)):
+        raise ValueError(f"transport {name!r} ({cls.__name__}) has names of an earlier version: {old}")
     if missing := ", ".join(sorted(cls.__abstractmethods__)):
         raise ValueError(f"transport {name!r} ({cls.__name__}) does not implement {missing}")
     if cls.name != name:

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import one_gpu, pending
 from benchmarks.pending import PENDING, Measurement, markdown, rows, why_not
-from tests.bench.started import check_command
+from carpool.train.plan.memory_fit import CLEARLY
+from tests.bench.started import GPU, check_command
 from tests.environment import ROOT
 
 
@@ -42,20 +43,31 @@ def test_a_command_is_taken(one: Measurement, ranks: int, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("one", one_gpu.rows()[::4], ids=lambda it: it.name)
 def test_a_row_of_the_table_of_one_gpu_is_taken(one: Measurement, tmp_path: Path) -> None:
-    try:
-        check_command(one.words(1, str(tmp_path)), 1)
-    except ValueError as error:
-        fewer = one_gpu.layers_that_fit(one, str(error))
-        assert fewer is not None, str(error)
-        check_command(fewer[0].words(1, str(tmp_path)), 1)
+    needs, has = one_gpu.memory_of(one, GPU)
+    if needs > CLEARLY * has:
+        with pytest.raises(ValueError, match="does not fit in the"):
+            check_command(one.words(1, str(tmp_path)), 1)
+        one = one_gpu.with_fewer_layers(one, needs, has)
+    check_command(one.words(1, str(tmp_path)), 1)
 
 
-def test_a_model_that_does_not_fit_is_measured_with_fewer_layers() -> None:
-    one = one_gpu.rows()[6]
-    said = "error: carpool-compiled does not fit: a rank would hold 212.4 GiB (parameters ...), and has 79.2 GiB; lower"
-    fewer = one_gpu.layers_that_fit(one, said)
-    assert fewer is not None and fewer[1] == 212.4 and fewer[0].command == f"{one.command} --layers 13"
-    assert one_gpu.layers_that_fit(one, "CUDA out of memory") is None
+def test_a_model_that_does_not_fit_is_measured_with_fewer_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, commands, has = one_gpu.rows()[6], list[str](), [0.0]
+    monkeypatch.setattr(one_gpu, "memory_of", lambda _: (212.4 * 2**30, has[0] * 2**30))
+
+    def measure(one: Measurement, *_: object) -> dict[str, str]:
+        commands.append(one.command)
+        return {"status": "failed", "command": str(one.command)}
+
+    monkeypatch.setattr(one_gpu, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["one_gpu", "--only", one.name, "--out", str(tmp_path)])
+    # Clearly too little; too little, but it may go; enough, so that it failed for another reason.
+    for has[0], layers in ((79.2, [13]), (200, [None, 34]), (300, [None])):
+        commands.clear()
+        one_gpu.main()
+        assert commands == [one.command if fit is None else f"{one.command} --layers {fit}" for fit in layers]
     row = {"tokens_per_second": 5000.0, "reserved_bytes": 2**30, "predicted_bytes": 2**31, "mfu": 0.25}
     case = {"layers": 13, "rows": [{**row, "unavailable": None}]}
     found = {"name": one.name, "status": "measured", "needs": 212.4, "written": {"model.json": {"cases": [case]}}}

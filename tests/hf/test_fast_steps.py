@@ -117,6 +117,19 @@ def test_a_loss_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accum
     assert len(seen) == 3 * accumulation
 
 
+def test_a_loss_of_labels_that_are_shifted_already(tmp_path: Path) -> None:
+    model = model_of(False).train()
+    ids = torch.arange(12)[None]
+    shifted, labels = (ids * 5) % 64, torch.full_like(ids, 7)
+    shifted[0, 3] = -100
+    in_pieces = fast_steps._forward_in_pieces(model)
+    for given in ({"shift_labels": shifted}, {"shift_labels": shifted.flatten(), "num_items_in_batch": 5}, {}):
+        want, got = (run(input_ids=ids, labels=labels, **given) for run in (model.forward, in_pieces))
+        assert got.logits is None and got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
+    # Another word for "no label" is the model's own loss's to know.
+    assert in_pieces(input_ids=ids, labels=labels, ignore_index=7).logits is not None
+
+
 def test_a_loss_that_others_see_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_steps, "HeadLoss", None)
     trained(tmp_path, model_of(False), None, Rows(12, 12), pieces=True, max_steps=1, label_smoothing_factor=0.1)
@@ -139,6 +152,19 @@ def test_batches_of_other_shapes_are_eager(
     got, _ = trained(tmp_path, model_of(), fast, mixed, max_steps=10)
     assert got == want and not replayed
     assert "batches differ in shape" in capsys.readouterr().out and "pad" in (fast.why_not or "")
+
+
+def test_gradients_that_are_zeros_when_a_step_begins_are_eager(
+    tmp_path: Path, replayed: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, data = [], Rows(*[12] * 6)
+    for fast in (None, FastSteps()):
+        model = model_of()
+        model.zero_grad = partial(type(model).zero_grad, model, set_to_none=False)
+        found.append(trained(tmp_path, model, fast, data)[0])
+    assert found[0] == found[1] and not replayed
+    said = capsys.readouterr().out
+    assert said.count("FastSteps") == 1 and "set them to None (zero_grad(set_to_none=True))" in said
 
 
 def test_what_is_computed_before_a_backward_is_eager(replayed: list[Any]) -> None:

@@ -144,6 +144,12 @@ def test_a_class_that_lacks_something_is_refused_when_it_is_registered() -> None
     class Nothing:
         name = "nothing"
 
+    class Old(transport.Transport):
+        name = "old"
+        rows_sent = copies_per_token = None
+
+    with pytest.raises(ValueError, match="earlier version: rows_sent is now tokens_sent, copies_per_token is now ran"):
+        transport.register(Old)
     with pytest.raises(ValueError, match=r"transport 'half' \(Half\) does not implement combine, .*tokens_sent"):
         transport.register(Half)
     with pytest.raises(ValueError, match="transport 'nothing' must be a subclass"):

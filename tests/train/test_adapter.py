@@ -28,6 +28,7 @@ from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.checkpoints.trained_base import recorded_base
 from carpool.train.config import load_config
+from carpool.train.config.fine_tuning import of_adapter
 from carpool.train.config.schema_adapter import adapts_experts
 from carpool.train.lora import add_adapter, attach_adapter, check_adapter, resolve_saved, resolve_targets
 from carpool.train.plan.start_checks import check_run
@@ -264,7 +265,7 @@ def test_an_adapter_beside_random_weights_says_so(tmp_path: Path) -> None:
 
 
 def test_an_adapter_goes_on_beside_the_base_that_it_was_trained_beside(base: Path, tmp_path: Path) -> None:
-    """Unless somebody says otherwise; a run without a quantised base, or plain peft's folder, says nothing of it."""
+    """Another one is refused beside a run's folder; plain peft's folder says nothing of it."""
     (tmp_path / "adapter").mkdir()
     keys = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(keys))
@@ -272,8 +273,15 @@ def test_an_adapter_goes_on_beside_the_base_that_it_was_trained_beside(base: Pat
     assert load_config(None, given).adapter.base_dtype is None
     for written, kind in (("none", None), ("int8", "int8")):
         (tmp_path / "config.toml").write_text(f'[adapter]\nbase_dtype = "{written}"\n')
-        assert load_config(None, given).adapter.base_dtype == kind
-    assert load_config(None, [*given, "adapter.base_dtype=none"]).adapter.base_dtype is None
+        for more in ([], [f"adapter.base_dtype={written}"]):
+            config = load_config(None, [*given, *more])
+            assert config.adapter.base_dtype == kind
+            assert of_adapter(str(tmp_path), config.adapter.model_dump())["adapter", "base_dtype"][0] == kind
+        for other in {"none", "int8", "nf4"} - {written}:
+            with pytest.raises(ValueError, match=rf"base_dtype = .* has {kind!r}: leave it out, or name .*adapter to"):
+                load_config(None, [*given, f"adapter.base_dtype={other}"])
+    alone = [*given[:2], f"adapter.path={tmp_path}/adapter", "adapter.base_dtype=none"]
+    assert load_config(None, alone).adapter.base_dtype is None
 
 
 def test_targets_that_the_model_does_not_have() -> None:
@@ -388,6 +396,11 @@ def test_modules_to_save_must_be_there(base: Path, text: list[str]) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             resolve_saved(model, [name])
+    tied = tiny_model(discover()["olmoe"], tie_word_embeddings=True)
+    assert resolve_saved(tied, ["norm"]) == ["model.norm"]
+    for name in ("lm_head", "embed_tokens"):
+        with pytest.raises(ValueError, match=rf"'{name}' has one of .*lm_head.weight.* could not be merged"):
+            resolve_saved(tied, [name])
     section = load_config(None, ["adapter.kind=lora", "adapter.modules_to_save=norm", "model.path=x", "data.train=x"])
     install(model)
     add_adapter(model, section.adapter, seed=0, replicate=False)
