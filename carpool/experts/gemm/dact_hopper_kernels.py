@@ -44,8 +44,7 @@ from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.gemm.adapter_kernels import Share
-from carpool.experts.gemm.dact_kernels import results
-from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, in_out
+from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, dact_results, in_out
 from carpool.experts.gemm.table_kernels import aligned
 from carpool.kernels.device import processors
 from carpool.kernels.hopper_copies import load_rows, load_tile, reinterpret
@@ -368,7 +367,7 @@ def down_backward(
     """As `dact_kernels.down_backward`, where `takes` says so, of rows that are there."""
     inner, hidden = in_out(down_weight, transposed)
     pairs = address_P.shape[0]
-    dh_PF1, scaled_PF, share_NP = out = out or results(down_weight, pairs, h.width, inner, wants_scaled, COLUMNS)
+    dh_PF1, scaled_PF, share_NP = out = out or dact_results(down_weight, pairs, h.width, inner, wants_scaled, COLUMNS)
     weight = thin = _describe(down_weight, transposed)
     rank = 0
     if share is not None:

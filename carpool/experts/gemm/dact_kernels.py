@@ -35,6 +35,7 @@ from carpool.experts.gemm.gemm_tiles import (
     _of_part,
     _place,
     _share,
+    dact_results,
     describe,
     grid,
     has_maps,
@@ -42,7 +43,7 @@ from carpool.experts.gemm.gemm_tiles import (
     waits,
     waits_for,
 )
-from carpool.kernels.quick import cdiv, quick
+from carpool.kernels.quick import quick
 from carpool.kernels.signals import wait_part
 
 
@@ -212,7 +213,7 @@ def down_backward(
     inner, hidden = in_out(down_weight, transposed)
     adapter, of_adapter = share_arguments(share, down_weight)
     pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
-    dh_PF1, scaled_PF, share_NP = out = out or results(down_weight, pairs, h.width, inner, wants_scaled, bn)
+    dh_PF1, scaled_PF, share_NP = out = out or dact_results(down_weight, pairs, h.width, inner, wants_scaled, bn)
     _dact[grid(dh_PF1, tiling)](
         address_P, describe(down_weight, down_weight.shape, (1, bn, bk) if transposed else (1, bk, bn)), weight_RJ,
         order_P, h.data, tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, share_NP, tiles_M4, pairs,
@@ -222,11 +223,3 @@ def down_backward(
         **waits_for(parts), MAPS=has_maps(dh_PF1.device), num_warps=tiling.warps, num_stages=stages(tiling, share),
     )  # fmt: skip
     return out
-
-
-def results(
-    weight: torch.Tensor, pairs: int, width: int, inner: int, wants_scaled: bool, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory for what `down_backward` returns. `columns`: of a tile."""
-    share_NP = torch.empty(cdiv(inner, columns), pairs, dtype=torch.float32, device=weight.device)
-    return weight.new_empty(pairs, width), weight.new_empty(pairs if wants_scaled else 0, inner), share_NP
