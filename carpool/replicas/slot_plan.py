@@ -42,7 +42,7 @@ from carpool.kernels.device import on_gpu
 # The cost of one choice's computation, forward and backward. Other costs are in these units.
 WORK = 16
 # Fewer than 2^31 choices, times these, and the index that a kernel keeps beside them, are below 2^63.
-LARGEST = {"trip": 2**20, "fetch": 2**30, "limit": 2**20}
+LARGEST = {"trip": 2**20, "fetch": 2**30, "limit": 2**30}
 
 
 @dataclass(frozen=True)

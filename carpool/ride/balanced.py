@@ -18,7 +18,7 @@ compiled, in chunks, recomputed) has it. Pieces of a ride share one plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ class SpareSlots:
         """What plans weigh."""
         if self._costs is None:
             limit = 0 if self._limit is None else round(1000 * self._limit)
-            self._costs = self._price(weights)._replace(limit=limit)
+            self._costs = replace(self._price(weights), limit=limit)
         return self._costs
 
     def assign(self, slot_TK: torch.Tensor, costs: Costs) -> tuple[torch.Tensor, SlotPlan]:

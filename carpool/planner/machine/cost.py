@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from carpool.planner.machine.hardware import DEFAULT, NVLINK, Hardware
-from carpool.replicas.slot_plan import WORK, Costs
+from carpool.replicas.slot_plan import LARGEST, WORK, Costs
 
 if TYPE_CHECKING:
     from carpool.layout import ExpertLayout
@@ -187,4 +187,5 @@ def slot_costs(
     """
     slowest = min((hardware.rate(link).bytes_per_second for link in topology.pairs), default=math.inf)
     unit = choice_flops / hardware.flops / WORK
-    return Costs(round(row_bytes / slowest / unit), round(expert_bytes / slowest / unit))
+    trip, fetch = row_bytes / slowest / unit, expert_bytes / slowest / unit
+    return Costs(round(min(trip, LARGEST["trip"])), round(min(fetch, LARGEST["fetch"])))
