@@ -27,9 +27,12 @@ from carpool.hf.seam.expert_rides import ExpertRides, rides
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import Traffic
 from carpool.metrics.host import ToHost, to_device
+from carpool.ride.balanced import Load
 from carpool.transport.nodes import known_topology
 
 SPANS = ("dispatch", "experts", "combine")
+# And, where slots are filled, what waits for them; a part of the others.
+FILL = "fill"
 # See `RideMetrics._counts`.
 Counts = tuple[torch.Tensor, list[dict[str, list[float]]]]
 
@@ -39,7 +42,8 @@ class RideRecord:
     """The rides of one or more steps, over all layers and ranks: fields of a "train" line, choices of each expert and
     ranks per token of each layer; over layers, tokens dispatched from rank i to rank j and choices computed on each
     rank of an expert-parallel group; milliseconds of "experts" and "rides" per step on each rank of the job; and of the
-    numbers that `RideMetrics.start` was given beside, the largest over ranks."""
+    numbers that `RideMetrics.start` was given beside, the largest over ranks. With spare slots, the load of
+    each layer's rides."""
 
     record: dict[str, Any]
     load_LE: list[list[int]]
@@ -48,6 +52,7 @@ class RideRecord:
     rank_load_W: list[int]
     rank_ms: dict[str, list[float]]
     most: list[float]
+    spare_L: list[Load]
 
 
 class RideMetrics:
@@ -94,11 +99,11 @@ class RideMetrics:
         parts = [*self._aside, self._counts(device)]
         total = torch.stack([counts for counts, _ in parts]).sum(0) if self._aside else parts[0][0]
         maxima = []
-        for span in SPANS:
+        for span in (*SPANS, FILL):
             calls = [ms for _, times in parts for layer in times for ms in layer.get(span, [])]
             maxima += [percentile(calls, 0.5), percentile(calls, 0.99), sum(calls) / steps]
         # Each rank's own times ride along: the maximum over ranks of zeros and one number is that number.
-        dispatch, experts_ms, combine = maxima[2::3]
+        dispatch, experts_ms, combine, _ = maxima[2::3]
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         own_ms = [0.0] * (2 * world)
         own_ms[rank], own_ms[world + rank] = experts_ms, dispatch + combine
@@ -116,23 +121,27 @@ class RideMetrics:
         traffic = Traffic.totals([own.stats.traffic for own in layers], device, self._far or ())
         rows_LWW = torch.zeros(len(layers), ranks, ranks, dtype=torch.float64, device=device)
         rows_LWW[:, rank] = traffic[:, :ranks]
-        tokens, filled = [], []
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        tokens, filled, sent, spare = [], [], [], []
         for own in layers:
             tokens.append((own.stats.tokens, own.stats.tokens_dispatched))
             filled.append((own.filler.bytes_filled + own.filler.bytes_summed,))
+            sent.append(none if own.spare is None else none + own.spare.bytes_sent)
+            spare.append(none.expand(7) if own.spare is None or own.spare.counts is None else own.spare.counts)
         loads = [own.stats.load_E.to(device) for own in layers]
         if any(own.num_experts != experts for own in layers):
             loads = [F.pad(load_E, (0, experts - len(load_E))) for load_E in loads]
-        served_W, none = rows_LWW.new_zeros(ranks), torch.zeros((), dtype=torch.int64, device=device)
+        served_W = rows_LWW.new_zeros(ranks)
         columns = [
             torch.stack(loads).double(),
             torch.stack([_served_by_replicas(own, served_W) for own in layers]),
             rows_LWW.flatten(1),
             to_device(tokens, device),
             traffic[:, ranks:],
-            to_device(filled, device),
+            to_device(filled, device) + torch.stack(sent).double().unsqueeze(1),
             torch.stack([own.stats.entropy.to(device) for own in layers]).unsqueeze(1),
             torch.stack([none if own.dropped is None else own.dropped for own in layers]).double().unsqueeze(1),
+            torch.stack(spare)[:, :6].double(),
         ]
         own_LN = torch.cat(columns, 1)
         if self.number > len(layers):
@@ -147,6 +156,11 @@ class RideMetrics:
             return None
         own = topology.node_of[self.layers[0].rank]
         return [rank for rank, node in enumerate(topology.node_of) if node != own]
+
+    @property
+    def balanced(self) -> bool:
+        """Whether rides have spare slots."""
+        return self.layers[0].spare_options is not None and self.layers[0].num_ranks > 1
 
     def _rows(self, device: torch.device) -> torch.Tensor:
         return torch.tensor(self.rows, device=device)
@@ -166,8 +180,12 @@ class RideMetrics:
     ) -> RideRecord:
         """From what `start` has reduced."""
         experts, ranks, world = max(own.num_experts for own in self.layers), self.layers[0].num_ranks, len(own_ms) // 2
-        load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 9], dim=1)
-        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, far_L, slots_L, entropy_L, dropped_L = numbers.unbind(1)
+        load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 15], dim=1)
+        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, far_L, slots_L, entropy_L, dropped_L = numbers[
+            :, :9
+        ].unbind(1)
+        # All ranks of a group have counted the same rides.
+        spare_L = [Load.of(counts, ranks) for counts in (numbers[:, 9:] / ranks).tolist()] if self.balanced else []
         if self.layers[0].padded:
             # Padding is among the tokens, but chooses nothing. It is among the rows of a single rank, too.
             share_L = (load_LE.sum(1) + dropped_L) / (tokens_L * max(1, self.layers[0].stats.top_k)).clamp(min=1)
@@ -186,12 +204,13 @@ class RideMetrics:
             "bytes_replicas": int(slots_L.sum()),
             "load_max_over_mean": max((float(load.max() / load.mean()) if load.sum() else 0.0) for load in loads),
             "rank_load_max_over_mean": float((served_LW.amax(1) / served_LW.mean(1).clamp(min=1e-9)).mean()),
+            **_loads_of(spare_L),
             "dead_experts": sum(int((load == 0).sum()) for load in loads),
             "router_entropy": float((entropy_L / tokens_L.clamp(min=1)).mean()),
             "dropped_tokens": int(dropped_L.sum()),
             "ms": {
                 span: dict(zip(("p50", "p99", "total"), slowest[3 * i : 3 * i + 3], strict=True))
-                for i, span in enumerate(SPANS)
+                for i, span in enumerate((*SPANS, FILL) if self.balanced or slots_L.any() else SPANS)
             },
         }
         return RideRecord(
@@ -202,6 +221,7 @@ class RideMetrics:
             rank_load_W=served_LW.sum(0).long().tolist(),
             rank_ms={"experts": own_ms[:world], "rides": own_ms[world:]},
             most=most,
+            spare_L=spare_L,
         )
 
 
@@ -219,20 +239,35 @@ class LaterRecord:
 
     def read(self) -> RideRecord:
         """The record. Waits until its numbers are there."""
-        spans, slowest = 3 * len(SPANS), self._slowest.read().tolist()
+        spans, slowest = 3 * (len(SPANS) + 1), self._slowest.read().tolist()
         own_ms, most = slowest[spans : spans + self._times], slowest[spans + self._times :]
         return self._metrics.record(self._total.read(), slowest[:spans], own_ms, most, self._layouts)
 
 
 def _served_by_replicas(own: ExpertRides, none_W: torch.Tensor) -> torch.Tensor:
-    """(W,) float64: choices of this rank's tokens that each rank computes, where the experts' load does not tell."""
+    """(W,) float64: choices of this rank's tokens that each rank computes, where the experts' load does not tell. With
+    spare slots, of all tokens those that this rank computes."""
+    if own.spare is not None and own.spare.counts is not None:
+        return F.pad(own.spare.counts[6:].to(none_W), (own.rank, own.num_ranks - own.rank - 1))
     counted = own.filler.load_P
     return none_W if counted is None else counted[:-1].view(own.num_ranks, -1).sum(1).to(none_W)
 
 
+def _loads_of(spare_L: Sequence[Load]) -> dict[str, float | int]:
+    """With spare slots, what a step's record says of the load of ranks."""
+    if not spare_L:
+        return {}
+    return {
+        "rank_load_before": statistics.fmean(load.before for load in spare_L),
+        "rank_load_after": statistics.fmean(load.after for load in spare_L),
+        "replicas_per_ride": statistics.fmean(load.replicas for load in spare_L),
+        "rides_beyond_limit": sum(load.beyond for load in spare_L),
+    }
+
+
 def _served(layout: ExpertLayout, load_E: torch.Tensor, replicas_W: torch.Tensor) -> torch.Tensor:
     """(W,) choices (or slices of choices) that each rank computes, over all ranks' tokens."""
-    if layout.num_replicas:
+    if layout.num_replicas or replicas_W.any():
         return replicas_W
     return torch.stack([load_E[[e // layout.slices for e in rank if e != -1]].sum() for rank in layout.slots])
 

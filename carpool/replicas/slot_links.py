@@ -5,7 +5,8 @@
     coming = links.fetch(homes, handle)            beside the dispatch; wait() gives the parameters of all slots
     dhomes = links.send_home(dslots, handle)       beside the last combine
 
-A transport that has a way of its own brings it (`carpool.transport.Transport.slot_links`).
+A transport that has a way of its own brings it (`carpool.transport.Transport.slot_links`). Links that do not send each
+replica once say how many experts a rank sends in a fetch, and home: `links.sent(handle)`, after the fetch.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class CollectiveLinks:
 
     def gather_loads(self, load_E: torch.Tensor) -> torch.Tensor:
         load_WE = load_E.new_empty(self.layout.num_ranks, len(load_E))
-        dist.all_gather_into_tensor(load_WE.view(-1), load_E.contiguous(), group=self.group)
+        # Newer torch calls it all_gather_single and warns whoever uses the name that torch 2.11 knows.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(load_WE.view(-1), load_E.contiguous(), group=self.group)
         return load_WE
 
     def take(self, plan: SlotPlan) -> ToHost:
@@ -85,6 +88,11 @@ class CollectiveLinks:
             coming = [hop.send_gradients(one) for one in rows]
             rows = [hop.homes(one, transfer.wait()) for one, transfer in zip(rows, coming, strict=True)]
         return rows
+
+    def sent(self, handle: ToHost) -> tuple[int, int]:
+        """Experts that this rank sends to others in `fetch`, and in `send_home`, hop by hop."""
+        hops = self.filler(handle).hops
+        return sum(sum(hop.send) for hop in hops), sum(sum(hop.receive) for hop in hops)
 
     def filler(self, handle: ToHost) -> SlotFiller:
         """What fills the slots of a plan."""

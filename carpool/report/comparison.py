@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from carpool.report.charts import Chart, Line, draw_lines
-from carpool.report.figures import held_out, series, smoothed, thinned, values_of
+from carpool.report.figures import EVEN, held_out, series, smoothed, thinned, values_of
 from carpool.report.headline import summarise
 from carpool.report.health import headline
 from carpool.report.page import checks_of
@@ -262,7 +262,7 @@ def _cards(a: Side, b: Side) -> list[tuple[str, str, str, str | None, str]]:
     for name, title, unit, key, text, low in (
         ("speed", "Time of each step", "milliseconds", "step_ms", ms_text, 0.0),
         ("copies", "Ranks per token", "ranks per token", "copies_per_token", plain_text, 0.0),
-        ("rank-load", "Load of ranks", "× the mean of all ranks (1: even)", "rank_load_max_over_mean", plain_text, 1.0),
+        ("rank-load", "Load of ranks", EVEN, "rank_load_max_over_mean", plain_text, 1.0),
     ):
         lines = [
             Line(side.name, role, *series(side.run.train, lambda t, key=key: getattr(t, key)))  # type: ignore[misc]

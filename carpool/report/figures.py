@@ -166,12 +166,16 @@ def utilisation(run: Run) -> str | None:
 
 
 def parts(run: Run) -> str | None:
-    """Milliseconds per call of dispatch, experts and combine: the median as a line, up to p99 as a band."""
+    """Milliseconds per call of dispatch, experts and combine: the median as a line, up to p99 as a band. With replicas,
+    what the layer waited for them, which is a part of the others."""
     lines = []
     for part in PARTS[:-1]:
         steps, p50 = series(run.train, lambda t, part=part: t.part_ms(part, "p50"))  # type: ignore[misc]
         _, p99 = series(run.train, lambda t, part=part: t.part_ms(part, "p99"))  # type: ignore[misc]
         lines.append(Line(part, part, steps, p50, upper=np.where(np.isfinite(p99), p99, p50)))
+    steps, fill = series(run.train, lambda t: t.part_ms("fill", "p50"))
+    if np.isfinite(fill).any():
+        lines.append(Line("waits for replicas", "rest", steps, fill))
     # A few slow calls, such as the first ones, would press all others down to the axis.
     typical = max(median(t.part_ms(part, "p99") for t in run.train) or 0.0 for part in PARTS[:-1])
     highest = max(t.part_ms(part, "p99") or 0.0 for part in PARTS[:-1] for t in run.train)
@@ -204,9 +208,39 @@ def rank_load(run: Run) -> str | None:
     """The fullest rank's choices over the mean of all ranks, marked the same way; 1 is even."""
     if run.info.parallelism.get("world_size") == 1:
         return None
-    return _placed(
-        run, lambda t: t.rank_load_max_over_mean, "load", "experts", "× the mean of all ranks (1: even)", 1.0
+    if any(t.rank_load_after is not None for t in run.train):
+        lines = [
+            Line("without spare slots", "muted", *series(run.train, lambda t: t.rank_load_before)),
+            Line("with spare slots", "experts", *series(run.train, lambda t: t.rank_load_after)),
+        ]
+        return draw_lines(Chart("Load of ranks", EVEN, plain_text, zero=False, low=1.0, marks=_marks(run)), lines)
+    return _placed(run, lambda t: t.rank_load_max_over_mean, "load", "experts", EVEN, 1.0)
+
+
+def rank_load_by_layer(run: Run) -> str | None:
+    """The load of the fullest rank in each layer without and with spare slots, means over the last tenth of the
+    recorded steps that are kept."""
+    found = [sample.spare for sample in run.layer_samples if sample.spare]
+    if not found:
+        return None
+    found = [spare for spare in found if len(spare) == len(found[-1])][-max(1, len(found) // 10) :]
+    names, layer_L = layer_names(run, len(found[-1])), np.arange(len(found[-1]), dtype=float)
+    lines = [
+        Line(name, role, layer_L, np.array([[getattr(load, what) for load in spare] for spare in found]).mean(0), style)
+        for name, role, what, style in (
+            ("without spare slots", "muted", "before", "thin"), ("with spare slots", "experts", "after", "line"),
+        )
+    ]  # fmt: skip
+    chart = Chart(
+        "Load of ranks by layer",
+        EVEN,
+        plain_text,
+        zero=False,
+        low=1.0,
+        across="layer",
+        across_text=lambda layer: names[min(max(round(layer), 0), len(names) - 1)],
     )
+    return draw_lines(chart, lines)
 
 
 def _placed(
@@ -231,6 +265,9 @@ def _placed(
 
 
 # Grids
+
+EVEN = "× the mean of all ranks (1: even)"
+"""What loads of ranks are told in."""
 
 COLUMNS = 48
 """At most this many columns of time: beyond it, neighbouring steps share a column that shows the worst of them."""

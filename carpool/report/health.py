@@ -227,7 +227,7 @@ def _balance(train: Sequence[Train]) -> Check:
     if load <= UNEVEN:
         return Check(name, "good", told)
     advice = (
-        "The others wait for it: let experts move (placement.every=100), or weigh balance more "
+        "The others wait for it: replicate experts in each ride (moe.spare_slots=2), or weigh balance more "
         "(moe.router_aux_loss_coef)."
     )
     return Check(name, "look", told, advice)

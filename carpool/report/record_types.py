@@ -168,6 +168,8 @@ class Train(Record):
     bytes_network: int | None = None
     load_max_over_mean: float | None = None
     rank_load_max_over_mean: float | None = None
+    rank_load_before: float | None = None
+    rank_load_after: float | None = None
     dead_experts: int | None = None
     router_entropy: float | None = None
     dropped_tokens: int | None = None
@@ -181,9 +183,17 @@ class Train(Record):
         return None if timing is None else getattr(timing, which)
 
 
+class SpareLoad(Record):
+    """The largest load of a rank in a layer's rides, over the mean, without (before) and with (after) spare slots."""
+
+    before: float = 1.0
+    after: float = 1.0
+
+
 class Layers(Record):
     """One step seen layer by layer and rank by rank: load_LE tokens per expert, copies_L, rows_WW from rank i to rank
-    j, rank_load_W choices that each rank computes, and each rank's milliseconds in experts and rides."""
+    j, rank_load_W choices that each rank computes, each rank's milliseconds in experts and rides, and the load of
+    each layer with spare slots."""
 
     step: int
     load: list[list[float]] = Field(default_factory=list)
@@ -191,6 +201,7 @@ class Layers(Record):
     traffic_rows: list[list[float]] = Field(default_factory=list)
     rank_load: list[float] = Field(default_factory=list)
     rank_ms: dict[str, list[float]] = Field(default_factory=dict)
+    spare: list[SpareLoad] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _shapes(self) -> Layers:

@@ -17,7 +17,8 @@ compiled, in chunks, recomputed) has it. Pieces of a ride share one plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -42,12 +43,22 @@ class Load(NamedTuple):
         rides: number of them.
         before, after: that of homes alone, and with replicas; 1.0: balanced. Each ride counts by its choices.
         replicas: experts fetched into spare slots of all ranks, in a ride, on average.
+        beyond: rides whose fullest rank is beyond the limit.
     """
 
     rides: int
     before: float
     after: float
     replicas: float
+    beyond: int = 0
+
+    @classmethod
+    def of(cls, counts: Sequence[float], num_ranks: int) -> Load:
+        """From `SpareSlots.counts`, or the sum of those of several ranks."""
+        rides, choices, before, after, replicas, beyond = counts
+        mean = choices / num_ranks
+        loads = (before / mean, after / mean) if choices else (1.0, 1.0)
+        return cls(int(rides), *loads, replicas / max(1, rides), int(beyond))
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,11 @@ class SpareSlots:
 
     Attributes:
         homes, per_rank: slots of each rank without spare ones, and with them.
+        counts: (7,) int64 since `reset`, the same on all ranks but for the last: rides, choices, those of the fullest
+            rank in each ride without and with spare slots, replicas, rides beyond the limit, and choices that this
+            rank has computed. None before the first ride.
+        bytes_sent: bytes of parameters and gradients sent to other ranks since `reset`: by this rank, or, where the
+            device counts them, by all ranks, on the first one alone.
 
     Raises:
         ValueError: the layout has replicas or slices, whose slots are no homes.
@@ -127,6 +143,7 @@ class SpareSlots:
         self.rank, self.homes = rank, layout.slots_per_rank
         self.per_rank = self.homes + self.number
         self.counts: torch.Tensor | None = None
+        self.bytes_sent: int | torch.Tensor = 0
         self._costs, self._price, self._limit = options.costs, price, options.limit
         self._home_E = torch.tensor([rank for rank, _ in layout.home_of])
         self._expert_P, self._node_W = layout.expert_WS.flatten(), node_W
@@ -166,30 +183,45 @@ class SpareSlots:
         if in_recompute():
             return
         if self.counts is None:
-            self.counts = new_counter((5,), torch.int64, load_WE.device)
-        load_E = load_WE.sum(0)
+            self.counts = new_counter((7,), torch.int64, load_WE.device)
+        load_E, ranks = load_WE.sum(0), self.layout.num_ranks
         before_W = torch.zeros_like(plan.load_W).scatter_add(0, home_E, load_E)
-        replicas = (plan.expert_WS >= 0).sum()
-        self.counts += torch.stack([replicas.new_ones(()), load_E.sum(), before_W.max(), plan.load_W.max(), replicas])
+        replicas, total, fullest = (plan.expert_WS >= 0).sum(), load_E.sum(), plan.load_W.max()
+        limit = (total + ranks - 1) // ranks
+        if self._limit is not None:
+            limit = torch.maximum(total * round(1000 * self._limit) // (1000 * ranks), limit)
+        beyond = (fullest > limit).long() if self._limit is not None else torch.zeros_like(fullest)
+        counted = [torch.ones_like(total), total, before_W.max(), fullest, replicas, beyond, plan.load_W[self.rank]]
+        self.counts += torch.stack(counted)
+
+    def count_bytes(self, experts: int | torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """Count that so many experts were sent, whose tensors are like those of `rows`, which have a row for each."""
+        size = sum(one.element_size() * math.prod(one.shape[1:]) for one in rows)
+        if isinstance(experts, torch.Tensor) and not isinstance(self.bytes_sent, torch.Tensor):
+            self.bytes_sent = new_counter((), torch.int64, experts.device)
+        self.bytes_sent += experts * size
 
     def load(self) -> Load:
         """What was counted since `reset`. Waits for the device."""
-        rides, total, before, after, replicas = [0] * 5 if self.counts is None else self.counts.tolist()
-        mean = max(1, total) / self.layout.num_ranks
-        return Load(rides, before / mean if total else 1.0, after / mean if total else 1.0, replicas / max(1, rides))
+        return Load.of([0] * 6 if self.counts is None else self.counts[:6].tolist(), self.layout.num_ranks)
 
     def reset(self) -> None:
         """Set the counters to zero."""
         if self.counts is not None:
             self.counts.zero_()
+        if isinstance(self.bytes_sent, torch.Tensor):
+            self.bytes_sent.zero_()
+        else:
+            self.bytes_sent = 0
 
 
 class _Ridden(NamedTuple):
     """What the backward needs beside the activations of the order inside: the route of its first piece, the plan's
-    handle, and the fetched parameters if they are saved."""
+    handle and its replicas (see `_Started`), and the fetched parameters if they are saved."""
 
     route: Any
     handle: Any
+    replicas: int | torch.Tensor
     fetched: tuple[torch.Tensor, ...] | None
 
 
@@ -218,10 +250,12 @@ def _travelling(weights: ExpertWeights) -> dict[int, torch.Tensor]:
 
 
 class _Started(NamedTuple):
-    """The state of the order inside, the plan's handle, and the weights of slots, which are on their way."""
+    """The state of the order inside, the plan's handle, its replicas where this rank counts them for all, and the
+    weights of slots, which are on their way."""
 
     inner: Any
     handle: Any
+    replicas: int | torch.Tensor
     slots: _Slots
 
 
@@ -242,7 +276,9 @@ class BalancedOrder:
         slot_TK, plan = self.spare.assign(slot_TK, self.spare.costs(weights))
         handle = self.links.take(plan)
         inner = self.inner.start(x_TH, weight_TK, slot_TK, weights, setup)
-        return _Started(inner, handle, self._fetch(weights, handle))
+        counts = self.spare.rank == 0 and not hasattr(self.links, "sent")
+        replicas = (plan.expert_WS >= 0).sum() if counts else 0
+        return _Started(inner, handle, replicas, self._fetch(weights, handle, replicas))
 
     def forward(
         self, started: _Started, weights: ExpertWeights, setup: RideSetup, backward: bool
@@ -253,7 +289,7 @@ class BalancedOrder:
             if self.spare.saved:
                 slots = _travelling(started.slots())
                 fetched = tuple(rows[self.spare.homes :].clone() for rows in slots.values())
-            ridden = _Ridden(first.route, started.handle, fetched)
+            ridden = _Ridden(first.route, started.handle, started.replicas, fetched)
             activations = first._replace(route=ridden), *activations[1:]
         return y_TH, activations
 
@@ -268,11 +304,12 @@ class BalancedOrder:
         first = activations[0]
         ridden: _Ridden = first.route
         activations = first._replace(route=ridden.route), *activations[1:]
-        slots = self._fetch(weights, ridden.handle, ridden.fetched)
+        slots = self._fetch(weights, ridden.handle, ridden.replicas, ridden.fetched)
         coming, dslots = self.inner.backward(dy_TH, self._weights(slots), activations, setup, needs_dweights)
 
         def homes(dslots: ExpertWeights) -> ExpertWeights:
             given = {i: rows for i, rows in enumerate(dslots) if rows is not None}
+            self.spare.count_bytes(self._sent(ridden.handle, ridden.replicas, 1), list(given.values()))
             found = dict(zip(given, self.links.send_home(list(given.values()), ridden.handle), strict=True))
             return ExpertWeights._make(found.get(i) for i in range(len(dslots)))
 
@@ -283,10 +320,22 @@ class BalancedOrder:
         # While the tokens' gradients travel.
         return coming, homes(dslots)
 
-    def _fetch(self, weights: ExpertWeights, handle: Any, fetched: tuple[torch.Tensor, ...] | None = None) -> _Slots:
+    def _sent(self, handle: Any, replicas: int | torch.Tensor, way: int) -> int | torch.Tensor:
+        """Experts that travel in a fetch (0) or home (1), to be counted by this rank."""
+        sent: tuple[int, int] | None = self.links.sent(handle) if hasattr(self.links, "sent") else None
+        return replicas if sent is None else sent[way]
+
+    def _fetch(
+        self,
+        weights: ExpertWeights,
+        handle: Any,
+        replicas: int | torch.Tensor,
+        fetched: tuple[torch.Tensor, ...] | None = None,
+    ) -> _Slots:
         homes = list(_travelling(weights).values())
         if fetched is None:
             coming = self.links.fetch(homes, handle)
+            self.spare.count_bytes(self._sent(handle, replicas, 0), homes)
         else:
             coming = Pending(lambda: [self._join(*one) for one in zip(homes, fetched, strict=True)])
         return _Slots(weights, self.spare.per_rank, coming)

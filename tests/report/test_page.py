@@ -554,6 +554,22 @@ def test_where_experts_went_is_told_and_drawn(tmp_path: Path, page: Page) -> Non
     assert "placement" not in page.tags_of and "remote-rows" not in page.tags_of, "a run that never looked"
 
 
+def test_loads_of_ranks_with_spare_slots_are_drawn(tmp_path: Path, page: Page) -> None:
+    lines = train_lines(SHAPE)
+    for line in lines:
+        if line["kind"] == "train":
+            line |= {"rank_load_before": 1.83, "rank_load_after": 1.02}
+            line["ms"]["fill"] = {"p50": 2.5, "p99": 3.0, "total": 20.0}
+        else:
+            line["spare"] = [{"before": 1.7 + layer / 10, "after": 1.03} for layer in range(SHAPE.layers)]
+    write_run(tmp_path / "spare", SHAPE)
+    write_lines(tmp_path / "spare", lines)
+    spare = _report(tmp_path / "spare")
+    assert "without spare slots" in spare.shown("rank-load") and "waits for replicas" in spare.shown("parts")
+    assert "without spare slots" in spare.shown("rank-load-layer") and "rank-load-layer" not in page.tags_of
+    assert "waits for replicas" not in page.shown("parts")
+
+
 def test_what_carpool_place_wrote_is_linked(tmp_path: Path) -> None:
     folder = tmp_path / "my place"
     folder.mkdir()

@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 from rich.console import Console
 
-from carpool.train.records.display import LINES, SILENCE, Display, time_left
+from carpool.train.records.display import LINES, SILENCE, Display, details, time_left
 
 RECORD = {
     "loss": 2.35123, "step_ms": 412.3, "tokens_per_second": 4952.4, "grad_norm": 0.714, "copies_per_token": 2.84,
@@ -29,6 +29,11 @@ def _run(total: int, seconds: float, terminal: bool, start: int = 0, steps: int 
     display.say("[bold]done[/]")
     display.close()
     return out.getvalue()
+
+
+def test_a_line_says_the_load_of_ranks_with_spare_slots() -> None:
+    said = details(RECORD | {"rank_load_before": 1.731, "rank_load_after": 1.024})
+    assert said[-2:] == ["load 1.98", "load of ranks 1.73 -> 1.02"]
 
 
 def test_a_line_says_what_matters() -> None:

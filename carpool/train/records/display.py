@@ -99,6 +99,8 @@ def details(record: dict[str, Any]) -> list[str]:
         f"ranks/token {record['copies_per_token']:.2f}",
         f"load {record['load_max_over_mean']:.2f}",
     ]
+    if "rank_load_after" in record:
+        parts.append(f"load of ranks {record['rank_load_before']:.2f} -> {record['rank_load_after']:.2f}")
     if record.get("mfu") is not None:
         parts.append(f"MFU {100 * record['mfu']:.1f}%")
     return parts

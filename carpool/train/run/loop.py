@@ -45,7 +45,7 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
 from carpool.train.run.finish import evaluate, leave, save
-from carpool.train.run.run_records import Records, record_plan
+from carpool.train.run.run_records import Records, record_plan, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.diagnose import NonFiniteError, explain
 from carpool.train.steps.training_objective import Batch, Losses
@@ -366,8 +366,10 @@ def record_step(run: Run, numbers: StepNumbers) -> None:
         records.write(
             "layers", step, load=rode.load_LE, copies=rode.copies_L, traffic_rows=rode.traffic_WW,
             rank_load=rode.rank_load_W, rank_ms=rode.rank_ms,
+            **({"spare": [load._asdict() for load in rode.spare_L]} if rode.spare_L else {}),
         )  # fmt: skip
         records.display.step(step, record)
+    warn_of_load(run, step, rode)
     if run.plan.searched is not None and len(records.steps) == SKIPPED + MEASURED:
         record_plan(records, run.plan.searched.answer)
 

@@ -32,6 +32,7 @@ from carpool.transport import TransportOptions
 from carpool.transport.volume import uniform_ranks_per_token
 
 if TYPE_CHECKING:
+    from carpool.hf.ride_metrics import RideRecord
     from carpool.train.run.loop import Run
 
 
@@ -43,6 +44,7 @@ class Records:
         info: run.json.
         steps: the record of each step of this process.
         unwritten: what could not be written so far and may be yet, by name.
+        beyond_limit: it was said that ranks had more than moe.balance_limit.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class Records:
     info: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     unwritten: dict[str, str] = field(default_factory=dict)
+    beyond_limit: bool = False
 
     def say(self, text: str) -> None:
         self.display.say(text)
@@ -211,6 +214,21 @@ def record_graphs(run: Run, why_not: str | None) -> None:
     if why_not is not None:
         run.records.say(f"steps are not captured as CUDA graphs: {why_not}")
     run.records.write_info()
+
+
+def warn_of_load(run: Run, step: int, rode: RideRecord) -> None:
+    """Say once in a process that spare slots do not keep ranks to the limit."""
+    beyond, rides = (sum(getattr(load, name) for load in rode.spare_L) for name in ("beyond", "rides"))
+    if not beyond or run.records.beyond_limit:
+        return
+    run.records.beyond_limit = True
+    moe, name, load = run.config.moe, *max(zip(run.layouts(), rode.spare_L, strict=True), key=lambda one: one[1].after)
+    run.records.say(
+        f"warning: step {step}: moe.spare_slots={moe.spare_slots} do not keep every rank to moe.balance_limit="
+        f"{moe.balance_limit:g} times the mean: {beyond} of {rides} rides are beyond it. In {name} the fullest rank "
+        f"computes {load.after:.2f} times the mean ({load.before:.2f} without spare slots). Nothing is dropped, and "
+        "that rank takes more memory and time; more spare slots help"
+    )
 
 
 def record_plan(records: Records, plan: Planned) -> None:
