@@ -98,6 +98,10 @@ PENDING = [
         "--out {out}",
     ),
     Measurement(
+        "plans of spare slots", "measurements.md, spare slots: how long the plan takes", 1, 40,
+        "-m benchmarks.slot_plan --names --out {out}/slot_plan.json",
+    ),
+    Measurement(
         "fp8 in loss, bf16", "measurements.md, what FP8 costs in loss: the commands have not been run on a GPU", 1, 100,
         "-m carpool train training.max_steps=600 training.per_device_train_batch_size=8 training.eval_steps=100 "
         "parallelism.num_ranks={ranks} training.output_dir={out}/run",

@@ -252,7 +252,8 @@ def the_rest() -> None:
     from carpool.experts.pairs import gather_rows, sort_pairs
     from carpool.kernels import cross_entropy_kernel, ordered_sum_kernel
     from carpool.layout import assign_kernel, expert_layout
-    from carpool.replicas import slot_plan, slot_plan_kernel
+    from carpool.replicas import slot_plan_kernel
+    from carpool.replicas.slot_costs import Costs
 
     long: Any = {"dtype": torch.int64}
     logits = torch.empty(512, 151936, dtype=BF16)
@@ -267,10 +268,10 @@ def the_rest() -> None:
     choices = torch.empty(4096, 8, dtype=torch.int32)
     assert expert_layout is not None
     assign_kernel.count_slots(assign_kernel.assign(choices, layout, 0), torch.empty(129, **long))  # type: ignore[arg-type]
-    home_E, costs = torch.empty(512, **long), slot_plan.Costs(4, 100, 1100)
+    home_E, costs = torch.empty(512, **long), Costs(4, 100, 1100)
     for ranks, spare, node_W in ((8, 4, None), (64, 8, torch.empty(64, **long))):
         load_WE = torch.empty(ranks, 512, dtype=torch.int32)
-        plan = slot_plan_kernel.plan(load_WE, home_E, spare, costs, slot_plan.WORK, node_W)
+        plan = slot_plan_kernel.plan(load_WE, home_E, spare, costs, node_W)
         slot_plan_kernel.serve(choices, load_WE, home_E, *plan[:2], 0, None)
 
 

@@ -13,7 +13,7 @@ The rule (a greedy search; LLEP, arXiv 2601.17111, section 3, spills in the same
 plans each micro-batch) is repeated until no rank above the mean can give, or none below it can take:
 
     1. from    the rank that is farthest above the mean
-    2. to      among ranks with an empty spare slot (of its node, if copies stay inside), the one farthest below it
+    2. to      among ranks with an empty spare slot (of its node, if replicas stay inside), the one farthest below
     3. expert  the one whose choices relieve `from` most, counting the trips that end where they began, on `to`
 
 Of all beginnings of this list the cheapest is kept. A plan costs what its dearest rank costs: expert computations,
@@ -24,48 +24,20 @@ worse than all others, so that buffers have a known size.
 All are integers, and the order is fixed: the kernel (`slot_plan_kernel.py`) gives the same plan, and so does every
 rank. Ties go to the lowest number.
 
-Which choices a copy serves follows from the plan, without another message. Each copy serves tokens of its own rank
+Which choices a replica serves follows from the plan, without another message. Each serves tokens of its own rank
 first. Further tokens are dealt out in order of ranks: those of an expert stand in one line, first rank's first, and
-each copy takes the next ones, the home first. Among the tokens of one rank those stay with the home that visit the
+each replica takes the next ones, the home first. Among the tokens of one rank those stay with the home that visit the
 home's rank anyway, for the sake of another expert: they would need one ride more.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from carpool.kernels.device import on_gpu
-
-# The cost of one choice's computation, forward and backward. Other costs are in these units.
-WORK = 16
-# Fewer than 2^31 choices, times these, and the index that a kernel keeps beside them, are below 2^63.
-LARGEST = {"trip": 2**20, "fetch": 2**30, "limit": 2**30}
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a plan weighs, in sixteenths of the expert computation of one choice, forward and backward together.
-
-    Attributes:
-        trip: of a choice that comes from another rank.
-        fetch: of an expert that a rank fetches or sends: its weights twice, and its gradient.
-        limit: load of a rank that the plan must not exceed if it can be helped, in thousandths of the mean; 0: none.
-
-    Raises:
-        ValueError: one is negative or too large: a trip above 2^20, which is 65,536 computations, for example.
-    """
-
-    trip: int = 0
-    fetch: int = 0
-    limit: int = 0
-
-    def __post_init__(self) -> None:
-        for name, largest in LARGEST.items():
-            if not 0 <= getattr(self, name) <= largest:
-                raise ValueError(f"{name} of a plan's costs must be from 0 to {largest}, not {getattr(self, name)}")
+from carpool.replicas.slot_costs import WORK, Costs
 
 
 class SlotPlan(NamedTuple):
@@ -96,7 +68,7 @@ def plan_slots(
         from carpool.replicas import slot_plan_kernel
 
         if slot_plan_kernel.fits(load_WE.shape, spare):
-            return SlotPlan(*slot_plan_kernel.plan(load_WE, home_E, spare, costs, WORK, node_W))
+            return SlotPlan(*slot_plan_kernel.plan(load_WE, home_E, spare, costs, node_W))
     load_WE = load_WE.long()
     num_ranks, device = load_WE.shape[0], load_WE.device
     rank_W, none_W = torch.arange(num_ranks, device=device), torch.zeros(num_ranks, dtype=torch.int64, device=device)
@@ -217,7 +189,7 @@ def _shares(
     expert_P, quota_P = plan.expert_WS.flatten().long(), plan.choices_WS.flatten().long()
     holder_P = torch.arange(num_ranks, device=device).repeat_interleave(spare)
     filled_P, index_P = expert_P >= 0, expert_P.clamp(min=0)
-    # same_PP[p, q]: q stands before p in the line of its expert's copies.
+    # same_PP[p, q]: q stands before p in the line of its expert's replicas.
     number_P = torch.arange(len(expert_P), device=device)
     same_PP = ((expert_P[:, None] == expert_P) & (number_P[:, None] > number_P) & filled_P).long()
 
@@ -226,7 +198,7 @@ def _shares(
     home_own_E = torch.minimum(load_WE.gather(0, home_E.unsqueeze(0))[0], home_quota_E)
     rest_WE = load_WE.scatter_add(0, home_E.unsqueeze(0), -home_own_E.unsqueeze(0))
     rest_WE = rest_WE.index_put((holder_P, index_P), -own_P, accumulate=True)
-    # This rank's place in the line, and those of the copies, of which the home is the first.
+    # This rank's place in the line, and those of the replicas, of which the home is the first.
     start_P = rest_WE[:rank].sum(0)[index_P]
     end_P = start_P + rest_WE[rank][index_P]
     open_P = quota_P - own_P

@@ -1,4 +1,4 @@
-"""The CUDA side of `carpool.replicas.slot_plan`: one launch for a plan, three for which copy serves which choice.
+"""The CUDA side of `carpool.replicas.slot_plan`: one launch for a plan, three for which replica serves which choice.
 
 `plan` is one program. All ranks' choices (W, E) are read once; what changes from step to step stays in registers: each
 expert's choices that are left at home, and loads, own choices, fetched and sent experts of each rank. A step of the
@@ -19,7 +19,7 @@ on sm_90, with 3 barriers; one warp would issue 568, and 872 with all ranks' num
     count      keys (2 * expert, + 1 if the token has no other expert on the rank of the expert's home), and how many of
                each in each block of tokens
     share      one program per expert: where each block's choices begin among those of the expert, and, from the plan,
-               where the choices end that home and copies serve
+               where the choices end that home and replicas serve
     place      each block sorts its keys; a choice's place among those of its expert says who serves it
 
 All integers, so equal to PyTorch's bit for bit. Choices are int32, costs int64 (`Costs` is bounded so that they fit).
@@ -27,16 +27,12 @@ All integers, so equal to PyTorch's bit for bit. Choices are int32, costs int64 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from carpool.kernels.quick import cdiv, power_of_2, quick
-
-if TYPE_CHECKING:
-    from carpool.replicas.slot_plan import Costs
+from carpool.replicas.slot_costs import WORK, Costs
 
 # Numbers in (W, E) for a warp, and the largest such table: 128 registers of each thread of 8 warps.
 OF_A_WARP, MOST_WARPS = 1024, 8
@@ -169,7 +165,7 @@ def _plan(  # type: ignore[no-untyped-def]
 
 
 def plan(
-    load_WE: torch.Tensor, home_E: torch.Tensor, spare: int, costs: Costs, work: int, node_W: torch.Tensor | None
+    load_WE: torch.Tensor, home_E: torch.Tensor, spare: int, costs: Costs, node_W: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(expert_WS, choices_WS, load_W) of `plan_slots`. Fewer than 2^31 choices, and `fits`."""
     (num_ranks, num_experts), device = load_WE.shape, load_WE.device
@@ -178,7 +174,7 @@ def plan(
     load_2W = torch.empty(2 * num_ranks, dtype=torch.int64, device=device)
     _plan[(1,)](
         load_WE.contiguous(), home_E, home_E if node_W is None else node_W, filled, load_2W, num_experts, costs.trip,
-        costs.fetch, costs.limit, NODES=node_W is not None, LIMITED=costs.limit > 0, WORK=work, W=num_ranks, S=spare,
+        costs.fetch, costs.limit, NODES=node_W is not None, LIMITED=costs.limit > 0, WORK=WORK, W=num_ranks, S=spare,
         WP=padded_w, EP=padded_e, PP=power_of_2(num_ranks * spare),
         num_warps=min(max(1, padded_w * padded_e // OF_A_WARP), MOST_WARPS),
     )  # fmt: skip
@@ -245,7 +241,7 @@ def _share(  # type: ignore[no-untyped-def]
     share_P = tl.minimum(before + rest, from_P + open_P) - tl.maximum(before, from_P)
     share_P = tl.where(mine, tl.maximum(share_P, 0) + tl.where(holder == me, own_P, 0), 0)
     at_home = mine_load - tl.sum(share_P, 0)
-    # table (2, E, W): where the choices end that the home, then each copy serves, and its slot.
+    # table (2, E, W): where the choices end that the home, then each replica serves, and its slot.
     number = tl.cumsum(mine.to(tl.int32), 0)
     line = table + expert * W
     id_P, id_home = slot, -1
@@ -273,11 +269,11 @@ def _place(  # type: ignore[no-untyped-def]
     line = table + key // 2 * W
     slot = tl.load(line + E * W, mask=chosen, other=-1)
     beyond = chosen & (place >= tl.load(line, mask=chosen, other=0))
-    copy = 1
-    while (copy < W) & (tl.max(beyond.to(tl.int32), 0) > 0):
-        slot = tl.where(beyond, tl.load(line + E * W + copy, mask=beyond, other=-1), slot)
-        beyond = beyond & (place >= tl.load(line + copy, mask=beyond, other=0))
-        copy += 1
+    replica = 1
+    while (replica < W) & (tl.max(beyond.to(tl.int32), 0) > 0):
+        slot = tl.where(beyond, tl.load(line + E * W + replica, mask=beyond, other=-1), slot)
+        beyond = beyond & (place >= tl.load(line + replica, mask=beyond, other=0))
+        replica += 1
     tl.store(keys + entry, slot, mask=(both % BLOCK < OF_A_BLOCK) & (entry < entries))
 
 

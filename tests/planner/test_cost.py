@@ -14,8 +14,9 @@ import pytest
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.planner.machine.cost import CostModel
+from carpool.planner.machine.cost import CostModel, slot_costs
 from carpool.planner.machine.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, find_hardware, hardware_of
+from carpool.replicas.slot_costs import LARGEST, Costs
 from carpool.transport import find_transport
 from carpool.transport.volume import uniform_ranks_per_token
 
@@ -44,6 +45,14 @@ def test_links_of_different_kinds_work_at_the_same_time() -> None:
     assert cost.transfer_seconds(np.zeros((4, 4)), Topology.even(4)) == 0
     assert cost.ride_seconds(np.ones((1, 1)), Topology.even(1)) == 0
     assert (cost.network_weight(Topology.even(4, 2)), cost.network_weight(Topology.even(4))) == (10, 1)
+
+
+def test_costs_of_spare_slots() -> None:
+    hardware = replace(DEFAULT, nvlink=LinkRate(100.0, 1.0), network=LinkRate(10.0, 3.0), flops=1000.0)
+    # A choice takes 2 s: sixteenths of that.
+    assert slot_costs(hardware, Topology.even(4), 2000, 300, 5000) == Costs(24, 400)
+    assert slot_costs(hardware, Topology.even(4, 2), 2000, 300, 5000) == Costs(240, 4000)
+    assert slot_costs(hardware, Topology.even(4), 1e-9, 300, 5000) == Costs(LARGEST["trip"], LARGEST["fetch"])
 
 
 def test_hops_are_one_after_the_other_and_a_shared_port_carries_its_node() -> None:

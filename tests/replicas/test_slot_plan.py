@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from carpool.replicas.slot_plan import LARGEST, WORK, Costs, SlotPlan, plan_slots, served_by
+from carpool.replicas.slot_costs import LARGEST, WORK, Costs
+from carpool.replicas.slot_plan import SlotPlan, plan_slots, served_by
 
 FREE = Costs()
 

@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from carpool.planner.machine.hardware import DEFAULT, NVLINK, Hardware
+from carpool.replicas.slot_costs import LARGEST, WORK, Costs
 
 if TYPE_CHECKING:
     from carpool.layout import ExpertLayout
     from carpool.layout.topology import Link, Topology
-    from carpool.replicas.slot_plan import Costs
     from carpool.transport.codecs import Codecs
     from carpool.transport.volume import Volume
 
@@ -185,8 +185,6 @@ def slot_costs(
         row_bytes: of one choice's rides, one after the other, as if it shared none.
         expert_bytes: of an expert that is fetched, fetched again, and whose gradient goes home.
     """
-    from carpool.replicas.slot_plan import LARGEST, WORK, Costs
-
     slowest = min((hardware.rate(link).bytes_per_second for link in topology.pairs), default=math.inf)
     unit = choice_flops / hardware.flops / WORK
     trip, fetch = row_bytes / slowest / unit, expert_bytes / slowest / unit
