@@ -1,0 +1,152 @@
+"""Rides with spare slots on four ranks: compiled, in graphs of autograd, counted, and refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import carpool
+from carpool.layout.topology import Topology
+from carpool.planner.machine.cost import slot_costs
+from carpool.planner.machine.hardware import find_hardware
+from carpool.replicas.slot_plan import Costs
+from carpool.ride.balanced import Load, SpareSlotOptions
+from tests.ranks import WORLD_SIZE, Ranks, mesh
+
+H, F, EXPERTS, K = 16, 24, 12, 3
+FREE = SpareSlotOptions(2, costs=Costs())
+
+
+def _layer(spare: int | SpareSlotOptions, **settings: Any) -> carpool.MoE:
+    """Its router likes the experts of the second rank."""
+    torch.manual_seed(3)
+    moe = carpool.MoE(
+        H,
+        F,
+        EXPERTS,
+        K,
+        ep_mesh=mesh((WORLD_SIZE,), ("ep",)),
+        transport="dedup",
+        spare_slots=spare,
+        bias=True,
+        **settings,
+    )
+    with torch.no_grad():
+        moe.router.weight[3:6] += 0.5
+    return moe
+
+
+def _tokens(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + torch.distributed.get_rank())
+    x = torch.rand(20 + 9 * torch.distributed.get_rank(), H, generator=generator)
+    # Those of the last seed like other experts.
+    return (-x if seed == 2 else x).requires_grad_()
+
+
+def _gradients(moe: Any, layer: carpool.MoE) -> list[torch.Tensor]:
+    x = _tokens()
+    y = moe(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+
+def _compiled() -> tuple[bool, Load]:
+    torch._dynamo.reset()
+    layer = _layer(FREE)
+    eager = _gradients(layer, layer)
+    compiled = _gradients(torch.compile(layer, backend="aot_eager"), layer)
+    assert layer.core.spare is not None
+    return all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True)), layer.core.spare.load()
+
+
+def test_compiled_rides_have_the_bits_of_eager_ones(ranks: Ranks) -> None:
+    for equal, load in ranks(_compiled):
+        assert equal
+        assert load.rides == 2 and load.before > 1.5 and load.after < 1.01 and load.replicas >= 3
+
+
+def _several_batches() -> tuple[float, list[tuple[int, ...]]]:
+    """Two forwards before their backwards, whose plans differ, and the same by themselves."""
+    layer, fetched = _layer(FREE), []
+    links: Any = layer.core.spare.links
+    right = links.fetch
+
+    def watched(homes: list[torch.Tensor], handle: Any) -> Any:
+        fetched.append(tuple(handle.read().flatten().tolist()))
+        return right(homes, handle)
+
+    links.fetch = watched
+    together = [layer(_tokens(seed)).square().sum() for seed in (1, 2)]
+    both = torch.autograd.grad(sum(together), list(layer.parameters()))
+    apart = [torch.autograd.grad(layer(_tokens(seed)).square().sum(), list(layer.parameters())) for seed in (1, 2)]
+    worst = max((a - b - c).abs().max() / a.abs().max().clamp(min=1e-9) for a, b, c in zip(both, *apart, strict=True))
+    return float(worst), fetched
+
+
+def test_each_backward_has_the_plan_of_its_forward(ranks: Ranks) -> None:
+    for worst, fetched in ranks(_several_batches):
+        assert worst < 1e-6
+        first, second = fetched[:2]
+        assert first != second and fetched[2:4] == [second, first]
+
+
+def _on_this_machine() -> Load:
+    layer = _layer(2)
+    layer(_tokens()).sum().backward()
+    assert layer.core.spare is not None
+    return layer.core.spare.load()
+
+
+def test_the_limit_holds_with_the_costs_of_the_machine(ranks: Ranks) -> None:
+    for load in ranks(_on_this_machine):
+        assert load.before > 1.5 and load.after <= 1.1
+
+
+def _refused() -> list[str]:
+    found = []
+    layout = carpool.ExpertLayout.contiguous(EXPERTS, WORLD_SIZE).with_replicas([(0, 1)])
+    for asked in (
+        lambda: _layer(1, layout=layout),
+        lambda: _layer(1).set_layout(layout),
+        lambda: _layer(1, limit=carpool.routing.limit.LimitOptions(limit_ranks=2)),
+        lambda: SpareSlotOptions(-1),
+        lambda: SpareSlotOptions(1, limit=0.9),
+        lambda: SpareSlotOptions(1, plan="balanse"),
+    ):
+        with pytest.raises(ValueError) as error:
+            asked()
+        found.append(str(error.value))
+    return found
+
+
+def test_what_cannot_be_balanced_is_refused(ranks: Ranks) -> None:
+    expected = (
+        "this layout is replicated",
+        "this layout is replicated",
+        "further ones",
+        "at least 1",
+        "at least",
+        "balance",
+    )
+    for found in ranks(_refused):
+        for text, part in zip(found, expected, strict=True):
+            assert part in text
+
+
+def test_costs_are_those_of_the_machine() -> None:
+    """An H200 computes one choice of Qwen3-30B-A3B's experts in 0.18 us, and fetches an expert in 29 us."""
+    h200 = find_hardware("H200")
+    flops = 3 * 6 * 2048 * 768
+    costs = slot_costs(h200, Topology.even(8), flops, 4 * 2048 * 2, 3 * 3 * 2048 * 768 * 2)
+    rate = min(h200.rate(link).bytes_per_second for link in Topology.even(8).pairs)
+    assert costs.fetch == pytest.approx(16 * (9 * 2048 * 768 * 2 / rate) / (flops / h200.flops), rel=1e-3)
+    assert costs.trip == pytest.approx(16 * (4 * 2048 * 2 / rate) / (flops / h200.flops), rel=0.05)
+    # The rates of a slower network make fetching dearer, and nothing else does.
+    assert slot_costs(h200, Topology.even(8, 2), flops, 4 * 2048 * 2, 3 * 3 * 2048 * 768 * 2).fetch > costs.fetch
+
+
+def test_one_rank_has_nothing_to_balance() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K, spare_slots=2)
+    moe(torch.randn(5, H)).sum().backward()
+    assert moe.core.spare is None
