@@ -3,6 +3,7 @@
     loads_WE = links.gather_loads(load_E)          every rank's choices of every expert, before the plan
     handle = links.take(plan)                      what further calls need of the plan, before the dispatch
     coming = links.fetch(homes, handle)            beside the dispatch; wait() gives the parameters of all slots
+    coming.release()                               after the experts that read them have been launched
     dhomes = links.send_home(dslots, handle)       beside the last combine
 
 A transport that has a way of its own brings it (`carpool.transport.Transport.slot_links`). Links that do not send each
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,21 @@ from carpool.metrics.host import ToHost
 from carpool.replicas.node_slots import make_filler
 from carpool.replicas.slot_plan import SlotPlan
 from carpool.replicas.slots import SlotFiller, Transfer
-from carpool.transport import Pending
+from carpool.transport import Fetched
 
 # Plans whose lists of sends and receives are kept: routing changes slowly, and micro-batches repeat plans.
 KEPT_PLANS = 64
 
 
 class SlotLinks(Protocol):
-    """The way of replicas between the ranks of one layer. All calls are collective."""
+    """The way of replicas between the ranks of one layer. All calls are collective.
+
+    Attributes:
+        waits_for_host: whether `fetch` and `send_home` wait until the host has read the plan. So they are called after
+            the dispatch, and no CUDA graph can contain them.
+    """
+
+    waits_for_host: ClassVar[bool]
 
     def gather_loads(self, load_E: torch.Tensor) -> torch.Tensor:
         """(E,) int32 of each rank -> (W, E) on all."""
@@ -41,7 +49,7 @@ class SlotLinks(Protocol):
         """A handle of the plan, for the calls below. It may be kept until the backward, and holds no parameters."""
         ...
 
-    def fetch(self, homes: Sequence[torch.Tensor], handle: Any) -> Pending:
+    def fetch(self, homes: Sequence[torch.Tensor], handle: Any) -> Fetched:
         """Start to fetch. Each of `homes` is (homes of this rank, ...); `wait()` gives a list of (S, ...): first the
         homes, up to the largest number of homes of a rank, then the spare slots. Empty slots hold anything finite."""
         ...
@@ -63,6 +71,8 @@ class CollectiveLinks:
         meter: of the layer.
     """
 
+    waits_for_host: ClassVar[bool] = True
+
     def __init__(self, layout: ExpertLayout, group: dist.ProcessGroup, meter: Meter | None = None) -> None:
         self.layout, self.group, self.meter = layout, group, meter
         self._filler = lru_cache(KEPT_PLANS)(self._make_filler)
@@ -77,10 +87,10 @@ class CollectiveLinks:
     def take(self, plan: SlotPlan) -> ToHost:
         return ToHost(plan.expert_WS)
 
-    def fetch(self, homes: Sequence[torch.Tensor], handle: ToHost) -> Pending:
+    def fetch(self, homes: Sequence[torch.Tensor], handle: ToHost) -> Fetched:
         filler = self.filler(handle)
         coming = [filler.hops[0].send_rows(home, home.dtype) for home in homes]
-        return Pending(lambda: [_arrive(filler, *one) for one in zip(homes, coming, strict=True)])
+        return Fetched(lambda: [_arrive(filler, *one) for one in zip(homes, coming, strict=True)])
 
     def send_home(self, dslots: Sequence[torch.Tensor], handle: ToHost) -> list[torch.Tensor]:
         rows = list(dslots)

@@ -33,7 +33,7 @@ from carpool.replicas.slot_links import SlotLinks
 from carpool.replicas.slot_plan import Costs, SlotPlan, served_by
 from carpool.replicas.slot_planners import SLOT_PLANNERS
 from carpool.ride.setup import Order, RideSetup, SavedActivations
-from carpool.transport import Pending
+from carpool.transport import Fetched, Pending
 
 
 class Load(NamedTuple):
@@ -226,10 +226,12 @@ class _Ridden(NamedTuple):
 
 
 class _Slots:
-    """The weights of all slots. Calling it gives them; the first call waits for those on their way."""
+    """The weights of all slots. Calling it gives them; the first call waits for those on their way. `release` is called
+    when the experts that read them have been launched."""
 
-    def __init__(self, homes: ExpertWeights, number: int, coming: Pending) -> None:
+    def __init__(self, homes: ExpertWeights, number: int, coming: Fetched) -> None:
         self._homes, self._number, self._coming = homes, number, coming
+        self.release = coming.release
         self._slots: ExpertWeights | None = None
 
     def __call__(self) -> ExpertWeights:
@@ -275,10 +277,12 @@ class BalancedOrder:
     ) -> _Started:
         slot_TK, plan = self.spare.assign(slot_TK, self.spare.costs(weights))
         handle = self.links.take(plan)
-        inner = self.inner.start(x_TH, weight_TK, slot_TK, weights, setup)
         counts = self.spare.rank == 0 and not hasattr(self.links, "sent")
         replicas = (plan.expert_WS >= 0).sum() if counts else 0
-        return _Started(inner, handle, replicas, self._fetch(weights, handle, replicas))
+        # Where the host has to read the plan, it does so while the tokens travel.
+        early = None if self.links.waits_for_host else self._fetch(weights, handle, replicas)
+        inner = self.inner.start(x_TH, weight_TK, slot_TK, weights, setup)
+        return _Started(inner, handle, replicas, early or self._fetch(weights, handle, replicas))
 
     def forward(
         self, started: _Started, weights: ExpertWeights, setup: RideSetup, backward: bool
@@ -291,6 +295,7 @@ class BalancedOrder:
                 fetched = tuple(rows[self.spare.homes :].clone() for rows in slots.values())
             ridden = _Ridden(first.route, started.handle, started.replicas, fetched)
             activations = first._replace(route=ridden), *activations[1:]
+        started.slots.release()
         return y_TH, activations
 
     def backward(
@@ -306,6 +311,8 @@ class BalancedOrder:
         activations = first._replace(route=ridden.route), *activations[1:]
         slots = self._fetch(weights, ridden.handle, ridden.replicas, ridden.fetched)
         coming, dslots = self.inner.backward(dy_TH, self._weights(slots), activations, setup, needs_dweights)
+        # Gradients of weights that are computed later read none.
+        slots.release()
 
         def homes(dslots: ExpertWeights) -> ExpertWeights:
             given = {i: rows for i, rows in enumerate(dslots) if rows is not None}
@@ -337,7 +344,7 @@ class BalancedOrder:
             coming = self.links.fetch(homes, handle)
             self.spare.count_bytes(self._sent(handle, replicas, 0), homes)
         else:
-            coming = Pending(lambda: [self._join(*one) for one in zip(homes, fetched, strict=True)])
+            coming = Fetched(lambda: [self._join(*one) for one in zip(homes, fetched, strict=True)])
         return _Slots(weights, self.spare.per_rank, coming)
 
     def _join(self, home: torch.Tensor, fetched: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from carpool.activations import Arrivals, HiddenStates
 from carpool.layout.topology import Topology
 from carpool.plugins import Registry, unknown
 from carpool.transport.alltoall import AllToAll
-from carpool.transport.base import BufferOverflowError, Pending, RankMissingError, Route, Transport
+from carpool.transport.base import BufferOverflowError, Fetched, Pending, RankMissingError, Route, Transport
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
@@ -48,6 +48,7 @@ __all__ = [
     "Arrivals",
     "BufferOverflowError",
     "Codecs",
+    "Fetched",
     "HiddenStates",
     "HierarchicalOptions",
     "NVLinkOptions",

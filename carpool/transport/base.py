@@ -136,6 +136,23 @@ class Pending(NamedTuple):
     wait: Callable[[], Any]
 
 
+def _nothing() -> None:
+    """The release of parameters in memory of their own."""
+
+
+class Fetched(NamedTuple):
+    """Parameters of slots on their way (`slot_links`).
+
+    Attributes:
+        wait: lets the current stream wait for them, and returns a list of (S, ...). It may be called once.
+        release: is called once, after kernels that read them have been launched on the current stream. Their memory may
+            be reused from then on.
+    """
+
+    wait: Callable[[], list[torch.Tensor]]
+    release: Callable[[], None] = _nothing
+
+
 def bytes_of_rides(rows_WW: Counts, row: Mapping[str, int], choices: int) -> dict[str, Counts]:
     """(W, W) bytes of each verb but the plan, from rank [i] to rank [j].
 

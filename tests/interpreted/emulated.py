@@ -14,7 +14,7 @@ import torch
 
 from carpool.transport import Pending
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
-from carpool.transport.nvlink.buffers import Lease, Regions
+from carpool.transport.nvlink.buffers import Lease, Regions, SharedMemory
 
 CPU = torch.device("cpu")
 
@@ -110,6 +110,28 @@ class Meeting:
                 return call(*args)
 
         return alone
+
+
+def connect(transports: list[NVLink], meeting: Meeting) -> None:
+    """Give each transport to a thread of its own: verbs meet, and symmetric memory is that of all of them."""
+    parts: list[torch.Tensor | None] = [None] * len(transports)
+
+    def share_of(rank: int) -> Callable[[int], SharedMemory]:
+        def share(size: int) -> SharedMemory:
+            parts[rank] = torch.zeros(size, dtype=torch.uint8)
+            meeting.barrier.wait()
+            bases = torch.tensor([part.data_ptr() for part in parts if part is not None])
+            memory = SharedMemory(parts[rank], bases, torch.zeros(1, dtype=torch.int32))
+            meeting.barrier.wait()
+            return memory
+
+        return share
+
+    for rank, transport in enumerate(transports):
+        for name in ("_run", "_run_here", "_run_beside"):
+            setattr(transport, name, meeting)
+        transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
+        transport.buffers.share = share_of(rank)  # type: ignore[method-assign]
 
 
 def on_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:

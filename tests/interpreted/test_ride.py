@@ -14,18 +14,21 @@ import torch
 
 from carpool.activations import ActivationPolicies, Arena, Offloader
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
+from carpool.layout import ExpertLayout
 from carpool.metrics.counters import LayerStats
+from carpool.replicas.slot_plan import Costs
+from carpool.ride.balanced import BalancedOrder, SpareSlotOptions, SpareSlots
 from carpool.ride.chunks import PLAIN, ChunkedOrder
 from carpool.ride.function import ride
 from carpool.ride.ride_module import ride_module
-from carpool.ride.setup import NO_HOOKS, RideSetup
+from carpool.ride.setup import NO_HOOKS, Order, RideSetup
 from carpool.routing import Routing
 from carpool.transport import make_transport
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from tests.interpreted.emulated import Meeting, emulate, on_threads
+from tests.interpreted.emulated import Meeting, connect, emulate, on_threads
 
 TOKENS, TOP_K, SLOTS, HIDDEN, INNER = (7, 0, 5), 3, 2, 16, 12
 RANKS = len(TOKENS)
@@ -39,6 +42,8 @@ FUNCTION = ExpertFunction(make_activation("silu", gated=True))
         *[("copy", False, 1), ("arena", False, 1), ("resend", False, 1), ("copy", True, 1)],
         *[("copy", False, 3), ("arena", False, 3), ("resend", False, 2)],
         *[("offload", False, 1), ("arena offload", False, 2), ("arena offload recompute", False, 1)],
+        # In spare slots, fetched over peer memory, and in the backward again.
+        *[("copy balanced", False, 1), ("resend balanced", False, 1), ("arena balanced", False, 3)],
     ],
 )
 def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool, chunks: int) -> None:
@@ -56,8 +61,11 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
     slot[::4, 1] = -1
     x, dy, weight = draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), TOP_K).abs()
 
+    balanced, layout = "balanced" in kept, ExpertLayout.contiguous(experts, RANKS)
+    options_of_slots = SpareSlotOptions(1, limit=1.0, costs=Costs(limit=1000))
+
     def forward_and_backward(
-        transport: Any, mine: slice, homes: slice, stats: LayerStats, chunks: int = 1
+        transport: Any, mine: slice, homes: slice, stats: LayerStats, chunks: int = 1, rank: int | None = None
     ) -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_() for t in (x[mine], weight[mine], up[homes], down[homes])]
         weights, routing = ExpertWeights(leaves[2], leaves[3]), Routing(slot[mine], leaves[1])
@@ -72,11 +80,18 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
 
             y = ride_module(leaves[0], routing, slot[mine], module, RideSetup(transport, None, stats))
         else:
-            order = PLAIN if chunks == 1 else ChunkedOrder(chunks, chunks)
+            order: Order = PLAIN if chunks == 1 else ChunkedOrder(chunks, chunks)
+            if balanced and rank is not None:
+                links = transport.slot_links(layout, 1)
+                spare = SpareSlots(layout, rank, options_of_slots, links, lambda weights: Costs(), torch.zeros(RANKS))
+                order = BalancedOrder(order, spare)
             experts_made = GroupedExperts(FUNCTION, recompute=policies.expert_activations == "recompute")
             setup = RideSetup(transport, experts_made, stats, order, NO_HOOKS, policies, Offloader())
             y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
         y.backward(dy[mine])
+        if balanced and rank is not None:
+            load = spare.load()
+            assert load.replicas > 0 and load.after < load.before
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     every = slice(None)
@@ -85,11 +100,9 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
     options: dict[str, Any] = {}
     # Sent and received by two launches, a combine gives its lease back only when it is waited for.
     options["num_leases"] = 2 * max(2, chunks)
-    transports = emulate(RANKS, SLOTS, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
-    meeting = Meeting(RANKS)
+    transports = emulate(RANKS, SLOTS + balanced, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
+    connect(transports, Meeting(RANKS))
     for transport in transports:
-        transport._run = meeting  # type: ignore[method-assign]
-        transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
         for lease in transport.buffers._leases:
             lease.bytes[lease.regions.tokens :] = 0xFF  # NaN, in every place that nobody writes
         if "arena" in kept:
@@ -100,7 +113,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
     def work(rank: int) -> list[torch.Tensor]:
         mine = slice(starts[rank], starts[rank] + TOKENS[rank])
         homes = slice(rank * SLOTS, (rank + 1) * SLOTS)
-        return forward_and_backward(transports[rank], mine, homes, LayerStats(experts, RANKS, rank), chunks)
+        return forward_and_backward(transports[rank], mine, homes, LayerStats(experts, RANKS, rank), chunks, rank)
 
     got = on_threads(RANKS, work)
     for number in range(5):
@@ -110,5 +123,5 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
     for arenas in (transport.buffers.arenas for transport in transports):
         used = [int(arena.needed) > 0 for arena in arenas]
         # Offloaded rows go through one of the staging arenas to the host's, and never into the layers' own.
-        assert used == ([] if "arena" not in kept else [True] if kept == "arena" else [False, True, False, True])
+        assert used == ([] if "arena" not in kept else [True] if "offload" not in kept else [False, True, False, True])
         assert not any(held.alive for arena in arenas for _, held in arena._stack)

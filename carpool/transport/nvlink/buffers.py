@@ -31,7 +31,11 @@ from carpool.kernels import MAX_CTAS, MAX_PARTS
 from carpool.transport.base import RankMissingError
 
 PAGE = 256  # bytes; regions start at multiples of it
-VERBS = ("", "dispatch", "combine", "dispatch_gradients", "combine_gradients")
+# What a rank may be missing from; 0 is none.
+VERBS = (
+    "", "dispatch", "combine", "dispatch_gradients", "combine_gradients", "the exchange of experts' loads",
+    "the fetch of replicas", "the sum of replicas' gradients",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,24 @@ class Regions:
             offsets[name] = at
             at += -(-size // PAGE) * PAGE
         return cls(capacity=capacity, most=most, total=at, **offsets)
+
+
+@dataclass
+class SharedMemory:
+    """Symmetric memory beside the leases: of spare slots (`peer_slots.py`). Freed with its owner.
+
+    Attributes:
+        bytes: this rank's part, uint8.
+        bases: (W,) int64 on the device, where every rank's part begins.
+        epoch: (1,) int32 on the device, the number of the use that is under way.
+        busy: by the host's account.
+    """
+
+    bytes: torch.Tensor
+    bases: torch.Tensor
+    epoch: torch.Tensor
+    busy: bool = False
+    handle: Any = field(default=None, repr=False)
 
 
 @dataclass
@@ -119,6 +141,7 @@ class Buffers:
         most, capacity: tokens of the largest rank, and of a slab; 0 before the first agreement.
         status, needed: int32 on the device: whether a wait has failed; the largest capacity that was needed so far.
         host_status: (1 + W,) int32 in pinned host memory, which kernels write when a wait times out.
+        shared: symmetric memory beside the leases, by what it is for.
     """
 
     def __init__(
@@ -144,6 +167,8 @@ class Buffers:
         self._leases: list[Lease] = []
         self._turn = 0
         self._stream: torch.cuda.Stream | None = None
+        self._fetch_stream: torch.cuda.Stream | None = None
+        self.shared: dict[Any, list[SharedMemory]] = {}
         self.arena = Arena(arena_bytes, device) if arena_bytes else None
         if max_tokens is not None:
             self._set_sizes(max_tokens, capacity)
@@ -155,8 +180,9 @@ class Buffers:
 
     @property
     def symmetric(self) -> int:
-        """Bytes of this rank's leases: symmetric memory, which PyTorch does not count among its tensors."""
-        return sum(lease.regions.total for lease in self._leases)
+        """Bytes of this rank's symmetric memory, which PyTorch does not count among its tensors."""
+        shared = sum(len(one.bytes) for several in self.shared.values() for one in several)
+        return shared + sum(lease.regions.total for lease in self._leases)
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -166,6 +192,13 @@ class Buffers:
             # Before captured work (`carpool.kernels.capture`), which waits for rides.
             self._stream = torch.cuda.Stream(self.device, priority=-2)
         return self._stream
+
+    @property
+    def fetch_stream(self) -> torch.cuda.Stream:
+        """The stream on which experts are sent to spare slots."""
+        if self._fetch_stream is None:
+            self._fetch_stream = torch.cuda.Stream(self.device, priority=-1)
+        return self._fetch_stream
 
     @property
     def home_row(self) -> int:
@@ -261,9 +294,12 @@ class Buffers:
         lease.stream = None if self.device.type != "cuda" or capturing else torch.cuda.current_stream(self.device)
 
     def abandon(self) -> None:
-        """After a failed capture of a graph: free the leases of dispatches that are never combined."""
+        """After a failed capture of a graph: free the leases of dispatches that are never combined, and spare slots."""
         for lease in self._leases:
             lease.busy = False
+        for several in self.shared.values():
+            for one in several:
+                one.busy = False
 
     def _after_last_use(self, lease: Lease) -> None:
         """Let the current stream wait for the stream that used the lease before."""
@@ -286,25 +322,38 @@ class Buffers:
                 dist.barrier(group=self.group)
         self._leases.clear()
 
+    def share(self, size: int) -> SharedMemory:
+        """Allocate symmetric memory of `size` bytes on each rank, all zero. Collective."""
+        # It outlives the call, which may be in inference mode.
+        with torch.inference_mode(False):
+            memory, addresses, handle = self._allocate(size, size)
+            bases = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+            return SharedMemory(memory, bases, torch.zeros(1, dtype=torch.int32, device=self.device), handle=handle)
+
     def _make(self) -> Lease:
         regions = Regions.of(self.num_ranks, self.most, self.capacity, *self._row)
+        memory, addresses, handle = self._allocate(regions.total, regions.tokens)
+        bases = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        epochs = torch.zeros(2, dtype=torch.int32, device=self.device)
+        return Lease(memory, tuple(addresses), bases, epochs, regions, handle=handle)
+
+    def _allocate(self, size: int, zeroed: int) -> tuple[torch.Tensor, list[int], Any]:
+        """(this rank's part, the addresses of all ranks' parts, what holds them); the first `zeroed` bytes are 0."""
         handle = None
         if self.group is not None:
             from torch.distributed import _symmetric_memory as symmetric_memory
 
-            memory = symmetric_memory.empty(regions.total, dtype=torch.uint8, device=self.device)
+            memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
             handle = symmetric_memory.rendezvous(memory, self.group)
             addresses = list(handle.buffer_ptrs)
         else:
-            memory = torch.empty(regions.total, dtype=torch.uint8, device=self.device)
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             addresses = [memory.data_ptr()]
-        memory[: regions.tokens].zero_()
-        bases = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        memory[:zeroed].zero_()
         if self.group is not None:
             # No rank may signal before the memory is zero.
             dist.barrier(group=self.group)
-        epochs = torch.zeros(2, dtype=torch.int32, device=self.device)
-        return Lease(memory, tuple(addresses), bases, epochs, regions, handle=handle)
+        return memory, addresses, handle
 
     def check(self) -> None:
         """Raise if a wait of a kernel timed out. Reads host memory only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from carpool.kernels import MAX_CTAS, MAX_PARTS
 from carpool.kernels.quick import cdiv, power_of_2
 from carpool.kernels.signals import SPIN
-from carpool.transport.nvlink.buffers import VERBS, Buffers, Lease
+from carpool.transport.nvlink.buffers import VERBS, Buffers, Lease, SharedMemory
 from carpool.transport.nvlink.combine_kernel import combine_kernel
 from carpool.transport.nvlink.dispatch_kernel import choices_kernel, dispatch_kernel
+from carpool.transport.nvlink.peer_slots_kernel import gate_kernel, loads_kernel, push_kernel, sum_kernel
 from carpool.transport.nvlink.plan_kernel import plan_kernel
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 PLAN_BLOCK = 512 if SPIN else 64
 # Programs that send choices ahead of tokens: a computation waits for them.
 CHOICE_CTAS = 32 if SPIN else 3
+# Programs that send experts to spare slots, beside a dispatch, and that add up gradients; words of a program's step.
+FETCH_CTAS, SUM_CTAS = (8, 16) if SPIN else (3, 2)
+SLOT_BLOCK = 8192 if SPIN else 64
 
 
 def launch_plan(
@@ -162,3 +167,91 @@ def combine_tile(hidden: int, element_size: int) -> dict[str, int]:
     """Tile of the pull, measured: 32 KiB from each rank, all in flight at once in the registers of 1024 threads."""
     across = min(1024 // element_size, power_of_2(hidden))
     return {"BT": 32768 // element_size // across, "BH": across, "num_warps": 32}
+
+
+def launch_gate(
+    memory: SharedMemory,
+    buffers: Buffers,
+    verb: int,
+    wait_at: int | None = None,
+    send_at: int | None = None,
+    each: int = 1,
+    following: bool = False,
+) -> None:
+    """`gate_kernel`. following: begin the next epoch."""
+    num_ranks = buffers.num_ranks
+    gate_kernel[(1,)](
+        memory.bases, memory.epoch, buffers.status, buffers.host_status, buffers.rank,
+        int(1e9 * buffers.timeout_seconds), verb, wait_at or 0, send_at or 0, WAIT=wait_at is not None, NEXT=following,
+        SEND=send_at is not None, W=num_ranks, WP=power_of_2(num_ranks), EACH=each, PAD=power_of_2(num_ranks * each),
+        SPIN=SPIN, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_loads(
+    load_E: torch.Tensor,
+    load_WE: torch.Tensor,
+    memory: SharedMemory,
+    buffers: Buffers,
+    verb: int,
+    came_at: int,
+    loads_at: int,
+    send: bool,
+    receive: bool,
+) -> None:
+    num_ranks, experts = load_WE.shape
+    loads_kernel[(1,)](
+        load_E, load_WE, memory.bases, memory.epoch, buffers.status, buffers.host_status, buffers.rank,
+        int(1e9 * buffers.timeout_seconds), verb, came_at, loads_at, E=experts, W=num_ranks, WP=power_of_2(num_ranks),
+        BLOCK=min(1024, power_of_2(experts)), SEND=send, RECEIVE=receive, SPIN=SPIN, num_warps=8,
+    )  # fmt: skip
+
+
+def launch_push(
+    rows: torch.Tensor,
+    expert_WS: torch.Tensor,
+    home_E: torch.Tensor,
+    memory: SharedMemory,
+    buffers: Buffers,
+    homes: int,
+    slots_at: int,
+    came_at: int,
+    last: bool,
+) -> None:
+    """Send rows (homes, ...) of this rank as the widest words of which each row is a multiple."""
+    words = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
+    size, start = words.shape[1] * words.element_size(), words.storage_offset() * words.element_size()
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        if dtype.itemsize <= words.element_size() or (size % dtype.itemsize == 0 and start % dtype.itemsize == 0):
+            break
+    words = words.view(dtype)
+    num_ranks, spare = expert_WS.shape
+    push_kernel[(FETCH_CTAS,)](
+        words, expert_WS, home_E, memory.bases, memory.epoch, buffers.rank, slots_at, came_at, ROW=words.shape[1],
+        HOMES=homes, S=spare, W=num_ranks, WP=power_of_2(num_ranks), CTAS=FETCH_CTAS,
+        BLOCK=min(SLOT_BLOCK, power_of_2(words.shape[1])), ALIGNED=math.gcd(16, slots_at), LAST=last, num_warps=32,
+    )  # fmt: skip
+
+
+def launch_sum(
+    dhome: torch.Tensor,
+    expert_WS: torch.Tensor,
+    home_E: torch.Tensor,
+    memory: SharedMemory,
+    buffers: Buffers,
+    verb: int,
+    homes: int,
+    slots_at: int,
+    came_at: int,
+    free_at: int,
+    first: bool,
+    last: bool,
+) -> None:
+    num_ranks, spare = expert_WS.shape
+    row = math.prod(dhome.shape[1:])
+    sum_kernel[(SUM_CTAS,)](
+        dhome, expert_WS, home_E, memory.bases, memory.epoch, buffers.status, buffers.host_status, buffers.rank,
+        int(1e9 * buffers.timeout_seconds), verb, slots_at, came_at, free_at, ROW=row, HOMES=homes, S=spare,
+        W=num_ranks, WP=power_of_2(num_ranks), P=power_of_2(num_ranks * spare), CTAS=SUM_CTAS,
+        BLOCK=min(SLOT_BLOCK, power_of_2(row)), FIRST=first, LAST=last, SPIN=SPIN, num_warps=16,
+    )  # fmt: skip

@@ -25,6 +25,8 @@ Streams:
     default          on the caller's stream      as for any kernel before it
     side_stream      on the stream of rides      at `Pending.wait`, for an event
 
+Replicas for spare slots are sent on a further stream (`peer_slots.py`).
+
 A verb has two halves, `launch(send, receive)`, and one kernel runs both. If ranks share a process, as in Triton's
 interpreter, all of them send before any receives (tests/interpreted/emulated.py).
 """
@@ -41,6 +43,7 @@ import torch.distributed as dist
 from carpool.activations import Arena, Arrivals, Ready
 from carpool.kernels import MAX_CTAS, Awaited
 from carpool.kernels.packets import packet_bytes
+from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, BufferOverflowError, Pending, Transport
@@ -48,6 +51,7 @@ from carpool.transport.codecs import Codecs
 from carpool.transport.exchange import ONE_HOP
 from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, Lease, Regions, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions, why_not
+from carpool.transport.nvlink.peer_slots import PeerSlots
 from carpool.transport.nvlink.route import LeasedStates, NVLinkRoute
 from carpool.transport.volume import Counts, one_send_per_rank, uniform_ranks_per_token
 
@@ -71,18 +75,33 @@ class VerbRunner:
         """Launch a verb. Returns a function that lets the current stream wait for it."""
         if self.stream is None:
             return self._run_here(launch)
+        return self._run_on(self.stream, lambda: launch(True, True), tensors)
+
+    def _run_beside(self, launch: Any, *tensors: torch.Tensor) -> Any:
+        """Send on the stream of fetches. Returns a function that receives on the current stream."""
+        sent = self._run_on(self.buffers.fetch_stream, lambda: launch(True, False), tensors)
+
+        def finish() -> None:
+            sent()
+            launch(False, True)
+
+        return finish
+
+    @staticmethod
+    def _run_on(stream: torch.cuda.Stream, launch: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Launch on a stream. Returns a function that lets the current stream wait for it."""
         current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            launch(True, True)
-            done = self.stream.record_event()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            launch()
+            done = stream.record_event()
         if torch.cuda.is_current_stream_capturing():
             # During a capture the allocator does not free memory that another stream has used.
             held = list(tensors)
         else:
             held = []
             for tensor in tensors:
-                tensor.record_stream(self.stream)
+                tensor.record_stream(stream)
 
         def finish() -> None:
             torch.cuda.current_stream().wait_event(done)
@@ -246,6 +265,9 @@ class NVLink(VerbRunner, Transport):
                 "such limit",
                 needed,
             )
+
+    def slot_links(self, layout: ExpertLayout, spare: int) -> PeerSlots:
+        return PeerSlots(self, layout, spare)
 
     @property
     def processors(self) -> int:
