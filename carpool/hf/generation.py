@@ -301,9 +301,11 @@ def why_not(model: Any) -> str | None:
     for own in rides(model).values():
         if own.compute is None:
             return f"{own.name} runs its own forward"
+        name = own.requested if own.transport is None else own.transport.name
         if not getattr(own.transport, "graphable", False):
-            name = own.requested if own.transport is None else own.transport.name
             return f"the transport {name} asks the host how many rows travel"
+        if own.reads_plans:
+            return f"over the transport {name} the host reads which experts go to spare slots"
         if reason := why_experts_wait(own):
             return reason
     return why_no_static_cache(model)

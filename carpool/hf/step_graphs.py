@@ -66,6 +66,8 @@ def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides]) -> str | No
         return FSDP
     if any(own.layout.num_replicas for own in layers):
         return COPIES
+    if transport is not None and layers[0].reads_plans:
+        return f"over transport {transport.name} the host reads which experts go to spare slots"
     return LENGTHS if one_row_only(model) else None
 
 

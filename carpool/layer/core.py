@@ -374,6 +374,11 @@ class LayerCore:
             return False
         return self._computed_by is self.compute and setup.hooks is self.hooks and setup.deferred is self.deferred
 
+    @property
+    def reads_plans(self) -> bool:
+        """Whether the host waits in each ride to read the plan of its spare slots, which no CUDA graph can hold."""
+        return self.spare is not None and self.spare.links.waits_for_host
+
     # -- the forward -----------------------------------------------------------------------------------------------
 
     def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

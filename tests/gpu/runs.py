@@ -248,6 +248,12 @@ TOGETHER = {
         "memory.expert_inputs=offload", "memory.expert_activations=offload", "nvlink.capacity=0.125",
         "training.learning_rate=0.02",
     ),
+    # Replicas over peer memory, two sets of slots in use at a time.
+    "spare slots": ("moe.spare_slots=2", "moe.balance_limit=1"),
+    "spare slots, two batches": (
+        "moe.spare_slots=2", "moe.balance_limit=1", "moe.schedule=two-batch",
+        "memory.layer_activations=recompute",
+    ),
     # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
     "overflow": ("nvlink.capacity=0.125", "training.learning_rate=0.02"),
 }  # fmt: skip

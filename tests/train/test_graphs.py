@@ -56,12 +56,14 @@ def layer(
     own: bool = False,
     name: str = "grouped",
     dtype: torch.dtype = torch.bfloat16,
+    reads_plans: bool = False,
 ) -> Any:
     weights = torch.empty(1, 8, 8, dtype=dtype)
     return SimpleNamespace(
         transport=SimpleNamespace(name="some", graphable=graphable),
         compute=None if own else SimpleNamespace(name=name, counts_on_host=name == "reference"),
         layout=SimpleNamespace(num_replicas=replicas),
+        reads_plans=reads_plans,
         experts=SimpleNamespace(has_gate=False, has_bias=False, up_proj=weights, down_proj=weights),
     )
 
@@ -91,6 +93,8 @@ CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "
             "two threads",
         ),
         (OnGpu(), layer(replicas=2), [], "none", "replicas"),
+        (OnGpu(), layer(), ["moe.spare_slots=2"], "none", None),
+        (OnGpu(), layer(reads_plans=True), ["moe.spare_slots=2"], "none", "some the host reads which experts go"),
         (OnGpu(), layer(), ["placement.every=10"], "none", "move"),
         (OnGpu(), layer(), ["data.packing=off"], "none", "data.pad_to=sequence_length makes all alike"),
         (OnGpu(), layer(), ["data.packing=off", "data.pad_to=sequence_length"], "none", None),
