@@ -24,12 +24,15 @@ import torch
 
 import carpool
 from carpool import ActivationPolicies, ExpertLayout, Routing
+from carpool.experts import slices
 from carpool.replicas import slot_links
 from carpool.replicas.slot_plan import Costs, SlotPlan
 from carpool.replicas.slots import SlotFiller
 from carpool.ride.balanced import SpareSlotOptions
 from carpool.ride.schedule import Schedule
 from tests.layouts import EXPERTS, LAYOUTS, SLICED, layout_of
+from tests.meshes.breakages import skipped_replica
+from tests.mistakes import instead_of
 from tests.pairwise import all_pairs, feasible_pairs
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 from tests.reference import Answer, Problem, Spec, draw_parameters, draw_tokens, rank_loss, solve
@@ -448,93 +451,48 @@ def test_pairs_are_few_complete_and_deterministic() -> None:
 
 # -- the matrix has teeth: each way of being silently wrong is found, and only where it is -----------------------------
 
-STEP: Callable[..., None] = carpool.reduce_gradients
 
-
-@contextmanager
-def experts_times_ep(case: Case) -> Iterator[None]:
+@instead_of(carpool, "reduce_gradients")
+def experts_times_ep(right: Any, case: Case, model: carpool.MoE, *meshes: Any) -> None:
     """Experts' gradients as a mean over their copies instead of over all ranks: too large by the EP degree."""
-
-    def wrong(model: carpool.MoE, *meshes: Any) -> None:
-        STEP(model, *meshes)
-        for parameter in model.expert_parameters():
-            parameter.grad *= case.ep
-
-    with mock.patch.object(carpool, "reduce_gradients", wrong):
-        yield
+    right(model, *meshes)
+    for parameter in model.expert_parameters():
+        parameter.grad *= case.ep
 
 
-@contextmanager
-def copies_not_summed(case: Case) -> Iterator[None]:
+@instead_of(carpool, "reduce_gradients")
+def copies_not_summed(right: Any, case: Case, model: carpool.MoE, *meshes: Any) -> None:
     """Each copy of the expert group keeps its own experts' gradients."""
-    keep = {}
-
-    def wrong(model: carpool.MoE, *meshes: Any) -> None:
-        keep.update({p: p.grad.clone() for p in model.expert_parameters()})
-        STEP(model, *meshes)
-        for parameter, grad in keep.items():
-            parameter.grad = grad / WORLD_SIZE
-
-    with mock.patch.object(carpool, "reduce_gradients", wrong):
-        yield
+    keep = {p: p.grad.clone() for p in model.expert_parameters()}
+    right(model, *meshes)
+    for parameter, grad in keep.items():
+        parameter.grad = grad / WORLD_SIZE
 
 
-@contextmanager
-def dense_over_ep_only(case: Case) -> Iterator[None]:
+@instead_of(carpool, "reduce_gradients")
+def dense_over_ep_only(right: Any, case: Case, model: carpool.MoE, ep_mesh: Any, edp_mesh: Any) -> None:
     """The router's and the shared expert's gradients averaged within one copy of the expert group."""
-
-    def wrong(model: carpool.MoE, ep_mesh: Any, edp_mesh: Any) -> None:
-        experts = {p: p.grad.clone() for p in model.expert_parameters()}
-        STEP(model, ep_mesh)
-        for parameter, grad in experts.items():
-            parameter.grad = grad
-            torch.distributed.all_reduce(grad, group=edp_mesh.get_group())
-            grad /= WORLD_SIZE
-
-    with mock.patch.object(carpool, "reduce_gradients", wrong):
-        yield
+    experts = {p: p.grad.clone() for p in model.expert_parameters()}
+    right(model, ep_mesh)
+    for parameter, grad in experts.items():
+        parameter.grad = grad
+        torch.distributed.all_reduce(grad, group=edp_mesh.get_group())
+        grad /= WORLD_SIZE
 
 
-@contextmanager
-def skipped_replica(case: Case) -> Iterator[None]:
-    """Only the first slot of each expert gives its gradient to the home."""
-    from carpool.replicas import slots
-
-    right = slots.ordered_sum
-
-    def wrong(values: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
-        first = [i for i, row in enumerate(index.tolist()) if row not in index.tolist()[:i]]
-        return right(values[first], index[first], num_rows)
-
-    with mock.patch.object(slots, "ordered_sum", wrong):
-        yield
-
-
-@contextmanager
-def stale_copies(case: Case) -> Iterator[None]:
+@instead_of(slot_links, "_arrive")
+def stale_copies(right: Any, case: Case, filler: SlotFiller, home: torch.Tensor, coming: Any) -> torch.Tensor:
     """The backward computes with copies of other weights than the forward."""
-    right = slot_links._arrive
-
-    def wrong(filler: SlotFiller, home: torch.Tensor, coming: Any) -> torch.Tensor:
-        rows = right(filler, home, coming)
-        if torch._C._current_graph_task_id() != -1:
-            rows[len(home) :] *= 0.9
-        return rows
-
-    with mock.patch.object(slot_links, "_arrive", wrong):
-        yield
+    rows = right(filler, home, coming)
+    if torch._C._current_graph_task_id() != -1:
+        rows[len(home) :] *= 0.9
+    return rows
 
 
-@contextmanager
-def misplaced_copies(case: Case) -> Iterator[None]:
+@instead_of(slot_links.CollectiveLinks, "take")
+def misplaced_copies(right: Any, case: Case, self: slot_links.CollectiveLinks, plan: SlotPlan) -> Any:
     """Copies lie in other spare slots than the ranks believe whose tokens they serve."""
-    right = slot_links.CollectiveLinks.take
-
-    def wrong(self: slot_links.CollectiveLinks, plan: SlotPlan) -> Any:
-        return right(self, plan._replace(expert_WS=plan.expert_WS.roll(1, 1)))
-
-    with mock.patch.object(slot_links.CollectiveLinks, "take", wrong):
-        yield
+    return right(self, plan._replace(expert_WS=plan.expert_WS.roll(1, 1)))
 
 
 @contextmanager
@@ -542,109 +500,74 @@ def forgotten_router_term(case: Case) -> Iterator[None]:
     """The routing weights get no gradient."""
     cls = carpool.transport.TRANSPORTS[case.transport]
     right = cls.combine_gradients
-    with mock.patch.object(
-        cls,
-        "combine_gradients",
-        lambda self, route, dx_RH, dweight_RJ: right(self, route, dx_RH, torch.zeros_like(dweight_RJ)),
-    ):
+
+    def wrong(self: Any, route: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Any:
+        return right(self, route, dx_RH, torch.zeros_like(dweight_RJ))
+
+    with mock.patch.object(cls, "combine_gradients", wrong):
         yield
 
 
-@contextmanager
-def bias_of_each_slice(case: Case) -> Iterator[None]:
+@instead_of(SlotFiller, "indices")
+def bias_of_each_slice(right: Any, case: Case, self: SlotFiller, device: torch.device) -> Any:
     """Down's bias is added, and trained, by each slice of an expert instead of the first alone."""
-    from carpool.replicas.slots import SlotFiller
-
-    right = SlotFiller.indices
-
-    def wrong(self: SlotFiller, device: torch.device) -> Any:
-        found = right(self, device)
-        return found._replace(first_S1=torch.ones_like(found.first_S1))
-
-    with mock.patch.object(SlotFiller, "indices", wrong):
-        yield
+    found = right(self, device)
+    return found._replace(first_S1=torch.ones_like(found.first_S1))
 
 
-@contextmanager
-def weight_of_one_slice(case: Case) -> Iterator[None]:
+@instead_of(Routing, "of_slices")
+def weight_of_one_slice(right: Any, case: Case, self: Routing, slices: int) -> Routing:
     """A routing weight gets the gradient of the first slice alone."""
-    right = Routing.of_slices
-
-    def wrong(self: Routing, slices: int) -> Routing:
-        wide = right(self, slices)
-        assert wide.weight_TK is not None
-        first = torch.arange(wide.weight_TK.shape[1]) % slices == 0
-        return replace(wide, weight_TK=torch.where(first, wide.weight_TK, wide.weight_TK.detach()))
-
-    with mock.patch.object(Routing, "of_slices", wrong):
-        yield
+    wide = right(self, slices)
+    first = torch.arange(wide.weight_TK.shape[1]) % slices == 0
+    return replace(wide, weight_TK=torch.where(first, wide.weight_TK, wide.weight_TK.detach()))
 
 
-@contextmanager
-def weight_once_per_slice(case: Case) -> Iterator[None]:
+@instead_of(Routing, "of_slices")
+def weight_once_per_slice(right: Any, case: Case, self: Routing, slices: int) -> Routing:
     """A routing weight's gradient is counted once more for each slice."""
-    right = Routing.of_slices
-
-    def wrong(self: Routing, slices: int) -> Routing:
-        assert self.weight_TK is not None
-        weight_TK = self.weight_TK.detach() + slices * (self.weight_TK - self.weight_TK.detach())
-        return right(replace(self, weight_TK=weight_TK), slices)
-
-    with mock.patch.object(Routing, "of_slices", wrong):
-        yield
+    assert self.weight_TK is not None
+    weight_TK = self.weight_TK.detach() + slices * (self.weight_TK - self.weight_TK.detach())
+    return right(replace(self, weight_TK=weight_TK), slices)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def gate_apart_from_up(case: Case) -> Iterator[None]:
+@instead_of(slices, "_columns")
+def gate_apart_from_up(right: Any, case: Case, *args: Any) -> tuple[Any, int]:
     """Gate and up are cut as if they were one: the first slices have gates, the last ones have ups."""
-    from carpool.experts import slices
-
-    right = slices._columns
-    with mock.patch.object(slices, "_columns", lambda *args: (right(*args)[0], 1)):
-        yield
+    return right(*args)[0], 1
 
 
-@contextmanager
-def local_statistics(case: Case) -> Iterator[None]:
+@instead_of(carpool.Router, "__init__")
+def local_statistics(right: Any, case: Case, self: carpool.Router, *args: Any, **kwargs: Any) -> None:
     """Balance statistics of this rank's tokens instead of the batch's."""
-    right = carpool.Router.__init__
-
-    def wrong(self: carpool.Router, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs | {"groups": ()})
-
-    with mock.patch.object(carpool.Router, "__init__", wrong):
-        yield
+    right(self, *args, **kwargs | {"groups": ()})
 
 
-@contextmanager
-def statistics_of_one_copy(case: Case) -> Iterator[None]:
+@instead_of(carpool.Router, "__init__")
+def statistics_of_one_copy(right: Any, case: Case, self: carpool.Router, *args: Any, **kwargs: Any) -> None:
     """Balance statistics reduced over the expert-parallel group, not over its copies."""
-    right = carpool.Router.__init__
-
-    def wrong(self: carpool.Router, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs | {"groups": kwargs["groups"][:1]})
-
-    with mock.patch.object(carpool.Router, "__init__", wrong):
-        yield
+    right(self, *args, **kwargs | {"groups": kwargs["groups"][:1]})
 
 
 BREAKING: dict[str, Callable[[Case], Any]] = {
-    fn.__name__: fn
-    for fn in (
-        experts_times_ep,
-        copies_not_summed,
-        dense_over_ep_only,
-        skipped_replica,
-        stale_copies,
-        misplaced_copies,
-        forgotten_router_term,
-        bias_of_each_slice,
-        weight_of_one_slice,
-        weight_once_per_slice,
-        gate_apart_from_up,
-        local_statistics,
-        statistics_of_one_copy,
-    )
+    "skipped_replica": lambda _: skipped_replica(),
+    **{
+        fn.__name__: fn
+        for fn in (
+            experts_times_ep,
+            copies_not_summed,
+            dense_over_ep_only,
+            stale_copies,
+            misplaced_copies,
+            forgotten_router_term,
+            bias_of_each_slice,
+            weight_of_one_slice,
+            weight_once_per_slice,
+            gate_apart_from_up,
+            local_statistics,
+            statistics_of_one_copy,
+        )
+    },
 }
 SLICES = Case(layout="sliced 2", ep=4, bias=True)
 TWO_COPIES = Case(layout="replicated", ep=2, shared=20, bias=True, balance="aux+z")
