@@ -8,7 +8,6 @@ times; PyTorch fills memory that nobody initialised with NaN, so that what is re
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -17,17 +16,20 @@ import pytest
 import torch
 
 from carpool.activations import Arena, HiddenStates
-from carpool.experts import Activation, ExpertWeights, GroupedExperts, make_activation
+from carpool.experts import (
+    Activation,
+    ExpertWeights,
+    GroupedExperts,
+    activation_kernels,
+    make_activation,
+    pair_kernels,
+    sort_kernel,
+)
 from carpool.experts import pairs as sides
 from carpool.experts.base import ActivationFunction
 from carpool.experts.pairs import Pairs, sort_pairs
 from carpool_systems.few_on_host import FewOnHost
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
-from carpool.experts import activation_kernels, pair_kernels, sort_kernel
 
 SIZES = [(8, 8), (37, 19), (130, 37), (40, 24), (1, 1)]
 

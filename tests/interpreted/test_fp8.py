@@ -7,7 +7,6 @@ PyTorch fills memory that nobody initialised with NaN, so that what is read past
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -18,16 +17,12 @@ import torch
 from carpool.activations import Arena, HiddenStates
 from carpool.experts import Activation, FP8Experts
 from carpool.experts.fp8 import fp8_products as fp8
+from carpool.experts.fp8 import gemm_kernels as fp8_gemm_kernels
 from carpool.experts.fp8.fp8_products import Columns, Quantised
 from carpool.kernels import GROUP
+from carpool.kernels.packet_kernel import launch_quantise
 from carpool.kernels.packets import pack, packet_bytes, unpack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
-from carpool.experts.fp8 import gemm_kernels as fp8_gemm_kernels
-from carpool.kernels.packet_kernel import launch_quantise
 from tests.interpreted.test_experts import kernels as expert_kernels
 from tests.interpreted.test_experts import nan_in_fresh_memory, two_sorts  # noqa: F401
 from tests.interpreter_rounding import rounding_as_on_a_gpu

@@ -3,7 +3,6 @@ on as it is, and equals what one rank computes that holds all experts and quanti
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,17 +12,13 @@ import torch
 
 from carpool.activations import ActivationPolicies, Arena
 from carpool.experts import ExpertWeights, FP8Experts
+from carpool.kernels import packet_kernel
 from carpool.kernels.packets import packet_bytes
 from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import Codecs, make_transport
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
-from carpool.kernels import packet_kernel
 from tests.interpreted.emulated import Meeting, emulate, on_threads
 from tests.interpreted.test_ride import FUNCTION, INNER, RANKS, SLOTS, TOKENS, TOP_K
 from tests.interpreter_rounding import rounding_as_on_a_gpu

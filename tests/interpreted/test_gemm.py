@@ -6,7 +6,6 @@ that nobody initialised, and bounds instead of counts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -16,13 +15,6 @@ import torch
 
 from carpool.activations import Arena, HiddenStates
 from carpool.experts import GroupedExperts, make_activation
-from carpool.experts.gemm.choices import STAGES, Choices
-from carpool.experts.pairs import Pairs, gather_rows, sort_pairs
-from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
 from carpool.experts.gemm import (
     adapter_kernels,
     dact_kernels,
@@ -32,7 +24,10 @@ from carpool.experts.gemm import (
     table_kernels,
     up_kernels,
 )
+from carpool.experts.gemm.choices import STAGES, Choices
 from carpool.experts.gemm.gemm_tiles import Tiling
+from carpool.experts.pairs import Pairs, gather_rows, sort_pairs
+from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 from tests.interpreted.test_experts import close, kernels, nan_in_fresh_memory  # noqa: F401
 
 TINY = Tiling(columns=32, warps=4, stages=2, depth=16)

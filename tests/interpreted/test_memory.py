@@ -1,24 +1,32 @@
-"""Kernels that keep rows and find them again, in Triton's interpreter, against plain PyTorch."""
+"""Small kernels in Triton's interpreter against plain PyTorch: rows that are kept and found again, `ordered_sum`,
+dequantisation, the cross-entropy and `assign`."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
+from carpool import ExpertLayout, Routing, assign
 from carpool.activations import Arena, HiddenStates
 from carpool.activations.arena import copy_states
 from carpool.activations.arena_kernels import copy_slabs as copy_arenas
 from carpool.activations.arena_kernels import reserve
 from carpool.experts.pair_kernels import gather_rows
 from carpool.experts.pairs import sort_pairs
+from carpool.kernels import cross_entropy_kernel
+from carpool.kernels.cross_entropy import IGNORED, cross_entropy_
+from carpool.kernels.device import ordered_lists, ordered_sum
+from carpool.kernels.ordered_sum_kernel import launch
+from carpool.layout import assign_kernel
+from carpool.layout import expert_layout as layout_module
+from carpool.replicas import slots
+from carpool.replicas.slots import SlotFiller
 from carpool.transport.nvlink.keep_kernel import copy_slabs
 from carpool.transport.nvlink.route import LeasedStates
+from tests.assign_problem import CASES, Case, problem
 
 CPU = torch.device("cpu")
 
@@ -95,3 +103,154 @@ def test_rows_of_a_tensor_with_others_at_home() -> None:
     rows = HiddenStates(data, 2, home=home, home_row=3)
     assert rows.contiguous(6).tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1], [-1, -1], [10, 11]]
     assert data[3, 0] == 6, "the rows themselves are left alone"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("n", "width", "rows"), [(37, 5, 7), (23, 1030, 1), (0, 4, 3), (9, 33, 25)])
+def test_the_kernel_equals_what_defines_it(n: int, width: int, rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(n)
+    values = torch.randn(n, width, generator=generator).to(dtype)
+    index = torch.randint(0, rows, (n,), generator=generator)
+    for factor in (None, torch.rand(n, generator=generator)):
+        expected = ordered_sum(values, index, rows, factor)
+        out = torch.full_like(expected, torch.nan)
+        launch(values, *ordered_lists(index, rows), factor, out)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(13, 7), (5, 1000), (3, 64), (4, 129), (2, 1), (0, 9)])
+def test_the_cross_entropy_is_what_it_is_defined_as(
+    rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy_kernel, "BLOCK", 64)  # loops run several times
+    generator = torch.Generator().manual_seed(rows)
+    logits = (5 * torch.randn(rows, columns, generator=generator)).to(dtype)
+    target = torch.randint(columns, (rows,), generator=generator)
+    target[1::3] = IGNORED
+    for gradient in (False, True):
+        plain, own = logits.clone(), logits.clone()
+        expected, loss = cross_entropy_(plain, target, gradient), torch.full((rows,), torch.nan)
+        cross_entropy_kernel.launch(own, target, loss, IGNORED, gradient)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        assert (loss[1::3] == 0).all()
+        if gradient:
+            unit = torch.finfo(dtype).eps
+            torch.testing.assert_close(own, plain, rtol=2 * unit, atol=1e-6)
+        else:
+            assert torch.equal(own, logits)
+
+
+def test_infinity_and_what_is_no_number() -> None:
+    inf, nan = torch.inf, torch.nan
+    logits = torch.tensor([[-inf, 1.0, 2.0], [1.0, inf, 2.0], [nan, 0.0, 1.0], [0.0, 1.0, 2.0]])
+    expected, loss = cross_entropy_(logits.clone(), torch.tensor([1, 0, 1, 2]), False), torch.zeros(4)
+    cross_entropy_kernel.launch(logits, torch.tensor([1, 0, 1, 2]), loss, IGNORED, True)
+    torch.testing.assert_close(loss[[0, 3]], expected[[0, 3]])
+    assert not loss[1:3].isfinite().any() and not expected[1:3].isfinite().any()
+    cross_entropy_kernel.launch(torch.zeros(2, 3), torch.tensor([3, -1]), loss[:2], IGNORED, False)
+    assert loss[:2].isnan().all()
+
+
+def few_programs(tokens: int, width: int) -> tuple[int, int]:
+    return 16, 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_equals_plain_pytorch(case: Case) -> None:
+    with mock.patch.object(assign_kernel, "tiling", few_programs):
+        for seed in (0, 1):
+            expert_TK, *rest = problem(case, seed)
+            want = assign(Routing(expert_TK, None, rest[2]), *rest[:2])
+            got = assign_kernel.assign(expert_TK, *rest)
+            assert got.dtype == want.dtype == torch.int32 and torch.equal(got, want)
+            assert case.tokens < 30 or len(want.unique()) > 2
+
+
+def test_rounds_are_counted() -> None:
+    """A token that names experts twice could use more rounds than PyTorch's version takes."""
+    layout = ExpertLayout(((0, 1), (2,), (3,), (4,), (5,))).with_replicas([(0, 2), (1, 2), (2, 3)])
+    expert_TK = torch.tensor([[0, 0, 1, 1, 2, 2]] * 16, dtype=torch.int32)
+    assert layout.shared_rounds(6) == 1
+    want = assign(Routing(expert_TK, None), layout, 4)
+    assert torch.equal(assign_kernel.assign(expert_TK, layout, 4), want)
+    with mock.patch.object(ExpertLayout, "shared_rounds", lambda *_: 2):
+        assert not torch.equal(assign(Routing(expert_TK, None), layout, 4), want)
+
+
+def test_the_tiles_that_gpus_get() -> None:
+    case = CASES[4]
+    expert_TK, *rest = problem(case)
+    assert assign_kernel.tiling(37, 8 * 4) == (16, 1) and assign_kernel.tiling(37, 16 * 64) == (1, 1)
+    assert torch.equal(assign_kernel.assign(expert_TK, *rest), assign(Routing(expert_TK, None, rest[2]), *rest[:2]))
+
+
+def test_any_memory_layout() -> None:
+    """Choices and ranks may be slices, and ranks the same for all tokens without being written out."""
+    expert_TK, layout, source, serving_TW = problem(CASES[5])
+    assert serving_TW is not None
+    wide_TK = torch.full((len(expert_TK), 20), 7, dtype=torch.int32)
+    wide_TK[:, 3:11] = expert_TK
+    for serves_TW in (serving_TW.t().contiguous().t(), serving_TW[:1].expand(len(expert_TK), -1)):
+        want = assign(Routing(expert_TK, None, serves_TW), layout, source)
+        assert torch.equal(assign_kernel.assign(wide_TK[:, 3:11], layout, source, serves_TW), want)
+
+
+@pytest.mark.parametrize(("top_k", "ranks", "kernel"), [(8, 4, 1), (16, 63, 1), (65, 4, 0), (16, 300, 0), (0, 4, 0)])
+def test_assign_chooses_by_device_and_size(top_k: int, ranks: int, kernel: int) -> None:
+    expert_TK, layout, *_ = problem(Case(max(top_k, ranks, 64), ranks, 3 * ranks, max(top_k, 1), tokens=3))
+    routing = Routing(expert_TK[:, :top_k], None)
+    want = assign(routing, layout, 1)
+    with (
+        mock.patch.object(layout_module, "on_gpu", lambda _: True),
+        mock.patch.object(assign_kernel, "assign", wraps=assign_kernel.assign) as called,
+    ):
+        assert torch.equal(assign(routing, layout, 1), want)
+    assert called.call_count == kernel
+
+
+def test_under_torch_compile_it_is_pytorch() -> None:
+    expert_TK, layout, source, serving_TW = problem(CASES[5])
+
+    def choose(expert_TK: torch.Tensor) -> torch.Tensor:
+        return assign(Routing(expert_TK, None, serving_TW), layout, source)
+
+    want = choose(expert_TK)
+    with (
+        mock.patch.object(layout_module, "on_gpu", lambda _: True),
+        mock.patch.object(assign_kernel, "assign", side_effect=AssertionError),
+    ):
+        assert torch.equal(torch.compile(choose, backend="eager", fullgraph=True)(expert_TK), want)
+
+
+def test_what_slots_serve_is_counted() -> None:
+    for case in (CASES[4], CASES[3], CASES[0]._replace(tokens=300)):
+        expert_TK, layout, *_ = problem(case)
+        fillers = SlotFiller(layout, None), SlotFiller(layout, None)
+        for source in (0, 1):
+            slot_TK = assign(Routing(expert_TK, None), layout, source)
+            fillers[0].count(slot_TK)
+            with mock.patch.object(slots, "on_gpu", lambda _: True):
+                fillers[1].count(slot_TK)
+        want, got = (filler.load_P for filler in fillers)
+        assert want is not None and got is not None and torch.equal(got, want)
+        assert want.sum() == 2 * expert_TK.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_replicas_are_added_alike(dtype: torch.dtype) -> None:
+    """Expert 0 has four summands, on all ranks; 1 and 2 have two, and 2 none of them at home."""
+    layout = ExpertLayout(((0, 2, 1), (3,), (4,), (5,)), ((0, 1), (3, 2, 0), (1, 0, 4), (2, 5, 0)))
+    generator = torch.Generator().manual_seed(0)
+    filler = SlotFiller(layout, None)
+    back = torch.randn(sum(filler.send), 3, 7, generator=generator).to(dtype)
+    own = torch.randn(2, 3, 7, generator=generator).to(dtype)
+    want = filler.add_up(back, own)
+    # In order of (rank, slot): rank 1 sends those of 2 and 0, rank 2 of 1 and 0, rank 3 of 2 and 0.
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    from_1, from_2, from_3 = back.to(wide).split(2)
+    own_0, own_1 = own.to(wide)
+    rows = own_0 + from_1[1] + from_2[1] + from_3[1], from_1[0] + from_3[0], own_1 + from_2[0]
+    assert torch.equal(want, torch.stack(rows).to(dtype))
+    with mock.patch.object(slots, "on_gpu", lambda _: True):
+        assert torch.equal(filler.add_up(back, own), want)

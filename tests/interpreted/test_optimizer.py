@@ -3,15 +3,10 @@ of an update (PyTorch's square root on CPUs is not always rounded to nearest).""
 
 from __future__ import annotations
 
-import os
 from unittest import mock
 
 import pytest
 import torch
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
 import triton
 import triton.language as tl
 

@@ -6,7 +6,6 @@ gradient equal those of one rank that holds all experts, whatever is kept for th
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -24,10 +23,6 @@ from carpool.ride.ride_module import ride_module
 from carpool.ride.setup import NO_HOOKS, Order, RideSetup
 from carpool.routing import Routing
 from carpool.transport import make_transport
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
 from tests.interpreted.emulated import Meeting, connect, emulate, on_threads
 
 TOKENS, TOP_K, SLOTS, HIDDEN, INNER = (7, 0, 5), 3, 2, 16, 12

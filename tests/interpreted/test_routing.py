@@ -6,7 +6,6 @@ Few programs and small tiles, so that loops run several times; PyTorch fills mem
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Literal
 from unittest import mock
@@ -16,14 +15,10 @@ import torch
 
 from carpool import Router
 from carpool.routing import Rule, route
-from carpool.routing import router as routing
-from tests.routing_problem import CASES, Case, check, check_not_finite
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
 from carpool.routing import kernel as routing_kernel
 from carpool.routing import logits as routing_logits
+from carpool.routing import router as routing
+from tests.routing_problem import CASES, Case, check, check_not_finite
 
 
 @pytest.fixture(autouse=True)
