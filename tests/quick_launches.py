@@ -1,4 +1,5 @@
-"""Run by tests/test_quick.py in a process of its own, because it replaces Triton's driver by one without a GPU.
+"""Run by tests/test_compile_kernels.py in a process of its own, because it replaces Triton's driver by one without a
+GPU.
 
 Kernels are really compiled; what would have been launched is written down.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +23,15 @@ def test_every_kernel_fits_a_card_with_99_kib_of_shared_memory(target: str) -> N
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
     for kernel in ("up_kernels._up", "adapter_kernels._inner", "optim.kernel._adamw", "quantised_kernels._dequantise"):
         assert kernel in ended.stdout
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_quick_launches_are_tritons() -> None:
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.quick_launches"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("ok"), done.stdout + done.stderr

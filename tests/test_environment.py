@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from tests.environment import ROOT, WriteRefused, prepare_environment
+from tests.ranks import Ranks
 
 PROGRAM = """
 import os
@@ -77,3 +80,22 @@ def test_a_session_in_another_shell_and_folder(shell: dict[str, str], tmp_path: 
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _total(x: int) -> float:
+    t = torch.tensor(float(dist.get_rank() + x))
+    dist.all_reduce(t)
+    return t.item()
+
+
+def _fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("only rank 1 says so")
+    dist.barrier()
+
+
+def test_results_errors_and_recovery(ranks: Ranks) -> None:
+    assert ranks(_total, 1) == [10.0] * 4
+    with pytest.raises(RuntimeError, match="only rank 1 says so"):
+        ranks(_fail_on_rank_one)
+    assert ranks(_total, 2) == [14.0] * 4

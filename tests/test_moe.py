@@ -635,48 +635,7 @@ def test_a_recording_that_does_not_fit_is_refused() -> None:
         carpool.reduce_gradients(carpool.MoE(H, F, EXPERTS, K), "ep")  # type: ignore[arg-type]
 
 
-def test_torch_compile_compiles_around_the_ride() -> None:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(32, 32), carpool.MoE(32, 24, 8, 2), torch.nn.Linear(32, 32))
-    x = torch.randn(7, 32)
-    results = []
-    for call in (net, torch.compile(net, backend="aot_eager")):
-        net.zero_grad()
-        y = call(x)
-        y.square().mean().backward()
-        results.append([y.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager)
-
-
 # -- what experts keep, and their stages ------------------------------------------------------------------------------
-
-
-def gradients_of(recompute: bool, transport: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """This rank's output, and the gradients of its input and all its parameters."""
-    torch.manual_seed(0)
-    moe = build(
-        transport=transport,
-        bias=True,
-        activation_policies=ActivationPolicies(expert_activations="recompute" if recompute else "save"),
-        dtype=dtype,
-    )
-    assert isinstance(moe.experts, GroupedExperts) and moe.experts.recompute is recompute
-    x = tokens().to(dtype).requires_grad_()
-    y = moe(x)
-    (y.square().sum() + moe.aux_loss).backward()
-    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in moe.parameters())) if t is not None]
-
-
-def same_bits(transport: str, dtype: torch.dtype) -> bool:
-    kept, again = (gradients_of(recompute, transport, dtype) for recompute in (False, True))
-    return len(kept) == len(again) == 7 and all(map(torch.equal, kept, again))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transport", ["gather", "alltoall", "dedup"])
-def test_recomputing_experts_gives_the_same_bits(ranks: Ranks, transport: str, dtype: torch.dtype) -> None:
-    assert ranks(same_bits, transport, dtype) == [True] * WORLD_SIZE
 
 
 def test_options_of_experts() -> None:

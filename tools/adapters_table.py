@@ -2,7 +2,7 @@
 
     python -m tools.adapters_table [FAMILY ...]
 
-It does what tests/train/test_adapter_families.py does, with the same code: ten minutes. A family whose logits are not
+It does what tests/train/test_served_adapter.py does, with the same code: ten minutes. A family whose logits are not
 those that were trained stops it. With families it prints their rows alone.
 """
 

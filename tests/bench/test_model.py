@@ -1,4 +1,5 @@
-"""`carpool bench model`: contenders that do the same work on two gloo ranks, forced choices, room, and rooflines."""
+"""`carpool bench model` and `generate`: contenders that do the same work on two gloo ranks, forced choices, room, and
+rooflines."""
 
 from __future__ import annotations
 
@@ -7,15 +8,20 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from carpool.bench import bench_generate as generate
+from carpool.bench.bench_settings import GENERATE_CONTENDERS, GenerateSettings
 from carpool.bench.bench_settings import ModelSettings as Settings
+from carpool.bench.contest import measure_on_rank
 from carpool.bench.model.model_contenders import check_routing, recorded_choices, route
 from carpool.bench.model.model_contest import ModelBenchmark, check_room, groups_that_fit
 from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, Times, Work, roofline_ms, show, work_of
@@ -29,7 +35,10 @@ from carpool.placement.trace import Trace
 from carpool.planner.machine.hardware import CPU, HARDWARE
 from carpool.profile.kinds import IDLE, KINDS
 from carpool.train.blueprint import ModelSize, Trained, flops_per_token, meta_model, model_config, model_size
+from carpool.train.config import load_config
 from tests.bench.commands import printed, result_of
+from tests.hf.meshes import reuse_meshes
+from tests.hf.tiny_models import discover, tiny_config
 from tests.ranks import Ranks
 
 TINY = {
@@ -334,3 +343,51 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
     assert ours["load"] == 1.0 and (compiled or theirs["load"] is None)
     assert "transport dedup" in ours["what"] and ours["what"].endswith("no CUDA graphs (there is no GPU)")
     assert ("layers compiled" if compiled else "all_to_all") in theirs["what"]
+
+
+def _generate(folder: str) -> list[list[str]]:
+    """All contenders in turns; then the groups of a memory that holds one model."""
+    reuse_meshes()
+    settings = GenerateSettings(
+        model=f"{folder}/config.json", batch=3, prompt=5, new_tokens=4, rounds=2, out=folder
+    ).resolve(cuda=False, num_ranks=2)
+    given = json.loads(json.dumps(settings.to_json()))
+    measure_on_rank(load_config(None, []), "carpool.bench.bench_generate:BENCHMARK", given, "carpool bench generate")
+    once = replace(settings, contenders=("transformers", "carpool-eager", "carpool"), rounds=1)
+    with patch.object(generate, "rank_memory", lambda *_: max(generate._needs(once, _config(folder)).values())):
+        (case,) = generate.measure(once, torch.device("cpu"), "")
+    assert all(row.same_tokens == 1.0 and len(row.decode_ms) == 1 for row in case.rows)
+    return case.groups
+
+
+def _config(folder: str) -> Any:
+    return AutoConfig.from_pretrained(folder)
+
+
+def test_all_contenders_make_the_same_tokens(two_ranks: Ranks, tmp_path: Path) -> None:
+    tiny_config(discover()["qwen3_moe"]).save_pretrained(tmp_path)
+    for groups in two_ranks(_generate, str(tmp_path)):
+        assert groups == [["transformers"], ["carpool-eager", "carpool"]]
+    (case,) = json.loads((tmp_path / "generate.json").read_text())["cases"]
+    assert (case["num_ranks"], case["batch"], case["prompt"], case["new_tokens"]) == (2, 3, 5, 4)
+    rows: dict[str, Any] = {row["label"]: row for row in case["rows"]}
+    assert list(rows) == list(GENERATE_CONTENDERS) and case["groups"] == [list(GENERATE_CONTENDERS)]
+    for row in rows.values():
+        assert row["same_tokens"] == 1.0
+        assert len(row["prefill_ms"]) == len(row["decode_ms"]) == 2 and min(row["prefill_ms"] + row["decode_ms"]) > 0
+    assert rows["carpool"]["decoding"] == "eager: there is no GPU"
+
+
+def test_rates_are_of_all_ranks() -> None:
+    row = generate.Row("carpool", "eager", [50.0, 100.0, 200.0], [2.0, 4.0, 8.0])
+    case = generate.Case("A", 1, 4, 8, 16, 3, [["carpool"]], [row])
+    assert case.prefill_rate(row) == 4 * 8 * 16 / 0.1
+    assert case.decode_rate(row) == 4 * 8 / 0.004
+
+
+def test_models_that_do_not_fit_together() -> None:
+    needs = {"carpool": 60, "transformers": 40}
+    assert generate.groups_that_fit(needs, 110) == [["carpool", "transformers"]]
+    assert generate.groups_that_fit(needs, 105) == [["carpool"], ["transformers"]]
+    with pytest.raises(ValueError, match=r"carpool does not fit: .* lower --layers"):
+        generate.groups_that_fit(needs, 59)

@@ -1,19 +1,28 @@
-"""`python -m benchmarks.pending`: every command of the list is one that would run, and one that fails ends no other."""
+"""The scripts of benchmarks/: options parse, what runs on CPUs does so with tiny settings, every command of
+`benchmarks.pending` is one that would run, and one that fails ends no other."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import one_gpu, pending
+from benchmarks.bubbles import Bubble, Measured, formula, played
+from benchmarks.peaks import SETTINGS, growth, measure
 from benchmarks.pending import PENDING, Measurement, markdown, rows, why_not
+from carpool.bench.timing import rounds
+from carpool.train.config import load_config
 from carpool.train.plan.memory_fit import CLEARLY
 from tests.bench.started import GPU, check_command
 from tests.environment import ROOT
+from tests.ranks import Ranks
 
 
 def test_names_are_different_and_the_list_has_what_each_needs(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
@@ -151,3 +160,121 @@ def test_two_nodes_of_one_machine(tmp_path: Path) -> None:
     assert found["written"]["a.json"]["results"] and found["gpus"] == 2
     assert found["reduced"] == "over 2 instead of 4 GPUs"
     assert "--nnodes 2 --node-rank $NODE --nproc-per-node 1" in found["command"]
+
+
+SCRIPTS = [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
+
+
+def test_rounds_turn_about_and_forget_who_left() -> None:
+    running = {"a": 1, "b": 2}
+    seen = []
+    for number, order in rounds(running, repetitions=2, warmup=1):
+        seen.append((number, order))
+        if number == 0:
+            del running["a"]
+    assert seen == [(-1, ["a", "b"]), (0, ["b", "a"]), (1, ["b"])]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_options_parse(script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    module = importlib.import_module(f"benchmarks.{script}")
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("chunks", "--transport dedup --shapes 32,16,16,8,2 --repetitions 2"),
+        ("overlap", "--model tiny --transport dedup --sequence 32 --layers 2 --steps 2 --chunks 2"),
+        ("priority", "--model tiny --transport dedup --sequence 32 --layers 2 --steps 2"),
+        ("bubbles", "--micro-batches 4 --steps 1 --sleep 2"),
+        ("latency", "--transports dedup --tokens 8 --hidden 16 --experts 8 --top-k 2 --verbs 3 --delays 1"),
+    ],
+)
+def test_a_tiny_run(script: str, options: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", f"benchmarks.{script}", *options.split(), "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["results"] and found["environment"]["torch"] and "out" not in found["settings"]
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_adapters(tmp_path: Path) -> None:
+    """On one process. Both contenders begin with the same model."""
+    keys = {
+        "hidden_size": 32, "num_experts": 8, "moe_intermediate_size": 16, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.adapters", "--layers", "1", "--tokens", "32", "--repetitions", "1"]
+    command += ["--warmup", "0", "--keys", json.dumps(keys), "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    carpool, peft = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert carpool["loss"] == pytest.approx(peft["loss"], rel=1e-4) and carpool["trained"] == peft["trained"]
+
+
+def count(folder: str, only: list[str]) -> None:
+    config = load_config(None, [f"training.output_dir={folder}", "parallelism.num_ranks=4"])
+    measure(config, {"only": only, "steps": 1, "seconds": 200, "tiny": True, "out": f"{folder}/peaks.json"})
+
+
+def check(ranks: Ranks, folder: Path, only: list[str]) -> None:
+    ranks(count, str(folder), only)
+    found = json.loads((folder / "peaks.json").read_text())
+    assert found["failed"] == {}
+    assert [one["setting"] for one in found["results"]] == only
+    for one in found["results"]:
+        assert one["measured"]["tensors"] > one["measured"]["stays"] > 0, one["setting"]
+        assert one["ratios"]["tensors"] == pytest.approx(1, abs=0.1), one["setting"]
+
+
+def test_a_setting_is_a_run(two_ranks: Ranks, tmp_path: Path) -> None:
+    check(two_ranks, tmp_path, ["adapters"])
+
+
+@pytest.mark.slow
+def test_all_settings_are_runs(ranks: Ranks, tmp_path: Path) -> None:
+    check(ranks, tmp_path, list(SETTINGS))
+
+
+def test_the_growth_of_memory_is_the_most_that_is_there_at_a_time() -> None:
+    def work() -> None:
+        one = torch.empty(1000)
+        two = torch.empty(500)
+        del one
+        three = torch.empty(700)
+        del two, three
+
+    assert growth(work) == pytest.approx(6000, rel=0.05)
+
+
+def test_bubbles_of_orders_are_the_published_ones() -> None:
+    for schedule in ("GPipe", "1F1B", "Interleaved1F1B"):
+        assert played(schedule, 4, 8, (1.0, 1.5, 0.5)) == pytest.approx(formula(schedule, 4, 8))
+    # ZBV: (p - 1) F / 2 of 3 m F and that (arXiv 2401.10241, section 6).
+    assert formula("ZBVZeroBubble", 4, 8) == pytest.approx(1.5 / 25.5)
+
+
+def bubble(schedule: str) -> Measured:
+    one = Bubble(schedule, 4, torch.device("cpu"), sleep=4.0)
+    return one.summary([one.step() for _ in range(2)][1:])
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+def test_ranks_wait_at_least_as_long_as_on_paper(two_ranks: Ranks, schedule: str) -> None:
+    found = two_ranks(bubble, schedule)[0]
+    assert found.played - 0.05 < found.measured < 0.7
+    # Forward 4 ms; backward 8 ms in all, of which weight gradients are half where they are apart.
+    forward, inputs, weights = found.seconds
+    assert forward >= 4e-3 and inputs + weights >= 8e-3 and (weights >= 4e-3) == (schedule == "DualPipeV")

@@ -1,4 +1,5 @@
-"""The docs say what is: links lead somewhere, settings and names exist, quoted messages are in the code."""
+"""The docs say what is: links lead somewhere, settings and names exist, quoted messages are in the code, shown outputs
+are what commands print, and measurements name no machine."""
 
 from __future__ import annotations
 
@@ -6,10 +7,31 @@ import ast
 import importlib
 import json
 import re
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.script import write_results
+from carpool.bench.result_files import Result, publish
+from tools.docs_outputs import (
+    BEFORE,
+    NO_EXAMPLE,
+    NOT_RUN,
+    PREDICTS,
+    Example,
+    compare,
+    difference,
+    examples,
+    pages,
+    renewed,
+    run,
+    unexplained,
+)
 from tools.docs_pages import on_page_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -127,3 +149,148 @@ def test_committed_measurements_are_small() -> None:
         text = file.read_text()
         json.loads(text)
         assert len(text.splitlines()) < 2_000, f"{file.name}: leave out single repetitions"
+
+
+FILES = sorted((ROOT / "docs").rglob("*.json"))
+KEYS = {"output_dir", "out", "hostname", "user", "username", "pid", "cwd", "home", "tmp", "tmpdir"}
+FOLDERS = ("/tmp", "/home", "/root", "/work", "/Users", "/var", "/mnt", "~/")
+
+
+def of_one_machine(value: Any, where: str = "") -> Iterator[str]:
+    """Each place in the values whose key or text names a host, a user, a process or an absolute folder."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in KEYS:
+                yield f"{where}/{key}"
+            yield from of_one_machine(inner, f"{where}/{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from of_one_machine(inner, f"{where}/{index}")
+    elif isinstance(value, str) and any(
+        word.partition("=")[2].startswith(FOLDERS) or word.startswith(FOLDERS) for word in value.split()
+    ):
+        yield f"{where}: {value}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_files_know_no_machine(path: Path) -> None:
+    found = list(of_one_machine(json.loads(path.read_text())))
+    assert not found, f"{path.relative_to(ROOT)} holds what only its machine knows; drop it: {found[:5]}"
+
+
+def test_there_are_files() -> None:
+    assert len(FILES) > 20
+
+
+def test_what_is_found() -> None:
+    told = {"a": [{"output_dir": "x"}, {"b": "carpool train --out=/tmp/x"}], "environment": {"hostname": "vm"}, "c": 1}
+    assert [place.partition(":")[0] for place in of_one_machine(told)] == [
+        "/a/0/output_dir", "/a/1/b", "/environment/hostname",
+    ]  # fmt: skip
+
+
+def test_scripts_write_no_machine(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    write_results(Namespace(out=out, work=tmp_path, steps=3), torch.device("cpu"), results=[])
+    told = json.loads(out.read_text())
+    assert told["settings"] == {"steps": 3} and told["environment"]["torch"] == torch.__version__
+    assert not list(of_one_machine(told))
+
+
+def test_commands_write_no_machine(tmp_path: Path) -> None:
+    settings = {"out": str(tmp_path), "json_only": True, "ranks": 2}
+    result = Result.of("now", "carpool bench", settings, torch.device("cpu"), 2, [])
+    publish(result, "name", lambda result: None, None)
+    told = json.loads((tmp_path / "name.json").read_text())
+    assert told["settings"] == {"json_only": True, "ranks": 2}
+    assert not list(of_one_machine(told)) and asdict(result)["settings"] == settings
+
+
+ALL = [example for page in pages() for example in examples(page)]
+RUN = [example for example in ALL if not example.named(NOT_RUN)]
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(one, id=one.name, marks=[] if one.predicts else [pytest.mark.slow]) for one in RUN],
+)
+def test_prints_what_is_shown(example: Example) -> None:
+    if found := example.difference():
+        pytest.fail(
+            f"docs/{example.name} shows other output than its command prints:\n\n{example.commands}\n{found}\n\n"
+            f"- is the guide, + what is printed. If the new output is right, write it into the guide with\n"
+            f"python -m tools.docs_outputs --only {example.name} --write",
+            pytrace=False,
+        )
+
+
+def test_tables_name_examples() -> None:
+    assert len(RUN) > 15 and sum(example.predicts for example in RUN) >= 6
+    for table in (BEFORE, PREDICTS, NOT_RUN):
+        for key in table:
+            assert any(example.named([key]) for example in ALL), f"no example of {key[0]} has {key[1]!r}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_every_output_has_its_command(page: Path) -> None:
+    found = list(unexplained(page))
+    assert not found, (
+        f"{page.name} shows output that follows no block of commands: {found}. Put its command into a ```bash block "
+        "before it, or name it in NO_EXAMPLE of tools/docs_outputs.py with the reason"
+    )
+
+
+def test_finds_outputs_without_commands(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text(
+        "```bash\nls\n```\n\n```\nx\n```\n\n```\ny\nz\n```\n\n```console\n$ ls\nx\n```\n\n```python\n1\n```\n"
+    )
+    assert list(unexplained(page)) == ["y"]
+
+
+def test_outputs_without_commands_are_there() -> None:
+    texts = {page.name: page.read_text() for page in pages()}
+    for page, begin in NO_EXAMPLE:
+        assert re.search(rf"^```\n\s*{re.escape(begin)}", texts[page], flags=re.MULTILINE), f"{page} shows no {begin!r}"
+
+
+def test_rounding_is_of_the_machine() -> None:
+    """Also which tensor differs most, where no tensor differs by more than rounding."""
+    shown = "differ by at most 2.4e-07 (model.a, expert 2, gate); logits by 5.0e-07"
+    assert difference(shown, "differ by at most 1.2e-07 (model.b, expert 4, up); logits by 5.2e-07", True) is None
+    assert difference(shown, "differ by at most 1.2e-07; logits of another kind by 5.2e-07", True) == "other words"
+    assert difference(shown, "differ by at most 2.4e-03 (model.a, expert 2, gate); logits by 5.0e-07", True) is not None
+
+
+SHOWN = "parameters   1,000.0 MiB\n...\nstep 1  loss 2.50  189 ms\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "found"),
+    [
+        ("a line\nparameters 1,000.0 MiB\nanother\nstep 1  loss 2.51  7 ms\n", ""),
+        ("parameters 1,030.0 MiB\nstep 1  loss 2.50  189 ms\n", "1,000.0 in the guide, 1,030.0 printed"),
+        ("parameters 1,000.0 GiB\nstep 1  loss 2.50  189 ms\n", "other words"),
+        ("step 1  loss 2.50  189 ms\nparameters 1,000.0 MiB\n", "nothing like it is printed"),
+        ("parameters 1,000.0 MiB\nstep 1  loss 3.50  189 ms\n", "2.50 in the guide, 3.50 printed"),
+    ],
+)
+def test_compares(printed: str, found: str) -> None:
+    told = compare(SHOWN, printed, measured=True)
+    assert found in told and bool(told) == bool(found)
+
+
+def test_times_of_predictions_count() -> None:
+    assert "189 in the guide, 7 printed" in compare(SHOWN, SHOWN.replace("189", "7"), measured=False)
+
+
+def test_renews() -> None:
+    assert renewed(SHOWN, "x\nparameters 2.0 MiB\nstep 1  loss 2.50  7 ms\n") == (
+        "parameters 2.0 MiB\n...\nstep 1  loss 2.50  7 ms\n"
+    )
+
+
+def test_runs_in_a_folder_of_its_own() -> None:
+    assert run("ls; cat x", before="echo 3 > x").split() == ["LICENSE", "docs", "examples", "x", "3"]
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        run("true", before="false")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -25,8 +24,6 @@ from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.model_config import check_sizes, make_config
 from carpool.hf.weights.original_layout import check_weights
 from carpool.train.blueprint import meta_model
-from carpool.train.config import load_config
-from carpool.train.plan.dry_run import dry_run
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
@@ -111,30 +108,6 @@ def test_values_do_not_depend_on_the_mesh(ranks: Ranks, tied: bool) -> None:
 @pytest.mark.parametrize("model_type", ["ernie4_5_moe", "afmoe"])
 def test_unusual_modules(ranks: Ranks, model_type: str) -> None:
     assert ranks(_differences, model_type, LAYOUTS[1:2], torch.bfloat16, False) == [[]] * 4
-
-
-def _logits_and_gradients(layout: Layout) -> tuple[float, dict[str, float]]:
-    """The largest difference from one process, in a forward and backward over 4 rows."""
-    ids = torch.randint(2, 64, (4, 10), generator=torch.Generator().manual_seed(0))
-    mine = ids[dist.get_rank() :][:1]
-    model, reference = _build("olmoe", layout), _build("olmoe")
-    logits = model(input_ids=mine, labels=mine)
-    expected = reference(input_ids=ids, labels=ids)
-    logits.loss.backward()
-    expected.loss.backward()
-    difference = (logits.logits - expected.logits[dist.get_rank()]).abs().max().item()
-    gradients = {}
-    for name, theirs in reference.named_parameters():
-        grad = model.get_parameter(name).grad
-        assert isinstance(grad, DTensor) and theirs.grad is not None
-        gradients[name] = (grad.full_tensor() - theirs.grad).abs().max().item() / theirs.grad.abs().max().item()
-    return difference, gradients
-
-
-def test_the_model_computes_what_one_process_computes(ranks: Ranks) -> None:
-    for difference, gradients in ranks(_logits_and_gradients, {"fsdp_size": 4, "ep_size": 2}):
-        assert difference < 1e-6
-        assert max(gradients.values()) < 1e-5, gradients
 
 
 def test_the_recipe_is_the_model_s_own() -> None:
@@ -489,14 +462,8 @@ def test_sizes_of_one_are_one_process() -> None:
 def test_make_config() -> None:
     config = make_config("olmoe", {"num_experts": 12, "num_local_experts": 12, "rope_theta": 5000.0})
     assert config.num_experts == 12 and config.rope_parameters["rope_theta"] == 5000.0
-    for model_type, overrides, message in (
-        ("olmo_e", {}, "no causal language model of type 'olmo_e'; did you mean 'olmoe'"),
-        ("vit", {}, "no causal language model of type 'vit'"),
-        ("olmoe", {"num_expert": 4}, "of olmoe has no key 'num_expert'; did you mean 'num_experts'"),
-        ("olmoe", {"hidden_size": "big"}, "refuses .*hidden_size"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_config(model_type, overrides)
+    with pytest.raises(ValueError, match="no causal language model of type 'vit'"):
+        make_config("vit", {})
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -557,9 +524,3 @@ def test_a_head_may_have_a_size_of_its_own() -> None:
     check_sizes(CONFIG_MAPPING["glm4_moe"](head_dim=128))
     with pytest.raises(ValueError, match="hidden_size = 4096"):
         check_sizes(CONFIG_MAPPING["glm4_moe"]())
-
-
-def test_the_command_line_says_it_before_anything_starts() -> None:
-    config = load_config(None, ["model.config.num_experts_per_tok=17", "parallelism.device=cpu"])
-    with pytest.raises(ValueError, match=r"num_experts_per_tok = 17 .* is more than its num_experts = 16"):
-        dry_run(config)

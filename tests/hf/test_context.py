@@ -1,12 +1,11 @@
 """Transformers' models whose ranks share sequences, against one rank with whole ones: loss and every gradient.
 
 Here each rank has all parameters and experts, so that what is compared is attention, positions, masks and labels alone;
-whole training steps are in tests/train/test_context.py.
+whole training steps are in tests/meshes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from carpool.hf import context_parallel as context_module
 from carpool.hf.context_parallel import ContextParallel, attention_heads, choose_way
 from carpool.hf.documents import packed, packed_settings, unpacked
 from carpool.hf.loss_head import next_tokens
@@ -34,52 +32,7 @@ OTHERS = sorted(name for name, found in discover().items() if found.class_name a
 BOUND = 1e-6
 
 
-def _forget_labels_at_seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last token of a part predicts nothing, as if parts were shifted by themselves."""
-    own = Cut.part
-
-    def part(self: Cut, x_BL: torch.Tensor) -> torch.Tensor:
-        found = own(self, x_BL).clone()
-        if (x_BL[:, -1] == -100).all():
-            found[:, -1] = -100
-        return found
-
-    monkeypatch.setattr(Cut, "part", part)
-
-
-def _number_parts_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ContextParallel.settings
-
-    def settings(self: ContextParallel, like_BL: torch.Tensor, position_BL: torch.Tensor | None = None) -> Any:
-        found = own(self, like_BL, position_BL)
-        return found | {"position_ids": found["position_ids"] - found["position_ids"][:, :1]}
-
-    monkeypatch.setattr(ContextParallel, "settings", settings)
-
-
-def _drop_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the repetitions of a head of keys, one gives its gradient back."""
-
-    def repeat(self: torch.Tensor, repeats: int, dim: int) -> torch.Tensor:
-        first, *others = [self, *([self.detach()] * (repeats - 1))]
-        return torch.stack([first, *others], dim + 1).flatten(dim, dim + 1)
-
-    monkeypatch.setattr(torch.Tensor, "repeat_interleave", repeat)
-
-
-def _share_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank reads the sinks of the first heads."""
-    monkeypatch.setattr(
-        context_module, "_of_rank", lambda value, heads, ranks, rank: _own_of_rank(value, heads, ranks, 0)
-    )
-
-
-_own_of_rank = context_module._of_rank
-
-
-def _measure(
-    name: str, is_packed: bool, way: str, config: dict[str, Any], spoil: Callable[[pytest.MonkeyPatch], None] | None
-) -> tuple[float, float]:
+def _measure(name: str, is_packed: bool, way: str, config: dict[str, Any]) -> tuple[float, float]:
     """Largest relative errors: of the loss, of a gradient."""
     quiet()
     model = tiny_model(discover()[name], **config).double().train()
@@ -103,15 +56,12 @@ def _measure(
     assert group is not None
     cut = Cut(group.size(), group.rank(), way)  # type: ignore[arg-type]
     context = ContextParallel(model, cut, group)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if spoil is not None:
-            spoil(monkeypatch)
-        with packed() if is_packed else unpacked(), context.whole(length, position_BL):
-            if position_BL is not None:
-                settings = packed_settings(model, position_BL)
-            settings |= context.settings(ids_BL, position_BL)
-            loss = loss_of(cut.part(ids_BL), cut.part(target_BL), **settings)
-        loss.backward()
+    with packed() if is_packed else unpacked(), context.whole(length, position_BL):
+        if position_BL is not None:
+            settings = packed_settings(model, position_BL)
+        settings |= context.settings(ids_BL, position_BL)
+        loss = loss_of(cut.part(ids_BL), cut.part(target_BL), **settings)
+    loss.backward()
     found = loss.detach().clone()
     dist.all_reduce(found)
     largest, worst = max(float(g.abs().max()) for g in gradients.values()), 0.0
@@ -139,36 +89,20 @@ def test_ranks_that_share_sequences_compute_what_one_computes(two_ranks: Ranks, 
         assert name not in FAMILIES
         pytest.skip("refused")
     for is_packed in (False, True):
-        for loss, gradient in two_ranks(_measure, name, is_packed, "ulysses", {}, None):
+        for loss, gradient in two_ranks(_measure, name, is_packed, "ulysses", {}):
             assert loss < BOUND and gradient < BOUND, (is_packed, loss, gradient)
 
 
 @pytest.mark.slow
 def test_heads_of_keys_fewer_than_ranks(ranks: Ranks) -> None:
-    for loss, gradient in ranks(_measure, "qwen3_moe", True, "ulysses", {"num_key_value_heads": 2}, None):
+    for loss, gradient in ranks(_measure, "qwen3_moe", True, "ulysses", {"num_key_value_heads": 2}):
         assert loss < BOUND and gradient < BOUND
 
 
 def test_ring_attention_in_a_model(two_ranks: Ranks) -> None:
     # Its values are narrower than its keys.
-    for loss, gradient in two_ranks(_measure, "deepseek_v3", False, "ring", {}, None):
+    for loss, gradient in two_ranks(_measure, "deepseek_v3", False, "ring", {}):
         assert loss < BOUND and gradient < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "spoil"),
-    [
-        ("olmoe", {}, _forget_labels_at_seams),
-        ("olmoe", {}, _number_parts_from_0),
-        ("qwen3_moe", {"num_key_value_heads": 1}, _drop_key_heads),
-        ("gpt_oss", {}, _share_sinks),
-    ],
-)
-def test_what_is_forgotten_shows(
-    two_ranks: Ranks, name: str, config: dict[str, Any], spoil: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    for _, gradient in two_ranks(_measure, name, False, "ulysses", config, spoil):
-        assert gradient > 1e-3
 
 
 def _like_flash(module: Any, *args: Any, **settings: Any) -> tuple[torch.Tensor, None]:

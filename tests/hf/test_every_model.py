@@ -6,6 +6,7 @@ tests/hf/parity.py; the results are the table in docs/models.md, which `python -
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -13,7 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from carpool.families import FAMILIES
+from tests.environment import ROOT
 from tests.hf import parity
 from tests.hf.tiny_models import discover, tiny_batch, tiny_config, tiny_model
 from tests.ranks import Ranks
@@ -129,3 +134,21 @@ def test_docs_have_every_architecture() -> None:
     for folder, row in rows.items():
         expected = (discover()[folder].class_name or "none", folder in parity.EXCEPTIONS)
         assert (row[1], row[5] == models_table.NOT_POSSIBLE) == expected, f"docs/models.md is out of date for {folder}"
+
+
+# The demo's model, and sizes of published models for benchmarks.
+ALLOWED = {"families.py", "train/config/schema_model.py", "bench/options.py"}
+
+
+def test_each_entry_is_a_family_of_transformers() -> None:
+    assert [name for name in FAMILIES if name not in discover()] == []
+    assert [kind for one in FAMILIES.values() for kind in one.types if kind not in CONFIG_MAPPING] == []
+
+
+def test_no_other_code_names_a_family() -> None:
+    names = discover().keys() | set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    for path in sorted((ROOT / "carpool").rglob("*.py")):
+        file = path.relative_to(ROOT / "carpool").as_posix()
+        if file not in ALLOWED:
+            strings = {one.value for one in ast.walk(ast.parse(path.read_text())) if isinstance(one, ast.Constant)}
+            assert not strings & names, f"{file} names {strings & names}: what differs belongs to carpool/families.py"

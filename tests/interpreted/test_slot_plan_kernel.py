@@ -5,20 +5,14 @@ tests/conftest.py chooses the interpreter where there is no GPU.
 
 from __future__ import annotations
 
-import os
 from unittest import mock
 
 import pytest
 import torch
 
-from carpool.replicas import slot_plan
+from carpool.replicas import slot_plan, slot_plan_kernel
 from carpool.replicas.slot_plan import count_choices, plan_slots, served_by
 from tests.slot_plan_problem import CASES, Case, problem
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
-
-from carpool.replicas import slot_plan_kernel
 
 kernels = mock.patch.object(slot_plan, "on_gpu", lambda _: True)
 

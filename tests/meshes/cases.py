@@ -47,7 +47,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix; all fields but the first are factors of `FACTORS`."""
+    """One cell of the matrix; all fields but the first and the last are factors of `FACTORS`."""
 
     mesh: Degrees
     transport: str = "dedup"
@@ -66,6 +66,8 @@ class Case:
     balance: str = "model"
     experts: str = "grouped"
     spare: int = 0
+    # Not drawn: cases with it are written out.
+    priority: bool = False
 
     def __str__(self) -> str:
         sizes = {axis: self.mesh.size(axis) for axis in AXES}
@@ -90,6 +92,7 @@ class Case:
                 "transport": self.transport,
                 "schedule": self.schedule,
                 "experts": self.experts,
+                "priority": self.priority,
                 "router_aux_loss_coef": 0.0 if self.balance == "none" else 0.05,
                 "balance_scope": self.balance if self.balance != "none" else "model",
                 "bias_update_rate": 0.0,
@@ -98,7 +101,7 @@ class Case:
             "memory": {
                 "expert_inputs": self.rows,
                 "expert_activations": self.hidden,
-                "layer_activations": "save" if self.recompute == "save" else "recompute",
+                "layer_activations": self.recompute.replace("with rides", "recompute"),
                 "moe_outputs": "recompute" if self.recompute == "with rides" else "save",
             },
             "training": {

@@ -20,14 +20,30 @@ from tests.meshes.parity import measure
 from tests.ranks import Ranks
 
 RANKS_IMPORT = ("tests.meshes.parity",)
+CP = Degrees(cp=2, ep=2)
 # Of float32, on models of two layers.
 BOUND = 1e-5
 FEW = [
     Case(FSDP, family="qwen3_moe", layout="replicated", packing="examples", dense="zero1", rows="resend"),
     Case(TP, family="qwen3_moe", schedule="two-batch", micro_batches=2, hidden="recompute", balance="layer"),
     Case(FSDP, schedule="chunks", recompute="recompute", hidden="offload"),
-]
-QUICK = ("copies_not_added", "fsdp_adds", "fsdp_averages", "travelling_rows_added")
+    Case(CP, family="gpt_oss", packing="examples", dense="zero1"),
+    Case(CP, attention="ring", recompute="with rides"),
+    Case(CP, family="mixtral", schedule="two-batch", micro_batches=2, packing="off", balance="none"),
+    Case(Degrees(pp=2), transport="local", micro_batches=2, packing="off", balance="layer"),
+    Case(
+        Degrees(pp=2), family="gpt_oss", transport="local", schedule="two-batch", pipeline="DualPipeV", micro_batches=4,
+        packing="examples",
+    ),
+]  # fmt: skip
+# Rides before reductions, and layers whose activations go to host memory, in stages.
+STAGES = [
+    Case(mesh, family="qwen3_moe" if schedule == "ZBVZeroBubble" else "olmoe", recompute="offload", micro_batches=4,
+         pipeline=schedule, priority=mesh.fsdp > 1)
+    for mesh in (Degrees(pp=2, fsdp=2, ep=2), Degrees(pp=2, tp=2, ep=2))
+    for schedule in ("1F1B", "ZBVZeroBubble")
+]  # fmt: skip
+QUICK = ("copies_not_added", "parts_of_sequences_as_sequences", "fsdp_adds", "fsdp_averages", "travelling_rows_added")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +66,11 @@ def _check(pool: Ranks, some: list[Case], folder: Path) -> None:
 
 def test_a_few(two_ranks: Ranks, tmp_path: Path) -> None:
     _check(two_ranks, FEW, tmp_path)
+
+
+@pytest.mark.slow
+def test_stages_of_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    _check(ranks, STAGES, tmp_path)
 
 
 @pytest.mark.slow

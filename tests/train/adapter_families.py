@@ -3,7 +3,7 @@
     tiny random model -> `carpool train` over four ranks -> RUN/adapter -> plain transformers and peft, in a process
     without Carpool -> `carpool merge` -> plain transformers
 
-`tests/train/test_adapter_families.py` compares the logits, and `python -m tools.adapters_table` writes what it finds
+`tests/train/test_served_adapter.py` compares the logits, and `python -m tools.adapters_table` writes what it finds
 into docs/reference/adapters.md.
 """
 
@@ -30,8 +30,6 @@ FAMILIES = (
     "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "mixtral", "qwen2_moe", "deepseek_v2", "glm4_moe", "granitemoe",
     "phimoe", "ernie4_5_moe", "minimax_m2", "dots1", "hunyuan_v1_moe", "jamba", "nemotron_h", "lfm2_moe",
 )  # fmt: skip
-# What one family needs beside the sizes of all.
-CONFIGS: dict[str, dict[str, Any]] = {}
 # How far training moves logits at least, and how far they may then be from those that were trained.
 MOVED, BOUND = 0.02, 2e-5
 IDS = torch.randint(3, 255, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -71,7 +69,7 @@ class Outcome:
 def follow(ranks: Ranks, family: str, folder: Path) -> Outcome:
     """Take an adapter of one family all the way, in an empty folder."""
     base, run, merged = folder / "base", folder / "run", folder / "merged"
-    tiny_model(discover()[family], vocab_size=259, **CONFIGS.get(family, {})).save_pretrained(base)
+    tiny_model(discover()[family], vocab_size=259).save_pretrained(base)
     (folder / "text").mkdir()
     for i in range(30):
         (folder / "text" / f"{i:02d}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20)

@@ -1,8 +1,8 @@
-"""One step of a model cut into stages against the same step on one process. Runs on every rank of a pool."""
+"""Steps of a model cut into stages: whose pairs run at the same time, and that are recorded. Runs on every rank of a
+pool."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +11,13 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides
 from carpool.hf.build_model import build_model
-from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.decoder_layers import offload_layers, recompute_layers
 from carpool.hf.pipeline_stages import cut_model, layer_number
 from carpool.hf.routing.router_balance import find_routers
 from carpool.hf.seam.implementation import set_schedule
 from carpool.hf.seam.shared import compute_shared_beside
 from carpool.hf.sharding import keep_experts, replicate_dense
-from carpool.optim.clip import grad_norm
 from carpool.parallel import fsdp
-from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import replicated, sharded_parameters
@@ -31,8 +28,6 @@ from carpool.ride.schedule import Schedule
 from carpool.ride.turns import HALF
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
-from carpool.train.steps.training_objective import Objective
-from tests.full_tensor import full_tensor
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
 from tests.replayed import Again
 
@@ -54,125 +49,20 @@ def make_meshes(degrees: Degrees) -> Meshes:
 _MESHES: dict[Degrees, Meshes] = {}
 
 
-def batches_of(
-    micro_batches: int, rank: int, ranks: int, padded: bool, packed: bool, length: int = LENGTH
-) -> list[dict[str, torch.Tensor]]:
+def batches_of(micro_batches: int, rank: int, ranks: int, padded: bool = False) -> list[dict[str, torch.Tensor]]:
     """This data-parallel rank's part of each micro-batch."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for number in range(micro_batches):
-        ids = torch.randint(3, VOCAB_SIZE, (SEQUENCES * ranks, length), generator=generator)
+        ids = torch.randint(3, VOCAB_SIZE, (SEQUENCES * ranks, LENGTH), generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
         batch["labels"][0, : number + 1] = -100
         if padded:
             batch["padding"] = torch.zeros_like(ids, dtype=torch.bool)
-            batch["padding"][:, length - 1 - number % 2 :] = True
+            batch["padding"][:, LENGTH - 1 - number % 2 :] = True
             batch["labels"][batch["padding"]] = -100
-        if packed:
-            cut = 2 + number % 3
-            row = torch.cat([torch.arange(cut), torch.arange(length - cut)])
-            batch["position_ids"] = row.expand(SEQUENCES * ranks, -1).contiguous()
-            batch["labels"][:, cut] = -100
         found.append({name: value.chunk(ranks)[rank] for name, value in batch.items()})
     return found
-
-
-def measure(
-    family: str,
-    schedule: str,
-    micro_batches: int,
-    *,
-    ep: int = 1,
-    cp: int = 1,
-    tp: int = 1,
-    sequence: bool = True,
-    paired: bool = False,
-    recompute: str = "",
-    priority: bool = False,
-    offload: bool = False,
-    length: int = LENGTH,
-    dense: str = "fsdp",
-    per_layer: bool = False,
-    aux: float = AUX,
-    padded: bool = False,
-    packed: bool = False,
-    breakage: Callable[[PipelineObjective], None] | None = None,
-    **overrides: Any,
-) -> dict[str, float]:
-    """The largest relative differences of the loss, the balance loss, the norm, the loss without gradients and of any
-    gradient."""
-    overrides = {"num_hidden_layers": 4, **LAYERS.get(family, {}), **overrides}
-    config = tiny_config(discover()[family], **overrides)
-    degrees = Degrees(pp=2, cp=cp, fsdp=dist.get_world_size() // 2 // cp // tp, tp=tp, ep=ep)
-    dtype = torch.float32
-    settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux, "autocast": None, "balance_layers": per_layer}
-
-    whole = build_model(config, distributed_config=None, dtype=dtype, seed=3)
-    reference = Objective(whole, dp_size=1, **settings)
-    reference.cross_entropy.copies = dist.get_world_size()  # all ranks compute it
-    together = (
-        batches_of(micro_batches, 0, 1, padded, packed, length)
-        if degrees.dp == 1
-        else [
-            {k: torch.cat([one[k] for one in parts]) for k in parts[0]}
-            for parts in zip(
-                *(batches_of(micro_batches, r, degrees.dp, padded, packed, length) for r in range(degrees.dp)),
-                strict=True,
-            )
-        ]
-    )
-    expected = reference.backward(together)
-    expected_norm = grad_norm(whole.parameters(), 1) / dist.get_world_size() ** 0.5
-    with torch.no_grad():
-        expected_eval = sum(float(reference.forward(batch)[0]) for batch in together)
-
-    objective = objective_of(
-        config,
-        schedule,
-        degrees,
-        whole,
-        settings,
-        dense=dense,
-        sequence=sequence,
-        paired=paired,
-        recompute=recompute,
-        priority=priority,
-        offload=offload,
-    )
-    model, rank = objective.model, dist.get_rank()
-    if breakage is not None:
-        breakage(objective)
-    mine = batches_of(micro_batches, degrees.dp_rank(rank), degrees.dp, padded, packed, length)
-    evaluated = torch.stack([objective.forward(batch)[0] for batch in mine]).sum()
-    dist.all_reduce(evaluated)
-    found = objective.backward(mine)
-    if (kept := replicated(model)) is not None:
-        kept.finish()
-    errors = {
-        "loss": abs(found.loss - expected.loss) / expected.loss,
-        "aux": abs((found.aux_loss or 0) - (expected.aux_loss or 0)),
-        # Tensor-parallel ranks have each a part of it, or share one.
-        "eval": abs(float(evaluated) - expected_eval) / expected_eval,
-    }
-    with sharded_parameters(model):
-        own_parameters = dict(model.named_parameters())
-    norm = grad_norm(own_parameters.values(), degrees.stage_size)
-    errors["norm"] = abs(float(norm / expected_norm) - 1)
-    theirs = dict(whole.named_parameters())
-    largest = max(float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None)
-    errors["gradient"] = 0.0
-    for name, parameter in own_parameters.items():
-        goal = theirs[name].grad
-        grad = None if parameter.grad is None else full_tensor(parameter.grad)
-        if goal is None or grad is None:
-            assert goal is None and grad is None, f"{name} has a gradient on one side only"
-            continue
-        scale = max(float(goal.abs().max()), 1e-3 * largest)
-        errors["gradient"] = max(errors["gradient"], float((grad - goal).abs().max()) / scale)
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, set(own_parameters))
-    assert set.union(*names) == set(theirs), "a parameter is on no stage"
-    return errors
 
 
 def objective_of(
@@ -183,7 +73,6 @@ def objective_of(
     settings: dict[str, Any],
     *,
     dense: str = "fsdp",
-    sequence: bool = True,
     paired: bool = False,
     recompute: str = "",
     priority: bool = False,
@@ -193,19 +82,10 @@ def objective_of(
     """Of a model with the weights of `whole`, cut into stages. `paired`: pairs run at the same time."""
     meshes, settings, dtype = make_meshes(degrees), dict(settings), torch.float32
     rank, parts = dist.get_rank(), cut_model(whole, 2 * len(stages_of(schedule, 2)[0]))
-    shards = degrees.fsdp * degrees.cp
-    sizes = DistributedConfig(tp_size=degrees.tp, fsdp_size=shards, ep_size=degrees.ep, ep_implementation="carpool")
+    sizes = DistributedConfig(fsdp_size=degrees.fsdp, ep_size=degrees.ep, ep_implementation="carpool")
     own = [parts[stage] for stage in stages_of(schedule, 2)[degrees.coordinate(rank, "pp")]]
-    model = build_model(
-        config,
-        distributed_config=sizes,
-        dtype=dtype,
-        seed=3,
-        dense=dense,
-        meshes=meshes,
-        parts=own,
-        sequence_parallel=degrees.tp > 1 and sequence,
-    )
+    how: dict[str, Any] = {"dtype": dtype, "seed": 3, "dense": dense, "meshes": meshes, "parts": own}
+    model = build_model(config, distributed_config=sizes, **how)
     install(model)
     if recompute:
         recompute_layers(model, recompute == "with rides")
@@ -216,16 +96,12 @@ def objective_of(
     if offload:
         offload_layers(model)
     settings["rides_first"] = RidesFirst(model, rides(model)) if priority else None
-    if dense == "zero1" and degrees.dp_cp > 1:
+    if dense == "zero1" and degrees.dp > 1:
         replicate_dense(model, False)
     else:
         keep_experts(model)
     group = meshes.group("pp")
     assert group is not None
-    if degrees.cp > 1:
-        sharers = meshes.group("cp")
-        assert sharers is not None
-        settings["context"] = ContextParallel(model, Cut(degrees.cp, degrees.coordinate(rank, "cp")), sharers)
     return PipelineObjective(
         model,
         parts,
@@ -234,7 +110,7 @@ def objective_of(
         stage_group=meshes.stage_group(),
         routers=dict.fromkeys(map(layer_number, find_routers(whole)), 8),
         dtype=dtype,
-        dp_size=degrees.dp_cp,
+        dp_size=degrees.dp,
         **settings,
     )
 
@@ -261,7 +137,7 @@ def compare_pairs(family: str, schedule: str, micro_batches: int, ep: int = 1, *
     whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
     aux = 0.0 if family == "deepseek_v3" else AUX
     settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux, "autocast": None}
-    mine = batches_of(micro_batches, degrees.dp_rank(dist.get_rank()), degrees.dp, False, False)
+    mine = batches_of(micro_batches, degrees.dp_rank(dist.get_rank()), degrees.dp)
     found: list[tuple[Any, dict[str, Any]]] = []
     seen: list[tuple[str, int]] = []
     roots: list[bool] = []
@@ -290,7 +166,7 @@ def replay(family: str, schedule: str, micro_batches: int, ep: int = 1, **how: A
     settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": AUX, "autocast": None}
     objective = objective_of(config, schedule, degrees, whole, settings, **how)
     model, rank = objective.model, degrees.dp_rank(dist.get_rank())
-    some = [batches_of(micro_batches, rank, degrees.dp, padded, False) for padded in (False, True)]
+    some = [batches_of(micro_batches, rank, degrees.dp, padded) for padded in (False, True)]
     for batch in some[0]:
         # As in a run, all batches have the same entries.
         batch["padding"] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)

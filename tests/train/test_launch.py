@@ -164,16 +164,6 @@ def started(tmp_path: Path, entry: str, *words: str, command: tuple[str, ...] = 
     return process
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_all(tmp_path):
-    process = started(tmp_path, "exchange_forever")
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=STOP_SECONDS)
-    assert process.returncode == 130
-    assert output == f"Interrupted: stopped by Ctrl-C; no checkpoint was written to {tmp_path} yet, so start again\n"
-    assert not any(map(lives, pids(tmp_path)))
-
-
 def asked(folder: Path) -> list[str]:
     """The step at which each rank learned that it shall stop."""
     return [path.read_text() for path in sorted(folder.glob("asked*"))]
@@ -207,32 +197,6 @@ def test_a_signal_to_one_rank_of_torchrun_stops_both(tmp_path):
     assert output.count("Stopped: stopped by signal 10") >= 1
     found = [ast.literal_eval((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     assert [line[:4] for line in found] == [[0, 2, 3, ""], [1, 2, 3, ""]]
-
-
-@pytest.mark.slow
-def test_under_slurm_each_task_is_a_rank(tmp_path):
-    tasks = [
-        agent(
-            "report_in",
-            str(tmp_path),
-            "slurm",
-            SLURM_PROCID=str(rank),
-            SLURM_LOCALID=str(rank),
-            SLURM_NTASKS="2",
-            SLURM_STEP_ID="0",
-            SLURM_JOB_ID="4711",
-            SLURM_STEP_NODELIST="localhost",
-            # Derived from the job otherwise, which another process of this machine may have taken.
-            MASTER_PORT=str(port),
-        )
-        for port in [free_port()]
-        for rank in range(2)
-    ]
-    for task in tasks:
-        output, _ = task.communicate(timeout=PATIENCE)
-        assert task.returncode == 0, output
-    found = [ast.literal_eval((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-    assert [line[:4] for line in found] == [[0, 2, 3, "slurm"], [1, 2, 3, "slurm"]]
 
 
 # ---------------------------------------------------------------------------------------------------------- parts

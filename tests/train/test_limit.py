@@ -1,4 +1,5 @@
-"""Training with limited routing and with frozen non-expert parameters: it says so, keeps to it, and resumes."""
+"""Training that limits routing, drops tokens or freezes parameters: it says so, keeps to it, learns, and resumes to the
+same bits."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from carpool.layout.topology import Topology
+from carpool.recipes import path_of
 from carpool.train.config import load_config
 from carpool.train.config.schema import MoeSection
+from carpool.train.run.run import train
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, records, start, weights
+from tests.train.test_loop import MODEL, losses, records, start, weights
 
 LIMITED = ["moe.limit_ranks=1", "training.freeze=non_expert", "training.eval_steps=none"]
 
@@ -64,3 +67,28 @@ def test_ranks_per_node_reach_the_limit(ranks: Ranks, text: list[str], tmp_path:
     step = records(tmp_path / "run")[1]
     assert step["copies_per_token"] <= 2
     assert 0 < step["bytes_network"] < step["bytes_remote"] and step["bytes_network_seen"] == step["bytes_network"]
+
+
+# Drops counted, of choices: those beyond capacity, and for GShard second ones at random.
+RECIPES = {"gshard": 2, "switch": 1}
+
+
+def follow(name: str, output: str, overrides: list[str]) -> None:
+    train(load_config(path_of(name), [*overrides, f"training.output_dir={output}"]), command="test")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n != "gshard" else n for n in RECIPES])
+def test_training_by_a_recipe_that_drops(two_ranks: Ranks, text: list[str], tmp_path: Path, name: str) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    own = ("model.config.num_experts_per_tok", "model.config.router_aux_loss_coef")
+    overrides = [*text, *(one for one in MODEL if not one.startswith(own))]
+    two_ranks(follow, name, str(whole), overrides)
+    info, lines = json.loads((whole / "run.json").read_text()), records(whole)
+    assert info["lossy_reasons"] == load_config(path_of(name), []).moe.drops.lossy_reasons != []
+    # 2 ranks with 2 sequences of 32 tokens each, in 2 layers.
+    choices = 2 * 2 * 32 * 2 * RECIPES[name]
+    assert all(0 < line["dropped_tokens"] < choices for line in lines.values())
+    assert lines[6]["loss"] < lines[1]["loss"]
+    resume = f"training.resume_from_checkpoint={whole}/checkpoints/step-00000003"
+    two_ranks(follow, name, str(parts), [*overrides, resume])
+    assert losses(parts) == {step: losses(whole)[step] for step in (4, 5, 6)}

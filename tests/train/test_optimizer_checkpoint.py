@@ -1,8 +1,9 @@
-"""Checkpoints of the one-pass optimizer: masters of bfloat16 weights and 8-bit moments, on the same ranks and on
-others; states of PyTorch's AdamW; what is refused."""
+"""The optimizer of a run: which one it gets, what it keeps, and its checkpoints (masters of bfloat16 weights and 8-bit
+moments, on the same ranks and on others; states of PyTorch's AdamW; what is refused)."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ from transformers.distributed import DistributedConfig
 from carpool.hf.build_model import build_model
 from carpool.hf.weights.model_config import make_config
 from carpool.optim import AdamW
+from carpool.optim.adamw import TorchAdamW
+from carpool.train.build.assemble import make_optimizer
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.state_tensors import model_tensors, optimizer_tensors
-from tests.full_tensor import full_tensor
+from carpool.train.config import load_config
+from carpool.train.plan.estimate import state_bytes
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
-from tests.train.test_checkpoint import EP2, TINY, Layout
+from tests.train.test_checkpoint import EP2, TINY, Layout, _full
 
 BFLOAT16 = torch.bfloat16
+Tensors = dict[str, torch.Tensor]
 
 
 def _build(layout: Layout | None, moments: str, seed: int = 0, dtype: torch.dtype = BFLOAT16) -> tuple[Any, AdamW]:
@@ -59,12 +63,7 @@ def _part(whole: torch.Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _full(model: Any, optimizer: AdamW) -> dict[str, torch.Tensor]:
-    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
-    return {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
-
-
-def _save(folder: str, layout: Layout | None, moments: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _save(folder: str, layout: Layout | None, moments: str) -> tuple[Tensors, Tensors]:
     """Everything at the checkpoint, and two steps later."""
     model, optimizer = _build(layout, moments)
     for step in range(2):
@@ -76,7 +75,7 @@ def _save(folder: str, layout: Layout | None, moments: str) -> tuple[dict[str, t
     return saved, _full(model, optimizer)
 
 
-def _resume(path: str, layout: Layout | None, moments: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _resume(path: str, layout: Layout | None, moments: str) -> tuple[Tensors, Tensors]:
     model, optimizer = _build(layout, moments, seed=9)
     load(path, model, optimizer)
     loaded = _full(model, optimizer)
@@ -85,7 +84,7 @@ def _resume(path: str, layout: Layout | None, moments: str) -> tuple[dict[str, t
     return loaded, _full(model, optimizer)
 
 
-def _assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def _assert_equal(ours: Tensors, theirs: Tensors) -> None:
     assert ours.keys() == theirs.keys()
     assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
@@ -160,3 +159,43 @@ def test_moments_in_bfloat16_go_on_in_float32(tmp_path: Path, caplog: pytest.Log
     assert "from torch.bfloat16 to torch.float32" in caplog.text
     for p, q in zip(model.parameters(), theirs.param_groups[0]["params"], strict=True):
         assert torch.equal(ours.state[p]["exp_avg_sq"], theirs.state[q]["exp_avg_sq"].float())
+
+
+def _model(dtype: str) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(512, 128), torch.nn.LayerNorm(128)).to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "moments", "cls", "lossy"),
+    [
+        ("float32", "auto", "float32", TorchAdamW, ""),
+        ("float16", "auto", "float32", TorchAdamW, ""),
+        ("float32", "auto", "int8", AdamW, "moments are kept in int8"),
+        ("float32", "one-pass", "float32", AdamW, ""),
+        ("bfloat16", "auto", "float32", AdamW, ""),
+        ("bfloat16", "auto", "bfloat16", AdamW, "moments are kept in bfloat16"),
+        ("bfloat16", "auto", "int8", AdamW, "moments are kept in int8"),
+        ("bfloat16", "torch", "float32", TorchAdamW, "without masters"),
+    ],
+)
+def test_who_updates_and_what_it_keeps(dtype: str, optimizer: str, moments: str, cls: Any, lossy: str) -> None:
+    settings = [f"model.dtype={dtype}", f"training.optimizer={optimizer}", f"training.optimizer_state_dtype={moments}"]
+    config = load_config(None, settings)
+    model = _model(dtype)
+    made = make_optimizer(model, config.training)
+    assert type(made) is cls and [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
+    said, reasons = made.describe()
+    assert len(reasons) == bool(lossy) and all(lossy in reason for reason in reasons)
+    assert said["masters"] == (dtype == "bfloat16" and cls is AdamW)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    weight = model[0].weight  # type: ignore[index]
+    kept = sum(value.nbytes for name, value in made.state[weight].items() if name != "step")
+    assert kept / weight.numel() == state_bytes(config)
+
+
+def test_torch_keeps_no_other_moments() -> None:
+    message = "training.optimizer_state_dtype = 'int8' needs the one-pass optimizer"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(None, ["training.optimizer=torch", "training.optimizer_state_dtype=int8"])

@@ -1,8 +1,8 @@
-"""Training through the stages of a pipeline: everything as on one process."""
+"""Runs through the stages of a pipeline are those of ranks with all layers; pairs of micro-batches run at the same
+time; and what is recorded of stages. Steps, and every gradient: tests/meshes."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,69 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.hf.routing.router_balance import router_statistics
 from carpool.parallel.schedules import SCHEDULES
-from carpool.train.steps.pipeline_objective import PipelineObjective
+from carpool.train.config import load_config
+from carpool.train.plan.dry_run import dry_run
 from tests.ranks import Ranks
-from tests.train.pipeline_worker import Pairs, compare_pairs, measure, replay
-from tests.train.test_loop import losses, records, run, start, weights
-
-BOUND = 5e-6
-
-
-def check(found: list[dict[str, float]]) -> None:
-    assert max(max(one.values()) for one in found) < BOUND, found
-
-
-@pytest.mark.parametrize(
-    ("family", "schedule", "micro_batches", "more"),
-    [
-        ("olmoe", "1F1B", 3, {}),
-        ("gpt_oss", "DualPipeV", 4, {"packed": True, "padded": True, "paired": True}),
-    ],
-)
-def test_two_stages(two_ranks: Ranks, family: str, schedule: str, micro_batches: int, more: dict[str, Any]) -> None:
-    check(two_ranks(measure, family, schedule, micro_batches, **more))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_every_schedule_of_every_family(two_ranks: Ranks, family: str, schedule: str) -> None:
-    aux = 0.0 if family == "deepseek_v3" else 0.3
-    check(two_ranks(measure, family, schedule, 4, aux=aux))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "schedule", "more"),
-    [
-        ("olmoe", "1F1B", {"ep": 2}),
-        ("olmoe", "DualPipeV", {"ep": 2, "dense": "zero1", "per_layer": True}),
-        ("qwen3_moe", "ZBVZeroBubble", {"ep": 2, "packed": True}),
-        ("qwen3_moe", "Interleaved1F1B", {"ep": 1, "tie_word_embeddings": False, "paired": True}),
-        ("deepseek_v3", "InterleavedZeroBubble", {"ep": 2, "aux": 0.0}),
-        ("gpt_oss", "GPipe", {"ep": 2, "dense": "zero1", "padded": True}),
-        ("olmoe", "1F1B", {"cp": 2, "ep": 2, "length": 8}),
-        ("qwen3_moe", "ZBVZeroBubble", {"cp": 2, "ep": 1, "length": 8, "packed": True}),
-        (
-            "gpt_oss",
-            "DualPipeV",
-            {"cp": 2, "ep": 2, "length": 10, "packed": True, "padded": True, "dense": "zero1"},
-        ),
-        ("olmoe", "1F1B", {"ep": 2, "priority": True, "offload": True}),
-        ("qwen3_moe", "ZBVZeroBubble", {"ep": 2, "priority": True, "offload": True}),
-        ("qwen3_moe", "DualPipeV", {"tp": 2, "ep": 2, "paired": True}),
-        ("qwen3_moe", "DualPipeV", {"ep": 1, "tie_word_embeddings": True, "paired": True}),
-        ("deepseek_v3", "DualPipeV", {"ep": 2, "aux": 0.0, "recompute": "with rides", "paired": True}),
-        ("olmoe", "DualPipeV", {"cp": 2, "ep": 2, "length": 8, "paired": True}),
-        ("olmoe", "1F1B", {"tp": 2, "ep": 2, "sequence": False, "padded": True}),
-        ("deepseek_v3", "Interleaved1F1B", {"tp": 2, "ep": 2, "aux": 0.0, "packed": True}),
-    ],
-)
-def test_two_stages_of_two_ranks(ranks: Ranks, family: str, schedule: str, more: dict[str, Any]) -> None:
-    check(ranks(measure, family, schedule, 4, **more))
-
+from tests.train.pipeline_worker import Pairs, compare_pairs, replay
+from tests.train.test_loop import MODEL, losses, records, run, start, weights
 
 # The ride of each micro-batch is under way while the other one computes.
 LAYER_OF_PAIR = [
@@ -132,80 +75,13 @@ def test_recorded_stages_of_two_ranks(ranks: Ranks, schedule: str) -> None:
     assert ranks(replay, "gpt_oss", schedule, 4, ep=2, dense="zero1") == [[True] * 4] * 4
 
 
-@pytest.mark.slow
-def test_tied_embeddings_on_one_rank(two_ranks: Ranks) -> None:
-    check(two_ranks(measure, "qwen3_moe", "DualPipeV", 4, tie_word_embeddings=True))
-
-
-def test_tied_embeddings_on_two_ranks_are_refused(two_ranks: Ranks) -> None:
-    with pytest.raises(RuntimeError, match=r"ties the weights .* on two ranks: set parallelism.pp_schedule"):
-        two_ranks(measure, "qwen3_moe", "1F1B", 2, tie_word_embeddings=True)
-
-
-def balance_alone(objective: PipelineObjective) -> None:
-    """The balance loss of the last stage's layers only."""
-    add = objective._add_statistics
-
-    def own(stage: int, received: Any, logits: Any, padding_T: Any) -> torch.Tensor:
-        statistics_LS = add(stage, received, logits, padding_T)
-        rows = objective.rows[stage]
-        mine_LS = router_statistics(logits, objective.top_k, padding_T)
-        return torch.cat([statistics_LS[: rows.start].detach(), mine_LS, statistics_LS[rows.stop :]])
-
-    objective._add_statistics = own  # type: ignore[method-assign]
-
-
-def divided_again(objective: PipelineObjective) -> None:
-    """Gradients that PyTorch divides by micro-batches once more."""
-    make = objective.pipeline._make
-
-    def scaled(*args: Any) -> Any:
-        made = make(*args)
-        made.scale_grads = True
-        # Without a module's parameters PyTorch finds nothing to divide.
-        for stage in getattr(made, "_stages", None) or [made._stage]:
-            stage.submod.register_module("model", objective.model)
-        return made
-
-    objective.pipeline._make = scaled  # type: ignore[method-assign,assignment]
-
-
-def without_travelling_gradient(objective: PipelineObjective) -> None:
-    """Hidden states that are cut off from the stage that made them."""
-    compute = objective.pipeline._modules[0].compute
-    for module in objective.pipeline._modules:
-        module.compute = lambda stage, number, received: compute(
-            stage, number, tuple(0.5 * one + 0.5 * one.detach() for one in received)
-        )
-
-
-def weights_forgotten(objective: PipelineObjective) -> None:
-    """What the first backward leaves to later is never computed."""
-    split = objective.split
-    assert split is not None
-    right, calls = split.weights, itertools.count()
-
-    def weights() -> Any:
-        compute = right()
-        return compute if next(calls) else lambda: None
-
-    objective.pipeline.work = objective.pipeline.work._replace(weights=weights)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "breakage"),
-    [
-        ("1F1B", balance_alone),
-        ("1F1B", divided_again),
-        ("1F1B", without_travelling_gradient),
-        ("ZBVZeroBubble", weights_forgotten),
-    ],
-)
-def test_a_wrong_reduction_is_caught(two_ranks: Ranks, schedule: str, breakage: Any) -> None:
-    found = two_ranks(measure, "olmoe", schedule, 3, breakage=breakage)
-    assert max(one["gradient"] for one in found) > 100 * BOUND
-    assert max(one["norm"] for one in found) > 10 * BOUND
+def test_tied_embeddings_are_on_one_rank() -> None:
+    settings = ["parallelism.num_ranks=2", "parallelism.pp_size=2", "parallelism.device=cpu", "data.tokenizer=bytes"]
+    settings += [*MODEL, "training.gradient_accumulation_steps=4", "model.config.num_hidden_layers=4"]
+    settings.append("model.config.tie_word_embeddings=true")
+    assert "DualPipeV" in dry_run(load_config(None, [*settings, "parallelism.pp_schedule=DualPipeV"]))
+    with pytest.raises(ValueError, match=r"ties the weights .* on two ranks: set parallelism.pp_schedule"):
+        dry_run(load_config(None, settings))
 
 
 def test_a_run_is_that_of_ranks_with_all_layers(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from carpool.train.config import Config, load_config, resolve_config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.plan.auto_plan import (
     MEASURED,
-    PLAN_KIND,
     SKIPPED,
     Planned,
     Predicted,
@@ -151,14 +150,6 @@ def test_no_plan_divides_a_key_value_head() -> None:
         model = meta_model(model_source(resolved.config, load_tokenizer(None, None, None)))
         with nullcontext() if plans else pytest.raises(ValueError, match="no plan"):
             make_plan(resolved.config, resolved.fixed, model, HARDWARE["H100"], world=4, per_node=4, memory=80 * GiB)
-
-
-def test_a_plan_is_recorded_and_read_again() -> None:
-    _, _, plan, _ = planned("parallelism=auto")
-    record = json.loads(json.dumps(PLAN_KIND.write(plan)))
-    assert PLAN_KIND.read(record) == plan
-    with pytest.raises(KeyError):
-        PLAN_KIND.read({"taken": {}})
 
 
 # -- held against the first steps -----------------------------------------------------------------------------------

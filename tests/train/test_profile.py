@@ -21,6 +21,7 @@ from carpool.profile.rank_trace import load, parse
 from carpool.train.config import load_config
 from carpool.train.run.profile_run import check_profile, profile
 from tests.ranks import Ranks
+from tests.train.test_cli import error_of
 from tests.train.test_loop import MODEL
 
 CPU = torch.device("cpu")
@@ -98,20 +99,12 @@ def test_what_cannot_be_profiled(two_ranks: Ranks, text: list[str], tmp_path: Pa
     assert all(f"{tmp_path} holds no checkpoint" in error for error in two_ranks(record, str(tmp_path), wanted, 2))
 
 
-def error_of(*args: str) -> str:
-    runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1"})
-    result = runner.invoke(cli.app, ["profile", *args])
-    assert result.exit_code == 1, result.output
-    assert len(result.stderr.splitlines()) == 1
-    return result.stderr
-
-
 def test_errors_of_the_command_are_one_line(tmp_path):
-    assert "has no profile" in error_of("--show", str(tmp_path))
-    assert "has no profile" in error_of("--compare", str(tmp_path))
-    assert "unknown key training.max_step" in error_of("training.max_step=3")
-    assert "--show records nothing" in error_of("--show", str(tmp_path), "training.max_steps=3")
-    assert "--output is of --show" in error_of("--output", str(tmp_path / "page.html"))
+    assert "has no profile" in error_of("profile", "--show", str(tmp_path))
+    assert "has no profile" in error_of("profile", "--compare", str(tmp_path))
+    assert "unknown key training.max_step" in error_of("profile", "training.max_step=3")
+    assert "--show records nothing" in error_of("profile", "--show", str(tmp_path), "training.max_steps=3")
+    assert "--output is of --show" in error_of("profile", "--output", str(tmp_path / "page.html"))
 
 
 def test_what_the_ranks_would_refuse_is_refused_before(tmp_path):

@@ -1,4 +1,5 @@
-"""`carpool adapter`: how vLLM and SGLang would read an adapter, and layouts that they read."""
+"""`carpool adapter`: how vLLM and SGLang would read an adapter, and layouts that they read. And for each family: what
+was trained is what peft, a merge and servers get."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from carpool.train.checkpoints import served_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.served_adapter import VERSIONS, check_served
 from tests.hf.tiny_models import discover, tiny_model
+from tests.ranks import Ranks
+from tests.train.adapter_families import BOUND, FAMILIES, MOVED, follow
 from tests.train.test_merge import EXPERTS, make_run
 
 ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
@@ -163,3 +166,12 @@ def test_what_is_written_wrongly_leaves_no_folder(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "out").exists()
     gone = CliRunner().invoke(app, ["adapter", str(tmp_path), "--server", "vllm"])
     assert gone.exit_code == 1 and "neither an adapter as peft writes it nor a run" in gone.output
+
+
+@pytest.mark.parametrize(
+    "family", [*FAMILIES[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[3:])]
+)
+def test_adapters_are_what_was_trained(ranks: Ranks, family: str, tmp_path: Path) -> None:
+    outcome = follow(ranks, family, tmp_path)
+    assert outcome.moved > MOVED, outcome
+    assert max(outcome.peft, outcome.merged) < BOUND, outcome

@@ -5,7 +5,7 @@
     shape.layers[0].saved_bytes(4096)     79,740 bytes a token that autograd saves of attention, norms and the router
 
 The counts are held against transformers' own models for every published configuration that ships with Carpool
-(`tests/planner/test_model_shape.py`). Families differ in few places, and each place is a key or a set of names below.
+(`tests/planner/test_cost.py`). Families differ in few places, and each place is a key or a set of names below.
 """
 
 from __future__ import annotations
