@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.placement import TRACES
+from benchmarks.slot_plan import on_trace
 from carpool.replicas.slot_costs import LARGEST, WORK, Costs
 from carpool.replicas.slot_plan import SlotPlan, plan_slots, served_by
 
@@ -216,3 +220,12 @@ def test_plans_beside_the_optimum(ranks: int, experts: int, spare: int, worst: f
         assert found >= best
         ratios.append(found / best)
     assert max(ratios) <= worst and sum(ratios) / len(ratios) <= mean, ratios
+
+
+def test_plans_of_real_routing_are_those_of_the_documentation() -> None:
+    path = Path(__file__).parents[2] / "docs" / "measurements" / "slot_plan.json"
+    documented = {(row["trace"], row["ranks"], row["spare"]): row for row in json.loads(path.read_text())["quality"]}
+    for ranks, spare in ((8, 1), (4, 2)):
+        row = on_trace(TRACES / "e64-noaux-1615.npz", ranks, spare, FREE)
+        assert row == documented["e64-noaux-1615", ranks, spare]
+    assert all(row["worst_load"] <= 1.1 for row in documented.values() if row["spare"] > 1)
