@@ -272,7 +272,8 @@ def the_rest() -> None:
     for ranks, spare, node_W in ((8, 4, None), (64, 8, torch.empty(64, **long))):
         load_WE = torch.empty(ranks, 512, dtype=torch.int32)
         plan = slot_plan_kernel.plan(load_WE, home_E, spare, costs, node_W)
-        slot_plan_kernel.serve(choices, load_WE, home_E, *plan[:2], 0, None)
+        names = None if node_W is None else torch.empty(1024, dtype=torch.int32)
+        slot_plan_kernel.serve(choices, load_WE, home_E, *plan[:2], 0, names)
 
 
 def packets() -> None:

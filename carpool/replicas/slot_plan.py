@@ -132,7 +132,7 @@ def served_by(
     home_E: torch.Tensor,
     plan: SlotPlan,
     rank: int,
-    ids_N: torch.Tensor | None = None,
+    names_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(T, K) int32: the spare slot, counted over all ranks (rank * S + slot), that serves each choice of this rank's
     tokens; -1: the home does, or there is no expert. See the module's docstring.
@@ -141,14 +141,14 @@ def served_by(
         expert_TK: (T, K) int32, the choices of this rank's tokens, -1: none. A token chooses an expert at most once.
         load_WE, home_E: as for `plan_slots`.
         rank: this one.
-        ids_N: (E + W * S,) int32, other names: of each expert's slot at home, then of each spare slot, as a transport
+        names_N: (E + W * S,) int32, other names: of each expert's slot at home, then of each spare slot, as a transport
             counts them. The result has these, and -1 only where there is no expert.
     """
     if not torch.compiler.is_compiling() and on_gpu(expert_TK):
         from carpool.replicas import slot_plan_kernel
 
         if slot_plan_kernel.fits(load_WE.shape, plan.expert_WS.shape[1], expert_TK.shape[1]):
-            return slot_plan_kernel.serve(expert_TK, load_WE, home_E, plan.expert_WS, plan.choices_WS, rank, ids_N)
+            return slot_plan_kernel.serve(expert_TK, load_WE, home_E, plan.expert_WS, plan.choices_WS, rank, names_N)
     load_WE = load_WE.long()
     first_P, end_P = _shares(load_WE, home_E, plan, rank)
     num_experts, expert_P = load_WE.shape[1], plan.expert_WS.flatten().long()
@@ -162,9 +162,9 @@ def served_by(
     found_TK = torch.searchsorted(first_P, index_TK * most + order_TK, right=True) - 1
     slot_TK = slot_P[found_TK.clamp(min=0)]
     copied_TK = (found_TK >= 0) & (expert_P[slot_TK] == expert_TK) & (order_TK < end_P[slot_TK])
-    if ids_N is None:
+    if names_N is None:
         return torch.where(copied_TK & (expert_TK >= 0), slot_TK, -1).int()
-    return torch.where(expert_TK < 0, -1, ids_N[torch.where(copied_TK, num_experts + slot_TK, index_TK)])
+    return torch.where(expert_TK < 0, -1, names_N[torch.where(copied_TK, num_experts + slot_TK, index_TK)])
 
 
 def count_choices(expert_TK: torch.Tensor, num_experts: int) -> torch.Tensor:

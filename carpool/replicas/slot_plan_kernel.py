@@ -207,8 +207,8 @@ def _count(  # type: ignore[no-untyped-def]
 @quick
 @triton.jit(do_not_specialize=["me"])
 def _share(  # type: ignore[no-untyped-def]
-    counts, starts, load, home, expert_in, choices_in, ids, table, me, blocks, E, IDS: tl.constexpr, W: tl.constexpr,
-    S: tl.constexpr, WP: tl.constexpr, PP: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
+    counts, starts, load, home, expert_in, choices_in, names, table, me, blocks, E, NAMED: tl.constexpr,
+    W: tl.constexpr, S: tl.constexpr, WP: tl.constexpr, PP: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     begin = 0
@@ -244,14 +244,14 @@ def _share(  # type: ignore[no-untyped-def]
     # table (2, E, W): where the choices end that the home, then each replica serves, and its slot.
     number = tl.cumsum(mine.to(tl.int32), 0)
     line = table + expert * W
-    id_P, id_home = slot, -1
-    if IDS:
-        id_P = tl.load(ids + E + slot, mask=mine, other=0)
-        id_home = tl.load(ids + expert)
+    name_P, name_home = slot, -1
+    if NAMED:
+        name_P = tl.load(names + E + slot, mask=mine, other=0)
+        name_home = tl.load(names + expert)
     tl.store(line, at_home)
     tl.store(line + number, at_home + tl.cumsum(share_P, 0), mask=mine)
-    tl.store(line + E * W, id_home)
-    tl.store(line + E * W + number, id_P, mask=mine)
+    tl.store(line + E * W, name_home)
+    tl.store(line + E * W + number, name_P, mask=mine)
 
 
 @quick
@@ -279,7 +279,7 @@ def _place(  # type: ignore[no-untyped-def]
 
 def serve(
     expert_TK: torch.Tensor, load_WE: torch.Tensor, home_E: torch.Tensor, expert_WS: torch.Tensor,
-    choices_WS: torch.Tensor, rank: int, ids_N: torch.Tensor | None,
+    choices_WS: torch.Tensor, rank: int, names_N: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """slot_TK of `served_by`. Fewer than 2^31 choices, and `fits`."""
     (tokens, top_k), (num_ranks, num_experts), device = expert_TK.shape, load_WE.shape, expert_TK.device
@@ -298,8 +298,9 @@ def serve(
     )  # fmt: skip
     _share[(num_experts,)](
         counts, starts, load_WE.contiguous(), home_E, expert_WS.contiguous(), choices_WS.contiguous(),
-        home_E if ids_N is None else ids_N, table, rank, blocks, num_experts, IDS=ids_N is not None, W=num_ranks,
-        S=spare, WP=power_of_2(num_ranks), PP=power_of_2(num_ranks * spare), BINS=bins, CHUNK=CHUNK, num_warps=4,
+        home_E if names_N is None else names_N, table, rank, blocks, num_experts, NAMED=names_N is not None,
+        W=num_ranks, S=spare, WP=power_of_2(num_ranks), PP=power_of_2(num_ranks * spare), BINS=bins,
+        CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
     _place[(blocks,)](
         slot_TK, starts, table, tokens * top_k, num_experts, W=num_ranks, OF_A_BLOCK=rows * top_k, BINS=bins,

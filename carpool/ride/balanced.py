@@ -30,7 +30,7 @@ from carpool.layout import ExpertLayout
 from carpool.metrics.counters import in_recompute, new_counter
 from carpool.plugins import unknown
 from carpool.replicas.slot_links import SlotLinks
-from carpool.replicas.slot_plan import Costs, SlotPlan, served_by
+from carpool.replicas.slot_plan import Costs, SlotPlan, count_choices, served_by
 from carpool.replicas.slot_planners import SLOT_PLANNERS
 from carpool.ride.setup import Order, RideSetup, SavedActivations
 from carpool.transport import Fetched, Pending
@@ -147,6 +147,9 @@ class SpareSlots:
         self._costs, self._price, self._limit = options.costs, price, options.limit
         self._home_E = torch.tensor([rank for rank, _ in layout.home_of])
         self._expert_P, self._node_W = layout.expert_WS.flatten(), node_W
+        slots = [*layout.home_of]
+        slots += [(rank, self.homes + place) for rank in range(layout.num_ranks) for place in range(self.number)]
+        self._names_N = torch.tensor([rank * self.per_rank + place for rank, place in slots], dtype=torch.int32)
         self._planner = SLOT_PLANNERS[options.plan]()
         self._on_device: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
@@ -160,23 +163,17 @@ class SpareSlots:
     def assign(self, slot_TK: torch.Tensor, costs: Costs) -> tuple[torch.Tensor, SlotPlan]:
         """From the slots that are homes, (T, K), those with spare ones, as transports name them; and the plan.
         Collective."""
-        home_E, expert_P, node_W = self._tables(slot_TK.device)
+        home_E, expert_P, node_W, names_N = self._tables(slot_TK.device)
         expert_TK = torch.where(slot_TK < 0, -1, expert_P[slot_TK.clamp(min=0).long()])
-        load_E = torch.zeros(len(home_E) + 1, dtype=torch.int32, device=slot_TK.device)
-        index_N = torch.where(expert_TK < 0, len(home_E), expert_TK).flatten().long()
-        load_E = load_E.scatter_add_(0, index_N, torch.ones_like(index_N, dtype=torch.int32))[:-1]
-        load_WE = self.links.gather_loads(load_E)
+        load_WE = self.links.gather_loads(count_choices(expert_TK, len(home_E)))
         plan = self._planner.plan(load_WE, home_E, self.number, costs, node_W)
-        spare_TK = served_by(expert_TK, load_WE, home_E, plan, self.rank)
-        home_TK = slot_TK + slot_TK.div(self.homes, rounding_mode="floor") * self.number
-        rank_TK, place_TK = spare_TK // self.number, spare_TK % self.number
-        replica_TK = rank_TK * self.per_rank + self.homes + place_TK
         self._count(load_WE, home_E, plan)
-        return torch.where(slot_TK < 0, -1, torch.where(spare_TK < 0, home_TK, replica_TK)).int(), plan
+        return served_by(expert_TK, load_WE, home_E, plan, self.rank, names_N), plan
 
     def _tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         if device not in self._on_device:
-            self._on_device[device] = tuple(one.to(device) for one in (self._home_E, self._expert_P, self._node_W))
+            tables = self._home_E, self._expert_P, self._node_W, self._names_N
+            self._on_device[device] = tuple(one.to(device) for one in tables)
         return self._on_device[device]
 
     def _count(self, load_WE: torch.Tensor, home_E: torch.Tensor, plan: SlotPlan) -> None:

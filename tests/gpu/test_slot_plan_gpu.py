@@ -37,15 +37,15 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
     want = plan_slots(found.load_WE, found.home_E, case.spare, case.costs, found.node_W)
     with mock.patch.object(slot_plan, "on_gpu", lambda _: False):
         plain = plan_slots(load_WE, home_E, case.spare, case.costs, node_W)
-    expert_TK, ids_N = choices[-1].cuda(), torch.randperm(case.experts + case.ranks * case.spare).int()
+    expert_TK, names_N = choices[-1].cuda(), torch.randperm(case.experts + case.ranks * case.spare).int()
     arguments = expert_TK, load_WE, home_E, plain, case.ranks - 1
     with mock.patch.object(slot_plan, "on_gpu", lambda _: False):
         plain_TK = served_by(*arguments)
-    ids = ids_N.cuda()
+    names = names_N.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
         plan = plan_slots(load_WE, home_E, case.spare, case.costs, node_W)
-        slot_TK, named_TK = served_by(*arguments), served_by(*arguments, ids)
+        slot_TK, named_TK = served_by(*arguments), served_by(*arguments, names)
         load_E = count_choices(expert_TK, case.experts)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -54,7 +54,7 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
     assert slot_TK.dtype == torch.int32 and torch.equal(slot_TK, plain_TK)
     host = choices[-1], found.load_WE, found.home_E, want, case.ranks - 1
     assert torch.equal(slot_TK.cpu(), served_by(*host))
-    assert torch.equal(named_TK.cpu(), served_by(*host, ids_N))
+    assert torch.equal(named_TK.cpu(), served_by(*host, names_N))
     assert torch.equal(load_E.cpu(), found.load_WE[-1])
 
 

@@ -29,8 +29,8 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
             assert got.dtype == defined.dtype and torch.equal(got, defined)
         # Each seed looks at another rank: with their slots' own numbers, then with other names.
         rank = (0, case.ranks - 1)[seed]
-        ids_N = torch.randperm(case.experts + case.ranks * case.spare, dtype=torch.int32) if seed else None
-        arguments = choices[rank], load_WE, home_E, want, rank, ids_N
+        names_N = torch.randperm(case.experts + case.ranks * case.spare, dtype=torch.int32) if seed else None
+        arguments = choices[rank], load_WE, home_E, want, rank, names_N
         slot_TK = served_by(*arguments)
         with (
             kernels,
