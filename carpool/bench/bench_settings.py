@@ -257,6 +257,21 @@ class LayerSettings(_LayerShapeOptions, RankOptions):
         iterations: back to back in one repetition.
     """
 
+    TRACES: ClassVar[bool] = True
+
+    routings: tuple[str, ...] = asked(
+        "--routing", f"{EXPERT_ROUTING_HELP} Or FILE.npz, a trace.", ("uniform",), kind=str
+    )
+    spare_slots: tuple[str, ...] = asked(
+        "--spare-slots",
+        "Numbers of spare slots of a rank (moe.spare_slots) to compare, beside forced balance: 0,1,2,4.",
+        (),
+        kind=str,
+        metavar="N,...",
+    )
+    modelled: str = asked(
+        "--modelled", "Start no ranks: model --spare-slots on this GPU, such as H200, with --ranks of a node.", ""
+    )
     transports: tuple[str, ...] = asked("--transports", TRANSPORTS_HELP, (), kind=str, metavar="NAME,...")
     iterations: int = asked("--iterations", "Layers back to back in one repetition.", 5)
     out: str = asked("--out", "Folder for layer.json and layer.png, which are overwritten.", "runs/bench/layer")
@@ -268,9 +283,19 @@ class LayerSettings(_LayerShapeOptions, RankOptions):
             one_of("--experts", name, known_experts())
         if self.iterations < 1:
             raise ValueError(f"--iterations {self.iterations} must be at least 1")
+        if wrong := [text for text in self.spare_slots if not text.isdecimal()]:
+            raise ValueError(f"--spare-slots {wrong[0]} is no number of slots; give some, such as 0,1,2,4")
+        if self.modelled and not self.spare_slots:
+            raise ValueError(f"--modelled {self.modelled} is of --spare-slots; give some, such as 0,1,2,4")
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Numbers of spare slots that are compared; empty: none are."""
+        return tuple(map(int, self.spare_slots))
 
     def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
-        """With every default filled in, and checked against the number of ranks.
+        """With every default filled in, and checked against the number of ranks. With spare slots, forced balance is
+        measured too.
 
         Raises:
             ValueError: experts that cannot be spread evenly, which is how transformers spreads them.
@@ -282,7 +307,8 @@ class LayerSettings(_LayerShapeOptions, RankOptions):
                     f"{shape.experts} experts ({shape}) do not divide evenly among {num_ranks} ranks; use another "
                     "number of experts or of --ranks"
                 )
-        return replace(self, ranks=num_ranks, shapes=shapes, routings=self.all_routings)
+        routings = tuple(dict.fromkeys((*self.all_routings, *(("even",) if self.slots else ()))))
+        return replace(self, ranks=num_ranks, shapes=shapes, routings=routings)
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,12 @@ class ShapeOptions(Options):
         shapes: empty: the benchmark's own, by the device.
         ROUTINGS: the kinds of routing that this benchmark has.
         SHAPE: the class of its shapes.
+        TRACES: a routing may also be the file of a trace, or forced balance ("even").
     """
 
     ROUTINGS: ClassVar[tuple[str, ...]] = ()
     SHAPE: ClassVar[type[Any]]
+    TRACES: ClassVar[bool] = False
 
     shapes: tuple[Any, ...] = ()
     routings: tuple[str, ...] = asked("--routing", "uniform, zipf, skewed, or all.", ("uniform",), kind=str)
@@ -90,7 +92,8 @@ class ShapeOptions(Options):
         super().__post_init__()
         one_of("--dtype", self.dtype, DTYPES)
         for name in self.routings:
-            one_of("--routing", name, (*self.ROUTINGS, "all"))
+            if not (self.TRACES and name.endswith(".npz")):
+                one_of("--routing", name, (*self.ROUTINGS, "all", *(("even",) if self.TRACES else ())))
         if self.repetitions < 1:
             raise ValueError(f"--repetitions {self.repetitions} must be at least 1")
         if not 0 <= self.zipf_exponent < math.inf:

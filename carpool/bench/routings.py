@@ -3,6 +3,8 @@
     uniform   K distinct experts, all equally likely: balanced up to chance
     zipf      expert number i of a random order is chosen in proportion to 1 / i ** exponent; K distinct ones
     skewed    rank 0 gets 3 times the mean number of choices, the last rank none, the others share the rest equally
+    even      all experts have equally many choices, up to one: forced balance
+    FILE.npz  what tokens of a trace chose, in the layer whose experts in order leave ranks most uneven
     hot       every token chooses expert 0, which so gets E / K times the mean; its other choices are uniform
 
 Every token names K distinct experts, and its K weights are positive and sum to 1. Under `skewed` the number of a
@@ -12,6 +14,8 @@ token's choices on rank 0 is q = 3 K / W on average, and rounded so that all of 
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -28,7 +32,7 @@ def make_routings(
     """The routing of each rank's tokens, on the CPU.
 
     Args:
-        kind: one of `ROUTINGS` or `EXPERT_ROUTINGS`.
+        kind: one of `ROUTINGS` or `EXPERT_ROUTINGS`, "even", or the path of a trace.
         tokens: T, tokens of each rank.
         top_k: K.
         layout: which experts there are, and on which ranks (what `skewed` looks at).
@@ -41,7 +45,9 @@ def make_routings(
     Raises:
         ValueError: an unknown kind, K larger than E, or a skew that this layout cannot have.
     """
-    kinds = dict.fromkeys((*ROUTINGS, *EXPERT_ROUTINGS))
+    if kind.endswith(".npz"):
+        return _of_trace(kind, tokens, top_k, layout, seed)
+    kinds = dict.fromkeys((*ROUTINGS, *EXPERT_ROUTINGS, "even"))
     if kind not in kinds:
         raise ValueError(f"routing {kind!r} is not known; use one of {', '.join(kinds)}")
     if not 1 <= top_k <= layout.num_experts:
@@ -60,7 +66,13 @@ def make_routings(
         # Gumbel noise: the K largest sums are K draws without replacement, in proportion to exp(popularity).
         uniform_TE = torch.rand(tokens, layout.num_experts, generator=generator).clamp(min=1e-20)
         score_TE = popularity_E - (-uniform_TE.log()).log()
-        if kind == "skewed":
+        if kind == "even":
+            # Neighbours in random circles of all experts, so that a token chooses an expert once.
+            number, size = layout.num_experts, layout.num_experts // math.gcd(layout.num_experts, top_k)
+            circle_CE = torch.rand(-(-tokens // size), number, generator=generator).argsort(1)
+            place_TK = torch.arange(size * top_k).view(size, top_k) % number
+            expert_TK = circle_CE[:, place_TK].flatten(0, 1)[:tokens]
+        elif kind == "skewed":
             expert_TK = _skewed(score_TE, top_k, layout)
         else:
             expert_TK = score_TE.topk(top_k, dim=1).indices
@@ -68,6 +80,31 @@ def make_routings(
         shuffle_TK = torch.rand(tokens, top_k, generator=generator).argsort(1)
         weight_TK = torch.randn(tokens, top_k, generator=generator).softmax(1)
         routings.append(Routing(expert_TK.gather(1, shuffle_TK).int(), weight_TK))
+    return routings
+
+
+def _of_trace(path: str, tokens: int, top_k: int, layout: ExpertLayout, seed: int) -> list[Routing]:
+    """Ranks have sequences of a trace in turn, as often as tokens need."""
+    from carpool.placement.trace import Trace
+
+    trace = Trace.load(path)
+    if (trace.num_experts, trace.top_k) != (layout.num_experts, top_k):
+        raise ValueError(
+            f"{path} has {trace.top_k} of {trace.num_experts} experts per token, and the shape {top_k} of "
+            f"{layout.num_experts}: give a --shape like it"
+        )
+    home_E = torch.tensor([rank for rank, _ in layout.home_of])
+    layers = [trace.layer(number) for number in range(trace.num_layers)]
+    loads = [torch.bincount(home_E, torch.from_numpy(layer.load_E).double()).max() for layer in layers]
+    layer = layers[int(torch.stack(loads).argmax())]
+    routings, source_T = [], torch.from_numpy(layer.source_T(layout.num_ranks))
+    for rank in range(layout.num_ranks):
+        own_TK = torch.from_numpy(layer.expert_TK.astype("int32"))[source_T == rank]
+        if not len(own_TK):
+            raise ValueError(f"{path} has {trace.num_sequences} sequences, fewer than {layout.num_ranks} ranks")
+        generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + rank)
+        weight_TK = torch.randn(tokens, top_k, generator=generator).softmax(1)
+        routings.append(Routing(own_TK.repeat(-(-tokens // len(own_TK)), 1)[:tokens], weight_TK))
     return routings
 
 

@@ -95,7 +95,11 @@ def _add(name: str, settings: type[Options], packages: tuple[str, ...], entry: s
         with errors(debug):
             require(packages)
             filled = fill(settings, given)
-            if isinstance(filled, RankOptions):
+            if isinstance(filled, bench_settings.LayerSettings) and filled.modelled:
+                from carpool.bench.moe.layer_contest import model_only
+
+                model_only(filled, command())
+            elif isinstance(filled, RankOptions):
                 from carpool.bench.contest import start_ranks
 
                 start_ranks(filled, entry, debug=debug, command=command())

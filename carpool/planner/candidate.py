@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from carpool.optim import OPTIMIZERS
 from carpool.parallel.degrees import Degrees
@@ -64,6 +64,22 @@ KEEP: Mapping[str, str] = dict.fromkeys(POLICIES, "save")
 REDUCED = 4  # bytes of a gradient as it is added up over ranks
 
 
+class Spare(NamedTuple):
+    """Spare slots of each rank (`carpool.ride.balanced`); 0: none."""
+
+    slots: int = 0
+    limit: float | None = 1.1
+    saved: bool = False
+
+    def bytes(self, expert: float, layers: int) -> float:
+        """Of replicas on a rank, for experts of so many bytes in a layer: two sets that all layers share, their
+        gradients, and what is saved."""
+        return self.slots * expert * (3 + (layers if self.saved else 0))
+
+
+NO_SPARE = Spare()
+
+
 @dataclass(frozen=True)
 class Candidate:
     """See the module's docstring.
@@ -89,6 +105,7 @@ class Candidate:
         stored: bytes of a stored parameter: 2 of bfloat16 with float32 masters, 4 of float32.
         computed: of one as it is computed, and of an activation.
         codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
+        spare: as in [moe]: spare_slots, balance_limit, and whether spare_weights is "save".
     """
 
     degrees: Degrees
@@ -112,6 +129,7 @@ class Candidate:
     chunks: int = 1
     backward_chunks: int | None = None
     codecs: Mapping[str, str] = field(default_factory=dict)
+    spare: Spare = NO_SPARE
     stored: int = 2
     computed: int = 2
 
@@ -250,6 +268,8 @@ class Candidate:
         if self.schedule != "none" and not self.paired:
             of = self.chunks, self.chunks if self.backward_chunks is None else self.backward_chunks
             parts.append(self.schedule if self.schedule != "chunks" else f"{of[0]} and {of[1]} chunks")
+        if self.spare.slots:
+            parts.append(f"{self.spare.slots} spare slots")
         if self.optimizer_in_backward:
             parts.append("optimizer in backward")
         if self.optimizer_offload != "none":
@@ -296,6 +316,9 @@ class Candidate:
             moe["chunks"] = self.chunks
             if self.backward_chunks is not None:
                 moe["backward_chunks"] = self.backward_chunks
+        if self.spare.slots:
+            weights = "save" if self.spare.saved else "fetch"
+            moe |= {"spare_slots": self.spare.slots, "balance_limit": self.spare.limit, "spare_weights": weights}
         memory = dict(self.policies)
         if memory["layer_activations"] != "recompute":
             del memory["moe_outputs"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from typer.testing import CliRunner
 
 from carpool.bench import contest as agreement
 from carpool.bench.bench_settings import LayerSettings
@@ -22,6 +23,7 @@ from carpool.bench.moe.layer_contest import BASELINE, LayerBenchmark
 from carpool.bench.moe.moe_contest import Contender, forward_backward
 from carpool.bench.options import LayerShape as Shape
 from carpool.bench.routings import make_routings
+from carpool.cli import app
 from carpool.experts import EXPERTS, ReferenceExperts
 from carpool.layout import ExpertLayout
 from carpool.train.config import load_config
@@ -72,6 +74,42 @@ def test_every_contender_is_measured(run: tuple[dict[str, Any], Path]):
             assert row["ratio"] == pytest.approx(next(both) / next(both))
             assert row["saved_bytes"] > 0 and row["peak_bytes"] is None
     assert (folder / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _spare(folder: str) -> None:
+    settings = LayerSettings(
+        shapes=(Shape(64, 16, 24, 16, 4),), repetitions=1, iterations=1, experts=("grouped",), transports=("dedup",),
+        routings=("zipf",), zipf_exponent=1.2, spare_slots=("0", "2"), dtype="float32", out=folder, json_only=True,
+    ).resolve(cuda=False, num_ranks=4)  # fmt: skip
+    measure_on_rank(load_config(None, []), "carpool.bench.moe.layer_contest:BENCHMARK", settings.to_json(), "test")
+
+
+def test_spare_slots_stand_beside_forced_balance(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(_spare, str(tmp_path))
+    case, even = json.loads((tmp_path / "layer.json").read_text())["cases"]
+    assert (case["routing"], even["routing"]) == ("zipf", "even")
+    none, two = case["modelled"]
+    assert none["before"] == none["after"] == two["before"] > 1.4 and two["after"] < 1.05 < two["replicas"]
+    assert two["of_forced_hidden"] < two["of_forced"] < none["of_forced"]
+    rows = {row["label"]: row for row in case["rows"]}
+    assert rows["dedup + grouped, 2 spare slots"]["load"] == pytest.approx(two["after"])
+    assert all(row["of_forced"] > 0 and row["error"] < 0.7 for row in rows.values())
+    forced = {row["label"]: row["sections"]["forward_backward"]["ms_median"] for row in even["rows"]}
+    for label, row in rows.items():
+        ratio = row["sections"]["forward_backward"]["ms_median"] / forced[label.partition(",")[0]]
+        assert row["of_forced"] == pytest.approx(ratio)
+
+
+def test_a_trace_is_modelled_without_ranks(tmp_path: Path) -> None:
+    trace = str(Path(__file__).parents[2] / "docs/traces/e64-noaux-1615.npz")
+    command = ["bench", "layer", "--model", "olmoe", "--tokens", "4096", "--routing", trace, "--spare-slots", "0,4"]
+    found = CliRunner().invoke(app, [*command, "--modelled", "H200", "--out", str(tmp_path)])
+    assert found.exit_code == 0 and "modelled: H200" in found.output, found.output
+    none, four = json.loads((tmp_path / "layer.json").read_text())["cases"][0]["modelled"]
+    assert none["after"] > 1.5 and four["after"] <= 1.1 and four["ms"] < none["ms"]
+    for wrong, why in ((["--model", "mixtral-8x7b"], "has 8 of 64 experts"), (["--spare-slots", "x"], "no number of")):
+        found = CliRunner().invoke(app, [*command, *wrong, "--modelled", "H200", "--out", str(tmp_path)])
+        assert found.exit_code and why in found.output, found.output
 
 
 def test_bytes_are_those_of_the_routing(run: tuple[dict[str, Any], Path]):

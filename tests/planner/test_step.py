@@ -15,13 +15,15 @@ import pytest
 
 from benchmarks.planner import Compared, compare, order_agreement
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import KEEP, Candidate
+from carpool.placement.trace import Trace
+from carpool.planner.candidate import KEEP, Candidate, Spare
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.routes import Choice, Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.events import execute
 from carpool.planner.step.graph import StepClock, step_graph
 from carpool.planner.step.lengths import HOST_ACTION, Lengths, break_even_tokens, stream_seconds
+from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import Prediction, predict, step_seconds
 from carpool.transport import find_transport
 from tests.planner.step_problem import shape
@@ -348,3 +350,32 @@ def test_nothing_hides_what_waits_for_the_norm() -> None:
     assert break_even_tokens(0, 1e9, H200, "after the norm") == 0
     with pytest.raises(ValueError, match="beside = 'sometimes' is not known"):
         break_even_tokens(1e9, 1e9, H200, "sometimes")
+
+
+def test_spare_slots_even_out_experts_and_cost_fetches() -> None:
+    """Of a trace by its plans; without one up to moe.balance_limit, with all slots in use."""
+    trace = Trace.load(DOCS / "traces" / "e64-noaux-1615.npz")
+    olmoe, candidate = shape("olmoe-1b-7b"), Candidate(Degrees(1, 8, 1, 8), 4096, 2, transport="nvlink")
+    spare = replace(candidate, spare=Spare(2))
+    recorded = Routes.of(trace, "noaux", olmoe.num_experts, olmoe.top_k)
+    load, moved = recorded.balanced(64, 8, 2, 1.1)
+    assert recorded.fullest(64, 8) > 1.4 and 1 <= load < 1.1 and 0 < moved < 8
+    assert Routes().balanced(64, 8, 2, 1.1) == (1.1, 2.0) and Routes().balanced(64, 1, 2, 1.1) == (1.0, 0.0)
+
+    def pieces(one: Candidate, routes: Routes) -> dict[str, float]:
+        lengths = Lengths(olmoe, H200, one, 8, routes)
+        layer = olmoe.layers[0]
+        return {p.name: p.seconds for p in (*lengths.forward(layer), *lengths.backward(layer))}
+
+    plain, even, uniform = (pieces(*of) for of in ((candidate, recorded), (spare, recorded), (spare, Routes())))
+    assert even["experts"] < 0.75 * plain["experts"] and even["dispatch"] != plain["dispatch"]
+    assert uniform["experts"] > pieces(candidate, Routes())["experts"]
+    saved = pieces(replace(spare, spare=Spare(2, saved=True)), recorded)
+    assert saved["gradients to experts"] < even["gradients to experts"] and saved["dispatch"] == even["dispatch"]
+    assert predict(olmoe, H200, spare, 8, recorded).seconds < predict(olmoe, H200, candidate, 8, recorded).seconds
+    without, fetched, kept = (
+        memory_of(olmoe, replace(candidate, spare=one)).total for one in (Spare(), Spare(2), Spare(2, saved=True))
+    )
+    each = 2 * olmoe.expert_parameters * 2
+    assert 3 * each <= fetched - without < 3.2 * each and kept - fetched > len(olmoe.layers) * each
+    assert spare.settings()["moe"]["spare_slots"] == 2 and "2 spare slots" in spare.label

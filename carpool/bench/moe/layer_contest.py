@@ -22,7 +22,9 @@ Files: DIR/layer.json, every repetition and where it ran; DIR/layer.png.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,15 +33,20 @@ from transformers.distributed.expert_parallel import AllToAllEP
 
 from carpool.activations import Arena
 from carpool.bench.bench_settings import LayerSettings, fast_experts
-from carpool.bench.contest import RankBenchmark
+from carpool.bench.contest import RankBenchmark, draw_routings
 from carpool.bench.moe import module_answers as memory
 from carpool.bench.moe.module_answers import Case, use
 from carpool.bench.moe.moe_contest import Contender, Contest, Forward, forward_backward
-from carpool.bench.moe.moe_results import CaseResult, ContenderResult, show
+from carpool.bench.moe.moe_results import CaseResult, ContenderResult, Modelled, show
 from carpool.bench.options import LayerShape
+from carpool.bench.result_files import Result, now, publish
 from carpool.bench.timing import Clock
 from carpool.hf import CarpoolEP
 from carpool.hf.seam.expert_rides import buffers_of_rides
+from carpool.planner.machine.balanced_layer import ModelledLayer, model_layer
+from carpool.planner.machine.cost import CostModel
+from carpool.planner.machine.hardware import Hardware, find_hardware, hardware_of
+from carpool.ride.balanced import SpareSlotOptions
 from carpool.transport import NVLinkOptions, between_ranks, check_overflow, find_transport
 
 BASELINE = Contender("grouped_mm", "all_to_all", theirs=True)
@@ -57,7 +64,8 @@ class LayerBenchmark(Contest):
         mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
         self.ep_mesh, self.tp_mesh, self.iterations = mesh["ep"], mesh["tp"], settings.iterations
         experts, transports = settings.experts or fast_experts(), settings.transports or between_ranks()
-        ours = [Contender(name, way) for way in transports for name in experts]
+        spares = settings.slots or (0,)
+        ours = [Contender(name, way, spare=spare) for way in transports for name in experts for spare in spares]
         super().__init__(settings, device, [*ours, BASELINE], BASELINE, self.ep_mesh.get_group())
 
     def _case(self, shape: LayerShape, kind: str) -> Case:
@@ -75,7 +83,7 @@ class LayerBenchmark(Contest):
             tokens = case.x_TH.shape[0]
             options = NVLinkOptions(max_tokens=tokens, arena_bytes=arena_bytes(case))
         layer = CarpoolEP(case.module, self.ep_mesh, self.tp_mesh)
-        return OurLayer(layer, case, contender.transport, contender.experts, options)
+        return OurLayer(layer, case, contender, options)
 
     def _answer(self, forward: Forward, case: Case) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         answer = forward_backward(forward, case)
@@ -106,12 +114,65 @@ class LayerBenchmark(Contest):
         dist.all_reduce(sent, group=self.group)
         row.saved_bytes, row.peak_bytes, row.buffer_bytes = most.tolist()
         row.peak_bytes = None if peak is None else row.peak_bytes
-        row.remote_bytes = int(sent) // self.num_ranks
+        row.remote_bytes, row.load = int(sent) // self.num_ranks, forward.load()
 
 
 def measure(settings: LayerSettings, device: torch.device, command: str) -> list[CaseResult]:
     """All cases. All ranks together."""
-    return LayerBenchmark(settings, device).measure_all()
+    cases = LayerBenchmark(settings, device).measure_all()
+    if settings.slots:
+        hardware = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+        model_cases(settings, cases, hardware)
+    return cases
+
+
+def model_only(settings: LayerSettings, command: str) -> None:
+    """`--modelled`: without ranks. Show and write the results.
+
+    Raises:
+        ValueError: unknown hardware, or sizes that do not fit together.
+        OSError: the folder cannot be written.
+    """
+    hardware, started = find_hardware(settings.modelled), now()
+    settings = settings.resolve(cuda=True, num_ranks=settings.ranks or 8)
+    Path(settings.out).mkdir(parents=True, exist_ok=True)
+    cases = [
+        CaseResult(shape, kind, settings.ranks or 8, shape.flops, None, BASELINE.label)
+        for shape in settings.shapes
+        for kind in settings.routings
+    ]
+    model_cases(settings, cases, hardware)
+    result = Result.of(started, command, settings.to_json(), torch.device("cpu"), settings.ranks or 8, cases)
+    publish(result, "layer", show, None)
+
+
+def model_cases(settings: LayerSettings, cases: Sequence[CaseResult], hardware: Hardware) -> None:
+    """Add to each case what the cost model says of each number of spare slots, and to each contender its time over
+    that in forced balance."""
+    forced = {case.shape: case for case in cases if case.routing == "even"}
+    for case in cases:
+        shape, even = case.shape, forced[case.shape]
+        cost = CostModel(shape.hidden, shape.inner, 2, shape.tokens, hardware, "dedup")
+
+        def model(kind: str, spare: int, shape: LayerShape = shape, cost: CostModel = cost) -> ModelledLayer:
+            layout, routings = draw_routings(settings, shape, kind, settings.ranks or 1)
+            return model_layer([routing.expert_TK for routing in routings], layout, spare, cost)
+
+        least = model("even", 0).seconds
+        for spare in settings.slots if case is not even else ():
+            one = model(case.routing, spare)
+            hidden = one.seconds - one.replica_seconds * 2 / 3
+            ratios, ms = (one.seconds / least, hidden / least), 1e3 * one.seconds
+            case.modelled.append(Modelled(hardware.name, spare, one.before, one.after, one.replicas, ms, *ratios))
+        times = {
+            (row.transport, row.experts): row.sections["forward_backward"].ms_median
+            for row in even.rows
+            if row.sections and not row.spare
+        }
+        for row in case.rows:
+            if row.sections and (row.transport, row.experts) in times:
+                own = row.sections["forward_backward"].ms_median
+                row.of_forced = own / times[row.transport, row.experts]
 
 
 BENCHMARK = RankBenchmark("layer", LayerSettings, measure, show, "write_experts")
@@ -141,6 +202,10 @@ class Layer(ABC):
     def check(self) -> None:
         """Raise if rows had no place."""
         return
+
+    def load(self) -> float | None:
+        """The fullest rank's choices over the mean since `reset`, with spare slots."""
+        return None
 
     @abstractmethod
     def remote_bytes(self) -> int:
@@ -172,12 +237,12 @@ class OurLayer(Layer):
         ValueError: experts that Carpool does not know, or that these cannot compute.
     """
 
-    def __init__(
-        self, layer: CarpoolEP, case: Case, transport: str, experts: str, options: NVLinkOptions | None
-    ) -> None:
+    def __init__(self, layer: CarpoolEP, case: Case, contender: Contender, options: NVLinkOptions | None) -> None:
         self.layer, self.case, self.rides = layer, case, layer.rides
-        self.rides.set_transport(transport, options)
-        self.rides.set_experts(experts)
+        assert contender.transport is not None
+        self.rides.set_transport(contender.transport, options)
+        self.rides.set_experts(contender.experts)
+        self.rides.set_spare_slots(SpareSlotOptions.of(contender.spare))
         if self.rides.compute is None:
             raise ValueError(f"{type(case.module).__name__} computes what Carpool's experts do not know")
 
@@ -193,7 +258,7 @@ class OurLayer(Layer):
         return sum(buffers.size for buffers in buffers_of_rides([self.rides]))
 
     def reset(self) -> None:
-        self.rides.stats.reset()
+        self.rides.reset_counts()
 
     def check(self) -> None:
         check_overflow(self.rides.transport)
@@ -203,7 +268,10 @@ class OurLayer(Layer):
 
     def remote_bytes(self) -> int:
         traffic = self.rides.stats.traffic
-        return traffic.remote(traffic.bytes)
+        return traffic.remote(traffic.bytes) + (0 if self.rides.spare is None else int(self.rides.spare.bytes_sent))
+
+    def load(self) -> float | None:
+        return None if self.rides.spare is None else self.rides.spare.load().after
 
 
 def arena_bytes(case: Case) -> int:

@@ -51,17 +51,20 @@ class Contender:
     experts: by name: Carpool's, or transformers' implementation if `theirs`.
     transport: how rows travel; None if they do not.
     theirs: all of it is transformers'.
+    spare: spare slots of each rank.
     """
 
     experts: str
     transport: str | None = None
     theirs: bool = False
+    spare: int = 0
 
     @property
     def label(self) -> str:
         if self.transport is None:
             return f"{'transformers' if self.theirs else 'carpool'} {self.experts}"
-        return f"{'transformers ' if self.theirs else ''}{self.transport} + {self.experts}"
+        spare = f", {self.spare} spare slot{'s' if self.spare > 1 else ''}" if self.spare else ""
+        return f"{'transformers ' if self.theirs else ''}{self.transport} + {self.experts}{spare}"
 
     @property
     def lossy(self) -> tuple[str, ...]:
@@ -130,7 +133,7 @@ class Contest(ABC):
     def _measure(self, shape: LayerShape, kind: str) -> CaseResult:
         result = CaseResult(shape, kind, self.num_ranks, shape.flops, self.peak, self.baseline.label)
         rows = {
-            c: ContenderResult(label=c.label, experts=c.experts, transport=c.transport, lossy=c.lossy)
+            c: ContenderResult(label=c.label, experts=c.experts, transport=c.transport, lossy=c.lossy, spare=c.spare)
             for c in self.contenders
         }
         result.rows = list(rows.values())

@@ -60,6 +60,8 @@ class ContenderResult(Row):
             CPU.
         remote_bytes: what a rank sends to others in forward and backward, mean over ranks.
         buffer_bytes: what the transport has allocated once, for all layers.
+        spare: spare slots of each rank; load: of the fullest rank over the mean, with them.
+        of_forced: forward and backward, over those of the same contender without spare slots in forced balance.
     """
 
     experts: str
@@ -69,6 +71,31 @@ class ContenderResult(Row):
     peak_bytes: int | None = None
     remote_bytes: int | None = None
     buffer_bytes: int | None = None
+    spare: int = 0
+    load: float | None = None
+    of_forced: float | None = None
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """A layer with spare slots as the cost model sees it (`carpool.planner.machine.balanced_layer`).
+
+    Attributes:
+        hardware: whose rates.
+        before, after: load of the fullest rank over the mean, without and with spare slots, exactly.
+        replicas: experts fetched by all ranks.
+        ms: of forward and backward; of_forced: over those in forced balance.
+        of_forced_hidden: the same if computation hides the fetches, and only gradients of replicas take time.
+    """
+
+    hardware: str
+    spare: int
+    before: float
+    after: float
+    replicas: int
+    ms: float
+    of_forced: float
+    of_forced_hidden: float
 
 
 @dataclass
@@ -79,6 +106,7 @@ class CaseResult:
         flops: of the forward of one rank's tokens.
         peak_flops: of the device, in FLOP/s.
         baseline: the label of the contender that the others are compared with.
+        modelled: with spare slots.
     """
 
     shape: LayerShape
@@ -88,6 +116,7 @@ class CaseResult:
     peak_flops: float | None
     baseline: str
     rows: list[ContenderResult] = field(default_factory=list)
+    modelled: list[Modelled] = field(default_factory=list)
 
     def compare(self) -> None:
         """Fill in the ratios."""
@@ -106,9 +135,20 @@ _HEADINGS = {"forward": "forward", "backward": "backward", "forward_backward": "
 def show(result: Result, console: Console | None = None) -> None:
     """Print a table for each case."""
     console = console or terminal(140)
-    for case in result.cases:
-        _print(console, result, case)
     settings = result.settings
+    for case in result.cases:
+        if case.rows:
+            _print(console, result, case)
+    if balances := [case for case in result.cases if case.modelled]:
+        for case in balances:
+            _print_balance(console, case)
+        console.print(
+            "forced: as many choices, spread evenly over experts. Modelled: loads, replicas and rows are exact, "
+            "times follow from rates, and replicas count in full; with fetches hidden, their gradients alone.",
+            highlight=False,
+        )
+    if not any(case.rows for case in result.cases):
+        return
     layers = settings.get("iterations")
     back_to_back = f" (layers back to back in each: {layers})" if layers else ""
     ranks = "; times and memory of the slowest and largest rank, MB that a rank sends" if layers else ""
@@ -146,6 +186,22 @@ def _print(console: Console, result: Result, case: CaseResult) -> None:
     title = f"{case.shape}, {result.settings['dtype']}, {case.routing} routing{ranks}"
     print_table(console, title, headings, rows)
     print_remarks(console, case.rows)
+
+
+def _print_balance(console: Console, case: CaseResult) -> None:
+    """Loads and times by number of spare slots, beside forced balance."""
+    measured = {(row.label.partition(",")[0], row.spare): row.of_forced for row in case.rows if row.of_forced}
+    ways = list(dict.fromkeys(way for way, _ in measured))
+    headings = ["spare\nslots", "load of ranks\nbefore", "\nafter", "replicas", "modelled\nms"]
+    headings += ["modelled,\nof forced", "fetches\nhidden", *(f"measured,\n{way}" for way in ways)]
+    rows = []
+    for one in case.modelled:
+        beside = [f"{measured[way, one.spare]:.3f}x" if (way, one.spare) in measured else "-" for way in ways]
+        cells = [f"{one.before:.2f}", f"{one.after:.3f}", str(one.replicas), f"{one.ms:.2f}"]
+        rows.append([str(one.spare), *cells, f"{one.of_forced:.3f}x", f"{one.of_forced_hidden:.3f}x", *beside])
+    hardware = case.modelled[0].hardware
+    title = f"Spare slots, {case.shape}, {case.routing} routing, {case.num_ranks} ranks; modelled: {hardware}"
+    print_table(console, escape(title), headings, rows)
 
 
 def _number(value: int | None, unit: float) -> str:

@@ -11,7 +11,7 @@ from carpool.layout.topology import Topology
 from carpool.optim import find_optimizer
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES
-from carpool.planner.candidate import POLICIES, Candidate, by_settings
+from carpool.planner.candidate import POLICIES, Candidate, Spare, by_settings
 from carpool.planner.decisions.rules import compiled_by_rule, data_parallel_by_rule
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
@@ -35,7 +35,8 @@ SIMULATED = frozenset((
         "etp_size", "data_parallel", "ranks_per_node", "hardware",
     )),
     *(f"moe.{key}" for key in (
-        "transport", "schedule", "chunks", "backward_chunks", "experts", "priority",
+        "transport", "schedule", "chunks", "backward_chunks", "experts", "priority", "spare_slots", "balance_limit",
+        "spare_weights",
     )),
     *(f"codec.{key}" for key in ("dispatch", "combine", "dispatch_backward", "combine_backward", "inter_node")),
     *(f"memory.{key}" for key in (*POLICIES, "budget", "experts")),
@@ -108,6 +109,7 @@ def candidate_of(
         stored=stored,
         computed=2 if bf16 else stored,
         codecs={key: value for key in _CODECS if (value := settings["codec"][key]) not in ("none", "all")},
+        spare=Spare(moe["spare_slots"], moe["balance_limit"], moe["spare_weights"] == "save"),
     )
     if memory["budget"] is not None:
         notes["memory.budget"] = "not simulated: policies that it leaves open are 'save'"

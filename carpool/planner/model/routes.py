@@ -126,7 +126,39 @@ class Routes:
         found: float = self._found[key]
         return found
 
+    def balanced(self, num_experts: int, ranks: int, slots: int, limit: float | None) -> tuple[float, float]:
+        """With so many spare slots on each rank: the load of the fullest rank over the mean, and how many experts the
+        rank with most of them fetches or sends. Of a trace by plans that weigh no time, means over layers; else what
+        moe.balance_limit allows, with all slots in use."""
+        if not self.chosen or ranks == 1:
+            return (limit or 1.0, float(slots)) if ranks > 1 else (1.0, 0.0)
+        key = "balanced", num_experts, ranks, slots, limit
+        if key not in self._found:
+            self._found[key] = _planned(self.chosen, num_experts, ranks, slots, limit)
+        found: tuple[float, float] = self._found[key]
+        return found
+
     def rows(self, transport: str, choice: Choice, ranks: int, per_node: int) -> MeanTraffic:
         """Of one dispatch over a group of `ranks` ranks, `per_node` of them on each node."""
         way = transport_class(transport)
         return way.mean_traffic(partial(self.reached, choice), choice.num_experts, choice.top_k, ranks, per_node)
+
+
+def _planned(
+    chosen: tuple[npt.NDArray[Any], ...], num_experts: int, ranks: int, slots: int, limit: float | None
+) -> tuple[float, float]:
+    import torch
+
+    from carpool.replicas.slot_plan import Costs, count_choices, plan_slots
+
+    home_E = torch.arange(num_experts) * ranks // num_experts
+    loads, moved = [], []
+    for expert_TK in chosen:
+        parts = np.array_split(expert_TK.astype(np.int32), ranks)
+        load_WE = torch.stack([count_choices(torch.from_numpy(part), num_experts) for part in parts])
+        plan = plan_slots(load_WE, home_E, slots, Costs(limit=round(1000 * (limit or 0))))
+        filled_WS = plan.expert_WS >= 0
+        sent_W = torch.bincount(home_E[plan.expert_WS[filled_WS].long()], minlength=ranks)
+        loads.append(float(plan.load_W.max() * ranks / load_WE.sum()))
+        moved.append(int(torch.maximum(filled_WS.sum(1), sent_W).max()))
+    return float(np.mean(loads)), float(np.mean(moved))

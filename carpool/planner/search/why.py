@@ -44,6 +44,11 @@ def in_words(plan: Plan, per_node: int) -> list[str]:
             f"The experts of a layer are spread over {degrees.expert_ranks} ranks of {where}; tokens travel there and "
             f"back by transport {one.transport}."
         )
+    if one.spare.slots and degrees.ep > 1:
+        said.append(
+            f"Each ride fetches replicas into {one.spare.slots} spare slots of a rank, so that ranks compute nearly "
+            "equally much; experts take the time of the balanced load, and rides that of the fetches."
+        )
     shards = degrees.non_expert_shards // degrees.tp
     if one.gathers:
         what = "Parameters are" if one.data_parallel == "fsdp" and degrees.efsdp > 1 else "Some parameters are"

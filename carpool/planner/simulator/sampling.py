@@ -40,6 +40,7 @@ class Spread:
         num_experts, top_k: of the model.
         tokens: that a rank routes in a micro-batch.
         ranks_per_node: consecutive ranks that share a node.
+        even: spare slots keep ranks at what lengths stand for, whatever is drawn.
         one_row_for: what a transport sends one row to: each "rank", each "expert" or each "node" that a token needs.
     """
 
@@ -50,6 +51,7 @@ class Spread:
     tokens: int
     ranks_per_node: int
     one_row_for: Literal["rank", "expert", "node"] = "rank"
+    even: bool = False
 
     @property
     def places(self) -> int:

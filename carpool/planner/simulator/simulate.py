@@ -130,6 +130,7 @@ def step_on(shape: ModelShape, hardware: Hardware, candidate: Candidate, per_nod
         tokens=candidate.rank_tokens // (2 if halves else 1),
         ranks_per_node=per_node,
         one_row_for="expert" if each else "node" if way.one_send_per_node else "rank",
+        even=candidate.spare.slots > 0,
     )
     memory = memory_of(shape, candidate).total
     label = candidate.label.partition(",")[0]
@@ -304,6 +305,7 @@ def _smaller(build: Callable[[int], Step], gpus: int, sizes: Sequence[int] | Non
 
 
 def sampled(step: Step, trace: Trace | None, seed: int = 0, stretch: float = 1.0) -> SampledRouting:
+    stretch = 0.0 if step.spread.even else stretch
     return SampledRouting(step.spread, trace, layers=max(1, len(step.moe_layers())), seed=seed, stretch=stretch)
 
 

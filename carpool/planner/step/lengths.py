@@ -98,7 +98,7 @@ class Lengths(Travel):
 
     def _experts(self, backward: bool) -> Piece:
         shape, degrees = self.shape, self.degrees
-        fullest = self.routes.fullest(shape.num_experts, degrees.ep)
+        fullest, _ = self.load
         pairs = self.tokens * shape.top_k * fullest * degrees.etp
         width = shape.expert_hidden / degrees.etp
         weights = shape.num_experts / degrees.ep * 3 * shape.hidden * width

@@ -176,7 +176,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
     }
     heads = max((layer.heads for layer in kept if layer.whole_scores), default=0)
     stored, eval_tokens = candidate.stored, candidate.sequence_length // degrees.cp
-    copies = float(degrees.etp)
+    copies, expert = float(degrees.etp), shape.expert_parameters * candidate.computed
     if degrees.ep > 1:
         copies *= routes.rows(candidate.transport, shape.choice, degrees.ep, degrees.ep).arrive
     return RankSizes(
@@ -195,6 +195,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
         eval_tokens=eval_tokens, eval_loss_tokens=_piece(eval_tokens, shape.vocabulary),
         whole_logits=degrees.tp > 1 and not candidate.divides_tokens, divided=candidate.divides_tokens,
         state=sum(candidate.state_bytes.values()),
+        arrived=candidate.spare.bytes(expert, moe_layers) if degrees.ep > 1 else 0.0,
     )  # fmt: skip
 
 

@@ -86,6 +86,14 @@ class Travel:
         """(seconds, of which latency, factors)"""
         return rate.latency + size / rate.bytes_per_second, rate.latency, SPREAD[self.hardware.link_source(link)]
 
+    @property
+    def load(self) -> tuple[float, float]:
+        """Of the fullest rank over the mean, and replicas that the rank with most of them fetches or sends."""
+        experts, ranks, spare = self.shape.num_experts, self.degrees.ep, self.candidate.spare
+        if not spare.slots:
+            return self.routes.fullest(experts, ranks), 0.0
+        return self.routes.balanced(experts, ranks, spare.slots, spare.limit)
+
     def ride(self, verb: str, name: str, kind: str, plan: bool = False) -> Piece | None:
         """One dispatch or combine.
 
@@ -106,7 +114,7 @@ class Travel:
             inside, between, arrive = self.routes.rows(transport, shape.choice, degrees.ep, per_node)
             # A row goes to every slice of its experts, of which the own rank's neighbours have some.
             inside += arrive / degrees.ep * (degrees.etp - 1) / degrees.etp
-        fullest = self.routes.fullest(shape.num_experts, degrees.ep)
+        fullest, moved = self.load
         hardware = self.hardware
         link, way = hardware.node_link, transport_class(transport)
         rate = hardware.rate(link)
@@ -124,6 +132,12 @@ class Travel:
         if encoded:
             # Read whole and written encoded, and the other way round where rows arrive.
             seconds += hardware.kernel("elementwise").seconds(0, self.tokens * (1 + arrive) * (whole + row))
+        # Replicas come before experts compute, and their gradients go home after.
+        spare = self.candidate.spare
+        moves = {"dispatch": 1, "combine_backward": 0 if spare.saved else 1, "dispatch_backward": 1}.get(verb, 0)
+        if moved and moves:
+            over = ("network", hardware.network) if between else (link, rate)
+            seconds += self._over(*over, moved * shape.expert_parameters * self.element)[0]
         if self.candidate.waits:
             packed = hardware.kernel("elementwise").seconds(0, PACKED * self.tokens * arrive * row)
             extra = NCCL_RIDE + packed + (NCCL_PLAN if plan else 0)

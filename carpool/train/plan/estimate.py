@@ -35,7 +35,7 @@ from carpool.kernels.cross_entropy import piece_size
 from carpool.layout.layouts import Layouts
 from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, Candidate, by_settings
+from carpool.planner.candidate import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, Candidate, Spare, by_settings
 from carpool.planner.model.shape import saved_if_compiled
 from carpool.planner.step.peak import Peak, peak_of
 from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
@@ -262,6 +262,7 @@ class MemoryEstimate:
             policies=config.memory.policies, optimizer_offload=training.optimizer_offload,
             optimizer_in_backward=training.optimizer_in_backward, compiled=training.compiled,
             pipeline=config.parallelism.pp_schedule,
+            spare=Spare(config.moe.spare_slots, config.moe.balance_limit, config.moe.spare_weights == "save"),
             stored=self.stored, computed=self.computed, eager=self._why_eager,
         )  # fmt: skip
 
@@ -299,6 +300,10 @@ class MemoryEstimate:
         of_replicas = replica_bytes(
             config, degrees, self.experts.total * self.computed / (rows * self.moe_layers), rows, moe_layers, self.nodes
         )
+        spare = 0.0
+        if degrees.ep > 1 and self.moe_layers:
+            one = self.experts.total * self.computed / (rows * self.moe_layers)
+            spare = candidate.spare.bytes(one, moe_layers)
         here = None
         if config.memory.experts != "device":
             # Three layers' at most.
@@ -332,7 +337,7 @@ class MemoryEstimate:
             quantised_away=self.quantised_away, adapters=self.adapters + self.expert_adapters,
             adapter_stored=STORED[adapter.dtype], adapter_state=sum(training.state_bytes(adapter.dtype).values()),
             largest_adapter=self.largest_adapter, here=here,
-            slots=of_replicas.slots, arrived=of_replicas.arrived, late=of_replicas.late, cuda=self.cuda,
+            slots=of_replicas.slots, arrived=of_replicas.arrived + spare, late=of_replicas.late, cuda=self.cuda,
         )  # fmt: skip
 
 
