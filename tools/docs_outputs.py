@@ -40,7 +40,6 @@ OF_THE_MACHINE = re.compile(
 _MEASURED = re.compile(r"[\d.,]+ ?(?=(ms|s|us|µs|min|tokens/s|[kMG]?B/s)(\W|$))")
 
 # The tables below name an example by its page and by what its commands contain.
-PLANNER = ROOT / "docs" / "planner.md"
 TINY = "python examples/tiny_chat_model.py tiny\n"
 CHAT = "carpool train --config examples/train_from_config/chat_tiny.toml"
 OLMOE = "carpool train --config examples/train_from_config/olmoe_tiny.toml"
@@ -51,16 +50,14 @@ BEFORE = {
     ("finetune.md", "carpool merge r1"): ADAPTER,
     ("finetune.md", "carpool adapter r1"): ADAPTER,
     ("fine-tuning-one-gpu.md", "adapter.base_dtype=int8"): TINY,
-    ("communication.md", "carpool trace"): OLMOE + "\n",
-    ("planner.md", "carpool simulate plan.toml"): "cat > plan.toml <<'END'\n"
-    + "".join(re.findall(r"^```toml\n(\[model\].*?)^```$", PLANNER.read_text(), flags=re.DOTALL | re.MULTILINE))
-    + "END\n",
+    ("placement.md", "carpool trace"): OLMOE + "\n",
 }
 # Examples that predict and do not train: a few seconds each. All others train, and their times are the machine's.
 PREDICTS = {
     ("train.md", "memory.budget=76GB"),
     ("parallelism.md", "parallelism.tp_size=2 parallelism.data_parallel=zero1"),
     ("planner.md", "carpool plan"),
+    ("placement.md", "--modelled"),
     ("planner.md", "carpool simulate"),
     ("train.md", "--dry-run"),
 }

@@ -67,7 +67,7 @@ def test_how_unequal_zipf_is():
 @pytest.mark.parametrize(
     ("kind", "experts", "ranks", "top_k", "message"),
     [
-        ("even", 8, 4, 2, "'even' is not known; use one of uniform, zipf, skewed"),
+        ("level", 8, 4, 2, "'level' is not known; use one of uniform, zipf, skewed"),
         ("uniform", 8, 4, 9, r"top-k is 9, but it must be 1\.\.8"),
         ("skewed", 9, 3, 2, "needs more than 3 ranks, and there are 3"),
         ("skewed", 8, 4, 4, "would choose 3 experts on rank 0, which has 2"),

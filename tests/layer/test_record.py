@@ -162,7 +162,7 @@ def test_a_model_of_transformers() -> None:
 
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
     """It runs as it is, and needs no transformers."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/communication.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), flags=re.DOTALL)
     (example,) = [block for block in blocks if "carpool.record" in block]
     program = "import sys\nsys.modules['transformers'] = None\n" + example
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, timeout=240)
