@@ -119,8 +119,8 @@ class SpareSlots:
 
     Attributes:
         homes, per_rank: slots of each rank without spare ones, and with them.
-        counts: (7,) int64 since `reset`, the same on all ranks but for the last: rides, choices, those of the fullest
-            rank in each ride without and with spare slots, replicas, rides beyond the limit, and choices that this
+        counts: (7,) int64 since `reset`, the same on all ranks but for the last: rides, choices, the largest load
+            in each ride without and with spare slots, replicas, rides beyond the limit, and choices that this
             rank has computed. None before the first ride.
         bytes_sent: bytes of parameters and gradients sent to other ranks since `reset`: by this rank, or, where the
             device counts them, by all ranks, on the first one alone.

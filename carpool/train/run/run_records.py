@@ -225,9 +225,9 @@ def warn_of_load(run: Run, step: int, rode: RideRecord) -> None:
     moe, name, load = run.config.moe, *max(zip(run.layouts(), rode.spare_L, strict=True), key=lambda one: one[1].after)
     run.records.say(
         f"warning: step {step}: moe.spare_slots={moe.spare_slots} do not keep every rank to moe.balance_limit="
-        f"{moe.balance_limit:g} times the mean: {beyond} of {rides} rides are beyond it. In {name} the fullest rank "
-        f"computes {load.after:.2f} times the mean ({load.before:.2f} without spare slots). Nothing is dropped, and "
-        "that rank takes more memory and time; more spare slots help"
+        f"{moe.balance_limit:g} times the mean: {beyond} of {rides} rides are beyond it. In {name} the largest load "
+        f"is {load.after:.2f} times the mean ({load.before:.2f} without spare slots). Nothing is dropped; a "
+        "rank with more takes more memory and time, and more spare slots help"
     )
 
 
