@@ -209,5 +209,5 @@ def adapter(
         typer.echo(f"{out or written or folder}: {report}", err=bool(report.wrong))
         if report.wrong:
             raise typer.Exit(1)
-        if (kind := base_of_run(run)[1]) is not None:
+        if (kind := base_of_run(run).get("base_dtype")) is not None:
             typer.echo(f"it was trained beside a base in {kind}: serve that base in {kind}, or merge (carpool merge)")

@@ -183,7 +183,8 @@ class Experts(Protocol):
     The caller saves the arrived tokens x for the backward; the experts save the rest. Experts with an attribute
     `reads_packets` that is True get tokens and gradients as packets of FP8, if there are any. Only experts whose
     `computes_adapters` is True get weights with adapters, or quantised ones. CUDA graphs cannot contain experts whose
-    `counts_on_host` is True."""
+    `counts_on_host` is True. Forwards of those whose `can_defer` is True may get a list `deferred`, to which they then
+    add what writes the partial outputs."""
 
     name: str
 

@@ -31,9 +31,9 @@ products of tensor cores and not beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -242,6 +242,14 @@ def dequantise(
     return out
 
 
+def by_rows(code: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, their values) of a stack of one matrix, `AT_ONCE` elements at a time; products like multiples of 128."""
+    number, width = code.shape[1], code.shape[2] * (1 if kind_of(scale) == "int8" else 2)
+    each = max(128, AT_ONCE // width // 128 * 128)
+    for rows in (slice(first, min(first + each, number)) for first in range(0, number, each)):
+        yield rows, dequantise(code, scale, dtype, rows=rows)[0]
+
+
 def dequantised_rows(code: torch.Tensor, scale: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of a stack of one matrix, (*index, B): of an embedding. Plain operations of PyTorch on any device."""
     kind, groups = kind_of(scale), 2 * code.shape[2] // BLOCK["nf4"]
@@ -303,8 +311,6 @@ def dequantised(weights: ExpertWeights) -> ExpertWeights:
     """The same with all matrices in memory; of weights that are not quantised, themselves."""
     if not weights.quantised:
         return weights
-    matrices = {}
-    for name, code, scale in (("up_SFH", weights.up_code, weights.up_scale), ("down_SHF", *weights[-2:])):
-        assert code is not None and scale is not None
-        matrices[name] = dequantise(code, scale, weights.up_SFH.dtype)
-    return weights._replace(**matrices, up_code=None, up_scale=None, down_code=None, down_scale=None)
+    codes: tuple[Any, ...] = weights[-4:]
+    up_SFH, down_SHF = (dequantise(code, scale, weights.up_SFH.dtype) for code, scale in (codes[:2], codes[2:]))
+    return ExpertWeights.of((up_SFH, down_SHF, *weights[2:-4]))

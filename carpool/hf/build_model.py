@@ -35,6 +35,7 @@ from carpool.hf.quantised_base import (
     QuantisedBase,
     check_can_be_quantised,
     quantised_while_loading,
+    share_tied,
 )
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.find_modules import experts_modules
@@ -156,9 +157,9 @@ def build_model(
             offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
             target, lies = device or _device(), None if sliced is None else sliced.rows
             stored = None if path is None else _reader(path, blueprint, packed, target)
-            base = QuantisedBase(base_dtype, base_keep, packed)
-            fill(model, blueprint, seed, target, offload, stored, lies, base.take)
-            base.finish(model)
+            take = QuantisedBase(base_dtype, base_keep, packed).take
+            fill(model, blueprint, seed, target, offload, stored, lies, take)
+            share_tied(model)
             if path is not None and (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if dtype == torch.float16:

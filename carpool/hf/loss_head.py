@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.families import Logits, family_of_class
-from carpool.hf.quantised_base import QuantisedLinear, frozen_layer
+from carpool.hf.quantised_base import QuantisedLinear
 from carpool.hf.tensor_parallel import SequenceHead, of_all_words, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
 
@@ -135,14 +135,14 @@ class _Head:
                 f"labels of shape {tuple(asked.target_BL.shape)}, so it cannot compute the loss: set "
                 "training.loss_chunk_size=0"
             )
-        weight_VH: Any = frozen_layer(self.head) if isinstance(self.head, QuantisedLinear) else self.head.weight
-        bias_V = self.head.bias
+        weight_VH, bias_V = self.head.weight, self.head.bias
+        layer = self.head.as_layer() if isinstance(self.head, QuantisedLinear) else None
         if isinstance(self.own, SequenceHead):
             weight_VH, bias_V = of_all_words(weight_VH), of_all_words(bias_V)
         x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
         with torch.profiler.record_function("carpool::loss"):
             asked.loss = linear_cross_entropy(
-                x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, asked.change.scale, asked.change.softcap
+                x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, asked.change.scale, asked.change.softcap, layer
             )
         return asked.loss
 

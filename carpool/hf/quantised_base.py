@@ -32,22 +32,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 
 from carpool.experts.base import stand_in
-from carpool.experts.quantised import (
-    AT_ONCE,
-    Kind,
-    Quantised,
-    dequantise,
-    dequantised_rows,
-    quantise,
-    quantised_bytes,
-    why_not,
-)
+from carpool.experts.quantised import Kind, Quantised, by_rows, dequantised_rows, quantise, quantised_bytes, why_not
 from carpool.hf.seam.experts_module import QUANTISED, base_of, expert_function, weight_names
 from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.hf.sharding import replaced
 from carpool.hf.weights.mxfp4_files import BLOCKS, SCALES
 from carpool.hf.weights.weight_files import stored_weights
-from carpool.kernels.cross_entropy import FrozenLayer, add_product
+from carpool.kernels.cross_entropy import Layer, add_product
 from carpool.parallel import fsdp
 
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -60,42 +51,32 @@ def quantised_linear(
     x: torch.Tensor, code: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in the dtype of x. Neither direction keeps the weight: an operator of its own, so that
-    neither autograd nor a compiler does. `AT_ONCE` elements of it are there at a time."""
-    if len(parts := _parts(code)) == 1:
-        return F.linear(x, dequantise(code, scale, x.dtype)[0], bias)
-    x_TI = x.flatten(0, -2)
-    out_TO = x.new_empty(len(x_TI), code.shape[1])
-    for rows in parts:
-        matrix_IO = dequantise(code, scale, x.dtype, rows=rows)[0].t()
+    neither autograd nor a compiler does. Of a large one there is a part at a time."""
+    x_TI, out_TO = x.flatten(0, -2), x.new_empty(0)
+    for rows, matrix_OI in by_rows(code, scale, x.dtype):
+        if len(matrix_OI) == code.shape[1]:
+            return F.linear(x, matrix_OI, bias)
+        out_TO = out_TO if rows.start else x.new_empty(len(x_TI), code.shape[1])
         if bias is None:
-            torch.mm(x_TI, matrix_IO, out=out_TO[:, rows])
+            torch.mm(x_TI, matrix_OI.t(), out=out_TO[:, rows])
         else:
-            torch.addmm(bias[rows], x_TI, matrix_IO, out=out_TO[:, rows])
-        del matrix_IO  # else it would be there beside the next one
+            torch.addmm(bias[rows], x_TI, matrix_OI.t(), out=out_TO[:, rows])
+        del matrix_OI  # else it would be there beside the next one
     return out_TO.view(*x.shape[:-1], code.shape[1])
 
 
 @torch.library.custom_op("carpool::quantised_linear_backward", mutates_args=())
 def quantised_linear_backward(dy: torch.Tensor, code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The gradient of x. Of parts it is added up in float32, and rounded once."""
-    if len(parts := _parts(code)) == 1:
-        return dy @ dequantise(code, scale, dy.dtype)[0]
-    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
-    dx_TI = dy.new_zeros(dy.shape[:-1].numel(), _width(code), dtype=wide)
-    for rows in parts:
-        add_product(dx_TI, dy[..., rows].flatten(0, -2), dequantise(code, scale, dy.dtype, rows=rows)[0])
-    return dx_TI.view(*dy.shape[:-1], _width(code)).to(dy.dtype)
-
-
-def _parts(code: torch.Tensor) -> list[slice]:
-    """Rows of a weight that are there at the same time; their numbers are multiples of 128, which products like."""
-    number = code.shape[1]
-    most = max(128, AT_ONCE // _width(code) // 128 * 128)
-    return [slice(first, min(first + most, number)) for first in range(0, number, most)]
-
-
-def _width(code: torch.Tensor) -> int:
-    return code.shape[2] * (2 if code.dtype == torch.uint8 else 1)
+    wide, dx_TI = torch.float64 if dy.dtype == torch.float64 else torch.float32, dy
+    for rows, matrix_OI in by_rows(code, scale, dy.dtype):
+        if len(matrix_OI) == code.shape[1]:
+            return dy @ matrix_OI
+        dy_TO = dy.flatten(0, -2)
+        dx_TI = dx_TI if rows.start else dy.new_zeros(len(dy_TO), matrix_OI.shape[1], dtype=wide)
+        add_product(dx_TI, dy_TO[:, rows], matrix_OI)
+        del matrix_OI
+    return dx_TI.view(*dy.shape[:-1], dx_TI.shape[1]).to(dy.dtype)
 
 
 @quantised_linear.register_fake
@@ -105,7 +86,7 @@ def _(x: torch.Tensor, code: torch.Tensor, scale: torch.Tensor, bias: torch.Tens
 
 @quantised_linear_backward.register_fake
 def _(dy: torch.Tensor, code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return dy.new_empty(*dy.shape[:-1], _width(code))
+    return dy.new_empty(*dy.shape[:-1], code.shape[2] * (2 if code.dtype == torch.uint8 else 1))
 
 
 def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -128,22 +109,17 @@ class QuantisedLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return quantised_linear(x, *base_of(self)["weight"], bias)
 
+    def as_layer(self) -> Layer:
+        """How a loss multiplies by it."""
+        codes = base_of(self)["weight"]
+        return Layer(lambda x, b: quantised_linear(x, *codes, b), lambda dy: quantised_linear_backward(dy, *codes))
+
 
 class QuantisedEmbedding(nn.Embedding):
     """An embedding with codes and scales in the place of its weight."""
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         return dequantised_rows(*base_of(self)["weight"], index, self.weight.dtype)
-
-
-def frozen_layer(layer: QuantisedLinear) -> FrozenLayer:
-    """An output layer as its loss multiplies by it."""
-    code, scale = base_of(layer)["weight"]
-    return FrozenLayer(
-        code.shape[1],
-        lambda x, bias: quantised_linear(x, code, scale, bias),
-        lambda slope: quantised_linear_backward(slope, code, scale),
-    )
 
 
 _CLASSES: dict[type, type] = {nn.Linear: QuantisedLinear, nn.Embedding: QuantisedEmbedding}
@@ -199,14 +175,12 @@ class PackedExperts:
 
     def read(self, name: str, device: torch.device) -> Quantised:
         """Codes and scales of the parameter of this name."""
-        code, scale = (self._tensor(name + end).to(device) for end in (BLOCKS, SCALES))
-        return Quantised(code.flatten(2), scale)
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        # Opened for one tensor: what is mapped counts as this process's memory while it is open.
-        with safe_open(self._folder / self._stored[name].file, framework="pt") as file:
-            found: torch.Tensor = file.get_tensor(name)
-            return found
+        found = []
+        for key in (name + BLOCKS, name + SCALES):
+            # Opened for one tensor: what is mapped counts as this process's memory while it is open.
+            with safe_open(self._folder / self._stored[key].file, framework="pt") as file:
+                found.append(file.get_tensor(key).to(device))
+        return Quantised(found[0].flatten(2), found[1])
 
 
 class QuantisedBase:
@@ -243,10 +217,6 @@ class QuantisedBase:
                 self._layers = quantisable_layers(model, self.kind, self.keep)
             if path in self._layers:
                 _quantise_layer(module, layer_kind(self.kind))
-
-    def finish(self, model: PreTrainedModel) -> None:
-        """When all parameters are there, and tied."""
-        share_tied(model)
 
 
 def share_tied(model: PreTrainedModel) -> None:

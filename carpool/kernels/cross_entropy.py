@@ -12,8 +12,6 @@ So gradients are computed in the forward, as Liger does (arXiv 2410.10989), and 
 stays in between is dx, and dweight in float32, to which each piece is added without rounding. On a CPU, 512 tokens and
 151,936 words of 256 elements took 907 MiB and now 232 (pieces of 64 tokens), in no more time.
 
-A frozen weight may be made part by part where it is multiplied (`FrozenLayer`).
-
 torch 2.13 has `torch.nn.functional.linear_cross_entropy`, with pieces too, but 2.11 has not, and its dweight is added
 up in the model's dtype.
 """
@@ -35,28 +33,23 @@ IGNORED = -100
 LOGITS = 2**29
 
 
-class FrozenLayer(NamedTuple):
-    """An output layer whose weight is not trained, and is not there as a whole.
+class Layer(NamedTuple):
+    """How an output layer multiplies whose frozen weight is not there as a whole: logits (C, V) of x (C, H) and a bias
+    (V,) or None, and dx (C, H) of their gradient, in the dtypes of what they are given."""
 
-    Attributes:
-        words: V.
-        logits: of x (C, H) and a bias (V,) or None: (C, V), in the dtype of x.
-        dx: of the gradient of logits: (C, H), in its dtype.
-    """
-
-    words: int
     logits: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     dx: Callable[[torch.Tensor], torch.Tensor]
 
 
 def linear_cross_entropy(
     x_TH: torch.Tensor,
-    weight_VH: torch.Tensor | FrozenLayer,
+    weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
     target_T: torch.Tensor,
     tokens_at_once: int | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    layer: Layer | None = None,
 ) -> torch.Tensor:
     """The sum over tokens of the cross-entropy of `x_TH @ weight_VH.T + bias_V`.
 
@@ -68,6 +61,7 @@ def linear_cross_entropy(
         tokens_at_once: C, the tokens of a piece. None: as many as make `LOGITS` logits.
         scale: logits are multiplied by it (Granite), in the dtype of the products.
         softcap: c; logits l are then c * tanh(l / c) (Gemma), which takes two more tensors of a piece's size.
+        layer: for which `weight_VH` is a stand-in without memory.
 
     Returns:
         A scalar, float32 or float64. Only first derivatives exist.
@@ -75,10 +69,9 @@ def linear_cross_entropy(
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TH.dtype
     if tokens_at_once is None:
-        words = weight_VH.words if isinstance(weight_VH, FrozenLayer) else len(weight_VH)
-        tokens_at_once = piece_size(len(x_TH), words)
+        tokens_at_once = piece_size(len(x_TH), len(weight_VH))
     loss: torch.Tensor = _LinearCrossEntropy.apply(
-        x_TH, weight_VH, bias_V, target_T, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap
+        x_TH, weight_VH, bias_V, target_T, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap, layer
     )
     return loss
 
@@ -94,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TH: torch.Tensor,
-        weight_VH: torch.Tensor | FrozenLayer,
+        weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
         target_T: torch.Tensor,
         tokens_at_once: int,
@@ -102,19 +95,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients: bool,
         scale: float,
         softcap: float | None,
+        layer: Layer | None,
     ) -> torch.Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         for_x, for_weight, for_bias = (gradients and needed for needed in ctx.needs_input_grad[:3])
         loss_T = torch.empty(len(x_TH), dtype=wide, device=x_TH.device)
         dx_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format) if for_x else None
-        dweight_VH = dbias_V = None
-        if for_weight and not isinstance(weight_VH, FrozenLayer):
-            dweight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=x_TH.device)
-        if for_bias and bias_V is not None:
-            dbias_V = torch.zeros(len(bias_V), dtype=wide, device=x_TH.device)
+        dweight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=x_TH.device) if for_weight else None
+        dbias_V = torch.zeros(len(weight_VH), dtype=wide, device=x_TH.device) if for_bias else None
         with torch.autocast(x_TH.device.type, enabled=False):
             bias = None if bias_V is None else bias_V.to(dtype)
-            layer = weight_VH if isinstance(weight_VH, FrozenLayer) else _layer(weight_VH.to(dtype))
+            if layer is None:
+                weight = weight_VH.to(dtype)
+                layer = Layer(lambda x, b: F.linear(x, weight, b), lambda slope: slope @ weight)
             for start in range(0, len(x_TH), tokens_at_once):
                 piece = slice(start, start + tokens_at_once)
                 x_CH = x_TH[piece].to(dtype)
@@ -132,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # Else it would be there beside the next piece.
                 del slope_CV
         ctx.save_for_backward(dx_TH, dweight_VH, dbias_V)
-        ctx.dtypes = [getattr(given, "dtype", None) for given in (x_TH, weight_VH, bias_V)]
+        ctx.dtypes = [None if given is None else given.dtype for given in (x_TH, weight_VH, bias_V)]
         return loss_T.sum()
 
     @staticmethod
@@ -145,11 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 out = slope if slope.dtype == dtype else torch.empty_like(slope, dtype=dtype)
                 slope = torch.mul(slope, dloss, out=out)
             scaled.append(slope)
-        return *scaled, *(None,) * 6
-
-
-def _layer(weight_VH: torch.Tensor) -> FrozenLayer:
-    return FrozenLayer(len(weight_VH), lambda x, bias: F.linear(x, weight_VH, bias), lambda slope: slope @ weight_VH)
+        return *scaled, *(None,) * 7
 
 
 def _change_(logits_CV: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor | float | None:

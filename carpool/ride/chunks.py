@@ -147,8 +147,9 @@ class ChunkedOrder:
                     started.coming[other] = transport.dispatch(started.x_C[other], started.routes[other])
 
     def forward(
-        self, started: Started, weights: ExpertWeights | Fetch, setup: RideSetup, backward: bool
+        self, started: Started, weights: ExpertWeights | Fetch, setup: RideSetup, backward: bool, *deferred: Any
     ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
+        """As `Order`. `deferred`: of experts (`Experts`), where combine returns what these write."""
         x_C, routes, coming, spans = started
         transport, experts = setup.transport, setup.experts
         assert experts is not None
@@ -169,7 +170,7 @@ class ChunkedOrder:
             with self._beside(transport):
                 partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
                 arena = arena_for("expert_activations", setup, backward)
-                saved = experts.forward(arrivals, weights, partial_RH, arena, backward)
+                saved = experts.forward(arrivals, weights, partial_RH, arena, backward, *deferred)
                 if backward:
                     activations.append(SavedActivations(route, saved_inputs(x_TH, arrivals, setup), saved))
             spans.begin("combine", piece)

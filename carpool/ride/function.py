@@ -22,6 +22,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -100,7 +101,16 @@ def ride(
         )
         if compiling:
             return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, setup.number, backward)[0], result
-        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, setup, trip, deferred, *weights), result
+        later: tuple[list[Callable[[], None]], ...] = ()
+        if setup.transport.combines_in_place and backward and setup.order in (None, PLAIN) and in_recompute():
+            later = ([],) if getattr(setup.experts, "can_defer", False) else ()
+        y_TH = _Ride.apply(x_TH, weight_TK, slot_TK, backward, setup, trip, later, deferred, *weights)
+        # Checkpointing ends the recomputation inside of `apply` if this ride is the last to save anything. Its outputs
+        # are then read by nobody, and not computed.
+        with torch.no_grad():
+            for finish in chain(*later):
+                finish()
+        return y_TH, result
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,21 +203,24 @@ class _Ride(torch.autograd.Function):
         backward: bool,
         setup: RideSetup,
         trip: _Trip | None,
+        later: tuple[list[Callable[[], None]], ...],
         deferred: ExpertWeights | None,
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
         weights = ExpertWeights._make(tensors)
+
+        # Not `any(ctx.needs_input_grad)`, which may be True under no_grad, too.
+        region = checkpointed.get() if backward else None
+        later = later if region is None else ()
 
         def take() -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
             if trip is None:
                 started = (setup.order or PLAIN).start(x_TH, weight_TK, slot_TK, weights, setup)
             else:
                 started, trip.started = trip.started, None
-            y_TH, activations = (setup.order or PLAIN).forward(started, weights, setup, backward)
+            y_TH, activations = (setup.order or PLAIN).forward(started, weights, setup, backward, *later)
             return y_TH, None if activations is None else offload_saved(activations, setup)
 
-        # Not `any(ctx.needs_input_grad)`, which may be True under no_grad, too.
-        region = checkpointed.get() if backward else None
         y_TH, activations = take() if region is None else region.ride(take)
         if activations is not None:
             save(ctx, weights, activations, setup)
@@ -239,7 +252,7 @@ class _Ride(torch.autograd.Function):
 
 
 # Index of the first weight among the arguments of `_Ride`.
-_WEIGHTS = 7
+_WEIGHTS = 8
 
 
 def _same(dweights: ExpertWeights) -> ExpertWeights:

@@ -185,6 +185,7 @@ class Transport(ABC):
         automatic: whether "auto" may pick it.
         anywhere: whether any ranks can use it. If not, `why_not` examines a group.
         alone: whether it is for one rank, and "auto" picks it there.
+        combines_in_place: whether `combine` returns the partial outputs themselves.
         one_send_per_rank: whether a token is sent once to each rank that serves it, as placement solvers assume.
         one_send_per_node: whether it is sent once to each other node instead, and distributed there.
         hops_in_turn: whether a token takes links of several kinds one after the other.
@@ -203,6 +204,7 @@ class Transport(ABC):
     automatic: ClassVar[bool] = False
     anywhere: ClassVar[bool] = True
     alone: ClassVar[bool] = False
+    combines_in_place: ClassVar[bool] = False
     one_send_per_rank: ClassVar[bool] = False
     one_send_per_node: ClassVar[bool] = False
     hops_in_turn: ClassVar[bool] = False

@@ -35,7 +35,7 @@ class Local(Transport):
 
     name = "local"
     anywhere = False
-    alone = True
+    alone = combines_in_place = True
     one_send_per_rank = True
     graphable = True
 

@@ -14,6 +14,7 @@ import carpool.hf
 from carpool import ActivationPolicies
 from carpool.activations.host_memory import HostPool
 from carpool.activations.offload import Offloaded, Offloader
+from carpool.experts.gemm.grouped import GroupedProducts
 from carpool.hf import install, offload_layers, rides, set_activation_policies
 from carpool.hf.build_model import build_model
 from carpool.hf.decoder_layers import (
@@ -28,6 +29,7 @@ from carpool.hf.routing.router_balance import RouterLogits, balance_loss, traced
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.hf.sharding import keep_experts
 from carpool.hf.weights.model_config import make_config
+from carpool.metrics.counters import in_recompute
 from carpool.optim.clip import grad_norm
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters
@@ -241,6 +243,39 @@ def test_gradients_are_those_of_layers_that_are_kept(dropout: float, ride_again:
         found.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("checkpoint", ["ours", "early stop off", "reentrant"])
+@pytest.mark.parametrize("kind", ["all parameters", "adapters", "shared experts", "its output is read"])
+def test_down_is_not_computed_again_where_nobody_reads_it(
+    kind: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of Gemma normalise what experts return, and save that; shared experts save something after the ride."""
+    folder = {"shared experts": "qwen2_moe", "its output is read": "gemma4"}.get(kind, "qwen3_moe")
+    seen: list[bool] = []
+    down = GroupedProducts.down
+    monkeypatch.setattr(GroupedProducts, "down", lambda *given: seen.append(in_recompute()) or down(*given))
+    quiet()
+    found = []
+    for again in (None, checkpoint):
+        model: Any = tiny_model(discover()[folder]).train()
+        install(model)
+        if kind == "adapters":
+            torch.manual_seed(0)
+            targets = ["experts.gate_up_proj", "experts.down_proj"]
+            lora = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], target_parameters=targets)
+            get_peft_model(model, lora)
+        if again == "reentrant":
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        elif again is not None:
+            recompute_layers(model, ride_again=True)
+        with torch.utils.checkpoint.set_checkpoint_early_stop(again != "early stop off"):
+            found.append(gradients(model, tiny_batch(model), False))
+    assert found[0] and found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[1][name], one) for name, one in found[0].items())
+    skipped = checkpoint == "ours" and kind in ("all parameters", "adapters")
+    assert seen.count(False) == 4 * len(rides(model)) and seen.count(True) == (0 if skipped else 2 * len(rides(model)))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 import carpool.hf
 from carpool.experts.quantised import Kind, dequantise, quantise
-from carpool.hf import quantised_base, rides
+from carpool.hf import rides
 from carpool.hf.adapters import adapter_tensors, share_adapters
 from carpool.hf.build_model import build_model
 from carpool.hf.held_experts import keep_experts_in_host_memory
@@ -200,8 +200,8 @@ def test_an_output_layer_in_parts(at_once: int | None, tmp_path: Path, monkeypat
             made.append(found := dequantise(*given, **settings))
             return found
 
-        monkeypatch.setattr(quantised_base, "dequantise", counted)
-        monkeypatch.setattr(quantised_base, "AT_ONCE", elements)
+        monkeypatch.setattr("carpool.experts.quantised.dequantise", counted)
+        monkeypatch.setattr("carpool.experts.quantised.AT_ONCE", elements)
         torch.manual_seed(0)
         build: Any = {"distributed_config": None, "dtype": torch.float32, "seed": 0, "base_dtype": "nf4"}
         carpool.hf.install(model := build_model(tmp_path, **build))

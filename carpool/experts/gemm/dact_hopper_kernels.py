@@ -44,7 +44,7 @@ from carpool.activations import HiddenStates
 from carpool.experts.activation_kernels import _slopes, constants
 from carpool.experts.base import Activation
 from carpool.experts.gemm.adapter_kernels import Share
-from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, dact_results, in_out
+from carpool.experts.gemm.gemm_tiles import BAND, TILE_ROWS, in_out
 from carpool.experts.gemm.table_kernels import aligned
 from carpool.kernels.device import processors
 from carpool.kernels.hopper_copies import load_rows, load_tile, reinterpret
@@ -360,14 +360,13 @@ def down_backward(
     weight_RJ: torch.Tensor,
     order_P: torch.Tensor,
     tiles_M4: torch.Tensor,
-    wants_scaled: bool,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     share: Share | None = None,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> None:
     """As `dact_kernels.down_backward`, where `takes` says so, of rows that are there."""
     inner, hidden = in_out(down_weight, transposed)
     pairs = address_P.shape[0]
-    dh_PF1, scaled_PF, share_NP = out = out or dact_results(down_weight, pairs, h.width, inner, wants_scaled, COLUMNS)
+    dh_PF1, scaled_PF, share_NP = out
     weight = thin = _describe(down_weight, transposed)
     rank = 0
     if share is not None:
@@ -376,11 +375,10 @@ def down_backward(
     _dact[(processors(dh_PF1.device),)](
         address_P, weight, dh_PF1 if share is None else share.inner_PQ, thin, weight_RJ, order_P, h.data,
         tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, share_NP, tiles_M4, pairs, Q=rank, H=hidden,
-        F=inner, WIDTH=h.width, **constants(activation), HAS_START=h.start is not None, WANTS_SCALED=wants_scaled,
+        F=inner, WIDTH=h.width, **constants(activation), HAS_START=h.start is not None, WANTS_SCALED=len(scaled_PF) > 0,
         K_FIRST=not transposed, BM=TILE_ROWS, BN=COLUMNS, BK=DEPTH, BAND=BAND, STAGES=STAGES, PIECE=PIECE,
         LOADING=LOADING_REGISTERS, MULTIPLYING=MULTIPLYING_REGISTERS, FINISHING=FINISHING_REGISTERS, num_warps=4,
     )  # fmt: skip
-    return out
 
 
 def _describe(weight: torch.Tensor, transposed: bool) -> TensorDescriptor:

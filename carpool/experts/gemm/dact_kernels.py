@@ -35,7 +35,6 @@ from carpool.experts.gemm.gemm_tiles import (
     _of_part,
     _place,
     _share,
-    dact_results,
     describe,
     grid,
     has_maps,
@@ -43,7 +42,7 @@ from carpool.experts.gemm.gemm_tiles import (
     waits,
     waits_for,
 )
-from carpool.kernels.quick import quick
+from carpool.kernels.quick import cdiv, quick
 from carpool.kernels.signals import wait_part
 
 
@@ -202,18 +201,22 @@ def down_backward(
         out: the results; None: allocated.
     """
     assert parts is None or share is None
+    inner, hidden = in_out(down_weight, transposed)
+    pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
+    if out is None:
+        share_NP = torch.empty(cdiv(inner, bn), pairs, dtype=torch.float32, device=address_P.device)
+        scaled_PF = down_weight.new_empty(pairs if wants_scaled else 0, inner)
+        out = down_weight.new_empty(pairs, h.width), scaled_PF, share_NP
+    dh_PF1, scaled_PF, share_NP = out
     if tiling.flatten and parts is None and down_weight.is_cuda:
         from carpool.experts.gemm import dact_hopper_kernels
 
         if dact_hopper_kernels.takes(down_weight, transposed, share):
-            return dact_hopper_kernels.down_backward(
-                address_P, down_weight, transposed, activation, h, weight_RJ, order_P, tiles_M4, wants_scaled, share,
-                out,
-            )  # fmt: skip
-    inner, hidden = in_out(down_weight, transposed)
+            dact_hopper_kernels.down_backward(
+                address_P, down_weight, transposed, activation, h, weight_RJ, order_P, tiles_M4, out, share
+            )
+            return out
     adapter, of_adapter = share_arguments(share, down_weight)
-    pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
-    dh_PF1, scaled_PF, share_NP = out = out or dact_results(down_weight, pairs, h.width, inner, wants_scaled, bn)
     _dact[grid(dh_PF1, tiling)](
         address_P, describe(down_weight, down_weight.shape, (1, bn, bk) if transposed else (1, bk, bn)), weight_RJ,
         order_P, h.data, tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, share_NP, tiles_M4, pairs,

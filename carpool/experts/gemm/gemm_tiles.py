@@ -47,7 +47,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from carpool.experts.gemm.table_kernels import aligned
 from carpool.kernels import MAX_CTAS, Awaited
 from carpool.kernels.device import processors
-from carpool.kernels.quick import cdiv, power_of_2
+from carpool.kernels.quick import power_of_2
 from carpool.kernels.signals import SPIN
 
 TILE_ROWS = 128
@@ -251,11 +251,3 @@ def grid(out: torch.Tensor, tiling: Tiling) -> tuple[int]:
     if not out.is_cuda:
         return (2,)
     return (processors(out.device) * tiling.programs,)
-
-
-def dact_results(
-    weight: torch.Tensor, pairs: int, width: int, inner: int, wants_scaled: bool, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory for dact's dh, weight * a and shares of <dA, a>. `columns`: of a tile."""
-    share_NP = torch.empty(cdiv(inner, columns), pairs, dtype=torch.float32, device=weight.device)
-    return weight.new_empty(pairs, width), weight.new_empty(pairs if wants_scaled else 0, inner), share_NP

@@ -80,7 +80,7 @@ class GroupedExperts:
     """
 
     name = "grouped"
-    computes_adapters = True
+    computes_adapters = can_defer = True
     options = ("choices", "recompute")
 
     def __init__(self, function: ExpertFunction, choices: Choices | None = None, recompute: bool = False) -> None:
@@ -93,6 +93,7 @@ class GroupedExperts:
         partial_RH: torch.Tensor,
         arena: Arena | None = None,
         backward: bool = True,
+        deferred: list[Callable[[], None]] | None = None,
     ) -> tuple[Any, ...]:
         weight_RJ = arrivals.weight_RJ.contiguous()
         num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
@@ -101,8 +102,12 @@ class GroupedExperts:
 
         keep = backward and not self.recompute
         a_PF, h = products.up(arrivals.tokens, arena, keep)
-        y_PH = products.down(a_PF)
-        sum_pairs(y_PH, pairs, partial_RH, not arrivals.tokens.gaps, weight_RJ, weights.down_bias_SH)
+        of_sums = pairs, partial_RH, not arrivals.tokens.gaps, weight_RJ, weights.down_bias_SH
+        if deferred is None:
+            sum_pairs(products.down(a_PF), *of_sums)
+        else:
+            products.inner_of_down(a_PF)
+            deferred.append(lambda: sum_pairs(products.down(a_PF), *of_sums))
         inner = products.inner if backward else (None, None)
         return weight_RJ, h if keep else None, *inner, *(products.tiles or (None, None)), *pairs
 
@@ -172,7 +177,7 @@ class GroupedProducts:
         pairs_per_slot = pairs.order_P.shape[0] // max(1, weights.up_SFH.shape[0])
         self._up = weights.up_SFH, weights.up_code, weights.up_scale
         self._down = weights.down_SHF, weights.down_code, weights.down_scale
-        fused = weights.adapted or weights.up_code is not None
+        fused = not (weights.up_a_SQH is weights.down_a_SQF is weights.up_code is None)
         self.choices = choices or default_choices(weights.up_SFH.device, pairs_per_slot, fused)
         self.dtype = weights.up_SFH.dtype
         self._dy_PH: torch.Tensor | None = None
@@ -180,7 +185,6 @@ class GroupedProducts:
         self._du_up_PQ: torch.Tensor | None = None
         self._du_down_PQ: torch.Tensor | None = None
         self._dy_address_P: torch.Tensor | None = None
-        self._own_tiles: dict[int, torch.Tensor] = {}
 
     def up(
         self, x: HiddenStates, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
@@ -197,9 +201,7 @@ class GroupedProducts:
             if not keep:
                 h = HiddenStates(x.data[:0], width)
             elif arena is None:
-                h = HiddenStates(
-                    torch.empty(pairs.order_P.shape[0], width, dtype=self.dtype, device=x.data.device), width
-                )
+                h = HiddenStates(x.data.new_empty(pairs.order_P.shape[0], width, dtype=self.dtype), width)
             else:
                 h = arena.reserve(width, self.dtype, pairs.count_1)
             rows = table_kernels.row_addresses(x, *self._order)
@@ -223,11 +225,16 @@ class GroupedProducts:
 
     def down(self, a_PF: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
         """(P, H) = a @ down; of one part's pairs, into `out_PH`."""
-        a_SQF, b_SHQ, thin = self.weights.down_a_SQF, self.weights.down_b_SHQ, None
-        if a_SQF is not None and b_SHQ is not None:
-            inner_PQ = self._thin(a_PF, a_SQF, turned=True)
-            self.inner, thin = (self.inner[0], inner_PQ), (inner_PQ, b_SHQ, True)
+        b_SHQ, thin = self.weights.down_b_SHQ, None
+        if b_SHQ is not None:
+            thin = (self.inner_of_down(a_PF), b_SHQ, True)
         return self._product(self.choices.down, a_PF, False, self.function.transposed, part, out_PH, thin)
+
+    def inner_of_down(self, a_PF: torch.Tensor) -> torch.Tensor | None:
+        """Rows times the a of down's adapter, for `inner`; None without one."""
+        if (a_SQF := self.weights.down_a_SQF) is not None:
+            self.inner = self.inner[0], self._thin(a_PF, a_SQF, turned=True)
+        return self.inner[1]
 
     def dy(self, dpartial: HiddenStates) -> torch.Tensor:
         """(P, H), each pair's row of the gradients; gathered once."""
@@ -388,7 +395,7 @@ class GroupedProducts:
         in_first: bool,
         part: int | None,
         out_PN: torch.Tensor | None,
-        thin: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
+        thin: tuple[Any, torch.Tensor, bool] | None = None,
     ) -> torch.Tensor:
         """A grouped product with up's or down's matrices, and what `_thin` gives of `thin`. They lie as (S, in, out) if
         `in_first`, else as (S, out, in)."""
@@ -400,9 +407,16 @@ class GroupedProducts:
             share = None if thin is None or not _share_fits(thin[0].shape[1]) else self._share(*thin)
             thin = thin if share is None else None
             for slots, matrices, tiles_M4 in self._by_slots(of_up):
-                thin_share = share and share.of(slots)
                 out_PN = product_kernels.product(
-                    rows_PK, matrices, in_first, tiles_M4, tiling, starts_N, part or 0, out_PN, thin_share
+                    rows_PK,
+                    matrices,
+                    in_first,
+                    tiles_M4,
+                    tiling,
+                    starts_N,
+                    part or 0,
+                    out_PN,
+                    share and share.of(slots),
                 )
             del matrices
             assert out_PN is not None
@@ -469,28 +483,24 @@ class GroupedProducts:
         """(slots, their matrices, their tiles of pairs). Of a quantised base some slots at a time, whose matrices take
         the place of those before."""
         stored, code, scale = self._up if of_up else self._down
-        made = None
-        for slots in self._slots:
+        made: torch.Tensor | None = None
+        for slots, tiles_M4 in self._parts_of_slots:
             if code is not None and scale is not None:
-                made = dequantise(code[slots], scale[slots], self.dtype, self.pairs.offsets_S[slots], out=made)
-            yield slots, stored if made is None else made, self._tiles_of(slots)
+                stored = made = dequantise(code[slots], scale[slots], self.dtype, self.pairs.offsets_S[slots], out=made)
+            yield slots, stored, tiles_M4
 
     @cached_property
-    def _slots(self) -> list[slice]:
-        """Slots whose matrices are there at the same time; the same ones for up and down, which share tiles."""
+    def _parts_of_slots(self) -> list[tuple[slice, torch.Tensor]]:
+        """Slots whose matrices are there at the same time, of up and of down, and their tiles of pairs."""
         slots, one = self.weights.up_SFH.shape[0], max(weight[0].numel() for weight in self.weights[:2])
-        each = max(1, AT_ONCE // one) if self.weights.quantised else slots
-        return [slice(first, first + each) for first in range(0, slots, each)] if each < slots else [slice(None)]
+        each = max(1, AT_ONCE // one)
+        if not self.weights.quantised or each >= slots:
+            return [(slice(None), self._tiles()[0])]
+        from carpool.experts.gemm import gemm_tiles, table_kernels
 
-    def _tiles_of(self, slots: slice) -> torch.Tensor:
-        if slots.start is None:
-            return self._tiles()[0]
-        if slots.start not in self._own_tiles:
-            from carpool.experts.gemm import gemm_tiles, table_kernels
-
-            offsets_S, number = self.pairs.offsets_S, self.pairs.order_P.shape[0]
-            self._own_tiles[slots.start] = table_kernels.tile_table(offsets_S, number, gemm_tiles.TILE_ROWS, slots)[0]
-        return self._own_tiles[slots.start]
+        parts = [slice(first, first + each) for first in range(0, slots, each)]
+        offsets_S, given = self.pairs.offsets_S, (self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, 1)
+        return [(part, table_kernels.part_table(offsets_S[part], *given, part.start > 0)[0]) for part in parts]
 
     @staticmethod
     def _turned(weight: torch.Tensor, turn: bool) -> torch.Tensor:

@@ -148,13 +148,8 @@ def row_addresses(rows: HiddenStates, order_P: torch.Tensor, offsets_S: torch.Te
     return RowAddresses(address_P, (data,) if home is None else (data, home))
 
 
-def tile_table(
-    offsets_S: torch.Tensor, num_pairs: int, tile_rows: int, slots: slice = slice(None)
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tile_table(offsets_S: torch.Tensor, num_pairs: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """How the pairs are cut into tiles of one slot each, and the slots by size.
-
-    Args:
-        slots: the only ones with tiles, which are then numbered from 0.
 
     Returns:
         tiles_M4: (1 + as many as there can be, 4) int32. The first entry of row 0 is how many tiles there are; row
@@ -164,7 +159,7 @@ def tile_table(
     Example: offsets [3, 3, 8], tiles of 4  ->  tiles [3], [0, 0, 3], [2, 3, 8], [2, 7, 8] and ranked [2, 3, 8],
     [0, 0, 3], [1, 3, 3]
     """
-    return part_table(offsets_S[slots], num_pairs, tile_rows, 1, bool(slots.start))[:2]
+    return part_table(offsets_S, num_pairs, tile_rows, 1)[:2]
 
 
 def part_table(

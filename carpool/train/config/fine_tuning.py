@@ -126,9 +126,7 @@ def of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]
             f"adapter.path: {path} holds no adapter as peft writes it (adapter_config.json: {error}); name such a "
             "folder, or that of a run that has trained one"
         ) from None
-    is_run, base = base_of_run(Path(path))
-    if is_run:
-        found["base_dtype"] = base  # beside another one it is another model
+    found |= base_of_run(Path(path))  # beside another base it is another model
     for key, value in found.items():
         same = key in ("targets", "modules_to_save") and sorted(given.get(key, ())) == sorted(value)
         same |= value is None and given.get(key) in NONE_WORDS
@@ -140,13 +138,13 @@ def of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]
     return {("adapter", key): (value, FROM_ADAPTER) for key, value in found.items()}
 
 
-def base_of_run(folder: Path) -> tuple[bool, str | None]:
-    """Whether this is the folder of a run; its `adapter.base_dtype`, None: frozen weights are as in the files."""
+def base_of_run(folder: Path) -> dict[str, str | None]:
+    """`base_dtype` of a run, by its folder; None: its frozen weights are as in the files. Empty: it is no run."""
     try:
         base = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["adapter"]["base_dtype"]
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError):
-        return False, None
-    return True, None if base in NONE_WORDS else str(base)
+        return {}
+    return {"base_dtype": None if base in NONE_WORDS else str(base)}
 
 
 def adapter_folder(path: str) -> Path:

@@ -310,9 +310,7 @@ class MemoryEstimate:
             one = math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers)
             here = config.memory.experts_bytes[0] + 3 * one
         # Matrices of a quantised base are made again for each product, on GPUs some experts' at a time.
-        dequantised = 0.0 if self.expert_kind is None else self.largest_expert / degrees.expert_ranks
-        if self.cuda:
-            dequantised = min(dequantised, AT_ONCE)
+        matrix = 0.0 if self.expert_kind is None else self.largest_expert / degrees.expert_ranks
         adapter = config.adapter
         own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk_size
         eval_tokens = training.eval_batch_size * self.length // degrees.cp
@@ -333,7 +331,7 @@ class MemoryEstimate:
             whole_logits=self.whole_logits, divided=self.divided,
             state=state_bytes(config), reduced=4 if self.bf16 else self.stored,
             head_trains=self.head is not None and self.head.weight.requires_grad,
-            dequantised=dequantised * self.computed, head_made=self.head_made,
+            dequantised=min(matrix, AT_ONCE if self.cuda else matrix) * self.computed, head_made=self.head_made,
             quantised_away=self.quantised_away, adapters=self.adapters + self.expert_adapters,
             adapter_stored=STORED[adapter.dtype], adapter_state=sum(training.state_bytes(adapter.dtype).values()),
             largest_adapter=self.largest_adapter, here=here,
