@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from carpool.replicas.slot_plan import Costs
+from carpool.replicas.slot_costs import Costs
 
 
 class Case(NamedTuple):
@@ -56,6 +56,34 @@ CASES = [
     Case(16, 32, 1, 2, tokens=0),
     Case(64, 66, 1, 3, tokens=12, skew=None, costs=Costs(4, 2)),
 ]
+
+
+class PlanArguments(NamedTuple):
+    """Those of `plan_slots`."""
+
+    load_WE: torch.Tensor
+    home_E: torch.Tensor
+    spare: int
+    costs: Costs
+    node_W: torch.Tensor | None
+
+
+def random_plan(seed: int) -> PlanArguments:
+    """Loads without tokens: ranks prefer their own experts, and one rank's experts have more than others."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    ranks, spare = 2 + int(draw(7)), 1 + int(draw(4))
+    experts = ranks + int(draw(25))
+    home_E = draw(ranks, experts)
+    load_WE = draw(1 + int(draw(60)), ranks, experts) * draw(2, ranks, experts)
+    load_WE *= 1 + (home_E == torch.arange(ranks)[:, None]) * draw(9)
+    load_WE *= 1 + draw(9) * (home_E == draw(ranks))
+    costs = Costs(int(draw(200)), int(draw(2) * draw(2000)), int(draw(2) * (1000 + draw(300))))
+    node_W = torch.arange(ranks) // (1 + draw(3)) if draw(2) else None
+    return PlanArguments(load_WE, home_E, spare, costs, node_W)
 
 
 class SlotPlanProblem(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from carpool.replicas import slot_plan, slot_plan_kernel
 from carpool.replicas.slot_plan import Costs, SlotPlan, count_choices, plan_slots, served_by
-from tests.slot_plan_problem import CASES, Case, SlotPlanProblem, problem
+from tests.slot_plan_problem import CASES, Case, SlotPlanProblem, problem, random_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,14 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
     assert torch.equal(slot_TK.cpu(), served_by(*host))
     assert torch.equal(named_TK.cpu(), served_by(*host, names_N))
     assert torch.equal(load_E.cpu(), found.load_WE[-1])
+
+
+def test_random_plans_are_equal() -> None:
+    for seed in range(200):
+        load_WE, home_E, spare, costs, node_W = random_plan(seed)
+        want = plan_slots(load_WE, home_E, spare, costs, node_W)
+        got = plan_slots(load_WE.cuda(), home_E.cuda(), spare, costs, None if node_W is None else node_W.cuda())
+        assert all(torch.equal(one.cpu(), defined) for one, defined in zip(got, want, strict=True)), seed
 
 
 @pytest.mark.parametrize("case", [CASES[4], LARGE[0], LARGE[3]], ids=str)

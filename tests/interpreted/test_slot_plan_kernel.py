@@ -12,7 +12,7 @@ import torch
 
 from carpool.replicas import slot_plan, slot_plan_kernel
 from carpool.replicas.slot_plan import count_choices, plan_slots, served_by
-from tests.slot_plan_problem import CASES, Case, problem
+from tests.slot_plan_problem import CASES, Case, problem, random_plan
 
 kernels = mock.patch.object(slot_plan, "on_gpu", lambda _: True)
 
@@ -41,6 +41,15 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
             got = served_by(*arguments)
         assert launched.called
         assert got.dtype == slot_TK.dtype == torch.int32 and torch.equal(got, slot_TK)
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_random_plans_are_equal(first: int) -> None:
+    for seed in range(first, first + 40):
+        arguments = random_plan(seed)
+        want = plan_slots(*arguments)
+        with kernels:
+            assert all(map(torch.equal, plan_slots(*arguments), want)), arguments
 
 
 def test_choices_are_counted() -> None:
