@@ -38,11 +38,13 @@ class RunSizes(NamedTuple):
         max_tokens: tokens of the largest rank in a micro-batch.
         sequence_tokens: a rank's share of one sequence. Buffers hold at least as many.
         timeout_seconds: how long a rank may wait for another.
+        balance_limit: the load of a rank, over the mean, that spare slots keep to. None: there is none.
     """
 
     max_tokens: int
     sequence_tokens: int
     timeout_seconds: float
+    balance_limit: float | None = None
 
 
 @dataclass(frozen=True)

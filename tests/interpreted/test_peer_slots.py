@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from carpool import ExpertLayout
+from carpool.metrics.counters import Traffic
 from carpool.replicas import node_slots, slot_links, slots
 from carpool.replicas.slot_links import CollectiveLinks, SlotLinks
 from carpool.replicas.slot_plan import Costs, SlotPlan, plan_slots
+from carpool.train.steps.capacity import full_capacity, grow_if_short
+from carpool.transport import BufferOverflowError
 from carpool.transport.nvlink.peer_slots import SETS
 from tests.interpreted.emulated import Meeting, connect, emulate, on_threads
 from tests.interpreter_rounding import rounding_as_on_a_gpu
@@ -160,3 +163,43 @@ def test_results_are_those_of_collectives(ranks: int, layout: str, spare: int, f
         transport.buffers.check()
         assert sorted(map(len, transport.buffers.shared.values())) == [1, 1, SETS]
         assert not any(one.busy for several in transport.buffers.shared.values() for one in several)
+
+
+def test_a_plan_beyond_the_limit_is_noticed_and_mended_by_growing() -> None:
+    """Experts allocate for the limit; where a plan gives a rank more, outputs are NaN on all ranks until a step is
+    repeated. Evaluations allocate for any routing."""
+    layout, tokens, hidden = ExpertLayout.contiguous(2, 2), 4, 8
+    options: dict[str, Any] = {"num_leases": 1, "balance_limit": 1.0}
+    transports = emulate(2, 2, capacity=tokens, row_bytes=4 * hidden, top_k=1, **options)
+    connect(transports, Meeting(2))
+    x_TH = draw((tokens, hidden), torch.float32, 0)
+    nobody = torch.full((2, 1), -1, dtype=torch.int32)
+
+    def ride(rank: int) -> tuple[torch.Tensor, int]:
+        transport = transports[rank]
+        links = transport.slot_links(layout, 1)
+        links.take(SlotPlan(nobody, nobody, torch.tensor([5, 3])))
+        # All of rank 0's tokens and one of rank 1's choose expert 0.
+        slot_TK = torch.tensor([[0], [0 if rank == 0 else 2], *([[2 * rank]] * 2)], dtype=torch.int32)
+        route = transport.plan(slot_TK, torch.ones(tokens, 1), Traffic(2, rank))
+        arrivals = transport.dispatch(x_TH, route).wait()
+        partial_RH = route.new_partial(hidden, torch.float32, x_TH.device)
+        rows = arrivals.tokens.contiguous(route.num_rows)
+        partial_RH.copy_(torch.where(arrivals.slot_RJ >= 0, 2 * rows, 0.0))
+        return transport.combine(route, partial_RH).wait(), route.num_pairs
+
+    for y_TH, num_pairs in on_threads(2, ride):
+        assert y_TH.isnan().all() and num_pairs == tokens
+    for transport in transports:
+        assert [bool(one.overflowed()) for one in transport.capacities] == [False, True]
+        with pytest.raises(BufferOverflowError, match="one serves 5 choices, and experts allocate for 4"):
+            transport.check()
+        with full_capacity(transport.capacities):
+            assert transport.plan(nobody, torch.ones(2, 1), Traffic(2, 0)).num_pairs == 2 * tokens
+        made = grow_if_short(transport.capacities, x_TH.device)
+        assert made is not None and made.pairs == 7
+        assert grow_if_short(transport.capacities, x_TH.device) is None
+    for y_TH, num_pairs in on_threads(2, ride):
+        assert torch.equal(y_TH, 2 * x_TH) and num_pairs == 7
+    for transport in transports:
+        transport.check()

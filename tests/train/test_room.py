@@ -70,7 +70,7 @@ def test_refused_settings(setting: str) -> None:
 def test_room_is_made_when_rows_had_no_place(needed: int, most: int, capacity: int) -> None:
     buffers = [Buffers(None, CPU, max_tokens=most, capacity=4) for _ in range(2)]
     buffers[1].needed.fill_(needed)
-    assert grow_if_short(buffers, CPU) == ((capacity, 0, None) if capacity else None)
+    assert grow_if_short(buffers, CPU) == ((capacity, 0, None, None) if capacity else None)
     assert [one.capacity for one in buffers] == [capacity or 4] * 2
     assert grow_if_short(buffers, CPU) is None
 
@@ -82,7 +82,7 @@ def test_an_arena_that_was_too_small_has_the_size_that_was_needed() -> None:
     assert grow_if_short([buffers], CPU) is None
     late = buffers.arena.reserve(64, torch.float32, torch.tensor([12]))
     assert fits.start is not None and late.start is not None and int(late.start) == -1
-    assert grow_if_short([buffers], CPU) == (4, 1.25 * 4096, None) and buffers.arena.capacity == 1.25 * 4096
+    assert grow_if_short([buffers], CPU) == (4, 1.25 * 4096, None, None) and buffers.arena.capacity == 1.25 * 4096
     assert grow_if_short([buffers], CPU) is None
 
 

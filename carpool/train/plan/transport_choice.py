@@ -163,7 +163,8 @@ def transport_options(config: Config, degrees: Degrees, name: str) -> TransportO
     if options_class is None:
         return TransportOptions(most, codecs)
     sequence_tokens = degrees.tokens_per_rank(config.data.sequence_length)
-    sizes = RunSizes(most, sequence_tokens, float(config.parallelism.timeout_seconds))
+    limit = config.moe.balance_limit if config.moe.spare_slots else None
+    sizes = RunSizes(most, sequence_tokens, float(config.parallelism.timeout_seconds), limit)
     options = options_class.from_settings(config.settings_of_transport(name), sizes, codecs)
     if isinstance(options, HierarchicalOptions):
         options = replace(options, step_tokens=_step_tokens(config, degrees))

@@ -149,6 +149,7 @@ class Run:
             now = [f"{made.capacity:,} tokens a slab"] if made.capacity is not None else []
             now += [f"{made.arena_bytes / 2**20:,.0f} MiB for the backward"] if made.arena_bytes else []
             now += [f"{made.node_rows:,} tokens to each other node"] if made.node_rows is not None else []
+            now += [f"{made.pairs:,} choices of a rank"] if made.pairs is not None else []
             self.records.say(f"step {self.step}: buffers were too small, and have now {', '.join(now)}; it is repeated")
 
     def fit_capacity(self) -> None:

@@ -10,8 +10,8 @@ have been enough.
 
 The same holds for the arena in which layers save what their backward needs: it starts small, and after the first step
 it has the size that this step would have taken, and a quarter more. And for the tokens that hierarchical sends to each
-other node, which become fewer, too, where steps need fewer (`carpool.transport.token_capacity`). The host looks once
-per step.
+other node, which become fewer, too, where steps need fewer (`carpool.transport.token_capacity`). And for the choices
+that a rank serves with spare slots, where a plan exceeds their limit. The host looks once per step.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ import torch.distributed as dist
 from carpool.activations import Arena
 from carpool.planner.step.sizes import ARENA_ROOM
 from carpool.transport.nvlink import Buffers
-from carpool.transport.token_capacity import GROWN, NodeCapacity, TokenCapacity
+from carpool.transport.token_capacity import GROWN, NodeCapacity, PairCapacity, TokenCapacity
 
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Made(NamedTuple):
-    """Capacities after they have grown: tokens of a slab, bytes of the largest arena that has grown (0: none), and
-    tokens to each other node. None: the transport has no such thing."""
+    """Capacities after they have grown: tokens of a slab, bytes of the largest arena that has grown (0: none), tokens
+    to each other node, and choices of a rank with spare slots. None: the transport has no such thing."""
 
     capacity: int | None
     arena_bytes: int
     node_rows: int | None
+    pairs: int | None
 
 
 def grow_if_short(
@@ -52,10 +53,10 @@ def grow_if_short(
     Returns:
         The new sizes: what was computed since the last call is void. None: all tokens had a place.
     """
-    buffers, nodes = _kinds(capacities)
+    buffers, nodes, pairs = _kinds(capacities)
     # Arenas serve the same layers on all ranks, so there are equally many.
     arenas = [arena for one in buffers for arena in one.arenas]
-    if not arenas and not nodes and all(one.capacity >= one.most for one in buffers):
+    if not arenas and not nodes and not pairs and all(one.capacity >= one.most for one in buffers):
         return None
     asked: list[TokenCapacity | Arena] = [*capacities, *arenas]
     needs = torch.cat([one.needed.to(device, torch.int64) for one in asked])
@@ -78,10 +79,14 @@ def grow_if_short(
         for node in nodes:
             # Loads change from step to step, also below.
             node.grow(math.ceil(GROWN * needed))
+    if needed := max((short.get(id(one), 0) for one in pairs), default=0):
+        for ride in pairs:
+            ride.grow(min(ride.most, math.ceil(GROWN * needed)))
     grown = [int(ARENA_ROOM * short[id(one)]) for one in arenas if id(one) in short]
     for arena, size in zip((one for one in arenas if id(one) in short), grown, strict=True):
         arena.grow(size)
-    return Made(buffers[0].capacity if buffers else None, max(grown, default=0), nodes[0].capacity if nodes else None)
+    of_slabs, of_nodes, of_pairs = (some[0].capacity if some else None for some in (buffers, nodes, pairs))
+    return Made(of_slabs, max(grown, default=0), of_nodes, of_pairs)
 
 
 def fewer_node_tokens(capacities: Sequence[TokenCapacity]) -> int | None:
@@ -92,22 +97,25 @@ def fewer_node_tokens(capacities: Sequence[TokenCapacity]) -> int | None:
 
 @contextmanager
 def full_capacity(capacities: Sequence[TokenCapacity]) -> Iterator[None]:
-    """Inside, each token has a place to each other node. For evaluations: a sample cannot be drawn from NaN and
-    repeated, and their batches are of another size than a step's."""
-    nodes = _kinds(capacities)[1]
-    for one in nodes:
+    """Inside, each token has a place to each other node, and experts allocate for any routing. For evaluations: a
+    sample cannot be drawn from NaN and repeated, and their batches are of another size than a step's."""
+    _, nodes, pairs = _kinds(capacities)
+    changed: list[NodeCapacity | PairCapacity] = [*nodes, *pairs]
+    for one in changed:
         one.whole = True
     try:
         yield
     finally:
-        for one in nodes:
+        for one in changed:
             one.whole = False
 
 
-def _kinds(capacities: Sequence[TokenCapacity]) -> tuple[list[Buffers], list[NodeCapacity]]:
-    return [one for one in capacities if isinstance(one, Buffers)], [
-        one for one in capacities if isinstance(one, NodeCapacity)
-    ]
+def _kinds(
+    capacities: Sequence[TokenCapacity],
+) -> tuple[list[Buffers], list[NodeCapacity], list[PairCapacity]]:
+    buffers = [one for one in capacities if isinstance(one, Buffers)]
+    nodes = [one for one in capacities if isinstance(one, NodeCapacity)]
+    return buffers, nodes, [one for one in capacities if isinstance(one, PairCapacity)]
 
 
 def random_state(device: torch.device) -> RandomState:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from carpool.activations import Arena
 from carpool.kernels import MAX_CTAS, MAX_PARTS
 from carpool.transport.base import RankMissingError
+from carpool.transport.token_capacity import PairCapacity
 
 PAGE = 256  # bytes; regions start at multiples of it
 # What a rank may be missing from; 0 is none.
@@ -142,6 +143,7 @@ class Buffers:
         status, needed: int32 on the device: whether a wait has failed; the largest capacity that was needed so far.
         host_status: (1 + W,) int32 in pinned host memory, which kernels write when a wait times out.
         shared: symmetric memory beside the leases, by what it is for.
+        pairs: the capacity of layers whose spare slots keep to a limit (`NVLinkOptions.balance_limit`).
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Buffers:
         self._stream: torch.cuda.Stream | None = None
         self._fetch_stream: torch.cuda.Stream | None = None
         self.shared: dict[Any, list[SharedMemory]] = {}
+        self.pairs: PairCapacity | None = None
         self.arena = Arena(arena_bytes, device) if arena_bytes else None
         if max_tokens is not None:
             self._set_sizes(max_tokens, capacity)

@@ -20,7 +20,8 @@ finished, which waits for every peer, after this combine. See dispatch_kernel.py
 A ride in parts has a combine for each part, a range of tokens: all ranks have signalled its partial outputs, while the
 experts compute on the next part.
 
-If a slab was too small on any rank (`needed` > capacity), tokens are missing, and the outputs are set to NaN.
+If a slab was too small on any rank (`needed` > capacity), or a plan of spare slots exceeded its limit (`pairs` >
+most_pairs), tokens are missing, and the outputs are set to NaN.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _fetch_weights(  # type: ignore[no-untyped-def]
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "stride", "behind", "blocks", "capacity", "own", "verb"])
+@triton.jit(do_not_specialize=["tokens", "stride", "behind", "blocks", "capacity", "most_pairs", "own", "verb"])
 def combine_kernel(  # type: ignore[no-untyped-def]
     y,
     dweight,
@@ -159,12 +160,14 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     status,
     host_status,
     needed,
+    pairs,
     tally,
     tokens,
     stride,
     behind,
     blocks,
     capacity,
+    most_pairs,
     own,
     timeout,
     verb,
@@ -200,7 +203,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     if SEND and program == 0:
         send(bases, written_at + own * 4, mark, W, WP)
     if RECEIVE:
-        poison = tl.where(tl.load(needed) > capacity, float("nan"), 0.0)
+        poison = tl.where((tl.load(needed) > capacity) | (tl.load(pairs) > most_pairs), float("nan"), 0.0)
         # The row numbers of the first tile do not depend on other ranks.
         token, column = _place(program, H, BT, BH)
         source0 = _source(row, 0, token, tokens, stride, W)

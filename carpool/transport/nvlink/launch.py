@@ -27,6 +27,7 @@ CHOICE_CTAS = 32 if SPIN else 3
 # Programs that send experts to spare slots, beside a dispatch, and that add up gradients; words of a program's step.
 FETCH_CTAS, SUM_CTAS = (8, 16) if SPIN else (3, 2)
 SLOT_BLOCK = 8192 if SPIN else 64
+INT32_MAX = 2**31 - 1
 
 
 def launch_plan(
@@ -151,11 +152,12 @@ def launch_combine(
         # The mark of the last part is the end of the ride.
         behind = 0 if part == route.parts - 1 else MAX_PARTS - part - 1
     num_ranks, at = buffers.num_ranks, lease.regions
+    needed, most = (buffers.needed, INT32_MAX) if route.pairs is None else (route.pairs.needed, route.pairs.capacity)
     tile = combine_tile(hidden, y_TH.element_size())
     combine_kernel[(ctas,)](
         y_TH, dweight_TK, slot_TK, row_WT, route.count_2W, route.choices_BW, route.received_W, lease.bases,
-        lease.epochs, buffers.status, buffers.host_status, buffers.needed, tally,
-        slot_TK.shape[0], route.row_WT.shape[1], behind, route.choices_BW.shape[0], at.capacity, rank,
+        lease.epochs, buffers.status, buffers.host_status, buffers.needed, needed, tally, slot_TK.shape[0],
+        route.row_WT.shape[1], behind, route.choices_BW.shape[0], at.capacity, most, rank,
         int(1e9 * buffers.timeout_seconds), VERBS.index("combine_gradients" if weights else "combine"),
         at.partial, at.dweight, at.written, *(lease.addresses * 4)[:4],
         H=hidden, S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks, WP=power_of_2(num_ranks),

@@ -52,6 +52,8 @@ class NVLinkOptions(TransportOptions):
         side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
         arena_bytes: size of the arena for saved activations, whose use follows the tokens that arrived. If it does not
             suffice, `Buffers.arena_overflow` is positive. 0: no arena; every layer allocates for the worst case.
+        balance_limit: the load of a rank, over the mean, for which experts of layers with spare slots allocate. For
+            those who repeat what does not fit: if a plan exceeds it, MoE outputs are NaN. None: for any routing.
     """
 
     dispatch_ctas: int = 16
@@ -61,6 +63,7 @@ class NVLinkOptions(TransportOptions):
     timeout_seconds: float = 300.0
     arena_bytes: int = 0
     side_stream: bool = False
+    balance_limit: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("dispatch_ctas", "combine_ctas"):
@@ -70,6 +73,8 @@ class NVLinkOptions(TransportOptions):
             raise ValueError(f"capacity={self.capacity} must be between 1 and max_tokens={self.max_tokens}")
         if self.num_leases < 1:
             raise ValueError(f"num_leases={self.num_leases} must be at least 1")
+        if self.balance_limit is not None and self.balance_limit < 1:
+            raise ValueError(f"balance_limit={self.balance_limit} is a load over the mean, which is 1 at least")
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds={self.timeout_seconds} must be positive")
 
@@ -81,7 +86,8 @@ class NVLinkOptions(TransportOptions):
         if share is not None:
             capacity = min(most, max(sizes.sequence_tokens, math.ceil(share * most)))
         others |= {"capacity": capacity, "num_leases": others.pop("leases"), "codecs": codecs}
-        return cls(max_tokens=most, timeout_seconds=sizes.timeout_seconds, arena_bytes=ARENA_BYTES, **others)
+        others |= {"timeout_seconds": sizes.timeout_seconds, "balance_limit": sizes.balance_limit}
+        return cls(max_tokens=most, arena_bytes=ARENA_BYTES, **others)
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
         """With a stream of its own, buffers for a chunk, and enough leases.
@@ -95,7 +101,10 @@ class NVLinkOptions(TransportOptions):
         schedule.kind.check_options(self)
         most = None if self.max_tokens is None else -(-self.max_tokens // schedule.pieces)
         capacity = None if self.capacity is None else min(self.capacity, most or self.capacity)
-        return replace(self, side_stream=True, max_tokens=most, capacity=capacity, num_leases=leases)
+        # A chunk may be as unbalanced as it likes: its ride is not.
+        limit = None if self.balance_limit is None else self.balance_limit * schedule.pieces
+        sizes = replace(self, max_tokens=most, capacity=capacity, balance_limit=limit)
+        return replace(sizes, side_stream=True, num_leases=leases)
 
 
 def why_not(group: dist.ProcessGroup | None) -> str | None:

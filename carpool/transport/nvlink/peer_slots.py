@@ -43,6 +43,7 @@ from carpool.kernels import MAX_CTAS
 from carpool.layout import ExpertLayout
 from carpool.transport.base import Fetched
 from carpool.transport.nvlink.buffers import PAGE, SharedMemory
+from carpool.transport.token_capacity import PairCapacity
 
 if TYPE_CHECKING:
     from carpool.transport.nvlink.transport import VerbRunner
@@ -60,12 +61,15 @@ class PeerSlots:
         transport: in whose buffers and streams.
         layout: of the layer, whose slots are its homes.
         spare: spare slots of each rank.
+        pairs: gets what each plan needs; None: experts allocate for any routing.
     """
 
     waits_for_host: ClassVar[bool] = False
 
-    def __init__(self, transport: VerbRunner, layout: ExpertLayout, spare: int) -> None:
-        self.transport, self.buffers, self.spare = transport, transport.buffers, spare
+    def __init__(
+        self, transport: VerbRunner, layout: ExpertLayout, spare: int, pairs: PairCapacity | None = None
+    ) -> None:
+        self.transport, self.buffers, self.spare, self.pairs = transport, transport.buffers, spare, pairs
         self.homes, self.held = layout.slots_per_rank, len(layout.homes[self.buffers.rank])
         places = [rank * self.homes + row for rank, row in layout.home_of]
         self._home_E = torch.tensor(places, dtype=torch.int32, device=self.buffers.device)
@@ -85,6 +89,8 @@ class PeerSlots:
         return load_WE
 
     def take(self, plan: Any) -> torch.Tensor:
+        if self.pairs is not None:
+            self.pairs.note(plan.load_W)
         expert_WS: torch.Tensor = plan.expert_WS
         return expert_WS.contiguous()
 

@@ -30,6 +30,7 @@ from carpool.activations.arrivals import Memory
 from carpool.kernels.packets import pack
 from carpool.transport.base import Route
 from carpool.transport.nvlink.buffers import Lease
+from carpool.transport.token_capacity import PairCapacity
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,7 @@ class NVLinkRoute(Route):
     begins_NW: (parts + 1, W) int32, the first row of each part in the slab on each rank.
     ready: of the dispatch in flight to this rank.
     outputs: while parts are combined: MoE outputs, or gradients of tokens and of weights.
+    pairs: the capacity that `num_pairs` is of; None: it suffices for any routing.
     """
 
     slot_TK: torch.Tensor
@@ -56,6 +58,7 @@ class NVLinkRoute(Route):
     begins_NW: torch.Tensor | None = None
     ready: Ready | None = None
     outputs: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    pairs: PairCapacity | None = None
 
     def again(self) -> NVLinkRoute:
         return replace(self, lease=None, parts=0, ready=None)

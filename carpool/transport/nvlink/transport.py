@@ -53,6 +53,7 @@ from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, Lease, Regi
 from carpool.transport.nvlink.options import NVLinkOptions, why_not
 from carpool.transport.nvlink.peer_slots import PeerSlots
 from carpool.transport.nvlink.route import LeasedStates, NVLinkRoute
+from carpool.transport.token_capacity import PairCapacity, TokenCapacity
 from carpool.transport.volume import Counts, one_send_per_rank, uniform_ranks_per_token
 
 
@@ -242,14 +243,15 @@ class NVLink(VerbRunner, Transport):
             )
         super().__init__(options, buffers)
         self.num_ranks, self.rank = buffers.num_ranks, buffers.rank
+        self.pairs: PairCapacity | None = None
 
     @property
     def arena(self) -> Arena | None:
         return self.buffers.arena
 
     @property
-    def capacities(self) -> tuple[Buffers, ...]:
-        return (self.buffers,)
+    def capacities(self) -> tuple[TokenCapacity, ...]:
+        return (self.buffers,) if self.pairs is None else (self.buffers, self.pairs)
 
     def check(self) -> None:
         """Raises:
@@ -265,9 +267,19 @@ class NVLink(VerbRunner, Transport):
                 "such limit",
                 needed,
             )
+        if self.pairs is not None and bool(self.pairs.overflowed()):
+            needed = int(self.pairs.needed)
+            raise BufferOverflowError(
+                f"spare slots could not keep ranks to the limit: one serves {needed} choices, and experts allocate for "
+                f"{self.pairs.capacity}. The outputs and gradients since then are NaN. Leave out balance_limit "
+                "(NVLinkOptions), so that they allocate for any routing, or raise it",
+                needed,
+            )
 
     def slot_links(self, layout: ExpertLayout, spare: int) -> PeerSlots:
-        return PeerSlots(self, layout, spare)
+        if (limit := self.options.balance_limit) is not None:
+            self.buffers.pairs = self.pairs = self.buffers.pairs or PairCapacity(limit, self.buffers.device)
+        return PeerSlots(self, layout, spare, self.pairs)
 
     @property
     def processors(self) -> int:
@@ -281,19 +293,25 @@ class NVLink(VerbRunner, Transport):
         self.buffers.check()
         self.buffers.agree(slot_TK.shape[0])
         num_tokens, top_k = slot_TK.shape
+        num_rows = self.buffers.home_row + self.buffers.most
+        # A token chooses no slot twice.
+        num_pairs, pairs = num_rows * min(top_k, self.slots_per_rank), self.pairs
+        if pairs is not None:
+            num_pairs = pairs.of_ride(top_k * self.buffers.most, num_pairs)
+            pairs = None if pairs.whole else pairs
+        if pairs is not None:
+            slot_TK = torch.where(pairs.needed > pairs.capacity, -1, slot_TK)
         slot_TK, weight_TK = slot_TK.contiguous(), weight_TK.float().contiguous()
         length = -(-num_tokens // (max(1, parts) * PART_TOKENS)) * PART_TOKENS if parts else 0
         row_WT, count_2W, choices_BW, begins_NW = launch_plan(
             slot_TK, self.buffers, self.slots_per_rank, parts, max(1, length)
         )
-        num_rows = self.buffers.home_row + self.buffers.most
         return NVLinkRoute(
             num_tokens=num_tokens,
             top_k=top_k,
             num_rows=num_rows,
             choices_per_send=top_k,
-            # A token chooses no slot twice.
-            num_pairs=num_rows * min(top_k, self.slots_per_rank),
+            num_pairs=num_pairs,
             traffic=traffic,
             slot_TK=slot_TK,
             weight_TK=weight_TK,
@@ -304,6 +322,7 @@ class NVLink(VerbRunner, Transport):
             parts=parts,
             part_length=length,
             begins_NW=begins_NW if parts else None,
+            pairs=pairs,
         )
 
     def dispatch(self, x_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
