@@ -44,11 +44,15 @@ def test_a_gpu_makes_the_same_bits_as_a_cpu(kind: Kind) -> None:
     assert torch.equal(some[[1, 3]], dequantise(*cpu, torch.bfloat16)[[1, 3]])
 
 
-@pytest.mark.parametrize("way", ["library", "flat"])
+@pytest.mark.parametrize(("way", "elements"), [("library", 2**27), ("flat", 2**27), ("flat", 2**17), ("square", 1)])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_compute_with_dequantised_matrices(kind: Kind, transposed: bool, way: str) -> None:
-    """Bit by bit what they compute with these in memory, and the host does not wait."""
+def test_experts_compute_with_dequantised_matrices(
+    kind: Kind, transposed: bool, way: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit what they compute with these in memory, at once or some experts at a time, and the host does not
+    wait."""
+    monkeypatch.setattr("carpool.experts.gemm.grouped.AT_ONCE", elements)
     activation = make_activation("silu", True)
     problem = ExpertProblem(
         "idle slots", 256, 128, activation, False, torch.bfloat16, transposed, ranks=(8, 16), frozen=True
