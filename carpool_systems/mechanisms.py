@@ -35,6 +35,7 @@ from carpool.placement.policies import POLICIES, PREDICTORS
 from carpool.placement.solvers import SOLVERS
 from carpool.plugins.nearest import nearest
 from carpool.recipes import Recipe, read
+from carpool.replicas.slot_links import CollectiveLinks
 from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.priority import RidesFirst
 from carpool.ride.split_backward import SplitBackward
@@ -45,10 +46,11 @@ from carpool_systems.few_on_host import FewOnHost
 from carpool_systems.merging import LSH, Condense
 from carpool_systems.predictors import ActivationMatrices, Popularity
 from carpool_systems.sequences import SequenceMoves
+from carpool_systems.spare_plans import Eplb, ExpandShrink, Symi
 from carpool_systems.tiles import TiledOrder
 
 if TYPE_CHECKING:  # these need Transformers, and comparing recipes on a recording does not
-    from carpool_systems.observe import Recorder
+    from carpool_systems.observe import Recorder, SpareRide
 
 __all__ = ["BY_NAME", "MECHANISMS", "find", "load", "shown"]
 
@@ -104,6 +106,20 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
         own.layout != ExpertLayout.contiguous(own.num_experts, own.num_ranks) for own in seen.rides
     ),
     "prefetch:blockwise": lambda seen: seen.events.count("fill"),
+    # -- what spare slots hold
+    "spare:balance": lambda seen: _levels(seen) and any(map(_crosses_nodes, seen.spare_rides)),
+    "spare:node": lambda seen: _levels(seen) and not any(map(_crosses_nodes, seen.spare_rides)),
+    "spare:shadow": lambda seen: _serve_own(seen) and all(map(_busiest_everywhere, seen.spare_rides)),
+    "spare:subset": lambda seen: _serve_own(seen) and not any(map(_all_wanted, _filled(seen)))
+    and any(_on_some(one) and not _most_wanted(one) for one in _filled(seen)),
+    "spare:fetch": lambda seen: _serve_own(seen) and all(_all_wanted(one) and one.stayed for one in _filled(seen)),
+    "spare:needed": lambda seen: _serve_own(seen) and all(map(_most_wanted, seen.spare_rides))
+    and not all(map(_all_wanted, _filled(seen))),
+    "spare:eplb": lambda seen: _from_earlier(seen, Eplb) and all(one.held_WE.sum() == len(one.held_WE) * one.slots
+                                                                 for one in _filled(seen)),
+    "spare:expand_shrink": lambda seen: _from_earlier(seen, ExpandShrink),
+    "spare:symi": lambda seen: _from_earlier(seen, Symi),
+    "spare:refetched": lambda seen: seen.called(CollectiveLinks.fetch) > len(seen.spare_rides) > 0,
     "sliced:experts": lambda seen: 0 < 2 * max(seen.top_k, default=0) <= min(seen.choices, default=0),
     # -- what travels
     "merge:lsh": lambda seen: seen.called(LSH.alike) and seen.called(LSH.merged),
@@ -153,6 +169,77 @@ def find(mechanism: str) -> Shown | None:
         return MECHANISMS[mechanism]
     kind, _, name = mechanism.partition(":")
     return partial(_by_name, kind, name) if kind in BY_NAME else None
+
+
+def _filled(seen: Recorder) -> list[SpareRide]:
+    """Rides in which a spare slot held an expert."""
+    return [one for one in seen.spare_rides if one.held_WE.any()]
+
+
+def _fullest(one: SpareRide, served_WE: torch.Tensor) -> int:
+    """Choices of the fullest rank, if replicas serve these and homes the rest."""
+    rest_E = one.load_WE.sum(0) - served_WE.sum(0)
+    return int(torch.zeros_like(one.load_WE[:, 0]).index_add(0, one.home_E, rest_E).add(served_WE.sum(1)).max())
+
+
+def _levels(seen: Recorder) -> bool:
+    """Whether replicas, which serve other ranks' tokens too, always make the fullest rank less full."""
+    rides = _filled(seen)
+    return any((one.served_WE > one.load_WE).any() for one in rides) and all(
+        _fullest(one, one.served_WE) < _fullest(one, torch.zeros_like(one.served_WE)) for one in rides
+    )
+
+
+def _crosses_nodes(one: SpareRide) -> bool:
+    return bool((one.held_WE & (one.node_W.unsqueeze(1) != one.node_W[one.home_E])).any())
+
+
+def _serve_own(seen: Recorder) -> bool:
+    """Whether replicas serve their own rank's tokens, and no others."""
+    rides = _filled(seen)
+    return bool(rides) and all(torch.equal(one.served_WE, one.load_WE * one.held_WE) for one in rides)
+
+
+def _busiest_everywhere(one: SpareRide) -> bool:
+    """Whether experts with replicas are on all ranks, and none without has more choices."""
+    load_E, everywhere_E = one.load_WE.sum(0), one.held_WE.sum(0) == len(one.load_WE) - 1
+    least = load_E[everywhere_E].min() if everywhere_E.any() else load_E.max()
+    return torch.equal(everywhere_E, one.held_WE.any(0)) and bool((load_E[~everywhere_E] <= least).all())
+
+
+def _on_some(one: SpareRide) -> bool:
+    """Whether an expert has replicas, and not on all ranks."""
+    copies_E = one.held_WE.sum(0)
+    return bool(((copies_E > 0) & (copies_E < len(one.load_WE) - 1)).any())
+
+
+def _wanted(one: SpareRide) -> torch.Tensor:
+    """(W, E) choices of each rank's tokens for experts of other ranks."""
+    return one.load_WE * (torch.arange(len(one.load_WE)).unsqueeze(1) != one.home_E)
+
+
+def _all_wanted(one: SpareRide) -> bool:
+    return torch.equal(one.held_WE, _wanted(one) > 0)
+
+
+def _most_wanted(one: SpareRide) -> bool:
+    """Whether each rank holds what most of its own tokens want, as far as its slots go."""
+    best_WS = _wanted(one).sort(descending=True).values[:, : one.slots]
+    held_WS = (_wanted(one) * one.held_WE).sort(descending=True).values[:, : one.slots]
+    return torch.equal(best_WS, held_WS) and bool((_wanted(one)[one.held_WE] > 0).all())
+
+
+def _from_earlier(seen: Recorder, planner: type[Any]) -> bool:
+    """Whether copies share each expert's load equally, and a layer's first ride had none."""
+    first = {one.layer: one for one in reversed(seen.spare_rides)}
+    rides = _filled(seen)
+    return (
+        bool(seen.called(planner.change) and rides)
+        and not any(one.held_WE.any() for one in first.values())
+        and all(
+            torch.equal(one.served_WE, one.held_WE * (one.load_WE.sum(0) // (1 + one.held_WE.sum(0)))) for one in rides
+        )
+    )
 
 
 def _between_tensor_ranks(seen: Recorder) -> int:

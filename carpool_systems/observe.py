@@ -26,7 +26,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ from carpool.memory.next_experts import PREDICTORS
 from carpool.placement.table import place
 from carpool.placement.trace import Trace
 from carpool.recipes import Recipe
+from carpool.replicas.slot_plan import SlotPlan
+from carpool.ride.balanced import SpareSlots
 from carpool.ride.chunks import _last_gradients
 from carpool.routing.routing import DropOptions, Routing
 from carpool.train.config import Config, load_config
@@ -88,6 +90,39 @@ def code_of(function: Any) -> CodeType:
     return getattr(function, "__func__", function).__code__  # type: ignore[no-any-return]
 
 
+class SpareRide(NamedTuple):
+    """What spare slots held in a ride of a layer.
+
+    Attributes:
+        layer: a number of the layer.
+        load_WE: (W, E) choices of each rank's tokens.
+        held_WE, served_WE: whether a spare slot of the rank holds the expert, and the choices that it serves.
+        home_E, node_W: the rank of each expert's home, and the node of each rank.
+        slots: spare slots of a rank.
+        stayed: whether all choices of this rank's tokens were served on it.
+    """
+
+    layer: int
+    load_WE: torch.Tensor
+    held_WE: torch.Tensor
+    served_WE: torch.Tensor
+    home_E: torch.Tensor
+    node_W: torch.Tensor
+    slots: int
+    stayed: bool
+
+    @classmethod
+    def of(
+        cls, layer: int, load_WE: torch.Tensor, home_E: torch.Tensor, node_W: torch.Tensor, plan: SlotPlan, stayed: bool
+    ) -> SpareRide:
+        load_WE, served_WE = load_WE.long(), torch.zeros_like(load_WE, dtype=torch.int64)
+        held_WE = served_WE.bool()
+        ranks, places = torch.nonzero(plan.expert_WS >= 0, as_tuple=True)
+        experts = plan.expert_WS[ranks, places].long()
+        held_WE[ranks, experts], served_WE[ranks, experts] = True, plan.choices_WS[ranks, places].long()
+        return cls(layer, load_WE, held_WE, served_WE, home_E, node_W, plan.expert_WS.shape[1], stayed)
+
+
 class Recorder:
     """Inside, what this process does is written down.
 
@@ -101,6 +136,7 @@ class Recorder:
             ranks that a token went to; together: pieces that make a chunk, in forward and backward.
         embedded, layer_tokens: tokens that an embedding, and a decoder layer, were given.
         drops: (expert_TK, kept_TK) of each layer that may drop choices.
+        spare_rides: of each ride with spare slots, what these held.
         run: that is observed; rides: its layers; away: its experts in host memory; initial_std: of its first attention
             weight before the first step.
     """
@@ -126,6 +162,8 @@ class Recorder:
         self.embedded: set[int] = set()
         self.layer_tokens: set[int] = set()
         self.drops: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.spare_rides: list[SpareRide] = []
+        self._spare: list[tuple[Any, ...]] = []
         self._verb = threading.local()
         self._undo: list[Callable[[], None]] = []
         self._named: dict[CodeType, str | None] = {code_of(_last_gradients): "weight gradients"}
@@ -193,7 +231,7 @@ class Recorder:
     def begin(self, run: Run) -> None:
         """Before the first step. Verbs and layers of the start, where things are measured, do not count."""
         self.run, self.rides, self.away = run, run.built.rides, host_experts(run.built.model)
-        for of_start in (self.events, self.layer_tokens, self.embedded, self.tokens):
+        for of_start in (self.spare_rides, self.events, self.layer_tokens, self.embedded, self.tokens):
             of_start.clear()
         self._before = self._values()
         self.initial_std = next((float(one.float().std()) for name, one in self._before.items() if "attn" in name), 0.0)
@@ -210,6 +248,8 @@ class Recorder:
                     self._replace(cls, verb, self._watched(verb, vars(cls)[verb]))
         self._replace(dist, "all_to_all_single", self._sending(dist.all_to_all_single))
         self._replace(DropOptions, "kept", self._dropping(DropOptions.kept))
+        self._replace(SpareSlots, "_count", self._counting(SpareSlots._count))
+        self._replace(SpareSlots, "assign", self._assigning(SpareSlots.assign))
         # A trace function that returns None is called when a function begins, and for nothing else.
         threading.settrace(self._see)
         sys.settrace(self._see)
@@ -289,6 +329,23 @@ class Recorder:
             self.choices.add(slot_TK.shape[1])
             rank_TK = torch.where(slot_TK < 0, -1, slot_TK // transport.slots_per_rank).tolist()
             self.ranks = max(self.ranks, *(len(set(rank_K) - {-1}) for rank_K in rank_TK), 0)
+
+    def _counting(self, original: Callable[..., None]) -> Callable[..., None]:
+        def counted(spare: SpareSlots, load_WE: torch.Tensor, home_E: torch.Tensor, plan: SlotPlan) -> None:
+            self._spare.append((load_WE, home_E))
+            original(spare, load_WE, home_E, plan)
+
+        return counted
+
+    def _assigning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def assigned(spare: SpareSlots, *args: Any) -> Any:
+            slot_TK, plan = original(spare, *args)
+            stayed = bool((slot_TK[slot_TK >= 0] // spare.per_rank == spare.rank).all())
+            load_WE, home_E = self._spare.pop()
+            self.spare_rides.append(SpareRide.of(id(spare), load_WE, home_E, spare._node_W, plan, stayed))
+            return slot_TK, plan
+
+        return assigned
 
     def _dropping(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def kept(options: DropOptions, routing: Routing, *args: Any) -> torch.Tensor:

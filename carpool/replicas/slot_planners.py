@@ -16,7 +16,8 @@ It is declared as an entry point of the group "carpool.slot_planners" (`carpool.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,9 +31,13 @@ class SlotPlanner:
 
     Attributes:
         name: what moe.spare_plan says.
+        options: the types of what the class takes, by name (moe.spare_options).
+        on_host: it reads the loads on the host, so that steps are not captured.
     """
 
     name: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = {}
+    on_host: ClassVar[bool] = False
 
     def plan(
         self, load_WE: torch.Tensor, home_E: torch.Tensor, spare: int, costs: Costs, node_W: torch.Tensor

@@ -173,7 +173,10 @@ class MoeSection(Section):
         str, registered("moe.spare_plan", "carpool.replicas.slot_planners.SLOT_PLANNERS"), Needs("moe.spare_slots")
     ] = "balance"
     """Which experts spare slots hold. balance: those that bring every rank to the mean, if fetching them pays. node:
-    the same inside each node. Others are plug-ins, such as what published systems do."""
+    the same inside each node. Plug-ins do what published systems do: shadow (FasterMoE), subset (Prophet), fetch
+    (Janus), needed (Hecate, LAER-MoE), and by earlier loads eplb (DeepSeek-V3), expand_shrink (FlexMoE), symi."""
+    spare_options: Annotated[dict[str, Any], Needs("moe.spare_slots")] = Field(default_factory=dict)
+    """Options of a plan from outside the package, which moe.spare_plan names."""
     balance_limit: Annotated[float | None, Needs("moe.spare_slots")] = Field(default=1.1, ge=1)
     """The load of a rank, over the mean, that spare slots keep to where they suffice, whatever fetching costs, so that
     memory has a bound. none: only time counts."""
@@ -246,7 +249,10 @@ class MoeSection(Section):
 
         if not self.spare_slots:
             return None
-        return SpareSlotOptions(self.spare_slots, self.balance_limit, self.spare_plan, self.spare_weights == "save")
+        return SpareSlotOptions(
+            self.spare_slots, self.balance_limit, self.spare_plan, self.spare_weights == "save",
+            options=self.spare_options,
+        )  # fmt: skip
 
     @property
     def drops(self) -> DropOptions:
@@ -273,6 +279,13 @@ class MoeSection(Section):
             told = f"schedule {self.schedule!r} has {listed_options(known)}"
             check_options("moe.schedule_options", self.schedule_options, told, known)
         self.asked_schedule()
+        if self.spare_options:
+            from carpool.replicas.slot_planners import SLOT_PLANNERS
+
+            known = SLOT_PLANNERS[self.spare_plan].options
+            told = f"plan {self.spare_plan!r} has {listed_options(known)}"
+            check_options("moe.spare_options", self.spare_options, told, known)
+            SLOT_PLANNERS[self.spare_plan](**self.spare_options)
         if self.transport_options:
             check_options("moe.transport_options", self.transport_options, *_options_of_transport(self.transport))
         if self.expert_options:

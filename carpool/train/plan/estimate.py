@@ -35,7 +35,7 @@ from carpool.kernels.cross_entropy import piece_size
 from carpool.layout.layouts import Layouts
 from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, Candidate, Spare, by_settings
+from carpool.planner.candidate import COPIES, LENGTHS, PLANS, RANDOM, RANDOM_HALVES, Candidate, Spare, by_settings
 from carpool.planner.model.shape import saved_if_compiled
 from carpool.planner.step.peak import Peak, peak_of
 from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
@@ -274,6 +274,8 @@ class MemoryEstimate:
             return found
         if most_replicas(config):
             return COPIES
+        if (spare := config.moe.spare) is not None and spare.planner().on_host:
+            return PLANS
         if "flash" in (self.measured[-1] or ""):
             return LENGTHS
         again, halves = config.memory.layer_activations == "recompute", config.moe.two_batch
