@@ -115,8 +115,8 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     "spare:fetch": lambda seen: _serve_own(seen) and all(_all_wanted(one) and one.stayed for one in _filled(seen)),
     "spare:needed": lambda seen: _serve_own(seen) and all(map(_most_wanted, seen.spare_rides))
     and not all(map(_all_wanted, _filled(seen))),
-    "spare:eplb": lambda seen: _from_earlier(seen, Eplb) and all(one.held_WE.sum() == len(one.held_WE) * one.slots
-                                                                 for one in _filled(seen)),
+    "spare:eplb": lambda seen: _from_earlier(seen, Eplb)
+    and all(4 * one.held_WE.sum() >= 3 * len(one.held_WE) * one.slots for one in _filled(seen)),
     "spare:expand_shrink": lambda seen: _from_earlier(seen, ExpandShrink),
     "spare:symi": lambda seen: _from_earlier(seen, Symi),
     "spare:refetched": lambda seen: seen.called(CollectiveLinks.fetch) > len(seen.spare_rides) > 0,

@@ -45,6 +45,7 @@ from carpool.placement.table import place
 from carpool.placement.trace import Trace
 from carpool.recipes import Recipe
 from carpool.replicas.slot_plan import SlotPlan
+from carpool.replicas.slot_planners import SLOT_PLANNERS, SlotPlanner
 from carpool.ride.balanced import SpareSlots
 from carpool.ride.chunks import _last_gradients
 from carpool.routing.routing import DropOptions, Routing
@@ -163,7 +164,7 @@ class Recorder:
         self.layer_tokens: set[int] = set()
         self.drops: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.spare_rides: list[SpareRide] = []
-        self._spare: list[tuple[Any, ...]] = []
+        self._planned: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, SlotPlan]] = []
         self._verb = threading.local()
         self._undo: list[Callable[[], None]] = []
         self._named: dict[CodeType, str | None] = {code_of(_last_gradients): "weight gradients"}
@@ -248,7 +249,8 @@ class Recorder:
                     self._replace(cls, verb, self._watched(verb, vars(cls)[verb]))
         self._replace(dist, "all_to_all_single", self._sending(dist.all_to_all_single))
         self._replace(DropOptions, "kept", self._dropping(DropOptions.kept))
-        self._replace(SpareSlots, "_count", self._counting(SpareSlots._count))
+        for cls in {owner for name in SLOT_PLANNERS for owner in SLOT_PLANNERS[name].__mro__ if "plan" in vars(owner)}:
+            self._replace(cls, "plan", self._planning(vars(cls)["plan"]))
         self._replace(SpareSlots, "assign", self._assigning(SpareSlots.assign))
         # A trace function that returns None is called when a function begins, and for nothing else.
         threading.settrace(self._see)
@@ -330,19 +332,21 @@ class Recorder:
             rank_TK = torch.where(slot_TK < 0, -1, slot_TK // transport.slots_per_rank).tolist()
             self.ranks = max(self.ranks, *(len(set(rank_K) - {-1}) for rank_K in rank_TK), 0)
 
-    def _counting(self, original: Callable[..., None]) -> Callable[..., None]:
-        def counted(spare: SpareSlots, load_WE: torch.Tensor, home_E: torch.Tensor, plan: SlotPlan) -> None:
-            self._spare.append((load_WE, home_E))
-            original(spare, load_WE, home_E, plan)
+    def _planning(self, original: Callable[..., SlotPlan]) -> Callable[..., SlotPlan]:
+        def planned(
+            planner: SlotPlanner, load_WE: torch.Tensor, home_E: torch.Tensor, spare: int, *args: Any
+        ) -> SlotPlan:
+            plan = original(planner, load_WE, home_E, spare, *args)
+            self._planned.append((load_WE, home_E, args[-1], plan))
+            return plan
 
-        return counted
+        return planned
 
     def _assigning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def assigned(spare: SpareSlots, *args: Any) -> Any:
             slot_TK, plan = original(spare, *args)
             stayed = bool((slot_TK[slot_TK >= 0] // spare.per_rank == spare.rank).all())
-            load_WE, home_E = self._spare.pop()
-            self.spare_rides.append(SpareRide.of(id(spare), load_WE, home_E, spare._node_W, plan, stayed))
+            self.spare_rides.append(SpareRide.of(id(spare), *self._planned.pop(), stayed))
             return slot_TK, plan
 
         return assigned

@@ -33,7 +33,8 @@ import numpy.typing as npt
 import torch
 
 from carpool.metrics.counters import in_recompute
-from carpool.replicas.slot_plan import WORK, Costs, SlotPlan
+from carpool.replicas.slot_costs import WORK, Costs
+from carpool.replicas.slot_plan import SlotPlan
 from carpool.replicas.slot_planners import SlotPlanner
 
 Array = npt.NDArray[Any]
@@ -322,7 +323,8 @@ def _flips(served_W: Array, held_WE: Array, home_E: Array) -> Iterator[Array]:
     """FlexMoE's changes: expand, shrink, migrate, and a replica in the place of another."""
     fullest, coldest = int(served_W.argmax()), int(served_W.argmin())
     of_fullest_E = held_WE[fullest] | (home_E == fullest)
-    more = [(w, e) for e in np.flatnonzero(of_fullest_E) for w in np.flatnonzero(~held_WE[:, e]) if home_E[e] != w]
+    free_WE = ~held_WE & of_fullest_E & (np.arange(len(held_WE))[:, None] != home_E)
+    more = [(w, e) for w, e in np.argwhere(free_WE).tolist()]
     less = [(w, e) for w, e in np.argwhere(held_WE).tolist()]
     changes: list[list[tuple[int, int]]] = [*([one] for one in more), *([one] for one in less)]
     changes += [[one, new] for one in less for new in more if new[0] == one[0]]

@@ -40,7 +40,7 @@ from carpool.metrics.counters import HostCounts, watched
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
-from carpool.planner.candidate import COPIES, FSDP, LENGTHS, PLANS, of_transport
+from carpool.planner.candidate import COPIES, FSDP, LENGTHS, of_transport
 
 Batch = dict[str, torch.Tensor]
 # Is called with a loss between forward and backward.
@@ -68,8 +68,6 @@ def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides]) -> str | No
         return COPIES
     if transport is not None and layers[0].reads_plans:
         return f"over transport {transport.name} the host reads which experts go to spare slots"
-    if (spare := layers[0].spare_options) is not None and spare.planner().on_host:
-        return PLANS
     return LENGTHS if one_row_only(model) else None
 
 

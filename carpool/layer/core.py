@@ -376,8 +376,9 @@ class LayerCore:
 
     @property
     def reads_plans(self) -> bool:
-        """Whether the host waits in each ride to read the plan of its spare slots, which no CUDA graph can hold."""
-        return self.spare is not None and self.spare.links.waits_for_host
+        """Whether the host waits in each ride to make or read the plan of its spare slots, which no CUDA graph can
+        hold."""
+        return self.spare is not None and (self.spare.links.waits_for_host or self.spare.planner.on_host)
 
     # -- the forward -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import torch
 
 from carpool.plugins import Registry
-from carpool.replicas.slot_plan import Costs, SlotPlan, plan_slots
+from carpool.replicas.slot_costs import Costs
+from carpool.replicas.slot_plan import SlotPlan, plan_slots
 
 
 class SlotPlanner:

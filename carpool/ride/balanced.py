@@ -18,8 +18,8 @@ compiled, in chunks, recomputed) has it. Pieces of a ride share one plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from carpool.metrics.counters import in_recompute, new_counter
 from carpool.plugins import unknown
 from carpool.replicas.slot_links import SlotLinks
 from carpool.replicas.slot_plan import Costs, SlotPlan, count_choices, served_by
-from carpool.replicas.slot_planners import SLOT_PLANNERS
+from carpool.replicas.slot_planners import SLOT_PLANNERS, SlotPlanner
 from carpool.ride.setup import Order, RideSetup, SavedActivations
 from carpool.transport import Fetched, Pending
 
@@ -72,9 +72,10 @@ class SpareSlotOptions:
         plan: what the plan follows (a key of `carpool.replicas.slot_planners.SLOT_PLANNERS`).
         saved: fetched parameters are saved for the backward instead of fetched again.
         costs: what plans weigh. None: what the machine's rates say.
+        options: of the planner (`SlotPlanner.options`).
 
     Raises:
-        ValueError: a number or a limit that makes no sense.
+        ValueError: a number, a limit or options that make no sense.
     """
 
     number: int
@@ -82,6 +83,7 @@ class SpareSlotOptions:
     plan: str = "balance"
     saved: bool = False
     costs: Costs | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.number < 1:
@@ -90,6 +92,14 @@ class SpareSlotOptions:
             raise ValueError(f"limit={self.limit} is a load over the mean, which is 1 at least")
         if self.plan not in SLOT_PLANNERS:
             raise ValueError(unknown(SLOT_PLANNERS, self.plan))
+        self.planner()
+
+    def planner(self) -> SlotPlanner:
+        """A planner for one layer."""
+        kind = SLOT_PLANNERS[self.plan]
+        if more := sorted(set(self.options) - set(kind.options)):
+            raise ValueError(f"slot planner {self.plan!r} has no option {more[0]!r}")
+        return kind(**self.options)
 
     @classmethod
     def of(cls, asked: int | SpareSlotOptions) -> SpareSlotOptions | None:
@@ -119,6 +129,7 @@ class SpareSlots:
 
     Attributes:
         homes, per_rank: slots of each rank without spare ones, and with them.
+        planner: of this layer.
         counts: (7,) int64 since `reset`, the same on all ranks but for the last: rides, choices, the largest load
             in each ride without and with spare slots, replicas, rides beyond the limit, and choices that this
             rank has computed. None before the first ride.
@@ -150,7 +161,7 @@ class SpareSlots:
         slots = [*layout.home_of]
         slots += [(rank, self.homes + place) for rank in range(layout.num_ranks) for place in range(self.number)]
         self._names_N = torch.tensor([rank * self.per_rank + place for rank, place in slots], dtype=torch.int32)
-        self._planner = SLOT_PLANNERS[options.plan]()
+        self.planner = options.planner()
         self._on_device: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     def costs(self, weights: ExpertWeights) -> Costs:
@@ -166,7 +177,7 @@ class SpareSlots:
         home_E, expert_P, node_W, names_N = self._tables(slot_TK.device)
         expert_TK = torch.where(slot_TK < 0, -1, expert_P[slot_TK.clamp(min=0).long()])
         load_WE = self.links.gather_loads(count_choices(expert_TK, len(home_E)))
-        plan = self._planner.plan(load_WE, home_E, self.number, costs, node_W)
+        plan = self.planner.plan(load_WE, home_E, self.number, costs, node_W)
         self._count(load_WE, home_E, plan)
         return served_by(expert_TK, load_WE, home_E, plan, self.rank, names_N), plan
 

@@ -16,8 +16,10 @@ from carpool.bench.model.model_contest import ModelBenchmark
 from carpool.bench.model.model_results import Case, KindRow, Row, Times
 from carpool.cli import app
 from carpool.recipes import names, path_of, read
+from carpool.replicas.slot_costs import Costs
+from carpool.replicas.slot_planners import SLOT_PLANNERS
 from carpool_systems.mechanisms import BY_NAME, MECHANISMS, find, load
-from carpool_systems.observe import Recorder, check_rank, observe
+from carpool_systems.observe import Recorder, SpareRide, check_rank, observe
 from carpool_systems.race import find_field, libraries, sameness, table
 from carpool_systems.resolve import in_effect
 from tests.ranks import Ranks
@@ -179,10 +181,28 @@ def test_a_recipe_without_its_setting_shows_less(ranks: Ranks, folder: str) -> N
     for name, without, lacks in (
         ("apx-overlap", ["moe.chunks=1"], {"schedule:chunks"}),
         ("gshard", ["moe.first_choices_first=false"], {"capacity:first-choices-first"}),
-        ("prophet", ["placement.prefetch=false"], {"prefetch:blockwise"}),
+        ("janus", ["moe.spare_weights=save"], {"spare:refetched"}),
+        ("hecate", ["moe.spare_plan=balance"], {"spare:needed"}),
     ):
         found = ranks(observe_on_rank, name, folder, [*without, f"training.output_dir={folder}/{name}-without"])[0]
         assert set(read(name).mechanisms) - found == lacks
+
+
+@pytest.mark.parametrize("name", SLOT_PLANNERS)
+def test_plans_of_spare_slots_are_told_apart(name: str) -> None:
+    """Eight rides of other loads each: what slots hold is what one system puts there, and no other one."""
+    generator, home_E, node_W = torch.Generator().manual_seed(0), torch.arange(12) // 3, torch.arange(4) // 2
+    kind = SLOT_PLANNERS[name]
+    planner = kind(**({"every": 1} if "every" in kind.options else {}))
+    seen = Recorder()
+    # Where there is room for all that is wanted, fetching pays if tokens cost more.
+    spare, costs = (9, Costs(trip=400, fetch=100)) if name == "fetch" else (2, Costs(trip=4, fetch=16))
+    for _ in range(8):
+        load_WE = (torch.rand(4, 12, generator=generator) ** 4 * 100).int()
+        plan = planner.plan(load_WE, home_E, spare, costs, node_W)
+        seen.spare_rides.append(SpareRide.of(0, load_WE, home_E, node_W, plan, stayed=name == "fetch"))
+    seen.called = lambda function, by=None: getattr(kind, "change", None) is function  # type: ignore[method-assign]
+    assert {one for one in MECHANISMS if one.startswith("spare:") and MECHANISMS[one](seen)} == {f"spare:{name}"}
 
 
 @pytest.mark.gpu

@@ -196,10 +196,10 @@ def test_a_comparison_by_command(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_replaying_is_deterministic_and_parts_are_checked(trace: Trace) -> None:
-    first, second = (compare("placement", [load("flexmoe")], trace, ranks=4, parts=3) for _ in range(2))
+    first, second = (compare("placement", [load("smartmoe")], trace, ranks=4, parts=3) for _ in range(2))
     assert all(one.same_as(other) for one, other in zip(first, second, strict=True))
     with pytest.raises(ValueError, match="the trace has 32 sequences"):
-        compare("placement", [load("flexmoe")], trace, ranks=4, parts=33)
+        compare("placement", [load("smartmoe")], trace, ranks=4, parts=33)
 
 
 def test_a_limit_is_kept_and_called_lossy(trace: Trace) -> None:

@@ -22,6 +22,8 @@ from carpool.placement.policies import POLICIES, LoadModel
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import CostModel
+from carpool.replicas.slot_costs import Costs
+from carpool.ride.balanced import SpareSlotOptions
 from carpool.transport import TRANSPORTS, HierarchicalOptions, TransportOptions
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool_systems.mechanisms import load
@@ -133,27 +135,27 @@ def test_deepseek_sends_half_the_bytes_out_and_rows_of_two_bytes_back(
     assert counted["dedup", codecs]["dispatch"] != ours["dispatch"], "nodes count"
 
 
-def output_and_bytes() -> tuple[torch.Tensor, dict[str, int], torch.Tensor, dict[str, int]]:
-    """Of a layer whose tokens travel, and of one to whose tokens all experts travel."""
-    rank, ep_mesh = dist.get_rank(), mesh((1, WORLD_SIZE), ("edp", "ep"))["ep"]
-    plain = ExpertLayout.contiguous(E, WORLD_SIZE)
-    # Experts of a few elements: what Janus's rule fetches.
-    model = LoadModel(CostModel(hidden=H, expert_hidden=16), top_k=K)
-    found: list[Any] = []
-    for layout in (plain, POLICIES["fetch"](np.full(E, 10), plain, E, model)):
+def output_and_bytes(price: int) -> list[Any]:
+    """Of a layer whose tokens travel, and of one to whose tokens all experts travel, if they cost this."""
+    rank, ep_mesh, found = dist.get_rank(), mesh((1, WORLD_SIZE), ("edp", "ep"))["ep"], []
+    moe_section = resolve(load("janus")).moe
+    fetch = SpareSlotOptions(E, plan=moe_section.spare_plan, costs=Costs(trip=100, fetch=price))
+    for spare in (0, fetch):
         torch.manual_seed(0)
-        moe = carpool.MoE(H, 16, E, K, ep_mesh=ep_mesh, transport="alltoall", layout=layout)
+        moe = carpool.MoE(H, 16, E, K, ep_mesh=ep_mesh, transport=moe_section.transport, spare_slots=spare)
         y = moe(torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(rank)))
         found += [y.detach(), dict(moe.stats().bytes_remote)]
-    return tuple(found)
+    return found
 
 
 def test_janus_fetches_experts_and_no_row_travels(ranks: Ranks) -> None:
-    assert resolve(load("janus")).placement.policy == "fetch"
-    for travelled, sent, stayed, none in ranks(output_and_bytes):
-        torch.testing.assert_close(stayed, travelled)
-        assert sent["dispatch"] > 0 and sent["combine"] > 0
-        assert none["dispatch"] == none["combine"] == 0
+    for price in (1, 2**30):
+        for travelled, sent, stayed, then in ranks(output_and_bytes, price):
+            torch.testing.assert_close(stayed, travelled)
+            assert sent["dispatch"] > 0 and sent["combine"] > 0
+            assert [then[verb] for verb in ("dispatch", "combine")] == (
+                [0, 0] if price == 1 else [sent["dispatch"], sent["combine"]]
+            )
 
 
 def ranks_of_a_group(ep: int) -> list[int]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from carpool.replicas.slot_plan import WORK, Costs, SlotPlan, served_by
+from carpool.replicas.slot_costs import WORK, Costs
+from carpool.replicas.slot_plan import SlotPlan, served_by
 from carpool.replicas.slot_planners import SLOT_PLANNERS
 from carpool.ride.balanced import SpareSlotOptions
 from carpool_systems import spare_plans
