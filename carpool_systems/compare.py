@@ -102,7 +102,7 @@ def refusal(recipe: Recipe, axis: Axis) -> str | None:
         return None if config.moe.transport != "auto" else "it leaves the transport to the machine"
     if limits:
         return "it limits the routing, too: compare that with --vary routing, and --placement of a recipe like it"
-    if "moe.spare_slots" in effective and "placement.policy" not in effective:
+    if effective.get("moe.spare_slots") and "placement.policy" not in effective:
         return "its replicas follow each micro-batch, and homes stay: race it, or see carpool bench layer"
     if "placement.policy" not in effective:
         return "its experts stay in order: what it is about is time on a machine, which no recording holds: race it"
