@@ -72,6 +72,11 @@ class Spare(NamedTuple):
     limit: float | None = 1.1
     saved: bool = False
 
+    @classmethod
+    def of(cls, moe: Mapping[str, Any]) -> Spare:
+        """From the section of a configuration."""
+        return cls(moe["spare_slots"], moe["balance_limit"], moe["spare_weights"] == "save")
+
     def bytes(self, expert: float, layers: int) -> float:
         """Of replicas on a rank, for experts of so many bytes in a layer: two sets that all layers share, their
         gradients, and what is saved."""

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from carpool.cli import app
 from carpool.cli.planning import number_of
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import Candidate
+from carpool.planner.candidate import Candidate, Spare
 from carpool.planner.decisions.configured import model_of
 from carpool.planner.machine.hardware import LinkRate, find_hardware
 from carpool.planner.model.routes import Routes
@@ -25,7 +25,7 @@ from carpool.planner.search import moves
 from carpool.planner.search.enumeration import Bounds, Enumeration
 from carpool.planner.search.plan import Search, plan
 from carpool.planner.search.space import MOVES, POLICY_SETS, Problem, Space
-from carpool.planner.search.why import with_all_memory
+from carpool.planner.search.why import in_words, with_all_memory
 from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import predict, step_seconds
 from carpool.train.config import load_config
@@ -189,6 +189,13 @@ def test_pairs_are_proposed_where_rides_are_slow() -> None:
     tied = plan(replace(shape, tied=True), slow, **numbers)  # type: ignore[arg-type]
     assert tied.plans[0].candidate.pipeline == "DualPipeV"
     assert any("would be on two ranks" in why for why in tied.refused)
+
+
+def test_spare_slots_are_in_every_plan_if_they_are_set() -> None:
+    space = Space(pp=(1,), cp=(1,), etp=(1,), ep=(8,), policies=POLICY_SETS[:1], micro_batches=(2,), spare=Spare(2))
+    found = plan(SHAPE, H100, gpus=8, tokens=16 * 4096, sequence_length=4096, space=space).plans
+    assert found and all(one.candidate.spare == Spare(2) for one in found)
+    assert "2 spare slots of a rank" in " ".join(in_words(found[0], 8))
 
 
 def test_what_is_found_is_a_configuration_that_the_trainer_takes(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -109,7 +109,7 @@ def candidate_of(
         stored=stored,
         computed=2 if bf16 else stored,
         codecs={key: value for key in _CODECS if (value := settings["codec"][key]) not in ("none", "all")},
-        spare=Spare(moe["spare_slots"], moe["balance_limit"], moe["spare_weights"] == "save"),
+        spare=Spare.of(moe),
     )
     if memory["budget"] is not None:
         notes["memory.budget"] = "not simulated: policies that it leaves open are 'save'"

@@ -21,7 +21,7 @@ from typing import Any
 
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import SCHEDULES
-from carpool.planner.candidate import POLICIES, Candidate
+from carpool.planner.candidate import NO_SPARE, POLICIES, Candidate, Spare
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
@@ -84,7 +84,7 @@ class Space:
         chunks: numbers of them, with schedule "chunks".
         policies: of saved activations, from those that cost no time on; what one leaves out is saved.
         pipelines, pairs: the orders of stages, and whether pairs of a forward and a backward may run at once.
-        max_grad_norm, compiled, eager, moments, optimizer, stored, computed, experts: the same for all.
+        max_grad_norm, compiled, eager, moments, optimizer, stored, computed, experts, spare: the same for all.
         excluded: why settings do not go together, by SECTION.KEY; None: they do.
         allowed, runs: why some degrees, or a whole configuration that would be among the best, cannot be; None: it can.
     """
@@ -111,6 +111,7 @@ class Space:
     stored: int = 2
     computed: int = 2
     experts: str = "grouped"
+    spare: Spare = NO_SPARE
     pipelines: Sequence[str] = ("1F1B", "Interleaved1F1B", "DualPipeV")
     pairs: bool = True
     excluded: Callable[[Mapping[str, Any]], str | None] = field(default=lambda settings: None)

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from carpool.hf.build_model import check_parallelism
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import POLICIES, Candidate, by_settings
+from carpool.planner.candidate import POLICIES, Candidate, Spare, by_settings
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.shape import ModelShape
@@ -213,6 +213,7 @@ def make_plan(
             stored=stored,
             computed=2 if training.computes_in_bf16(hardware.name != "cpu") else stored,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
+            spare=Spare.of(config.moe.model_dump()),
             pipelines=Space.pipelines if "parallelism.pp_schedule" in free else (config.parallelism.pp_schedule,),
             pairs="moe.schedule" in free or config.moe.two_batch,
             excluded=config.declared.why_refused,

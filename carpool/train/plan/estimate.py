@@ -262,7 +262,7 @@ class MemoryEstimate:
             policies=config.memory.policies, optimizer_offload=training.optimizer_offload,
             optimizer_in_backward=training.optimizer_in_backward, compiled=training.compiled,
             pipeline=config.parallelism.pp_schedule,
-            spare=Spare(config.moe.spare_slots, config.moe.balance_limit, config.moe.spare_weights == "save"),
+            spare=Spare.of(config.moe.model_dump()),
             stored=self.stored, computed=self.computed, eager=self._why_eager,
         )  # fmt: skip
 
