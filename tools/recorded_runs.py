@@ -50,8 +50,7 @@ RUNS = {
     "pipeline": (*QWEN, "parallelism.num_ranks=4", "parallelism.pp_size=2", "parallelism.pp_schedule=1F1B",
                  "training.gradient_accumulation_steps=4", "model.config.num_hidden_layers=4"),
     "context": (*QWEN, "parallelism.num_ranks=4", "parallelism.cp_size=2", "moe.schedule=chunks"),
-    "placement": (*QWEN, "parallelism.num_ranks=4", "placement.every=2", "placement.replicas=1",
-                  "placement.policy=eplb"),
+    "placement": (*QWEN, "parallelism.num_ranks=4", "placement.every=2", "placement.hysteresis=0.0"),
 }  # fmt: skip
 # What is compared, of each step and of the evaluation.
 NUMBERS = ("loss", "aux_loss", "grad_norm")

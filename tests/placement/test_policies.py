@@ -14,7 +14,7 @@ from carpool.placement.policies import POLICIES, LoadModel
 from carpool.placement.solvers.problem import homes_of
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import DEFAULT, LinkRate
-from carpool_systems.policies import eplb, expand_shrink, fetch, lpt_cv, make_pool, pick, shadow, subset
+from carpool_systems.policies import lpt_cv, make_pool, pick
 from tests.placement.synthetic import layer
 
 PLAIN = ExpertLayout.contiguous(8, 4)
@@ -80,38 +80,6 @@ def test_many_candidates_at_once_are_what_each_is_alone() -> None:
         assert [model.seconds(HOT, one, home_E) for one in held_CEW] == pytest.approx(expected)
 
 
-def test_shadow_broadcasts_the_hottest_alone() -> None:
-    found = shadow(HOT, PLAIN, 2, MODEL)
-    assert [sum(e in slots for slots in found.slots) for e in range(8)] == [4, 1, 1, 1, 1, 1, 1, 1]
-    assert seconds(found) < seconds(PLAIN)
-    assert shadow(EVEN, found, 2, MODEL) == PLAIN, "decided anew"
-    assert shadow(HOT, PLAIN, 0, MODEL) == PLAIN
-
-
-def test_subset_replicates_to_some_ranks() -> None:
-    found = subset(HOT, PLAIN, 2, MODEL)
-    assert found.num_replicas > 0 and seconds(found) <= seconds(shadow(HOT, PLAIN, 2, MODEL))
-    assert subset(EVEN, PLAIN, 2, MODEL) == PLAIN
-    dear = LoadModel(CostModel(expert_hidden=400_000, hardware=replace(DEFAULT, flops=1e18)), top_k=2)
-    assert subset(HOT, PLAIN, 2, dear) == PLAIN, "a replica that costs more than it saves"
-
-
-def test_expand_shrink_follows_the_load() -> None:
-    found = expand_shrink(HOT, PLAIN, 2, MODEL)
-    assert found.num_replicas > 0 and seconds(found) < seconds(PLAIN)
-    assert expand_shrink(EVEN, PLAIN, 2, MODEL) == PLAIN, "no imbalance, no change"
-    other, used = np.roll(HOT, 5), PLAIN.with_replicas([(0, 3)])
-    moved = expand_shrink(other, used, 1, MODEL)
-    assert seconds(moved, other) < seconds(used, other)
-    assert sum(5 in slots for slots in moved.slots) > 1 and all(len(slots) <= 3 for slots in moved.slots)
-    idle = np.array([90, 10, 10, 10, 10, 90, 10, 10])
-    useless = PLAIN.with_replicas([(4, 0), (4, 1), (4, 3)])
-    better = expand_shrink(idle, useless, 1, MODEL)
-    assert seconds(better, idle) < seconds(useless, idle)
-    assert all(sum(e in slots for slots in better.slots) > 1 for e in (0, 5)), "copies of 4 made room"
-    assert sum(4 in slots for slots in better.slots) < 4
-
-
 def test_lpt_is_adopted_only_for_a_real_gain() -> None:
     load_E = np.array([40, 40, 10, 10, 10, 10, 10, 10])
     found = lpt_cv(load_E, PLAIN)
@@ -119,16 +87,6 @@ def test_lpt_is_adopted_only_for_a_real_gain() -> None:
     assert lpt_cv(load_E, found) == found and lpt_cv(EVEN, PLAIN) == PLAIN
     nearly = np.array([10, 10, 10, 10, 10, 10, 10.5, 10.5])
     assert lpt_cv(nearly, PLAIN) == PLAIN and lpt_cv(nearly, PLAIN, fall=0.0) != PLAIN
-
-
-def test_eplb_fills_all_slots_whatever_they_cost() -> None:
-    dear = LoadModel(CostModel(expert_hidden=400_000, hardware=replace(DEFAULT, flops=1e18)), top_k=2)
-    found = eplb(HOT, PLAIN, 2, dear)
-    assert found.num_replicas == 8 and all(0 in slots for slots in found.slots)
-    load_W = dear.rank_loads(HOT, held(found))
-    assert load_W.max() / load_W.mean() < 1.1 and eplb(HOT, PLAIN, 0).num_replicas == 0
-    nodes = LoadModel(topology=Topology.even(4, 2))
-    assert held(eplb(HOT, PLAIN, 1, nodes))[:, :2].any(1).sum() == 4, "an expert stays on its node"
 
 
 def test_the_pool_offers_a_layout_for_each_part() -> None:
@@ -192,16 +150,3 @@ def test_the_same_layout_and_other_layers() -> None:
     assert not decision.adopt and "in use" in decision.why
     with pytest.raises(ValueError, match=r"different layers: \['a', 'b'\]"):
         decide({"a": PLAIN}, {"b": PLAIN}, 1.0, 1.0, steps_left=10)
-
-
-def test_fetch_sends_what_is_cheaper_all_experts_or_all_tokens() -> None:
-    everywhere = PLAIN.with_replicas([(e, r) for r in range(4) for e in range(8) if e not in PLAIN.homes[r]])
-    small = LoadModel(CostModel(hidden=2048, expert_hidden=64), top_k=2)
-    large = LoadModel(CostModel(hidden=2048, expert_hidden=400_000, hardware=replace(DEFAULT, flops=1e18)), top_k=2)
-    assert np.array_equal(held(fetch(HOT, PLAIN, 6, small)), held(everywhere))
-    assert fetch(HOT, everywhere, 6, large) == PLAIN, "decided anew"
-    assert fetch(HOT, PLAIN, 5, small) == PLAIN, "no room for all of them"
-    # Between nodes, where Janus compares: the bytes of rows with those of experts and their gradients.
-    nodes = replace(small, topology=Topology.even(4, 2))
-    few = replace(nodes, cost=replace(nodes.cost, tokens_per_rank=64))
-    assert fetch(EVEN, PLAIN, 6, nodes) != PLAIN == fetch(EVEN, PLAIN, 6, few)

@@ -136,36 +136,13 @@ def test_beside_training_or_inside_it(ranks: Ranks, moved: Path, text: list[str]
     assert not any((output / "placement").iterdir())
 
 
-def test_copies_follow_the_load_of_the_last_step(ranks: Ranks, stayed: Path, text: list[str], tmp_path: Path) -> None:
-    """Prophet's rule: busy experts get copies on some ranks, homes stay where they are, and nothing is moved."""
-    change = ["placement.every=1", "placement.policy=subset", "placement.replicas=2", "placement.predictor=last"]
-    output = start(ranks, tmp_path / "copies", *text, *change)
-    for step, expected in losses(stayed).items():
-        assert losses(output)[step] == pytest.approx(expected, rel=3e-5), step
-    layouts = layouts_of(output, 9)
-    assert all(layout.homes == tuple(tuple(range(4 * r, 4 * r + 4)) for r in range(4)) for layout in layouts.values())
-    assert any(layout.num_replicas for layout in layouts.values())
-    assert all(look["bytes"] == look["experts"] == 0 for look in looks(output) if look["event"] == "moved")
-    assert records(output)[2]["bytes_replicas"] > 0 == records(output)[1]["bytes_replicas"]
-    loads = {step: line["rank_load_max_over_mean"] for step, line in records(output).items()}
-    assert all(loads[step] < 0.8 * records(stayed)[step]["rank_load_max_over_mean"] for step in range(2, 6))
-
-
-def test_eplb_keeps_its_copies(ranks: Ranks, stayed: Path, text: list[str], tmp_path: Path) -> None:
-    """All extra slots are filled after every look, also where the model of time says that copies do not pay."""
-    change = ["placement.every=2", "placement.policy=eplb", "placement.replicas=1", "training.max_steps=3"]
-    output = start(ranks, tmp_path / "eplb", *text, *change)
-    for step, loss in losses(output).items():
-        assert loss == pytest.approx(losses(stayed)[step], rel=3e-5), step
-    assert [layout.num_replicas for layout in layouts_of(output, 3).values()] == [4, 4]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (["placement.solver=serch"], "placement.solver = 'serch': expected one of"),
         (["placement.predictor=oracle"], "placement.predictor = 'oracle' (on the command line): expected one of"),
-        (["placement.policy=shadow"], "placement.policy = 'shadow' needs placement.replicas"),
+        (["placement.policy=degree"], "placement.policy = 'degree' needs placement.replicas"),
+        (["placement.policy=shadow"], "set moe.spare_plan = 'shadow' and moe.spare_slots"),
     ],
 )
 def test_bad_input_is_refused(ranks: Ranks, text: list[str], tmp_path: Path, change: list[str], message: str) -> None:

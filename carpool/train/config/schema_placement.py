@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from carpool.train.config.declarations import Excludes, Needs, Settings
 from carpool.train.config.schema_base import Section, registered
@@ -21,6 +21,16 @@ def _uses_replicas(policy: str) -> bool:
     from carpool.placement.policies import POLICIES
 
     return POLICIES[policy].replicas
+
+
+def _is_no_plan(policy: str) -> str:
+    """Refuse what policies were called that are plans of spare slots now."""
+    if policy in ("shadow", "subset", "expand_shrink", "fetch", "eplb"):
+        raise ValueError(
+            f"replicas follow each micro-batch now: instead of placement.policy = {policy!r} and placement.replicas, "
+            f"set moe.spare_plan = {policy!r} and moe.spare_slots"
+        )
+    return policy
 
 
 def _has_replicas(settings: Settings) -> bool:
@@ -47,6 +57,7 @@ class PlacementSection(Section):
     """Steps between two looks at where experts should live. none: they stay where moe.layout puts them."""
     policy: Annotated[
         str,
+        AfterValidator(_is_no_plan),
         registered("placement.policy", "carpool.placement.policies.POLICIES", *SOLVING),
         Needs("placement.every or placement.policy=place", "placement.every"),
         Excludes(
@@ -66,8 +77,7 @@ class PlacementSection(Section):
     """What decides where experts go. migrate: homes and replicas go where the solver says, if the cost model says
     that moving pays. place: experts stay where the file moe.layout puts them, which `carpool place --solvers SOLVER`
     wrote. Others are plug-ins: they look at the predicted load alone, and are followed at once. Those of published
-    systems are shadow (FasterMoE), subset (Prophet), expand_shrink (FlexMoE), eplb (DeepSeek-V3), lpt_cv
-    (MindSpeed), pick (SmartMoE), fetch (Janus) and degree (Tutel)."""
+    systems are lpt_cv (MindSpeed), pick (SmartMoE) and degree (Tutel)."""
     solver: Annotated[
         str,
         registered("placement.solver", "carpool.placement.solvers.solver_names", "search"),
