@@ -102,6 +102,12 @@ PENDING = [
         "-m benchmarks.slot_plan --names --out {out}/slot_plan.json",
     ),
     Measurement(
+        "layers with spare slots", "measurements.md, spare slots: a layer over nvlink beside forced balance", 4, 150,
+        "-m carpool bench layer --model qwen3-30b-a3b --routing zipf --zipf-exponent 1.2 --spare-slots 0,1,2,4 "
+        "--transports nvlink --experts grouped --ranks {ranks} --out {out}",
+        least=2,
+    ),
+    Measurement(
         "fp8 in loss, bf16", "measurements.md, what FP8 costs in loss: the commands have not been run on a GPU", 1, 100,
         "-m carpool train training.max_steps=600 training.per_device_train_batch_size=8 training.eval_steps=100 "
         "parallelism.num_ranks={ranks} training.output_dir={out}/run",

@@ -53,7 +53,9 @@ def test_options_follow_the_configuration() -> None:
     assert options.capacity is None
     half = transport_options(load_config(None, [*settings, "nvlink.capacity=0.5"]), degrees, "nvlink")
     assert isinstance(half, NVLinkOptions)
-    assert (half.max_tokens, half.capacity) == (50, 25)
+    assert (half.max_tokens, half.capacity, half.balance_limit) == (50, 25, None)
+    balanced = transport_options(load_config(None, ["moe.spare_slots=2", "moe.balance_limit=1.25"]), degrees, "nvlink")
+    assert isinstance(balanced, NVLinkOptions) and balanced.balance_limit == 1.25
     assert (
         transport_options(load_config(None, [*settings, "nvlink.capacity=0.01"]), degrees, "nvlink").capacity == 17
     ), "a sample"

@@ -149,9 +149,10 @@ def test_tiles_on_a_gpu_need_a_transport_with_signals() -> None:
 
 
 def test_buffers_are_for_a_chunk() -> None:
-    options = NVLinkOptions(max_tokens=100, capacity=50, num_leases=1).under(Schedule("chunks", 3))
+    options = NVLinkOptions(max_tokens=100, capacity=50, num_leases=1, balance_limit=1.5).under(Schedule("chunks", 3))
     assert options.side_stream
     assert (options.max_tokens, options.capacity, options.num_leases) == (34, 34, 2)
+    assert options.balance_limit == 4.5, "a chunk's choices may all be of one rank"
     again = NVLinkOptions(max_tokens=100).under(Schedule("chunks", 2), resend=True)
     assert again.num_leases == 4
     apart = NVLinkOptions(max_tokens=100).under(Schedule("chunks", 2, 6))
