@@ -343,7 +343,8 @@ class LayerCore:
             row = RIDES * hidden * weights.up_SFH.element_size()
             return slot_costs(hardware, topology, flops, row, 2 * fetched + returned)
 
-        links = transport.slot_links(self.layout, asked.number) or CollectiveLinks(self.layout, group, self.stats.meter)
+        own, meter = self.layout, self.stats.meter
+        links = transport.slot_links(own, asked.number, meter) or CollectiveLinks(own, group, meter)
         return SpareSlots(self.layout, self.rank, asked, links, price, torch.tensor(topology.node_of))
 
     @torch._disable_dynamo

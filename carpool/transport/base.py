@@ -33,7 +33,7 @@ import torch.distributed as dist
 from carpool.activations import Arena
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.metrics.counters import VERBS, Traffic
+from carpool.metrics.counters import VERBS, Meter, Traffic
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import TransportOptions
 from carpool.transport.token_capacity import TokenCapacity
@@ -357,9 +357,9 @@ class Transport(ABC):
         """The capacities that may turn out too small; empty if none can."""
         return ()
 
-    def slot_links(self, layout: ExpertLayout, spare: int) -> Any:
+    def slot_links(self, layout: ExpertLayout, spare: int, meter: Meter | None = None) -> Any:
         """Its own way of replicas to `spare` spare slots of each rank (`carpool.replicas.slot_links.SlotLinks`); None:
-        PyTorch's collectives."""
+        PyTorch's collectives. `meter`: of the layer; its span "fill" is the time that experts waited for replicas."""
         return None
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from carpool import ExpertLayout
-from carpool.metrics.counters import Traffic
+from carpool.metrics.counters import Meter, Traffic
 from carpool.replicas import node_slots, slot_links, slots
 from carpool.replicas.slot_links import CollectiveLinks, SlotLinks
 from carpool.replicas.slot_plan import Costs, SlotPlan, plan_slots
@@ -147,9 +147,10 @@ def test_results_are_those_of_collectives(ranks: int, layout: str, spare: int, f
     transports = emulate(ranks, 1, capacity=1, row_bytes=16, top_k=1)
     meeting = Meeting(ranks)
     connect(transports, meeting)
+    meters = [Meter() for _ in range(ranks)]
 
     def task(rank: int) -> list[torch.Tensor]:
-        return work(transports[rank].slot_links(made, spare), made, rank, spare, fields, name)
+        return work(transports[rank].slot_links(made, spare, meters[rank]), made, rank, spare, fields, name)
 
     with rounding_as_on_a_gpu():
         got = on_threads(ranks, task)
@@ -159,6 +160,8 @@ def test_results_are_those_of_collectives(ranks: int, layout: str, spare: int, f
             assert one.dtype == other.dtype and torch.equal(one, other)
     if name == "planned":
         assert any((plan >= 0).any() for plan in want[0] if plan.shape == (ranks, spare))
+    # Of two halves, each layer's forward and backward.
+    assert all(len(meter.milliseconds()["fill"]) == 4 * LAYERS for meter in meters)
     for transport in transports:
         transport.buffers.check()
         assert sorted(map(len, transport.buffers.shared.values())) == [1, 1, SETS]

@@ -35,12 +35,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from carpool.kernels import MAX_CTAS
 from carpool.layout import ExpertLayout
+from carpool.metrics.counters import Meter
 from carpool.transport.base import Fetched
 from carpool.transport.nvlink.buffers import PAGE, SharedMemory
 from carpool.transport.token_capacity import PairCapacity
@@ -61,15 +63,22 @@ class PeerSlots:
         transport: in whose buffers and streams.
         layout: of the layer, whose slots are its homes.
         spare: spare slots of each rank.
+        meter: of the layer.
         pairs: gets what each plan needs; None: experts allocate for any routing.
     """
 
     waits_for_host: ClassVar[bool] = False
 
     def __init__(
-        self, transport: VerbRunner, layout: ExpertLayout, spare: int, pairs: PairCapacity | None = None
+        self,
+        transport: VerbRunner,
+        layout: ExpertLayout,
+        spare: int,
+        meter: Meter | None = None,
+        pairs: PairCapacity | None = None,
     ) -> None:
-        self.transport, self.buffers, self.spare, self.pairs = transport, transport.buffers, spare, pairs
+        self.transport, self.buffers, self.spare = transport, transport.buffers, spare
+        self.meter, self.pairs = meter, pairs
         self.homes, self.held = layout.slots_per_rank, len(layout.homes[self.buffers.rank])
         places = [rank * self.homes + row for rank, row in layout.home_of]
         self._home_E = torch.tensor(places, dtype=torch.int32, device=self.buffers.device)
@@ -120,7 +129,8 @@ class PeerSlots:
         finish = self.transport._run_beside(launch, handle, *rows)
 
         def wait() -> list[torch.Tensor]:
-            finish()
+            with nullcontext() if self.meter is None else self.meter.span("fill", self.buffers.device):
+                finish()
             return slots
 
         def launch_release(send: bool, receive: bool) -> None:

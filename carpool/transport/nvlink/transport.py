@@ -45,7 +45,7 @@ from carpool.kernels import MAX_CTAS, Awaited
 from carpool.kernels.packets import packet_bytes
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.metrics.counters import Traffic
+from carpool.metrics.counters import Meter, Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, BufferOverflowError, Pending, Transport
 from carpool.transport.codecs import Codecs
 from carpool.transport.exchange import ONE_HOP
@@ -276,10 +276,10 @@ class NVLink(VerbRunner, Transport):
                 needed,
             )
 
-    def slot_links(self, layout: ExpertLayout, spare: int) -> PeerSlots:
+    def slot_links(self, layout: ExpertLayout, spare: int, meter: Meter | None = None) -> PeerSlots:
         if (limit := self.options.balance_limit) is not None:
             self.buffers.pairs = self.pairs = self.buffers.pairs or PairCapacity(limit, self.buffers.device)
-        return PeerSlots(self, layout, spare, self.pairs)
+        return PeerSlots(self, layout, spare, meter, self.pairs)
 
     @property
     def processors(self) -> int:
