@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -231,16 +233,7 @@ def rank_load_by_layer(run: Run) -> str | None:
             ("without spare slots", "muted", "before", "thin"), ("with spare slots", "experts", "after", "line"),
         )
     ]  # fmt: skip
-    chart = Chart(
-        "Load of ranks by layer",
-        EVEN,
-        plain_text,
-        zero=False,
-        low=1.0,
-        across="layer",
-        across_text=lambda layer: names[min(max(round(layer), 0), len(names) - 1)],
-    )
-    return draw_lines(chart, lines)
+    return draw_lines(_by_layer("Load of ranks by layer", EVEN, plain_text, names, zero=False, low=1.0), lines)
 
 
 def _placed(
@@ -467,14 +460,14 @@ def copies_by_layer(run: Run) -> str | None:
     if (uniform := run.info.predicted.copies_per_token_uniform) is not None:
         ends = np.array([-0.5, len(copies_L) - 0.5])
         lines.append(Line(f"predicted (uniform): {uniform:.2f}", "predicted", ends, np.full(2, uniform), "dash"))
-    chart = Chart(
-        "Ranks per token by layer",
-        "ranks per token",
-        lambda value: plain_text(value, 3),
-        across="layer",
-        across_text=lambda layer: names[min(max(round(layer), 0), len(names) - 1)],
-    )
-    return draw_lines(chart, lines)
+    text = partial(plain_text, digits=3)
+    return draw_lines(_by_layer("Ranks per token by layer", "ranks per token", text, names), lines)
+
+
+def _by_layer(title: str, unit: str, text: Callable[[float], str], names: list[str], **more: Any) -> Chart:
+    """A chart across layers."""
+    last = len(names) - 1
+    return Chart(title, unit, text, across="layer", across_text=lambda at: names[min(max(round(at), 0), last)], **more)
 
 
 def memory(run: Run) -> list[tuple[str, float, str, float]]:
