@@ -321,13 +321,13 @@ class LayerCore:
         with torch.inference_mode(False):
             spare = 0 if self.spare_options is None or self.num_ranks == 1 else self.spare_options.number
             transport = make_transport(name, self.group, self.layout.slots_per_rank + spare, options)
-            self.spare = self._make_spare_slots(transport, device) if spare else None
+            self.spare = self._make_spare_slots(transport, top_k, device) if spare else None
         self._make_setup(transport, device)
         self.merger = None if self.options is None else self.options.codecs.merger()
         self.transport = transport
         return transport
 
-    def _make_spare_slots(self, transport: Transport, device: torch.device) -> SpareSlots:
+    def _make_spare_slots(self, transport: Transport, top_k: int, device: torch.device) -> SpareSlots:
         asked, group = self.spare_options, self.group
         assert asked is not None and group is not None
         topology = topology_of(group)
@@ -340,7 +340,9 @@ class LayerCore:
             fetched = sum(size[2 if weights.quantised else 0 :])
             returned = sum(size[NUM_BASE:NUM_TRAINED] if weights.adapted else size[:NUM_BASE])
             flops = 2 * GEMM_PASSES * sum(math.prod(w.shape[1:]) for w in weights[:2] if w is not None)
-            row = RIDES * hidden * weights.up_SFH.element_size()
+            # Choices of a token share its rides: an average over uniform routing.
+            shared = transport.ranks_per_token(self.num_experts, top_k, self.num_ranks) / top_k
+            row = shared * RIDES * hidden * weights.up_SFH.element_size()
             return slot_costs(hardware, topology, flops, row, 2 * fetched + returned)
 
         own, meter = self.layout, self.stats.meter

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from carpool.planner.machine.cost import RIDES, CostModel, slot_costs
+from carpool.planner.transports import transport_class
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,9 @@ def model_layer(
     before_W = torch.zeros(ranks, dtype=torch.int64).index_add(0, home_E, load_WE.long().sum(0))
     plan = SlotPlan(torch.full((ranks, 1), -1, dtype=torch.int32), torch.zeros(ranks, 1, dtype=torch.int32), before_W)
     if spare:
-        flops, row_bytes = cost.pair_seconds * cost.hardware.flops, RIDES * cost.row_bytes
+        top_k = max(1, expert_WTK[0].shape[1])
+        shared = transport_class(cost.transport).ranks_per_token(layout.num_experts, top_k, ranks) / top_k
+        flops, row_bytes = cost.pair_seconds * cost.hardware.flops, shared * RIDES * cost.row_bytes
         costs = slot_costs(cost.hardware, topology, flops, row_bytes, 3 * cost.expert_bytes)
         plan = plan_slots(load_WE, home_E, spare, replace(costs, limit=round(1000 * (limit or 0))))
     rows_WW, sent_WW = np.zeros((ranks, ranks)), np.zeros((ranks, ranks))

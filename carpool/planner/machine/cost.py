@@ -182,7 +182,7 @@ def slot_costs(
     Args:
         topology: of the expert-parallel group; the slowest of its links counts.
         choice_flops: of one choice, forward and backward.
-        row_bytes: of one choice's rides, one after the other, as if it shared none.
+        row_bytes: of one choice's rides, one after the other: of those that it shares, its part.
         expert_bytes: of an expert that is fetched, fetched again, and whose gradient goes home.
     """
     slowest = min((hardware.rate(link).bytes_per_second for link in topology.pairs), default=math.inf)

@@ -163,9 +163,7 @@ class MoeSection(Section):
         Excludes("memory.experts", "experts in host memory are loaded layer by layer"),
         Excludes("parallelism.etp_size", "replicas are of whole experts"),
         Excludes("moe.experts=fp8", "its experts are quantised once a step, and replicas arrive in each ride"),
-        Excludes(
-            "placement.every and placement.policy!=migrate", "only homes may move, and these policies add replicas"
-        ),
+        Excludes("placement.every and placement.replicas", "replicas that stay between steps leave no slot to fill"),
     ] = Field(default=0, ge=0)
     """Spare slots of each rank. In each micro-batch and layer they hold replicas of experts that have many tokens, so
     that all ranks compute equally much; gradients go home, and the sums are the same. 0: none."""
