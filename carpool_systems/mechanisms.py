@@ -105,7 +105,6 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     "policy:place": lambda seen: not seen.called(_placement()._move) and any(
         own.layout != ExpertLayout.contiguous(own.num_experts, own.num_ranks) for own in seen.rides
     ),
-    "prefetch:blockwise": lambda seen: seen.events.count("fill"),
     # -- what spare slots hold
     "spare:balance": lambda seen: _levels(seen) and any(map(_crosses_nodes, seen.spare_rides)),
     "spare:node": lambda seen: _levels(seen) and not any(map(_crosses_nodes, seen.spare_rides)),

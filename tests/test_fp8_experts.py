@@ -351,7 +351,7 @@ def test_the_experts_of_a_model_are_selected_by_name() -> None:
     pytest.importorskip("transformers")
     from carpool.hf import install, rides, set_experts
     from carpool.hf.build_model import build_model
-    from carpool.hf.seam.moved_experts import slots_kept
+    from carpool.hf.seam.moved_experts import weights_unchanged
     from carpool.hf.weights.model_config import make_config
 
     small = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -370,7 +370,7 @@ def test_the_experts_of_a_model_are_selected_by_name() -> None:
     assert 1e-5 < float((lossy - exact).norm() / exact.norm()) < TOLERANCE
     for quantised, times in ((False, 8), (True, 4)):  # up and down of two layers, in two passes
         spy = mock.patch.object(fp8, "quantise_weight", wraps=fp8.quantise_weight)
-        with slots_kept(list(rides(model).values()), quantised), torch.no_grad(), spy as done:
+        with weights_unchanged(list(rides(model).values()) if quantised else []), torch.no_grad(), spy as done:
             assert all(torch.equal(model(ids).logits, lossy) for _ in range(2))
         assert done.call_count == times
     assert set_experts(model, "grouped") == [] and torch.equal(model(ids).logits, exact)

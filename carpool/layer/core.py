@@ -449,7 +449,6 @@ class LayerCore:
             y_TH, made = one_ride(x_TH, routing, slot_TK, setup)
         else:
             y_TH, made = self.merger.ride(x_TH, routing, slot_TK, setup, one_ride)
-        self.filler.start_next()
         return (y_TH if self.projections is None else self.projections[1](y_TH)), made
 
     # -- copying ---------------------------------------------------------------------------------------------------

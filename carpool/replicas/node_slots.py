@@ -16,9 +16,6 @@ Two fillers run one after the other:
 
 In the backward each adds up gradients in float32 in a fixed order and rounds them, so that one gradient per expert and
 node is sent. Weights are identical to those of one hop, gradients are equal up to rounding.
-
-Inside `keep_slots` the first hop is prefetched and deferred, as with one filler; the second is not. The held experts
-take memory, once for each parameter.
 """
 
 from __future__ import annotations
@@ -78,16 +75,9 @@ class NodeSlotFiller(SlotFiller):
     def bytes_summed(self) -> int:
         return sum(hop.bytes_summed for hop in self._hops)
 
-    @property
-    def bytes_ahead(self) -> int:
-        return sum(hop.bytes_ahead for hop in self._hops)
-
-    def fill(self, home: torch.Tensor, name: str) -> torch.Tensor:
+    def fill(self, home: torch.Tensor) -> torch.Tensor:
         between, inside = self._hops
-        return inside.fill(between.fill(home, name), name)
-
-    def start_next(self) -> None:
-        self._hops[-1].start_next()
+        return inside.fill(between.fill(home))
 
 
 def _of_ranks(ranks: Sequence[int], homes: Sequence[Sequence[int]], slots: Sequence[Sequence[int]]) -> ExpertLayout:

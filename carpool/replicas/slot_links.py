@@ -89,7 +89,7 @@ class CollectiveLinks:
 
     def fetch(self, homes: Sequence[torch.Tensor], handle: ToHost) -> Fetched:
         filler = self.filler(handle)
-        coming = [filler.hops[0].send_rows(home, home.dtype) for home in homes]
+        coming = [filler.hops[0].send_rows(home) for home in homes]
         return Fetched(lambda: [_arrive(filler, *one) for one in zip(homes, coming, strict=True)])
 
     def send_home(self, dslots: Sequence[torch.Tensor], handle: ToHost) -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ class CollectiveLinks:
 
 def _arrive(filler: SlotFiller, home: torch.Tensor, coming: Transfer) -> torch.Tensor:
     first, *further = filler.hops
-    rows = first.slots(home, first.wait(coming, ahead=True))
+    rows = first.slots(home, first.wait(coming))
     for hop in further:
-        rows = hop.slots(rows, hop.wait(hop.send_rows(rows, rows.dtype), ahead=False))
+        rows = hop.slots(rows, hop.wait(hop.send_rows(rows)))
     return rows

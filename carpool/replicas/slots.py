@@ -12,15 +12,15 @@ tokens, and the loss would look normal, so the parity tests break it on purpose 
 Slots of a home's own rank are copied, and a single gradient is not summed. So a replica costs its communication: one
 expert's parameters in the forward, its gradients in the backward.
 
-By default a layer waits for both, each time it runs. carpool/replicas/slot_steps.py reuses, prefetches and defers them
-between two updates of the weights.
+A layer waits for both, each time it runs. `carpool.ride.balanced` has replicas for a micro-batch, which are fetched
+while tokens travel.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,6 @@ from carpool.experts import ExpertWeights
 from carpool.kernels.device import on_gpu, ordered_sum
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import Meter, in_recompute, new_counter
-
-
-class Step(Protocol):
-    """State between two updates of the weights, as `SlotFiller` uses it (`carpool.replicas.slot_steps`)."""
-
-    def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
-        """The rows of this rank's slots that live on other ranks, waited for at most once."""
-
-    def send_home(self, dslots: torch.Tensor, name: str) -> bool:
-        """Start to send the gradients of slots to homes on other ranks. False: the filler must do it, and wait."""
-
-    def start_next(self) -> None:
-        """Start to fill the slots of the layer that follows."""
 
 
 class _Indices(NamedTuple):
@@ -79,9 +66,7 @@ class SlotFiller:
     Attributes:
         send, receive: numbers of experts sent to and received from each rank, 0 for itself.
         travels: whether any rank sends anything.
-        step: inside `keep_slots`, the state between two updates.
         bytes_filled, bytes_summed: bytes of weights, and of gradients, sent to other ranks since `reset`.
-        bytes_ahead: bytes of weights received since `reset` whose transfer started before their layer.
         load_P: with replicas, choices of this rank's tokens for each slot of the group since `reset` (and one more
             entry for no expert), int64. None without replicas, where a slot's load is its expert's.
     """
@@ -91,14 +76,13 @@ class SlotFiller:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.load_P: torch.Tensor | None = None
         self.reset()
-        self.step: Step | None = None
         self.num_slots = len(layout.slots[self.rank])
         self.num_homes = len(layout.homes[self.rank])
         self._plan()
 
     def reset(self) -> None:
         """Reset the counters."""
-        self._filled = self._summed = self._ahead = 0
+        self._filled = self._summed = 0
         if self.load_P is not None:
             self.load_P.zero_()
 
@@ -109,10 +93,6 @@ class SlotFiller:
     @property
     def bytes_summed(self) -> int:
         return self._summed
-
-    @property
-    def bytes_ahead(self) -> int:
-        return self._ahead
 
     @property
     def hops(self) -> tuple[SlotFiller, ...]:
@@ -180,12 +160,9 @@ class SlotFiller:
         self._indices = _Indices._make([*(torch.tensor(one, dtype=torch.int64) for one in lists), first_S1])
         self._on_device: dict[torch.device, _Indices] = {}
 
-    def fill(self, home: torch.Tensor, name: str) -> torch.Tensor:
-        """(homes of this rank, ...) -> (slots of this rank, ...), differentiable. Collective. `name`: of the
-        parameter."""
-        if self.layout.slot_is_home:
-            return home
-        return _Fill.apply(home, self, name)
+    def fill(self, home: torch.Tensor) -> torch.Tensor:
+        """(homes of this rank, ...) -> (slots of this rank, ...), differentiable. Collective."""
+        return home if self.layout.slot_is_home else _Fill.apply(home, self)
 
     def indices(self, device: torch.device) -> _Indices:
         """The indices on a device, cached."""
@@ -193,30 +170,16 @@ class SlotFiller:
             self._on_device[device] = _Indices(*(one.to(device) for one in self._indices))
         return self._on_device[device]
 
-    def start_next(self) -> None:
-        """Called after the layer: start to fill the next one's slots, inside `keep_slots`."""
-        if self.step is not None:
-            self.step.start_next()
-
-    def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
-        """The parameters of this rank's slots whose homes are on other ranks, by rank, in the order of slots."""
-        if self.step is not None:
-            return self.step.arrivals(home, name)
-        return self.wait(self.send_rows(home.detach(), home.dtype), ahead=False)
-
-    def send_rows(self, home: torch.Tensor, dtype: torch.dtype) -> Transfer:
-        """Start to send this rank's homes to other ranks' slots, in `dtype`."""
-        rows = home[self.indices(home.device).send_rows].to(dtype)
+    def send_rows(self, home: torch.Tensor) -> Transfer:
+        """Start to send this rank's homes to other ranks' slots, where they arrive by rank, in the order of slots."""
+        rows = home.detach()[self.indices(home.device).send_rows]
         self._filled += rows.nbytes
         return self._exchange(rows, self.send, self.receive)
 
-    def wait(self, transfer: Transfer, ahead: bool) -> torch.Tensor:
-        """Wait for parameters of slots. `ahead`: the transfer started before the layer."""
-        device = transfer.out.device
-        with self.meter.span("fill", device) if self.meter is not None else nullcontext():
-            arrived = transfer.wait()
-        self._ahead += arrived.nbytes if ahead else 0
-        return arrived
+    def wait(self, transfer: Transfer) -> torch.Tensor:
+        """Wait for parameters of slots."""
+        with self.meter.span("fill", transfer.out.device) if self.meter is not None else nullcontext():
+            return transfer.wait()
 
     def send_gradients(self, dslots: torch.Tensor) -> Transfer:
         """Start to send the gradients of slots to homes on other ranks. They arrive in order of (rank, slot)."""
@@ -250,9 +213,8 @@ class SlotFiller:
         slots[index.arrival_slots] = arrived
         return slots
 
-    def homes(self, dslots: torch.Tensor, back: torch.Tensor | None) -> torch.Tensor:
-        """The gradients of this rank's homes, from those of its slots and those that came back; zeros for sums whose
-        terms are still to come (None)."""
+    def homes(self, dslots: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        """The gradients of this rank's homes, from those of its slots and those that came back."""
         index = self.indices(dslots.device)
         dhome = dslots.new_empty(self.num_homes, *dslots.shape[1:])
         if self.prefix is not None:
@@ -260,7 +222,7 @@ class SlotFiller:
         else:
             dhome[index.own_rows] = dslots[index.own_slots]
         if len(index.summed_rows):
-            dhome[index.summed_rows] = 0 if back is None else self.add_up(back, dslots[index.summed_slots])
+            dhome[index.summed_rows] = self.add_up(back, dslots[index.summed_slots])
         return dhome
 
     def _exchange(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Transfer:
@@ -302,8 +264,7 @@ def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
         ValueError: sliced experts with adapters or quantised weights, which cannot be sliced."""
     if filler.layout.slot_is_home and filler.layout.slices == 1:
         return home
-    parts = zip(ExpertWeights._fields, home, strict=True)
-    slots = ExpertWeights._make([None if rows is None else filler.fill(rows, name) for name, rows in parts])
+    slots = ExpertWeights._make([None if rows is None else filler.fill(rows) for rows in home])
     if filler.layout.slices == 1:
         return slots
     if slots.adapted or slots.quantised:
@@ -335,15 +296,12 @@ class _OfFirstSlices(torch.autograd.Function):
 
 class _Fill(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, home: torch.Tensor, filler: SlotFiller, name: str) -> torch.Tensor:
-        ctx.filler, ctx.name = filler, name
-        return filler.slots(home, filler.arrivals(home, name))
+    def forward(ctx: Any, home: torch.Tensor, filler: SlotFiller) -> torch.Tensor:
+        ctx.filler = filler
+        return filler.slots(home, filler.wait(filler.send_rows(home)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dslots: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dslots: torch.Tensor) -> tuple[torch.Tensor, None]:
         filler: SlotFiller = ctx.filler
-        back = None
-        if filler.step is None or not filler.step.send_home(dslots, ctx.name):
-            back = filler.send_gradients(dslots).wait()
-        return filler.homes(dslots, back), None, None
+        return filler.homes(dslots, filler.send_gradients(dslots).wait()), None

@@ -24,7 +24,7 @@ from carpool.transport.hierarchical import FixedSizeDedup, Hierarchical
 from carpool.transport.nvlink import NVLink
 from tests.gpu.ranks import run_mode
 from tests.hf.test_sequence_moves import step
-from tests.parallel.test_slot_steps import LAYOUTS, filled
+from tests.parallel.test_node_slots import LAYOUTS, filled
 from tests.ranks import mesh
 from tests.test_parity import Case, differences, run_cases
 

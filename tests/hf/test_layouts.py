@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import carpool.hf
-from carpool.hf.seam.moved_experts import current_layouts, is_logical, logical_order, slots_kept
+from carpool.hf.seam.moved_experts import current_layouts, is_logical, logical_order
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from tests.hf.meshes import reuse_meshes
-from tests.hf.parity import IMPLEMENTATION, full_gradients, quiet
+from tests.hf.parity import IMPLEMENTATION, quiet
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks
 
@@ -94,74 +92,6 @@ def test_training_goes_on_as_if_nobody_had_moved(ranks: Ranks, tmp_path: Path, s
     for loss_error, weight_error, moved, right in ranks(_both, str(tmp_path), sizes):
         assert loss_error < 2e-6 and weight_error < 1e-4
         assert moved > 0 and right
-
-
-class Kept(NamedTuple):
-    """Of one rank. By way (each layer by itself, slots kept, kept and ahead): bytes."""
-
-    equal: bool
-    filled: list[int]
-    summed: list[int]
-    ahead: list[int]
-    messages: list[str]
-
-
-def _kept(path: str, sizes: dict[str, Any]) -> Kept:
-    """Two micro-batches with checkpointed layers, replicas filled each time, once, and ahead: equal gradients?"""
-    model = _model(path, sizes)
-    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": carpool.keep_rides})
-    last = sizes["ep_size"] - 1
-    layout = ExpertLayout.permuted(ORDERS[0], last + 1).with_replicas([(5, last), (5, 2), (4, 0)][:: 4 - last])
-    carpool.hf.set_layout(model, layout)
-    gradients, counted, messages = [], [], []
-    watch = mock.patch.object(
-        carpool.hf.seam.moved_experts.log, "info", lambda *args: messages.append(args[0] % args[1:])
-    )
-    layers = list(carpool.hf.rides(model).values())
-    fillers = [own.filler for own in layers]
-    for keep in (nullcontext(), slots_kept(layers, prefetch=False), slots_kept(layers)):
-        for filler in fillers:
-            filler.reset()
-        with watch, keep:
-            for number in range(2):
-                batch = {name: value.roll(number, 1) for name, value in _own(model).items()}
-                model(**batch).loss.backward()
-        gradients.append(full_gradients(model))
-        model.zero_grad(set_to_none=True)
-        counted.append([sum(getattr(f, f"bytes_{what}") for f in fillers) for what in ("filled", "summed", "ahead")])
-    again, *others = gradients
-    equal = all(g is o[name] or torch.equal(g, o[name]) for o in others for name, g in again.items())  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01)
-    before = float(model(**_own(model)).loss)
-    with watch, slots_kept(layers):  # a new step: what was kept before is gone
-        equal &= float(model(**_own(model)).loss) == before
-    return Kept(equal, *(list(what) for what in zip(*counted, strict=True)), messages)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(EP4 | {"fsdp_mixed_precision": True}, id="ep4 bf16"),
-        pytest.param(EFSDP, id="ep2 efsdp2", marks=pytest.mark.slow),
-        pytest.param(HSDP, id="hsdp", marks=pytest.mark.slow),
-    ],
-)
-def test_replicas_are_filled_once_a_step_and_ahead(ranks: Ranks, tmp_path: Path, sizes: dict[str, Any]) -> None:
-    """FSDP may have divided a rank's rows: then nothing is ahead, and the log says so once."""
-    # In processes of its own: after other tests one of two layers was once filled when it ran (the same bits), and what
-    # they had left behind was not found.
-    ranks.stop()
-    results = ranks(_kept, str(tmp_path), sizes)
-    assert all(one.equal for one in results)
-    # Two forwards and two that checkpointing repeats, against one; gradients go home in both backwards.
-    by_itself, kept, ahead = (sum(one.filled[way] for one in results) for way in range(3))
-    assert by_itself == 4 * kept == 4 * ahead > 0
-    assert all(len(set(one.summed)) == 1 for one in results)
-    divided = sizes is EFSDP
-    assert [sum(one.ahead[way] for one in results) for way in range(3)] == [0, 0, 0 if divided else kept]
-    assert [len(one.messages) for one in results] == [int(divided), 0, 0, 0]
 
 
 def _refused(path: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from carpool.hf import rides, set_schedule, set_transport
-from carpool.hf.seam.moved_experts import slots_kept
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.train.build import assemble
@@ -73,32 +72,28 @@ def watched(model: Any) -> Iterator[list[str]]:
                 setattr(owner, name, own)
 
 
-def _trained(model: Any, first: Any = None, keep: Any = nullcontext) -> Any:
+def _trained(model: Any, first: Any = None) -> Any:
     """Losses and gradients of two micro-batches. Each has its backward."""
     model.zero_grad()
     losses = []
-    with keep():
-        for loss in halves(model):
-            with nullcontext() if first is None else first:
-                losses.append(loss())
-                losses[-1].backward()
+    for loss in halves(model):
+        with nullcontext() if first is None else first:
+            losses.append(loss())
+            losses[-1].backward()
     return [value.item() for value in losses], full_gradients(model)
 
 
 def _parity(folder: str, mesh: dict[str, Any], how: str, changes: dict[str, Any]) -> Any:
     model = make_model(folder, **mesh, **changes)
     set_transport(model, "dedup")
-    keep: Callable[[], AbstractContextManager[None]] = nullcontext
     if how == "chunks":
         set_schedule(model, Schedule("chunks", 2))
-    elif how == "slots kept":
-        keep = lambda: slots_kept(list(rides(model).values()))  # noqa: E731
     elif how:
         model.activation_checkpointing_enable({"use_reentrant": how == "with reentry"})
-    expected, theirs = _trained(model, keep=keep)
+    expected, theirs = _trained(model)
     first = rides_first(model)
-    losses, ours = _trained(model, first, keep)
-    twice = _trained(model, first, keep)
+    losses, ours = _trained(model, first)
+    twice = _trained(model, first)
     return {
         "losses": losses == expected,
         "same": same(ours, theirs),
@@ -106,7 +101,7 @@ def _parity(folder: str, mesh: dict[str, Any], how: str, changes: dict[str, Any]
         "same twice": twice[0] == losses and same(twice[1], ours),
         "trained": sum(gradient is not None for gradient in theirs.values()),
         "freed": all(g.is_sharded for m in model.modules() if m is not model for g in groups(m)),
-        "afterwards": same(_trained(model, keep=keep)[1], theirs),
+        "afterwards": same(_trained(model)[1], theirs),
     }
 
 
@@ -118,7 +113,6 @@ def _parity(folder: str, mesh: dict[str, Any], how: str, changes: dict[str, Any]
         ("olmoe", {"fsdp": 4, "ep": 2}, "with reentry", {"attention_bias": True}),
         pytest.param("olmoe", {"fsdp": 2, "ep": 2}, "without reentry", {}, marks=pytest.mark.slow),
         pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "chunks", {}, marks=pytest.mark.slow),
-        pytest.param("olmoe", {"fsdp": 4, "ep": 2, "bf16": True}, "slots kept", {}, marks=pytest.mark.slow),
         # A dense layer first, and shared experts beside the others.
         ("deepseek_v3", {"fsdp": 4, "ep": 4}, "", {"first_k_dense_replace": 1}),
     ],

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ import carpool
 from carpool.activations import Arena
 from carpool.hf import rides, set_layout, set_transport
 from carpool.hf.build_model import build_model
-from carpool.hf.seam.moved_experts import slots_kept
 from carpool.hf.sharding import replicate_dense
 from carpool.hf.step_graphs import StepGraphs
 from carpool.layout import ExpertLayout
@@ -155,37 +154,32 @@ def counted() -> Iterator[dict[str, int]]:
 def _parity(folder: str, mesh: dict[str, Any], transport: str, how: str, changes: dict[str, Any]) -> dict[str, Any]:
     model = make_model(folder, **mesh, **changes)
     set_transport(model, transport)
-    keep: Callable[[], AbstractContextManager[None]] = nullcontext
     if how == "replicas":
         set_layout(model, ExpertLayout.contiguous(8, 4).with_replicas([(0, 1), (0, 3), (5, 0)]))
-        keep = partial(slots_kept, list(rides(model).values()))
     elif how == "own forward":
         for own in rides(model).values():
             own.compute = None
     elif how != "no checkpoints":
         context = {"context_fn": carpool.keep_rides} if how == "rides kept" else {}
         model.activation_checkpointing_enable({"use_reentrant": how == "with reentry", **context})
-    with keep():
-        expected = one_by_one(model)
+    expected = one_by_one(model)
     theirs = full_gradients(model)
     model.zero_grad()
-    with keep():
-        one_by_one(model, reduce_once=True)
+    one_by_one(model, reduce_once=True)
     reduced_once = full_gradients(model)
     two = TwoBatch(model)
     runs = []
     for _ in range(2):
         model.zero_grad()
-        with keep(), counted() as travelled, watched(model, travelled) as seen:
+        with counted() as travelled, watched(model, travelled) as seen:
             values = two.backward(halves(model))
         runs.append(full_gradients(model))
     freed = [group.is_sharded for module in model.modules() if module is not model for group in groups(module)]
     # Afterwards FSDP's hooks are its own again.
     model.zero_grad()
-    with keep():
-        with counted() as for_one, watched(model, for_one):
-            halves(model)[0]().backward()
-        halves(model)[1]().backward()
+    with counted() as for_one, watched(model, for_one):
+        halves(model)[0]().backward()
+    halves(model)[1]().backward()
     return {
         "losses": all(torch.equal(a, b) for a, b in zip(values, expected, strict=True)),
         "as reduced once": same(runs[0], reduced_once),

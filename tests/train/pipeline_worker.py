@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides
@@ -22,7 +23,6 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import replicated, sharded_parameters
 from carpool.parallel.schedules import stages_of
-from carpool.replicas.slot_steps import local
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.ride.turns import HALF
@@ -191,11 +191,15 @@ def replay(family: str, schedule: str, micro_batches: int, ep: int = 1, **how: A
     return found
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     """Bit by bit, of this rank's shards."""
     pairs = [(ours[name], gradient) for name, gradient in theirs.items()]
     return any(g is not None for g, _ in pairs) and all(
-        g is e is None or (g is not None and e is not None and torch.equal(local(g), local(e))) for g, e in pairs
+        g is e is None or (g is not None and e is not None and torch.equal(_local(g), _local(e))) for g, e in pairs
     )
 
 

@@ -201,7 +201,7 @@ def test_settings_that_do_something_are_not(tmp_path):
     for overrides in (
         ["parallelism=auto", "parallelism.cp_attention=ring", "memory.moe_outputs=save"],
         ["moe.transport=hierarchical", "nvlink.leases=3", "training.eval_steps=none"],
-        ["placement.every=3", "placement.replicas=1", "placement.prefetch=false", "placement.lag=2"],
+        ["placement.every=3", "placement.replicas=1", "placement.lag=2"],
     ):
         check_effects(resolve_config(None, overrides))
     check_effects(resolve_config(None, ["moe.transport=dedup", "nvlink.leases=3"]), compare="nvlink")

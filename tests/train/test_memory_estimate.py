@@ -29,7 +29,7 @@ from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.machine import find_gpu
 from carpool.train.plan import memory_fit as fit
 from carpool.train.plan.dry_run import dry_run
-from carpool.train.plan.estimate import MemoryEstimate, Replicas, replica_bytes, tensors_of
+from carpool.train.plan.estimate import MemoryEstimate, slot_bytes, tensors_of
 from carpool.train.run.run import start_run
 from tests.environment import ROOT
 from tests.ranks import Ranks
@@ -123,17 +123,13 @@ def test_a_step_with_replica_bytes_experts_takes_what_is_predicted(
     check(ranks, tmp_path, [*overrides, *wide])
 
 
-def test_room_for_copies_is_counted() -> None:
-    degrees, moving = Degrees(fsdp=4, ep=4), ["placement.every=10", "placement.replicas=3"]
-    assert replica_bytes(load_config(None, []), degrees, 10, 16, 2, 1) == Replicas()
-    # Slots of 4 homes and 3 copies; 3 came in each of 2 layers, and from another node up to as many for neighbours.
-    assert replica_bytes(load_config(None, moving), degrees, 10, 16, 2, 1) == (70, 60, 2 * (6 + 3) * 10)
-    several = replica_bytes(load_config(None, [*moving, "placement.prefetch=false"]), degrees, 10, 16, 2, 2)
-    assert several == (70, pytest.approx(2 * (3 + 3 * (1 - 3 / 12)) * 10), 0)
-    everywhere = replica_bytes(
-        load_config(None, ["placement.every=10", "placement.replicas=99"]), degrees, 10, 16, 2, 2
-    )
-    assert everywhere[:2] == (160, 240), "what it has for neighbours it wants itself"
+def test_slots_of_replicas_are_counted() -> None:
+    degrees = Degrees(fsdp=4, ep=4)
+    assert slot_bytes(load_config(None, []), degrees, 10, 16) == 0
+    # Slots of 4 homes and 3 replicas; no rank has an expert twice.
+    for replicas, expected in ((3, 70), (99, 160)):
+        config = load_config(None, ["placement.every=10", f"placement.replicas={replicas}"])
+        assert slot_bytes(config, degrees, 10, 16) == expected
 
 
 @pytest.mark.slow

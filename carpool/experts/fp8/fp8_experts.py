@@ -17,7 +17,7 @@ would take as much memory as the weights themselves, for every layer, including 
 quantising them takes a third of the time of the forward's products, more for experts with few tokens, and they do not
 change until the next optimizer step. So the caller may reuse them (`carpool train`: moe.fp8_cache_weights):
 
-    with carpool.hf.seam.moved_experts.slots_kept(layers, quantised=True):
+    with carpool.hf.seam.moved_experts.weights_unchanged(layers):
         ...                                       an evaluation, or all micro-batches of one optimizer step
 
 Inside, columns of h are always [gate | up], and each of the two, as all of F and H, is filled up with zeros to a

@@ -98,7 +98,6 @@ class ExpertRides(LayerCore):
         states_logical: whether the module's states are in logical order by hooks (`set_layout`).
         padded: whether a forward may have padding (`WithoutExperts`).
         row_group: the ranks among which its parameters are sharded, and maybe more; None: all ranks.
-        told: whether the log says that slots cannot be filled ahead (`slots_kept`).
     """
 
     def __init__(self, experts: Any, experts_forward: Forward, group: dist.ProcessGroup | None, transport: str) -> None:
@@ -122,7 +121,7 @@ class ExpertRides(LayerCore):
         self.router_limit: BeforeRide | None = None
         self.token_slice = (0, 1)
         self.row_group: dist.ProcessGroup | None = None
-        self.told = self.states_logical = self.padded = False
+        self.states_logical = self.padded = False
         self._adapters_checked = False
         self.set_transport(transport)
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.

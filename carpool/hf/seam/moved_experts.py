@@ -12,7 +12,6 @@ FSDP2 may shard a rank's experts once more. Then an expert whose place changes t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -23,18 +22,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from carpool.experts import ExpertWeights, FP8Experts
+from carpool.experts import FP8Experts
 from carpool.experts.slices import cut, join
 from carpool.hf.seam.expert_rides import ExpertRides, rides
-from carpool.hf.seam.experts_module import fields_of, weight_names
+from carpool.hf.seam.experts_module import fields_of
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import sharded_parameters
 from carpool.replicas.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
-from carpool.replicas.slot_steps import Home, Homes, keep_slots, local
 
-log = logging.getLogger("carpool")
 LayoutsLike = Layouts | ExpertLayout
 
 
@@ -100,55 +97,14 @@ def current_layouts(model: nn.Module) -> Layouts:
 
 
 @contextmanager
-def slots_kept(layers: Sequence[ExpertRides], quantised: bool = False, prefetch: bool = True) -> Iterator[None]:
-    """Inside, no weight changes: replicas are filled once and serve all forwards (micro-batches, recomputation, batches
-    of an evaluation). All ranks together.
-
-    Args:
-        quantised: FP8 experts cache their quantised weights, too, which takes as much memory as the weights in bf16.
-        prefetch: slots are filled ahead of their layer, and no backward waits for replicas' gradients: these are
-            complete at the end. The same bits (carpool/replicas/slot_steps.py).
-    """
-    ahead = [homes(own) if prefetch else None for own in layers]
-    if prefetch:
-        _tell(layers, ahead)
+def weights_unchanged(layers: Sequence[ExpertRides]) -> Iterator[None]:
+    """Inside, no weight changes: FP8 experts cache their quantised weights, which takes as much memory as the weights
+    in bf16."""
     with ExitStack() as stack:
         for own in layers:
-            if quantised and isinstance(own.compute, FP8Experts):
+            if isinstance(own.compute, FP8Experts):
                 stack.enter_context(own.compute.weights_unchanged())
-        if any(hop.travels for own in layers for hop in own.filler.hops):
-            stack.enter_context(keep_slots([(own.filler, one) for own, one in zip(layers, ahead, strict=True)]))
         yield
-
-
-def _tell(layers: Sequence[ExpertRides], ahead: Sequence[Homes | None]) -> None:
-    """Say once in the log if slots cannot be filled ahead."""
-    refused = [own for own, one in zip(layers, ahead, strict=True) if one is None and own.filler.travels]
-    if refused and not any(own.told for own in layers) and dist.get_rank() == 0:
-        log.info(
-            "replicas are filled when their layer runs, not ahead of it: FSDP has divided a rank's experts among "
-            "several, or keeps them on another device"
-        )
-    for own in refused:
-        own.told = True
-
-
-def homes(own: ExpertRides) -> Homes | None:
-    """The parameters of a layer between two forwards; None if there is nothing to fill, or not ahead."""
-    if not own.filler.travels:
-        return None
-    group = next(iter(fsdp.groups_of(own.experts)), None)
-    found: dict[str, Home] = {}
-    for field, name in zip(ExpertWeights._fields, weight_names(own.experts), strict=False):
-        if name is None:
-            continue
-        parameter = own.experts._parameters.get(name)
-        here = group is None or (isinstance(parameter, DTensor) and parameter.device.type == group.device.type)
-        if parameter is None or not here or local(parameter).shape[0] != own.num_local_experts:
-            return None
-        dtype = parameter.dtype if group is None else fsdp.dtype_of(group, parameter.dtype)
-        found[field] = Home(parameter, dtype, 1.0 if group is None else fsdp.divisor_of(group, dtype))
-    return found
 
 
 def is_logical(model: nn.Module) -> bool:

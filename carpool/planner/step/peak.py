@@ -138,8 +138,6 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     if degrees.pp > 1:
         waits = in_flight(candidate.pipeline, degrees.pp, candidate.accumulation, candidate.paired, stage) - 1
         others += waits * (saved.by(number) + sizes.rest)
-    # Gradients of copies on their way home: of the micro-batch before, and of the layers before.
-    late = sizes.late if candidate.accumulation > 1 else 0.0
 
     # Attention's backward comes after that of the experts. Gradients of one layer's experts are among those that stay,
     # unless they are added to others, reduced, sent or used.
@@ -172,10 +170,10 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
             (f"forward of layer {i}", before, others + saved.by(i + 1) + saved.again, 0.0) for i in range(number)
         ]
     if sizes.has_head:
-        moments.append(("loss", before, others + saved.by(number) + late, logits))
-    moments.append(("backward begins", before, others + saved.by(number) + late, after_loss))
+        moments.append(("loss", before, others + saved.by(number), logits))
+    moments.append(("backward begins", before, others + saved.by(number), after_loss))
     for i in reversed(range(number)) if every_layer else sorted({0, number - 1}, reverse=True):
-        there = others + saved.by(i + 1) + max(late, sizes.late * (number - 1 - i) / number)
+        there = others + saved.by(i + 1)
         gradients = own if candidate.optimizer_in_backward else before + (own - before) * (number - i) / number
         moments.append((f"backward of layer {i}", gradients, there + work + waiting, 0.0))
         if candidate.copies_experts and i >= number - moe_layers:

@@ -111,8 +111,7 @@ class RankSizes:
         adapters: parameters of a rank; adapter_stored, adapter_state: bytes of each, and of its optimizer's state.
         largest_adapter: the most parameters of one tensor of these.
         here: bytes of experts on the device of a rank whose others are in host memory or on disk; None: all are here.
-        slots, arrived, late: bytes of a layer's slots, of what came for slots, and of gradients on their way
-            (`carpool.train.plan.estimate`).
+        slots: bytes of a layer's slots, if they are not its homes; arrived: of spare slots.
         cuda: on a GPU.
     """
 
@@ -154,7 +153,6 @@ class RankSizes:
     here: float | None = None
     slots: float = 0.0
     arrived: float = 0.0
-    late: float = 0.0
     cuda: bool = True
 
 

@@ -91,15 +91,6 @@ class PlacementSection(Section):
         int, Needs(_has_replicas, "placement.every, and placement.replicas of a policy that has replicas")
     ] = Field(default=0, ge=0)
     """Slots on each rank for replicas of experts, beside the experts that live there."""
-    prefetch: Annotated[
-        bool,
-        Needs(
-            lambda settings: _has_replicas(settings) or settings["moe.layout"] != "contiguous",
-            "replicas of experts: placement.replicas",
-        ),
-    ] = True
-    """Replicas are filled while earlier layers compute, and the backward does not wait for their gradients. false:
-    each layer waits for both. The bits are the same."""
     predictor: Annotated[Literal["last", "ema"], _EVERY] = "ema"
     """How the load of the next steps is predicted. last: as in the last step. ema: a moving average."""
     load_limit: float = Field(default=1.1, gt=1)

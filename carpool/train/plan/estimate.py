@@ -5,11 +5,8 @@ Parameters are exact sums of what each rank holds, and what decoder layers keep 
 without memory (`carpool.hf.activation_sizes`). `memory_peak_bytes` of a run is PyTorch's own count on GPUs,
 hence without context, NCCL and fragments (`tensors_of`), and the growth of the resident set on CPUs.
 
-Replicas of experts: a layer whose slots are not its homes fills them anew: weights of all its slots, homes among them,
-are kept until its backward. What came from other ranks is kept for the whole step, in all layers, and serves every
-micro-batch (`carpool.replicas.slot_steps`). On several nodes a rank also gets what others of its node want
-(`carpool.replicas.node_slots`). Gradients that are late are there from a layer's backward to its next one: those that
-were sent, those that came, and those of own slots.
+Replicas of experts that a layout has: a layer whose slots are not its homes fills them anew, and the weights of all its
+slots, homes among them, are saved for its backward.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import copy
 import math
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -49,14 +46,6 @@ from carpool.train.plan.transport_choice import transport_options
 from carpool.transport import find_transport
 
 
-class Replicas(NamedTuple):
-    """Bytes: of a layer's slots; of what came for slots, in all layers; and of gradients on their way, in all."""
-
-    slots: float = 0.0
-    arrived: float = 0.0
-    late: float = 0.0
-
-
 def most_replicas(config: Config) -> int:
     """The most replicas of experts on a rank."""
     copies = config.placement.replicas if config.placement.every is not None else 0
@@ -68,26 +57,15 @@ def most_replicas(config: Config) -> int:
     return copies
 
 
-def replica_bytes(config: Config, degrees: Degrees, row: float, rows: int, layers: int, nodes: int) -> Replicas:
-    """Of replicas, with as many on each rank as it has slots for.
+def slot_bytes(config: Config, degrees: Degrees, row: float, rows: int) -> float:
+    """Bytes of a layer's slots, with as many replicas on each rank as it has slots for; 0 without replicas.
 
     Args:
         row: bytes of an expert's weights in a layer, or of a slice of it, as it computes.
-        rows: experts of a layer, or slices.
-        layers: with experts.
-        nodes: on which the ranks of an expert-parallel group are."""
-    copies = most_replicas(config)
+        rows: experts of a layer, or slices."""
     homes = -(-rows // degrees.expert_ranks)
-    away = rows - homes
-    copies = min(copies, away)
-    if copies <= 0:
-        return Replicas()
-    # For others of the node; where every rank wants all, it wants these itself.
-    held = min(copies, (nodes - 1) * homes) * (1 - copies / away)
-    # FSDP that divides a rank's experts, and tiers, wait for gradients.
-    waits = not config.placement.prefetch or degrees.efsdp > 1 or config.memory.experts != "device"
-    late = 0.0 if waits else layers * (2 * copies + min(homes, copies)) * row
-    return Replicas((homes + copies) * row, layers * (copies + held) * row, late)
+    copies = min(most_replicas(config), rows - homes)
+    return (homes + copies) * row if copies > 0 else 0.0
 
 
 STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -109,7 +87,6 @@ class MemoryEstimate:
         degrees: of parallelism.
         model: on the meta device.
         cuda: on GPUs.
-        nodes: on which the ranks of an expert-parallel group are.
         like: those of the same model; what its layers keep is not measured again if it is the same.
         packed: the checkpoint has its experts in MXFP4.
     """
@@ -120,11 +97,10 @@ class MemoryEstimate:
         degrees: Degrees,
         model: PreTrainedModel,
         cuda: bool,
-        nodes: int = 1,
         like: MemoryEstimate | None = None,
         packed: bool = False,
     ) -> None:
-        self.config, self.degrees, self.model, self.cuda, self.nodes = config, degrees, model, cuda, nodes
+        self.config, self.degrees, self.model, self.cuda = config, degrees, model, cuda
         self.packed = packed
         training = config.training
         self.bf16 = bf16 = training.computes_in_bf16(cuda)
@@ -204,7 +180,7 @@ class MemoryEstimate:
 
     def changed(self, config: Config) -> MemoryEstimate:
         """The same of a run with other settings, on the same ranks."""
-        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self.nodes, self, self.packed)
+        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self, self.packed)
 
     def __call__(self, transport: str, data_parallel: str) -> Memory:
         """Predicted bytes of each component on one rank when memory is highest, and their total.
@@ -299,13 +275,8 @@ class MemoryEstimate:
         row, rows = row_size(self.model.config), self.num_experts * degrees.etp
         # A token chooses every slice of its experts, which are on neighbouring ranks.
         copies = degrees.etp * way.ranks_per_token(self.num_experts, self.top_k, degrees.ep)
-        of_replicas = replica_bytes(
-            config, degrees, self.experts.total * self.computed / (rows * self.moe_layers), rows, moe_layers, self.nodes
-        )
-        spare = 0.0
-        if degrees.ep > 1 and self.moe_layers:
-            one = self.experts.total * self.computed / (rows * self.moe_layers)
-            spare = candidate.spare.bytes(one, moe_layers)
+        one = self.experts.total * self.computed / (rows * self.moe_layers)
+        spare = candidate.spare.bytes(one, moe_layers) if degrees.ep > 1 else 0.0
         here = None
         if config.memory.experts != "device":
             # Three layers' at most.
@@ -337,7 +308,7 @@ class MemoryEstimate:
             quantised_away=self.quantised_away, adapters=self.adapters + self.expert_adapters,
             adapter_stored=STORED[adapter.dtype], adapter_state=sum(training.state_bytes(adapter.dtype).values()),
             largest_adapter=self.largest_adapter, here=here,
-            slots=of_replicas.slots, arrived=of_replicas.arrived + spare, late=of_replicas.late, cuda=self.cuda,
+            slots=slot_bytes(config, degrees, one, rows), arrived=spare, cuda=self.cuda,
         )  # fmt: skip
 
 

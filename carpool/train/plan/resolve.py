@@ -240,9 +240,8 @@ def resolve(
         check_implementations(config.model, model)
 
     transport = expected_transport(config, degrees, blueprint, machine)
-    nodes = machine.topology.of(degrees.ranks_along(0, "ep", "etp")).num_nodes
     packed = isinstance(blueprint.source, Path) and is_packed(blueprint.source)
-    estimate, memory = MemoryEstimate(config, degrees, model, machine.cuda, nodes, packed=packed), machine.memory
+    estimate, memory = MemoryEstimate(config, degrees, model, machine.cuda, packed=packed), machine.memory
     measure = None if measure_policies is None else lambda: measure_policies(config, machine, blueprint)
     per_node = machine.topology.ranks_beside(0)
     policies = choose_memory(estimate, transport.answer, machine.hardware, decisions, measure, per_node)

@@ -80,7 +80,7 @@ def _held_out(run: Run) -> tuple[float, int]:
     """The mean loss over all held-out tokens, and their number."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.built.device)
     run.built.model.eval()
-    with torch.no_grad(), run.slots_kept():
+    with torch.no_grad(), run.weights_unchanged():
         for batch in run.data.held_out:
             # Counted before it goes to the device, for which nobody waits until the end.
             sums[1] += count_targets(batch["labels"])

@@ -29,7 +29,7 @@ import torch
 from carpool.hf.decoder_layers import eagerly
 from carpool.hf.ride_metrics import LaterRecord
 from carpool.hf.seam.expert_rides import buffers_of_rides, capacities_of_rides
-from carpool.hf.seam.moved_experts import current_layouts, slots_kept
+from carpool.hf.seam.moved_experts import current_layouts, weights_unchanged
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import peak_memory
 from carpool.metrics.metric import METRICS, LaterMetrics, Metric, start_metrics
@@ -124,10 +124,9 @@ class Run:
             return own
         return Layouts(dict.fromkeys(self.plan.pipeline.moe_layers, next(iter(own.values()))))
 
-    def slots_kept(self) -> AbstractContextManager[None]:
-        """Inside, slots are filled once, not in every forward."""
-        hold, prefetch = self.config.moe.fp8_cache_weights, self.config.placement.prefetch
-        return slots_kept(self.built.rides, hold, prefetch)
+    def weights_unchanged(self) -> AbstractContextManager[None]:
+        """Inside, no weight changes, and FP8 experts may cache theirs."""
+        return weights_unchanged(self.built.rides if self.config.moe.fp8_cache_weights else [])
 
     def with_capacity(self, compute: Callable[[], T]) -> T:
         """What `compute` returns once all tokens had a place in the transport's buffers. Until then the buffers grow,
@@ -284,7 +283,7 @@ def gradients(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.T
         built.bias.forget()
     asked = [float(run.stop.signum == signum) for signum in STOP_SIGNALS]
     consume = None if built.consumed is None else partial(_consume, built)
-    with run.slots_kept():
+    with run.weights_unchanged():
         means = built.objective.accumulate(batches, run.data.train.targets, asked, consume)
     if (kept := replicated(built.model)) is not None:
         kept.finish()
