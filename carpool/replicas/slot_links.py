@@ -6,8 +6,7 @@
     coming.release()                               after the experts that read them have been launched
     dhomes = links.send_home(dslots, handle)       beside the last combine
 
-A transport that has a way of its own brings it (`carpool.transport.Transport.slot_links`). Links that do not send each
-replica once say how many experts a rank sends in a fetch, and home: `links.sent(handle)`, after the fetch.
+A transport that has a way of its own brings it (`carpool.transport.Transport.slot_links`).
 """
 
 from __future__ import annotations
@@ -59,6 +58,11 @@ class SlotLinks(Protocol):
         of an expert are added in float32, in order of (rank, slot)."""
         ...
 
+    def sent(self, handle: Any) -> tuple[int | torch.Tensor, int | torch.Tensor]:
+        """How many experts are sent to other ranks in a fetch, and home, after the fetch: by this rank, or, where only
+        the device knows the plan, by all ranks on the first one and 0 on the others."""
+        ...
+
 
 class CollectiveLinks:
     """`SlotLinks` over all-to-alls of `torch.distributed`. Over several nodes an expert crosses to a node once, if that
@@ -100,7 +104,6 @@ class CollectiveLinks:
         return rows
 
     def sent(self, handle: ToHost) -> tuple[int, int]:
-        """Experts that this rank sends to others in `fetch`, and in `send_home`, hop by hop."""
         hops = self.filler(handle).hops
         return sum(sum(hop.send) for hop in hops), sum(sum(hop.receive) for hop in hops)
 

@@ -43,7 +43,7 @@ class Load(NamedTuple):
         rides: number of them.
         before, after: that of homes alone, and with replicas; 1.0: balanced. Each ride counts by its choices.
         replicas: experts fetched into spare slots of all ranks, in a ride, on average.
-        beyond: rides whose fullest rank is beyond the limit.
+        beyond: rides in which the largest load of a rank is beyond the limit.
     """
 
     rides: int
@@ -225,11 +225,10 @@ class SpareSlots:
 
 class _Ridden(NamedTuple):
     """What the backward needs beside the activations of the order inside: the route of its first piece, the plan's
-    handle and its replicas (see `_Started`), and the fetched parameters if they are saved."""
+    handle, and the fetched parameters if they are saved."""
 
     route: Any
     handle: Any
-    replicas: int | torch.Tensor
     fetched: tuple[torch.Tensor, ...] | None
 
 
@@ -260,12 +259,10 @@ def _travelling(weights: ExpertWeights) -> dict[int, torch.Tensor]:
 
 
 class _Started(NamedTuple):
-    """The state of the order inside, the plan's handle, its replicas where this rank counts them for all, and the
-    weights of slots, which are on their way."""
+    """The state of the order inside, the plan's handle, and the weights of slots, which are on their way."""
 
     inner: Any
     handle: Any
-    replicas: int | torch.Tensor
     slots: _Slots
 
 
@@ -285,12 +282,10 @@ class BalancedOrder:
     ) -> _Started:
         slot_TK, plan = self.spare.assign(slot_TK, self.spare.costs(weights))
         handle = self.links.take(plan)
-        counts = self.spare.rank == 0 and not hasattr(self.links, "sent")
-        replicas = (plan.expert_WS >= 0).sum() if counts else 0
         # Where the host has to read the plan, it does so while the tokens travel.
-        early = None if self.links.waits_for_host else self._fetch(weights, handle, replicas)
+        early = None if self.links.waits_for_host else self._fetch(weights, handle)
         inner = self.inner.start(x_TH, weight_TK, slot_TK, weights, setup)
-        return _Started(inner, handle, replicas, early or self._fetch(weights, handle, replicas))
+        return _Started(inner, handle, early or self._fetch(weights, handle))
 
     def forward(
         self, started: _Started, weights: ExpertWeights, setup: RideSetup, backward: bool
@@ -301,7 +296,7 @@ class BalancedOrder:
             if self.spare.saved:
                 slots = _travelling(started.slots())
                 fetched = tuple(rows[self.spare.homes :].clone() for rows in slots.values())
-            ridden = _Ridden(first.route, started.handle, started.replicas, fetched)
+            ridden = _Ridden(first.route, started.handle, fetched)
             activations = first._replace(route=ridden), *activations[1:]
         started.slots.release()
         return y_TH, activations
@@ -317,14 +312,14 @@ class BalancedOrder:
         first = activations[0]
         ridden: _Ridden = first.route
         activations = first._replace(route=ridden.route), *activations[1:]
-        slots = self._fetch(weights, ridden.handle, ridden.replicas, ridden.fetched)
+        slots = self._fetch(weights, ridden.handle, ridden.fetched)
         coming, dslots = self.inner.backward(dy_TH, self._weights(slots), activations, setup, needs_dweights)
         # Gradients of weights that are computed later read none.
         slots.release()
 
         def homes(dslots: ExpertWeights) -> ExpertWeights:
             given = {i: rows for i, rows in enumerate(dslots) if rows is not None}
-            self.spare.count_bytes(self._sent(ridden.handle, ridden.replicas, 1), list(given.values()))
+            self.spare.count_bytes(self.links.sent(ridden.handle)[1], list(given.values()))
             found = dict(zip(given, self.links.send_home(list(given.values()), ridden.handle), strict=True))
             return ExpertWeights._make(found.get(i) for i in range(len(dslots)))
 
@@ -335,22 +330,11 @@ class BalancedOrder:
         # While the tokens' gradients travel.
         return coming, homes(dslots)
 
-    def _sent(self, handle: Any, replicas: int | torch.Tensor, way: int) -> int | torch.Tensor:
-        """Experts that travel in a fetch (0) or home (1), to be counted by this rank."""
-        sent: tuple[int, int] | None = self.links.sent(handle) if hasattr(self.links, "sent") else None
-        return replicas if sent is None else sent[way]
-
-    def _fetch(
-        self,
-        weights: ExpertWeights,
-        handle: Any,
-        replicas: int | torch.Tensor,
-        fetched: tuple[torch.Tensor, ...] | None = None,
-    ) -> _Slots:
+    def _fetch(self, weights: ExpertWeights, handle: Any, fetched: tuple[torch.Tensor, ...] | None = None) -> _Slots:
         homes = list(_travelling(weights).values())
         if fetched is None:
             coming = self.links.fetch(homes, handle)
-            self.spare.count_bytes(self._sent(handle, replicas, 0), homes)
+            self.spare.count_bytes(self.links.sent(handle)[0], homes)
         else:
             coming = Fetched(lambda: [self._join(*one) for one in zip(homes, fetched, strict=True)])
         return _Slots(weights, self.spare.per_rank, coming)

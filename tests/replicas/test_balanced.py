@@ -135,13 +135,13 @@ def test_what_cannot_be_balanced_is_refused(ranks: Ranks) -> None:
 
 
 def test_costs_are_those_of_the_machine() -> None:
-    """An H200 computes one choice of Qwen3-30B-A3B's experts in 0.18 us, and fetches an expert in 29 us."""
+    """One choice of Qwen3-30B-A3B's experts takes an H200 0.057 us, its four rides 0.051 us, and an expert that is
+    fetched twice and whose gradient goes home 88 us."""
     h200 = find_hardware("H200")
     flops = 3 * 6 * 2048 * 768
     costs = slot_costs(h200, Topology.even(8), flops, 4 * 2048 * 2, 3 * 3 * 2048 * 768 * 2)
-    rate = min(h200.rate(link).bytes_per_second for link in Topology.even(8).pairs)
-    assert costs.fetch == pytest.approx(16 * (9 * 2048 * 768 * 2 / rate) / (flops / h200.flops), rel=1e-3)
-    assert costs.trip == pytest.approx(16 * (4 * 2048 * 2 / rate) / (flops / h200.flops), rel=0.05)
+    assert costs.fetch == pytest.approx(16 * 88.47 / 0.0566, rel=0.01)
+    assert costs.trip == pytest.approx(16 * 0.0512 / 0.0566, rel=0.05)
     # The rates of a slower network make fetching dearer, and nothing else does.
     assert slot_costs(h200, Topology.even(8, 2), flops, 4 * 2048 * 2, 3 * 3 * 2048 * 768 * 2).fetch > costs.fetch
 

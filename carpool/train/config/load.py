@@ -275,6 +275,13 @@ def _takes_texts(path: tuple[str, ...]) -> bool:
     return path == ("training", "report_to")
 
 
+# Settings that are gone, whose recorded values mean nothing now, and what to say of them.
+_GONE = {
+    "placement.prefetch": "the replicas of a layout are filled when their layer runs; those of moe.spare_slots are "
+    "fetched while tokens travel",
+}
+
+
 def _renamed(section: str, key: str, value: Any) -> str | None:
     """What to write instead of `section.key = value`, such as "memory.expert_inputs = 'save'"; None: it is no old name
     or value."""
@@ -298,7 +305,7 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
         found.setdefault(section, {})
         for key, value in table.items():
             name, was = renamed.get(f"{section}.{key}", (f"{section}.{key}", Was(key)))
-            if value == was.default:
+            if value == was.default or name in _GONE:
                 continue
             first, *tables, last = name.split(".")
             into = found.setdefault(first, {})
@@ -339,6 +346,8 @@ def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str])
             if key in sections[section]:
                 continue
             where = places[(section, key)]
+            if (why := _GONE.get(f"{section}.{key}")) is not None:
+                raise ValueError(f"{section}.{key} {where} is no setting any more: {why}")
             close = nearest(key, sections[section])
             guess = f"{section}.{close}" if close else None
             guess = next((name for name in dotted if name.endswith(f".{key}")), guess)

@@ -178,11 +178,7 @@ class MoeSection(Section):
     balance_limit: Annotated[float | None, Needs("moe.spare_slots")] = Field(default=1.1, ge=1)
     """The load of a rank, over the mean, that spare slots keep to where they suffice, whatever fetching costs, so that
     memory has a bound. none: only time counts."""
-    spare_weights: Annotated[
-        Literal["fetch", "save"],
-        Was("placement.prefetch", {True: "fetch", False: "fetch"}, default=True),
-        Needs("moe.spare_slots"),
-    ] = "fetch"
+    spare_weights: Annotated[Literal["fetch", "save"], Needs("moe.spare_slots")] = "fetch"
     """The parameters of replicas in the backward. fetch: fetched a second time. save: saved from the forward, which
     takes memory in every layer."""
     router_aux_loss_coef: float | None = Field(default=None, ge=0)

@@ -167,6 +167,10 @@ class PeerSlots:
             self.transport._run_here(launch)()
         return [row[: self.held] for row in rows]
 
+    def sent(self, handle: torch.Tensor) -> tuple[int | torch.Tensor, int | torch.Tensor]:
+        replicas = (handle >= 0).sum() if self.buffers.rank == 0 else 0
+        return replicas, replicas
+
     def _memory(
         self, what: str, sizes: Sequence[int], rows: Sequence[torch.Tensor] = (), most: int = 1
     ) -> tuple[SharedMemory, list[int]]:
