@@ -22,6 +22,7 @@ Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look
 The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.ride.schedule.SCHEDULES`
 ("carpool.schedules"), `carpool.replicas.slot_planners.SLOT_PLANNERS` ("carpool.slot_planners"),
 `carpool.experts.EXPERTS` ("carpool.experts"), `carpool.optim.OPTIMIZERS` ("carpool.optimizers"),
+`carpool.train.lr_schedules.LR_SCHEDULES` ("carpool.lr_schedules"),
 `carpool.families.FAMILIES` ("carpool.families"), `carpool.metrics.metric.METRICS` ("carpool.metrics"),
 `carpool.memory.TIERS` ("carpool.tiers"), `carpool.memory.next_experts.PREDICTORS` ("carpool.predictors", of experts in
 host memory), `carpool.placement.solvers.SOLVERS` ("carpool.solvers") and

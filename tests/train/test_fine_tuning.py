@@ -22,8 +22,8 @@ from carpool.train.data.corpus import prepare
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import train_sequences
 from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.lr_schedules import learning_rate
 from carpool.train.plan.dry_run import dry_run
-from carpool.train.run.loop import learning_rate
 from carpool.train.steps.training_objective import Objective
 from examples.tiny_chat_model import CONVERSATIONS, make_tokenizer, write
 from tests.hf.tiny_models import discover, tiny_model

@@ -32,11 +32,9 @@ from carpool.report.read import read_run
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.record_trace import load_run
 from carpool.train.config import load_config
-from carpool.train.config.schema import TrainingSection
 from carpool.train.data import corpus as corpora
 from carpool.train.records.run_folder import why_not_writable
 from carpool.train.run.finish import sample
-from carpool.train.run.loop import learning_rate
 from carpool.train.run.run import train
 from carpool.train.run.run_records import _earlier_starts
 from tests.ranks import Ranks
@@ -464,17 +462,6 @@ def test_generates_from_the_newest_checkpoint(reference: Path) -> None:
     assert result.exit_code == 0 and result.stdout == f"{want}\n" and want.startswith("def f")
     with pytest.raises(ValueError, match="is not a run directory"):
         load_run(reference / "checkpoints")
-
-
-def test_learning_rate_warms_up_and_falls() -> None:
-    training = TrainingSection(learning_rate=1.0, warmup_steps=2, max_steps=10, min_lr_ratio=0.1)
-    rates = [learning_rate(step, training) for step in range(1, 11)]
-    assert rates[:2] == [0.5, 1.0] and rates[-1] == pytest.approx(0.1)
-    assert rates[1:] == sorted(rates[1:], reverse=True) and len(set(rates[1:])) == 9
-    linear = training.model_copy(update={"lr_scheduler_type": "linear"})
-    assert learning_rate(6, linear) == pytest.approx(0.1 + 0.9 * 0.5)
-    constant = training.model_copy(update={"lr_scheduler_type": "constant"})
-    assert learning_rate(10, constant) == 1.0
 
 
 def _balance(per_layer: bool) -> tuple[float, torch.Tensor]:

@@ -51,13 +51,34 @@ class TrainingSection(Section):
     gradient_accumulation_steps: Annotated[int, Demo(4)] = Field(default=1, gt=0)
     """Micro-batches in one optimizer step."""
     learning_rate: Annotated[float, Demo()] = Field(default=5e-3, ge=0)
-    """Peak learning rate of AdamW."""
-    lr_scheduler_type: Annotated[Literal["cosine", "linear", "constant"], Demo("cosine")] = "cosine"
-    """How the learning rate falls from the end of warm-up to max_steps."""
+    """Peak learning rate."""
+    lr_scheduler_type: Annotated[
+        str, Demo("cosine"), registered("training.lr_scheduler_type", "carpool.train.lr_schedules.LR_SCHEDULES")
+    ] = "cosine"
+    """How the learning rate goes on after warm-up: cosine, linear, polynomial or cosine_with_restarts, which fall until
+    max_steps; inverse_sqrt; constant; or warmup_stable_decay (WSD), which is constant and falls at the end."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of that schedule. Of warmup_stable_decay: num_decay_steps (0.2; below 1, a share of max_steps) and
+    decay_type = cosine, linear or 1-sqrt. Of polynomial: power (1). Of inverse_sqrt: timescale, in steps (as warm-up).
+    Of cosine_with_restarts: num_cycles (1)."""
+    decay_from: Annotated[
+        int | None,
+        Needs(
+            "training.lr_scheduler_type=constant or constant_with_warmup or warmup_stable_decay",
+            "training.lr_scheduler_type=warmup_stable_decay or constant",
+        ),
+    ] = Field(default=None, ge=0)
+    """The learning rate falls after this step, to its minimum at max_steps: ends a run that has been stable so far,
+    with training.resume_from_checkpoint. none: as lr_scheduler_type says."""
     min_lr_ratio: Annotated[
-        float, Demo(0.1), Needs("training.lr_scheduler_type!=constant", "training.lr_scheduler_type=cosine or linear")
+        float,
+        Demo(0.1),
+        Needs(
+            "training.lr_scheduler_type!=constant or constant_with_warmup or training.decay_from",
+            "training.lr_scheduler_type other than constant",
+        ),
     ] = Field(default=0.1, ge=0, le=1)
-    """Learning rate at max_steps, as a share of the peak."""
+    """The lowest learning rate, which most schedules have at max_steps, as a share of the peak."""
     warmup_steps: Annotated[float, Demo(0.03)] = Field(default=0.2, ge=0)
     """Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."""
     weight_decay: Annotated[float, Demo(0.0)] = Field(default=0.1, ge=0)
@@ -305,4 +326,25 @@ class TrainingSection(Section):
                 f"training.warmup_steps = {self.warmup_steps:g} is more than training.max_steps = {self.max_steps}: "
                 "warm-up would never end; lower the first or raise the second"
             )
+        self._check_schedule()
         return self
+
+    def _check_schedule(self) -> None:
+        """Raise ValueError for options that the schedule does not have, and steps that do not fit."""
+        from carpool.train.lr_schedules import learning_rate, options_of
+
+        name, known, where = self.lr_scheduler_type, options_of(self.lr_scheduler_type), "training.lr_scheduler_kwargs"
+        if close := self.lr_scheduler_kwargs.keys() & {"min_lr", "min_lr_rate", "min_lr_ratio", "lr_end"}:
+            raise ValueError(f"{where}.{min(close)}: the lowest rate of every schedule is training.min_lr_ratio")
+        check_options(where, self.lr_scheduler_kwargs, f"schedule {name!r} has {listed_options(known)}", known)
+        if self.max_steps is None:
+            return
+        if self.decay_from is not None and not self.warmup() <= self.decay_from < self.max_steps:
+            raise ValueError(
+                f"training.decay_from = {self.decay_from}: expected a step between the end of warm-up "
+                f"({self.warmup()}) and training.max_steps = {self.max_steps}"
+            )
+        try:
+            learning_rate(self.max_steps, self)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None

@@ -37,10 +37,11 @@ from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.build.run_data import RunData
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.config.schema import Config, TrainingSection
+from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.stopping import STOP_SIGNALS, StopRequest
 from carpool.train.launch.worker import Watchdog
+from carpool.train.lr_schedules import learning_rate
 from carpool.train.moving.runtime import Placement
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
@@ -210,21 +211,6 @@ def loop(run: Run) -> None:
         if pauses:
             run.built.metrics.reset()
             begin = time.perf_counter()
-
-
-def learning_rate(step: int, training: TrainingSection) -> float:
-    """The learning rate of step 1, 2, ...: linear warm-up, then cosine, linear or constant to `min_lr_ratio`.
-
-    A pure function of the step, so that there is no scheduler state to save.
-    """
-    warmup = training.warmup()
-    if step <= warmup:
-        return training.learning_rate * step / warmup
-    if training.lr_scheduler_type == "constant":
-        return training.learning_rate
-    done = (step - warmup) / max(1, training.steps - warmup)
-    left = 1 - done if training.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return training.learning_rate * (training.min_lr_ratio + (1 - training.min_lr_ratio) * left)
 
 
 def record(run: Run, wait: bool = True) -> None:
