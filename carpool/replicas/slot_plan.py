@@ -96,13 +96,14 @@ def plan_slots(
     kept = torch.zeros((), dtype=torch.int64, device=device)
     for step in range(1, num_ranks * spare + 1):
         above_W = load_W - mean_W
-        source = above_W.argmax()
-        room_W = torch.where(near_WW[source] & (fetched_W < spare), -above_W, 0)
-        target = room_W.argmax()
+        # Each of one element: a tensor without dimensions as an index would make the host wait.
+        source = above_W.argmax(keepdim=True)
+        room_W = torch.where(near_WW[source][0] & (fetched_W < spare), -above_W, 0)
+        target = room_W.argmax(keepdim=True)
         want = torch.minimum(above_W[source], room_W[target]).clamp(min=0)
         moved_E = torch.where(home_E == source, torch.minimum(quota_E, want), 0)
-        near_E = torch.minimum(load_WE[target], moved_E)
-        expert = (moved_E * WORK + near_E * costs.trip).argmax()
+        near_E = torch.minimum(load_WE[target][0], moved_E)
+        expert = (moved_E * WORK + near_E * costs.trip).argmax(keepdim=True)
         moved, near = moved_E[expert], near_E[expert]
         # Nothing follows that could move anything. On a GPU the host would have to wait to know.
         if device.type == "cpu" and not moved:
@@ -116,7 +117,7 @@ def plan_slots(
         step_WS = torch.where(here_WS, step, step_WS)
         load_W = load_W + moved * (at_target - at_source)
         own_W = own_W + near * at_target - stay * at_source
-        quota_E = quota_E.index_add(0, expert[None], -moved[None])
+        quota_E = quota_E.index_add(0, expert, -moved)
         fetched_W, sent_W = fetched_W + some * at_target, sent_W + some * at_source
         over, dearest = cost()
         better = (over < best_over) | ((over == best_over) & (dearest < best_cost))
