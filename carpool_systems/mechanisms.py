@@ -47,6 +47,7 @@ from carpool_systems.merging import LSH, Condense
 from carpool_systems.predictors import ActivationMatrices, Popularity
 from carpool_systems.sequences import SequenceMoves
 from carpool_systems.spare_plans import Eplb, ExpandShrink, Symi
+from carpool_systems.tiled_experts import Backward, Forward
 from carpool_systems.tiles import TiledOrder
 
 if TYPE_CHECKING:  # these need Transformers, and comparing recipes on a recording does not
@@ -80,6 +81,7 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     "schedule:chunks": lambda seen: seen.during("experts", "dispatch"),
     "schedule:two-batch": lambda seen: seen.during("attention", "dispatch") and seen.during("attention", "combine"),
     "schedule:tiles": lambda seen: seen.called(TiledOrder.forward) and seen.called(TiledOrder.backward),
+    "experts:tiles": lambda seen: seen.called(Forward.part) and seen.called(Backward.part),
     "chunks:backward": lambda seen: any(ahead != back for ahead, back in seen.together),
     "beside:shared-experts": lambda seen: seen.during("shared experts", "dispatch"),
     "priority:rides": lambda seen: seen.called(RidesFirst.before_experts)

@@ -252,6 +252,9 @@ class Recorder:
         for cls in {owner for name in SLOT_PLANNERS for owner in SLOT_PLANNERS[name].__mro__ if "plan" in vars(owner)}:
             self._replace(cls, "plan", self._planning(vars(cls)["plan"]))
         self._replace(SpareSlots, "assign", self._assigning(SpareSlots.assign))
+        # Backward passes of a GPU belong to threads of autograd's own, which nothing traces: they stay on this one.
+        threads = torch.autograd.set_multithreading_enabled(False)
+        self._undo.append(lambda: threads.__exit__(None, None, None))
         # A trace function that returns None is called when a function begins, and for nothing else.
         threading.settrace(self._see)
         sys.settrace(self._see)
