@@ -60,7 +60,8 @@ class HeadLoss:
         """Run the model.
 
         Args:
-            input_ids: (B, L). None: `settings`, for the model's forward, have `inputs_embeds`.
+            input_ids: (B, L). None: `settings`, for the model's forward, have `inputs_embeds`. It makes no cache of
+                keys and values unless they have `use_cache`.
             target_BL: the token that each position predicts, -100: none (`next_tokens`).
 
         Returns:
@@ -68,6 +69,8 @@ class HeadLoss:
 
         Raises:
             RuntimeError: the model changes its logits after its output layer, which `carpool.families` does not say."""
+        # A cache of keys and values is of no use to a loss, and a compiled layer would be another one for each layer.
+        settings = {"use_cache": False, **settings}
         if self.why_whole is not None:
             out = self.model(input_ids=input_ids, **settings)
             with torch.profiler.record_function("carpool::loss"):
