@@ -83,6 +83,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             one = measure_load if args.row in LOADS else measure
             args.out.write_text(json.dumps(one(args, Path(folder))))
+        if dist.is_initialized():
+            dist.destroy_process_group()  # else the process may hang at its end
         return
     found = []
     for row in args.rows:

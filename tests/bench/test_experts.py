@@ -262,7 +262,8 @@ def test_on_a_gpu():
     ours, theirs, _ = case.rows
     for row in case.rows:
         assert row.unavailable is None and row.saved_bytes is not None and row.peak_bytes is not None
-        assert row.peak_bytes > row.saved_bytes + weights, "gradients of the parameters are there at the end"
+        # Gradients of the parameters come while what was saved goes.
+        assert row.peak_bytes > row.saved_bytes + weights // 2
         for times in row.sections.values():
             assert times.ms_median > 0 and (times.share_of_peak is None or times.share_of_peak < 1)
     assert pre_activation <= ours.saved_bytes < 1.3 * pre_activation
