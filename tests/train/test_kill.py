@@ -148,7 +148,14 @@ def pid_of_rank(agent: int, rank: int) -> int:
     pytest.fail(f"no rank {rank} below process {agent}")
 
 
-@pytest.mark.parametrize("how", ["read no further", "full", "closed from the start"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("read no further", marks=pytest.mark.slow),
+        "full",
+        pytest.param("closed from the start", marks=pytest.mark.slow),
+    ],
+)
 def test_output_that_cannot_be_written_ends_no_run(text: list[str], tmp_path: Path, how: str) -> None:
     output, errors = tmp_path / "run", tmp_path / "errors"
     settings = [*text, "parallelism.device=cpu", "parallelism.num_ranks=1", "training.sample_prompt=none"]
