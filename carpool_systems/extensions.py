@@ -114,7 +114,7 @@ class MoveSequences(Extension):
     help = "Sequences move between layers to the ranks where their experts are (NetMoE, LUFFY). Off by default."
 
     def check_plan(self, plan: Plan) -> None:
-        from carpool.train.data.rows import are_packed
+        from carpool.train.data.formats import are_packed
         from carpool_systems.sequence_moves import check_moves
 
         check_moves(self.settings.every, len(plan.blueprint.expert_counts), plan.degrees.ep)

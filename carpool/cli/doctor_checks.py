@@ -156,7 +156,7 @@ def _embedded_data() -> Check:
         sources = find_sources([STDLIB], "data.train")
     except ValueError as error:
         return Check(YELLOW, "demo data", str(error))
-    size = sum(source.path.stat().st_size for source in sources) / 1e6
+    size = sum(Path(source.path).stat().st_size for source in sources) / 1e6
     return Check(GREEN, "demo data", f"{describe_sources([STDLIB])}, {len(sources)} files, {size:.1f} MB")
 
 

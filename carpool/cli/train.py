@@ -213,13 +213,13 @@ def read_data(config: Config) -> None:
     from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
     from carpool.train.data.corpus import corpus_of
     from carpool.train.data.loader import check_same_data
-    from carpool.train.data.sequences import eval_sequences, train_sequences
+    from carpool.train.data.mixture import eval_sequences, train_sequences
     from carpool.train.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(config)
-    corpus = corpus_of(config, tokenizer)
-    train = train_sequences(corpus, config.data)
-    eval_sequences(corpus, config.data)
+    corpora = corpus_of(config, tokenizer)
+    train = train_sequences(corpora, config.data)
+    eval_sequences(corpora, config.data)
     folder = config.training.folder
     resume = checkpoint_to_resume(config.training.resume_from_checkpoint, folder, CheckpointManager(folder))
     if resume is not None:
@@ -245,12 +245,14 @@ def check_paths(resolved: Resolved, compare: str | None = None) -> None:
     from carpool.planner.machine.hardware import find_hardware
     from carpool.train.data.chat import read_template
     from carpool.train.data.corpus import check_sources
-    from carpool.train.data.rows import find_format
+    from carpool.train.data.formats import source_formats
     from carpool.train.data.tokenizer import tokenizer_of
 
     if config.parallelism.hardware is not None:
         find_hardware(config.parallelism.hardware)
     read_template(config.data)
     # Now with the format of the data, which is in the first row.
-    check_effects(resolved, find_format(config.data, check_sources(config.data)), compare)
+    check_sources(config.data)
+    forms = set(source_formats(config.data))
+    check_effects(resolved, forms.pop() if len(forms) == 1 else None, compare)
     tokenizer_of(config)

@@ -119,6 +119,7 @@ def _share(share: dict[str, float], step_ms: float | None) -> list[dict[str, Any
 def _last_step(run: Run) -> list[tuple[str, str]]:
     """What a step records besides the figures, at the last step."""
     last = run.train[-1]
+    sources, sets = last.source_tokens, run.evals[-1].sets if run.evals else {}
     rows = [
         ("Step", str(last.step)),
         ("Loss", plain_text(last.loss, 4)),
@@ -135,6 +136,14 @@ def _last_step(run: Run) -> list[tuple[str, str]]:
         ("Experts without a token", count_text(last.dead_experts)),
         ("Router entropy (nats)", plain_text(last.router_entropy)),
         ("Tokens dropped", count_text(last.dropped_tokens)),
+        *(
+            (
+                f"Tokens of {name}, so far",
+                f"{count_text(tokens)} ({percent_text(tokens / max(1, sum(sources.values())))})",
+            )
+            for name, tokens in sources.items()
+        ),
+        *((f"Held-out loss of {name}", plain_text(loss, 4)) for name, loss in sets.items()),
     ]
     return [(label, value) for label, value in rows if value != plain_text(None)]
 

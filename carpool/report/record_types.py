@@ -176,6 +176,7 @@ class Train(Record):
     ms: dict[str, Timing] = Field(default_factory=dict)
     memory_peak_bytes: int | None = None
     metrics: dict[str, float | None] = Field(default_factory=dict)
+    source_tokens: dict[str, int] = Field(default_factory=dict)
 
     def part_ms(self, part: str, which: str) -> float | None:
         """`which` (p50, p99 or total) of one part of the layer, in ms; None if it was not measured."""
@@ -213,9 +214,12 @@ class Layers(Record):
 
 
 class Eval(Record):
+    """`sets`: the loss of each set, where there are several."""
+
     step: int
     loss: float | None = None
     tokens: int | None = None
+    sets: dict[str, float | None] = Field(default_factory=dict)
 
 
 class Sample(Record):

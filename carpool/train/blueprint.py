@@ -38,7 +38,7 @@ from carpool.planner.machine.hardware import hardware_of
 from carpool.plugins.nearest import nearest
 from carpool.train.config.published import FROM, read_keys
 from carpool.train.config.schema import Config, ModelSection
-from carpool.train.data.rows import are_packed
+from carpool.train.data.formats import are_packed
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.extensions import extensions_in_use
 

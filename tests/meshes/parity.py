@@ -31,7 +31,7 @@ from carpool.train.build.assemble import build, first_layouts
 from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import TrainLoader
-from carpool.train.data.sequences import train_sequences
+from carpool.train.data.mixture import sequences_of
 from carpool.train.run.loop import Run, gradients
 from carpool.train.run.run import plan_on_ranks, with_data
 from tests.full_tensor import full_tensor
@@ -217,7 +217,7 @@ def _reference(family: str, layers: int, packing: str, micro_batches: int, balan
     model: Any = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
     data = DataSection(packing=cast(Any, packing), sequence_length=LENGTH)
     loader = TrainLoader(
-        train_sequences(corpus_of(packing), data),
+        sequences_of(corpus_of(packing), data),
         batch_size=SEQUENCES // micro_batches,
         accumulation=micro_batches,
         seed=3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from carpool.cli.train import read_data
 from carpool.train.config import load_config
 from carpool.train.config.schema import DataSection
 from carpool.train.data.chat import Chat, Conversation
-from carpool.train.data.corpus import Corpus, prepare
+from carpool.train.data.corpus import Corpus, prepare_all
 from carpool.train.data.show import show
 from carpool.train.data.tokenizer import BytesTokenizer
 from examples.tiny_chat_model import CONVERSATIONS, TEMPLATE, make_tokenizer
@@ -168,7 +169,7 @@ def test_a_template_that_rewrites_answers_is_refused_unless_they_are_apart() -> 
 
 def corpus(folder: Path, path: Path, **data: Any) -> Corpus:
     settings = {"train": (str(path),), "eval_fraction": 0.0, "cache_dir": str(path.parent / "cache")}
-    return prepare(DataSection(**(settings | data)), BytesTokenizer(), str(folder))
+    return prepare_all(DataSection(**(settings | data)), BytesTokenizer(), str(folder)).sources[0]
 
 
 def lines(path: Path, *rows: Any) -> Path:
@@ -200,8 +201,9 @@ def test_lines_tables_and_datasets_give_the_same_examples(folder: Path, tmp_path
     assert examples(found)[0][0] == pretrained.apply_chat_template(first)["input_ids"]
     for other in (tmp_path / "b.parquet", tmp_path / "c"):
         assert examples(corpus(folder, other)) == examples(found), other
-    held = corpus(folder, jsonl, eval=(str(tmp_path / "c"),))
-    assert held.eval_documents == 1 and held.eval.tolist() == examples(found)[0][0]
+    both = DataSection(train=(str(jsonl),), eval=(str(tmp_path / "c"),), cache_dir=str(tmp_path / "cache"))
+    (held,) = prepare_all(both, BytesTokenizer(), str(folder)).held_out
+    assert held.train_documents == 1 and held.train.tolist() == examples(found)[0][0]
     assert corpus(folder, jsonl, eval_fraction=0.1).eval_documents == 2
     apart = corpus(folder, jsonl, turns="apart")
     answers = sum(message["role"] == "assistant" for row in ROWS for message in row["messages"])
@@ -272,7 +274,7 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
         (
             [{"messages": [{"from": "human", "value": "hi"}]}],
             {},
-            'has no role, but from, value; rename "from" to "role"',
+            'has no role, but from, value; set data.format="sharegpt"',
         ),
         ([{"messages": [ONE, USER]}], {}, "the first message is an answer"),
         (
@@ -313,7 +315,7 @@ def test_bad_data(folder: Path, tmp_path: Path, content: Any, settings: Any, mes
         return
     with pytest.raises(ValueError, match=message):
         corpus(folder, path, **(settings | named))
-    assert not list((tmp_path / "cache").glob("*"))
+    assert "eval" in named or not list((tmp_path / "cache").glob("*"))
 
 
 def test_bad_templates(folder: Path, tmp_path: Path) -> None:
@@ -377,3 +379,74 @@ def test_what_is_learned_is_shown_and_data_is_read_before_ranks_start(
     (tmp_path / "a.txt").write_text("wörter 😬")
     with pytest.raises(ValueError, match="a single document"):
         show(stream, 1, out)
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+@pytest.mark.parametrize(
+    ("flags", "settings", "learned"),
+    [
+        ({}, {"loss": "last"}, ["Nothing."]),
+        ({1: {"train": False}}, {}, ["Nothing."]),
+        ({1: {"weight": 0}, 3: {"weight": 1}}, {}, ["Nothing."]),
+        ({3: {"train": False}}, {"loss": "last"}, []),
+        ({}, {"loss": "last", "turns": "apart"}, ["Nothing."]),
+        ({}, {"roles_to_train": ("user",)}, ["user\nHello?", "user\nWhat's up?"]),
+        ({2: {"train": True}, 1: {"train": False}}, {"loss": "last"}, ["user\nWhat's up?", "Nothing."]),
+    ],
+)
+def test_which_messages_are_learned(template: str, flags: Any, settings: Any, learned: list[str]) -> None:
+    hi = {"role": "user", "content": "What's up?"}
+    messages = [message | flags.get(i, {}) for i, message in enumerate([USER, ONE, hi, TWO])]
+    chat = Chat(DataSection(**settings), pretrained := make_tokenizer(template))
+    found = [
+        one
+        for ids, marks in chat.encode([Conversation(messages, None, "here")])
+        for one in [pretrained.decode([token for token, mark in zip(ids, marks, strict=True) if mark])]
+    ]
+    text = "".join(found)
+    parts = [part for part in re.split(r"<\|im_end\|>\n?", text) if part]
+    assert [part.removeprefix("<|im_start|>").removeprefix("assistant\n") for part in parts] == learned
+
+
+def test_a_flag_is_true_or_false() -> None:
+    with pytest.raises(ValueError, match=r"here: weight of a message is 0\.5; true, false, 1 or 0"):
+        encode([USER, ONE | {"weight": 0.5}])
+    with pytest.raises(ValueError, match='no message of the role "tool or system", but user, assistant'):
+        encode([USER, ONE], roles_to_train=("tool", "system"))
+
+
+def test_sharegpt_and_alpaca_are_conversations(folder: Path, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    wanted = [
+        {"messages": [SYSTEM, USER, ONE]},
+        {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1"}, ONE]},
+    ]
+    said = {"from": "gpt", "value": ONE["content"]}
+    given = [
+        {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hello?"}, said]},
+        {"conversations": [
+            USER, {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "1"}, said,
+        ]},
+    ]  # fmt: skip
+    expected = examples(corpus(folder, lines(tmp_path / "a.jsonl", *wanted)))
+    assert examples(corpus(folder, lines(tmp_path / "b.jsonl", *given))) == expected
+    asked = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Ho"]]}
+    turns = [("user", "Hi"), ("assistant", "Ho"), ("user", "Add.\n1 2"), ("assistant", "3")]
+    same = {"messages": [SYSTEM, *({"role": role, "content": text} for role, text in turns)]}
+    plain = {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]}
+    expected = examples(corpus(folder, lines(tmp_path / "c.jsonl", same, plain)))
+    array = tmp_path / "d.json"
+    array.write_text(json.dumps([asked, {"instruction": "Add.", "input": "", "output": "3"}], indent=1))
+    assert examples(corpus(folder, array)) == expected
+    (tmp_path / "e.csv").write_text('instruction,output,input\r\n"Add.",3,\r\n')
+    assert examples(corpus(folder, tmp_path / "e.csv")) == expected[1:]
+    for row, message in (
+        ({"conversations": [{"from": "cat", "value": "x"}]}, "line 1: a message is from 'cat', which is none of human"),
+        ({"instruction": "a", "output": "b", "history": "c"}, "'history' holds no list of pairs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            corpus(folder, lines(tmp_path / "f.jsonl", row))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import gzip
 import io
@@ -23,12 +24,16 @@ from rich.console import Console
 from carpool.serve.prompts import Text
 from carpool.train.config import load_config
 from carpool.train.config.schema import DataSection
-from carpool.train.data.corpus import Corpus, check_sources, default_cache_dir, prepare
-from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader, count_targets, permutation
-from carpool.train.data.rows import PIECE_BYTES, fields_of, read_rows
+from carpool.train.data.corpus import Corpora, Corpus, check_sources, default_cache_dir, prepare, prepare_all
+from carpool.train.data.examples import TextFormat
+from carpool.train.data.formats import FORMATS, fields_of
+from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader, count_targets
+from carpool.train.data.order import permutation
+from carpool.train.data.readers import READERS, Source, read_rows
+from carpool.train.data.rows import PIECE_BYTES, Fields, Reader, Row, open_file
 from carpool.train.data.sequences import Stream
 from carpool.train.data.show import show
-from carpool.train.data.sources import Source, describe_sources, find_sources
+from carpool.train.data.sources import describe_sources, find_sources
 from carpool.train.data.tokenizer import BytesTokenizer, FileTokenizer, load_tokenizer
 
 BYTES = BytesTokenizer()
@@ -38,6 +43,10 @@ EOS = BYTES.eos_id
 def corpus(folder: Path, **settings) -> Corpus:
     settings.setdefault("eval_fraction", 0.0)
     return prepare(DataSection(cache_dir=str(folder / "cache"), **settings), BYTES)
+
+
+def corpora(folder: Path, **settings) -> Corpora:
+    return prepare_all(DataSection(cache_dir=str(folder / "cache"), **settings), BYTES)
 
 
 def texts_of(tokens) -> list[str]:
@@ -216,23 +225,28 @@ def test_every_kind_of_source_gives_its_texts(tmp_path):
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "e"))
     splits = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:1])}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "f"))
-    expected = {"a.txt": texts[:1], "f": texts} | dict.fromkeys(["b.jsonl", "c.jsonl.gz", "d.parquet", "e"], texts)
+    (tmp_path / "g.json").write_text(json.dumps(rows, indent=1))
+    with open(tmp_path / "h.csv", "w", newline="") as file:
+        csv.DictWriter(file, ["n", "text"]).writerows([{"n": "n", "text": "text"}, *rows])
+    expected = {"a.txt": texts[:1], "f": texts} | dict.fromkeys(
+        ["b.jsonl", "c.jsonl.gz", "d.parquet", "e", "g.json", "h.csv"], texts
+    )
     for name, want in expected.items():
         got = corpus(tmp_path, train=[str(tmp_path / name)])
         assert texts_of(got.train) == want, name
         assert got.train_documents == len(want)
-    got = corpus(tmp_path, train=[str(tmp_path / "a.txt")], eval=[str(tmp_path / "f")])
-    assert texts_of(got.eval) == texts[:1], "the held-out split of a dataset folder"
+    (held,) = corpora(tmp_path, train=[str(tmp_path / "a.txt")], eval=[str(tmp_path / "f")]).held_out
+    assert texts_of(held.train) == texts[:1], "the held-out split of a dataset folder"
 
 
 def test_folders_and_globs_are_read_in_sorted_order_each_file_once(tmp_path):
-    for name in ("b/2.txt", "a/1.md", "c.py", ".hidden/x.txt", "a/skip.bin", "d.jsonl"):
+    for name in ("b/2.txt", "a/1.md", "c.py", ".hidden/x.txt", "a/skip.dat", "d.jsonl"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name if name != "d.jsonl" else '{"text": "d"}')
     whole = str(tmp_path / "in")
     assert texts_of(corpus(tmp_path, train=[whole]).train) == ["a/1.md", "b/2.txt", "c.py", "d"]
-    mixed = [f"{whole}/**/*.txt", f"{whole}/a/skip.bin", whole]
-    assert texts_of(corpus(tmp_path, train=mixed).train) == ["b/2.txt", "a/skip.bin", "a/1.md", "c.py", "d"]
+    mixed = [f"{whole}/**/*.txt", f"{whole}/a/skip.dat", whole]
+    assert texts_of(corpus(tmp_path, train=mixed).train) == ["b/2.txt", "a/skip.dat", "a/1.md", "c.py", "d"]
 
 
 def test_a_folder_that_vanishes_while_it_is_read_is_passed_over(tmp_path, monkeypatch):
@@ -297,7 +311,14 @@ def test_the_standard_library_is_the_embedded_default(tmp_path):
         ("a.jsonl", b"{}\n", "it has no fields at all"),
         ("a.jsonl", b'{"text": 3}\n', "the field 'text' holds int, not text"),
         ("a.jsonl", b'["text"]\n', "line 1 is a JSON list; one object per line"),
-        ("a.json", b'[\n{"text": "a"}]', "a JSON array is not read"),
+        ("a.jsonl", b'[\n{"text": "a"}]', r"a JSON array is read from a \.json file"),
+        ("a.json", b'[\n{"text": "a"}, 3]', r"a\.json, item 2 is a JSON int; one object"),
+        ("a.json", b'[\n{"text": "a"}, ', r"a\.json is not JSON"),
+        ("a.csv", b"text,n\na,1,2\n", r"a\.csv, line 2 has not as many values as the first line has columns \(2\)"),
+        ("a.csv", b"body\na\n", r"a\.csv has no column 'text'; it has body: set data\.text_field"),
+        ("a.csv", b"text\n\xff\n", r"a\.csv is no CSV of UTF-8: "),
+        ("a.idx", b"MMIDIDX", r"a\.idx has no a\.bin beside it"),
+        ("a.bin", b"x" * 2000, r"a\.bin is no shard of tokens"),
         ("a.jsonl", b'{"text": null}\n', "has no text"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is no intact gzip file"),
         ("a.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-9], r"a\.txt\.gz is no intact gzip file"),
@@ -336,19 +357,19 @@ def test_paths_where_nothing_is(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "x.c").write_text("int x;")
-    (tmp_path / "t.csv").write_text("prompt,completion\n")
+    (tmp_path / "t.bin.gz").write_bytes(b"\0\1")
     os.mkfifo(tmp_path / "pipe.txt")
     for named, message in [
         (tmp_path / "no.txt", r"data\.train: .*no\.txt does not exist \(seen from [^)]*\)$"),
         ("some-body/chats_v1", "download it first: hf download some-body/chats_v1 --repo-type dataset --local-dir DIR"),
         ("https://example.org/chats.jsonl", "that is an address: download it first"),
         ("data/chats.jsonl", r"does not exist \(seen from [^)]*\)$"),
-        (tmp_path / "t.csv", r"t\.csv is a table of a kind that is not read; write it as JSON lines or Parquet"),
-        (tmp_path / "*.csv", r"t\.csv is a table of a kind that is not read"),
+        (tmp_path / "t.bin.gz", r"t\.bin\.gz is a binary file of a kind that is not read \(\.jsonl, .*\.idx"),
+        (tmp_path / "*.gz", r"t\.bin\.gz is a binary file"),
         (tmp_path / "*.no", "no file matches"),
         (tmp_path / "pipe.txt", "pipe.txt is no file, but a pipe or a device"),
         (tmp_path / "empty", "empty is empty"),
-        (tmp_path / "odd", r'no text, JSON-lines or Parquet file, but \.c; if these are text, name them .*\*\.c"'),
+        (tmp_path / "odd", r'no text, JSON-lines, CSV or Parquet file, but \.c; if these are text, name them .*\*\.c"'),
     ]:
         with pytest.raises(ValueError, match=message):
             check_sources(DataSection(train=(str(named),)))
@@ -376,7 +397,7 @@ def test_a_single_document_cannot_be_held_out(tmp_path):
     assert len(corpus(tmp_path, train=[str(tmp_path / "a.txt")]).eval) == 0
     (tmp_path / "b.txt").write_text("")
     with pytest.raises(ValueError, match=r"data\.eval .* has no text"):
-        corpus(tmp_path, train=[str(tmp_path / "a.txt")], eval=[str(tmp_path / "b.txt")])
+        corpora(tmp_path, train=[str(tmp_path / "a.txt")], eval=[str(tmp_path / "b.txt")])
 
 
 def test_max_bytes_counts_bytes_and_keeps_documents_whole(tmp_path):
@@ -670,3 +691,61 @@ def test_evaluation_can_be_limited_to_a_spread_of_sequences():
     first = [row[0] for batch in loader for row in batch["input_ids"].tolist()]
     assert first == [0, 20, 40, 60]
     assert EvalLoader(sequences, batch_size=2, max_sequences=99).num_sequences == 20
+
+
+# ------------------------------------------------------------------------------------------------- tokens, plug-ins
+
+
+def test_megatrons_files_and_shards_of_tokens(tmp_path):
+    documents = [np.arange(5), np.arange(70, 73), np.array([9])]
+    tokens = np.concatenate(documents).astype("<u2")
+    sizes = np.array([3, 2, 3, 1], "<i4")  # sequences, of which the first two are the first document
+    counts = np.array([4, 4], "<i8").tobytes()
+    offsets = (2 * np.cumsum([0, *sizes[:-1]])).astype("<i8").tobytes()
+    index = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8]) + counts + sizes.tobytes() + offsets
+    (tmp_path / "a.idx").write_bytes(index + np.array([0, 2, 3, 4], "<i8").tobytes())
+    (tmp_path / "a.bin").write_bytes(tokens.tobytes())
+    for named in ("a.idx", "a"):
+        got = corpus(tmp_path, train=[str(tmp_path / named)], eval_fraction=0.34)
+        assert (got.train_documents, got.eval.tolist()) == (2, [9]) and got.train.tolist() == tokens[:-1].tolist()
+    with pytest.raises(ValueError, match=r"a\.bin is no shard of tokens: .*; name the \.idx beside it"):
+        corpus(tmp_path, train=[str(tmp_path / "a.bin")])
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    (tmp_path / "b.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    assert corpus(tmp_path, train=[str(tmp_path / "b.bin")]).train.tolist() == tokens.tolist()
+    (tmp_path / "b.bin").write_bytes(header.tobytes() + tokens[:-1].tobytes())
+    with pytest.raises(ValueError, match=r"b\.bin has 1,040 bytes; 1,042 bytes of tokens are needed"):
+        corpus(tmp_path, train=[str(tmp_path / "b.bin")])
+    write_lines(tmp_path / "c.jsonl", [{"input_ids": [1, 400]}])
+    with pytest.raises(ValueError, match=r"line 1 has tokens 1 to 400, but the tokenizer bytes has 320"):
+        corpus(tmp_path, train=[str(tmp_path / "c.jsonl")])
+
+
+def test_a_kind_of_file_and_a_format_from_outside_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(READERS, "_things", dict(READERS._things))
+    monkeypatch.setattr(FORMATS, "_things", dict(FORMATS._things))
+
+    class Lyrics(Reader):
+        name, what, endings = "lyrics", "file of songs", (".lrc",)
+
+        def rows(self, path, wanted, splits):
+            with open_file(path) as file:
+                for number, line in enumerate(file, start=1):
+                    yield Row({"line": line.decode().strip()}, f"{path}, line {number}")
+
+    class Songs(TextFormat):
+        name, row = "songs", "line"
+
+        def fields(self, data):
+            return Fields(("line",), (), "the field line")
+
+        def encoder(self, data, tokenizer, model_path):
+            return super().encoder(data.model_copy(update={"text_field": "line"}), tokenizer, model_path)
+
+    READERS.register(Lyrics)
+    FORMATS.register(Songs)
+    (tmp_path / "a.lrc").write_text("la\nli\n")
+    for named in (tmp_path, tmp_path / "a.lrc"):
+        assert texts_of(corpus(tmp_path, train=[str(named)]).train) == ["la", "li"]
+    assert DataSection(format="songs").format == "songs"

@@ -20,7 +20,7 @@ from carpool.train.config import Config, TrainingSection, load_config, resolve_c
 from carpool.train.config.fine_tuning import defaults
 from carpool.train.data.corpus import prepare
 from carpool.train.data.loader import TrainLoader
-from carpool.train.data.sequences import train_sequences
+from carpool.train.data.mixture import sequences_of
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.lr_schedules import learning_rate
 from carpool.train.plan.dry_run import dry_run
@@ -239,7 +239,7 @@ def plain_steps(settings: list[str], reads: list[int]) -> Iterator[tuple[float, 
         rows = [json.loads(line)["messages"] for line in file]
     known = {tuple(pretrained.apply_chat_template(messages)["input_ids"]) for messages in rows}
     corpus = prepare(config.data, load_tokenizer(None, path), path)
-    loader = TrainLoader(train_sequences(corpus, config.data), batch_size=RANKS, accumulation=2, seed=0)
+    loader = TrainLoader(sequences_of(corpus, config.data), batch_size=RANKS, accumulation=2, seed=0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
     decays = [p for n, p in model.named_parameters() if p.dim() >= 2]
     others = [p for n, p in model.named_parameters() if p.dim() < 2]

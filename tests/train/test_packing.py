@@ -11,9 +11,10 @@ import pytest
 
 from carpool.train.build.run_data import check_vocabulary
 from carpool.train.config.schema import DataSection
-from carpool.train.data.corpus import Corpus, Marks
+from carpool.train.data.corpus import Corpora, Corpus, Marks
 from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets
-from carpool.train.data.sequences import Examples, best_fit, cut, eval_sequences, train_sequences
+from carpool.train.data.mixture import eval_sequences, sequences_of
+from carpool.train.data.sequences import Examples, best_fit, cut
 
 SIZES = [5, 1, 9, 3, 2, 4, 17, 8, 2, 6]
 
@@ -79,7 +80,7 @@ def test_pieces_of_examples_that_are_too_long() -> None:
 @pytest.mark.parametrize("length", [4, 9, 40])
 def test_each_learned_token_is_predicted_once_from_its_own_example(length: int, packing: str) -> None:
     corpus = make_corpus()
-    sequences = train_sequences(corpus, section(sequence_length=length, packing=packing))
+    sequences = sequences_of(corpus, section(sequence_length=length, packing=packing))
     assert isinstance(sequences, Examples) and sequences.packed == (packing == "examples")
     seen: Counter[int] = Counter()
     for index in range(len(sequences)):
@@ -100,7 +101,7 @@ def test_each_learned_token_is_predicted_once_from_its_own_example(length: int, 
 
 
 def test_batches_are_padded_by_a_document_of_padding() -> None:
-    loader = TrainLoader(train_sequences(make_corpus(), section(sequence_length=12)), batch_size=3, pad_id=7)
+    loader = TrainLoader(sequences_of(make_corpus(), section(sequence_length=12)), batch_size=3, pad_id=7)
     (batch,) = next(loader)
     assert {name: value.dtype.is_floating_point for name, value in batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids", "document_ends", "padding"), False
@@ -114,14 +115,14 @@ def test_batches_are_padded_by_a_document_of_padding() -> None:
         size = padding.index(True) if True in padding else 12
         assert ids[size:] == [7] * (12 - size) and labels[size:] == [-100] * (12 - size)
         assert positions[size:] == list(range(12 - size)) and not any(padding[:size])
-    apart = train_sequences(make_corpus(), section(sequence_length=12, packing="off"))
+    apart = sequences_of(make_corpus(), section(sequence_length=12, packing="off"))
     (single,) = next(TrainLoader(apart, batch_size=3))
     assert set(single) == {"input_ids", "labels", "padding"} and single["padding"].any()
     assert loader.targets == count_targets(batch["labels"]) and loader.tokens == int((~batch["padding"]).sum())
 
 
 def test_ranks_share_a_step_of_unequal_parts_and_go_on_in_the_middle_of_an_epoch() -> None:
-    sequences = train_sequences(make_corpus(SIZES * 3), section())
+    sequences = sequences_of(make_corpus(SIZES * 3), section())
     assert len(sequences) > 8
 
     def loaders(**settings: Any) -> list[TrainLoader]:
@@ -140,7 +141,7 @@ def test_ranks_share_a_step_of_unequal_parts_and_go_on_in_the_middle_of_an_epoch
     assert [[batch["input_ids"].tolist() for batch in next(loader)] for loader in resumed] == expected
     for other in (section(packing="off"), section(too_long="truncate")):
         with pytest.raises(ValueError, match="or how they are packed"):
-            TrainLoader(train_sequences(make_corpus(SIZES * 3), other), batch_size=1).load_state_dict(state)
+            TrainLoader(sequences_of(make_corpus(SIZES * 3), other), batch_size=1).load_state_dict(state)
 
 
 def unlike(seed: int = 0) -> Corpus:
@@ -157,8 +158,8 @@ def step_of(step: list[dict[str, Any]]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("grouped", [True, False])
 def test_batches_are_as_long_as_their_longest_and_steps_of_similar_lengths(grouped: bool) -> None:
     data = section(packing="off", sequence_length=60, group_by_length=grouped)
-    sequences = train_sequences(unlike(), data)
-    full = train_sequences(unlike(), section(packing="off", sequence_length=60, pad_to="sequence_length"))
+    sequences = sequences_of(unlike(), data)
+    full = sequences_of(unlike(), section(packing="off", sequence_length=60, pad_to="sequence_length"))
 
     def loaders(ranks: int, **settings: Any) -> list[TrainLoader]:
         same = {"accumulation": 8 // ranks, "dp_size": ranks, "seed": 3} | settings
@@ -203,13 +204,13 @@ def test_batches_are_as_long_as_their_longest_and_steps_of_similar_lengths(group
     assert batch["input_ids"].shape == (2, 60)
     changed = section(packing="off", sequence_length=60, group_by_length=not grouped)
     with pytest.raises(ValueError, match=r"earlier versions .* had data\.group_by_length=false"):
-        TrainLoader(train_sequences(unlike(), changed), batch_size=2, seed=3).load_state_dict(state)
+        TrainLoader(sequences_of(unlike(), changed), batch_size=2, seed=3).load_state_dict(state)
 
 
 def test_held_out_batches_are_equally_long_on_all_ranks() -> None:
     corpus = unlike()
     corpus = Corpus(corpus.train, corpus.train, 1, 203, "f", "here", corpus.train_marks, corpus.train_marks)
-    held = eval_sequences(corpus, section(packing="off", sequence_length=60))
+    held = eval_sequences(Corpora((corpus,)), section(packing="off", sequence_length=60))["eval"]
     loaders = [EvalLoader(held, batch_size=3, dp_rank=rank, dp_size=2) for rank in range(2)]
     batches = list(zip(*loaders, strict=True))
     assert len(batches) == 34 and {one["input_ids"].shape == two["input_ids"].shape for one, two in batches} == {True}
@@ -219,20 +220,22 @@ def test_held_out_batches_are_equally_long_on_all_ranks() -> None:
 
 
 def test_tokens_that_the_model_has_not_are_refused() -> None:
-    corpus = make_corpus()
+    corpus = Corpora((make_corpus(),))
     last = 99 + sum(SIZES)
     check_vocabulary(corpus, last + 1)
-    with pytest.raises(ValueError, match=rf"makes token {last} of data\.train, but the model has {last} tokens"):
+    with pytest.raises(ValueError, match=rf"makes token {last} of the data, but the model has {last} tokens"):
         check_vocabulary(corpus, last)
 
 
 def test_held_out_examples_are_evaluated_whole() -> None:
     corpus = make_corpus()
-    held = eval_sequences(corpus, section(sequence_length=11))
+    held = eval_sequences(Corpora((corpus,)), section(sequence_length=11))["eval"]
     loaders = [EvalLoader(held, batch_size=1, dp_rank=rank, dp_size=3) for rank in range(3)]
     assert [len(loader) for loader in loaders] == [1, 1, 1]
     batches = [batch for loader in loaders for batch in loader]
     assert sum(count_targets(batch["labels"]) for batch in batches) == held.targets(np.arange(len(held)))
     assert batches[2]["padding"].all() and len(held) == 2
-    with pytest.raises(ValueError, match=r"^data\.eval: 1 of 2 examples"):
-        eval_sequences(corpus, section(sequence_length=10, too_long="refuse", eval=("x",)))
+    settings = section(sequence_length=10, too_long="refuse", eval={"x": ("y",)})
+    corpus = Corpus(corpus.eval, corpus.eval[:0], 2, 0, "f", "here", corpus.eval_marks, None, settings.eval_sets()[0])
+    with pytest.raises(ValueError, match=r"^data\.eval\.x: 1 of 2 examples"):
+        eval_sequences(Corpora((), (corpus,)), settings)

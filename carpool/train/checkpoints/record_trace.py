@@ -70,7 +70,8 @@ def record(
     folder: str | None = str(path)
     if (path / "config.toml").is_file():
         loaded, own, config = load_run(path)
-        settings = config.data.model_dump() | settings | ({"train": tuple(data)} if data else {})
+        # Of a mixture, the text of its first source.
+        settings = config.data.train_sets()[0].data.model_dump() | settings | ({"train": tuple(data)} if data else {})
         folder = config.model.path
         sequence_length = sequence_length or config.data.sequence_length
         if tokenizer is not None:

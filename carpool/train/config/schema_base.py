@@ -100,6 +100,8 @@ def toml_value(value: Any, as_key: bool = False) -> str:
         return f'"{NONE_WORDS[0]}"'
     if isinstance(value, dict):
         return "{" + ", ".join(f"{toml_value(k, as_key=True)} = {toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Section):
+        return toml_value(value.model_dump(exclude_none=True))
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     key, _, text = tomli_w.dumps({str(value): 0} if as_key else {"v": value}).strip().partition(" = ")

@@ -2,35 +2,94 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from carpool.plugins.nearest import nearest
 from carpool.train.config.declarations import Demo, Excludes, Needs
-from carpool.train.config.schema_base import Section, Texts
+from carpool.train.config.schema_base import NONE_WORDS, Section, Texts, registered
 
 EVALUATES = Needs("data.eval or data.eval_fraction>0", "held-out data: data.eval, or data.eval_fraction above 0")
+FORMAT = registered("data.format", "carpool.train.data.formats.FORMATS")
 _PROMPTS = Needs("data.format=prompt or none", "rows that are prompts (data.format)")
-_CHATS = Needs("data.format!=text", "conversations or prompts (data.format)")
+# Which splits of a dataset folder are read, the first that is there.
+TRAIN_SPLITS = ("train",)
+EVAL_SPLITS = ("validation", "eval", "test")
+_CHATS = Needs("data.format!=text or tokens", "conversations or prompts (data.format)")
+
+
+class DataSource(Section):
+    """One source of a mixture."""
+
+    path: Texts
+    """As data.train."""
+    weight: float | None = Field(default=None, ge=0)
+    """Its share of the sequences, over the sum of all weights."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Instead of a weight: how often it is read in one epoch of the mixture."""
+    name: str | None = None
+    """In logs and reports. none: the name of its file or folder."""
+    format: Annotated[str, FORMAT] | None = None
+    """As data.format, of this source. none: data.format."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            raise ValueError(f'data.sources has {values!r}: write tables, such as {{path = "a.jsonl", weight = 0.7}}')
+        for key in values:
+            if key not in cls.model_fields:
+                close = nearest(key, list(cls.model_fields))
+                hint = f"did you mean {close}?" if close else f"it takes {', '.join(cls.model_fields)}"
+                raise ValueError(f"unknown key {key} of a source in data.sources; {hint}")
+        if not values.get("path"):
+            raise ValueError("a source in data.sources has no path: name files, folders or globs")
+        return {key: value for key, value in values.items() if value not in NONE_WORDS}
+
+
+class DataSet(NamedTuple):
+    """One source of a run, or one held-out set: its name, the setting that names it, what to read, and of a dataset
+    folder with several splits, which, the first that is there."""
+
+    name: str
+    key: str
+    data: DataSection
+    splits: tuple[str, ...] = TRAIN_SPLITS
+
+    def with_packing(self, packing: Literal["stream", "examples"]) -> DataSet:
+        """The same, packed so."""
+        return self._replace(data=self.data.model_copy(update={"packing": packing}))
 
 
 class DataSection(Section):
     """Which text or conversations, and how they become sequences."""
 
     train: Annotated[Texts, Demo()] = ("stdlib",)
-    """Files, folders or globs: text, JSON-lines (.jsonl, .json, also .gz), Parquet, local Hugging Face dataset
-    folders. "stdlib" is the source code of this machine's Python: real text, no download."""
-    eval: Texts | None = None
-    """Held-out data, given in the same way. none: eval_fraction of train."""
+    """Files, folders or globs: text, JSON (.jsonl, .json, also .gz), CSV, Parquet, local Hugging Face dataset folders,
+    token shards (Megatron's .idx with .bin, llm.c's .bin). "stdlib" is the source code of this machine's Python: real
+    text, no download."""
+    sources: Annotated[
+        Annotated[tuple[DataSource, ...], BeforeValidator(lambda value: tuple(value) if type(value) is list else value)]
+        | None,
+        Excludes("data.train", "a mixture names its files itself, in data.sources"),
+    ] = None
+    """A mixture instead of train: a table for each source, with path (as train), weight (its share of the sequences)
+    or epochs (how often it is read in an epoch of the mixture), name and format."""
+    eval: Texts | dict[str, Texts] | None = None
+    """Held-out data, given as train is, or several sets by name, each evaluated by itself. none: eval_fraction of
+    train."""
     eval_fraction: Annotated[float, Demo(0.05), Needs("data.eval=none or data.eval_fraction=0", "data.eval=none")] = (
         Field(default=0.05, ge=0, lt=1)
     )
     """Share of train's rows (documents, conversations) that is held out when eval is none."""
     eval_max_sequences: Annotated[int | None, Demo(170), EVALUATES] = Field(default=170, gt=0)
     """The most held-out sequences that are evaluated, evenly spread over the held-out data. none: all."""
-    format: Literal["text", "messages", "prompt"] | None = None
-    """What a row is: text, messages (a conversation), or prompt (a prompt and its completion). none: as the fields
-    of the first row say."""
+    format: Annotated[str, FORMAT] | None = None
+    """What a row is: text, messages or sharegpt (a conversation), prompt (a prompt and its completion), alpaca (a
+    question and its answer), tokens, or a plug-in's. none: as the fields of the first row say."""
     tokenizer: str | None = None
     """"bytes" (built in), the path of a tokenizer.json, or a folder that holds one. none: the tokenizer in
     model.path if there is one, otherwise bytes."""
@@ -39,9 +98,10 @@ class DataSection(Section):
     text_field: Annotated[str, Needs("data.format=text or none", "rows that are plain text (data.format)")] = "text"
     """Field that holds the text in JSON-lines, Parquet and datasets."""
     messages_field: Annotated[
-        str, Needs("data.format=messages or none", "rows that are conversations (data.format)")
+        str, Needs("data.format=messages or sharegpt or none", "rows that are conversations (data.format)")
     ] = "messages"
-    """Field that holds the messages of a conversation; tools are in the field tools."""
+    """Field that holds the messages of a conversation (of sharegpt, by default conversations); tools are in the field
+    tools."""
     prompt_field: Annotated[str, _PROMPTS] = "prompt"
     """Field that holds a prompt: text, or messages."""
     completion_field: Annotated[str, _PROMPTS] = "completion"
@@ -50,9 +110,11 @@ class DataSection(Section):
     """A Jinja file that writes conversations. none: the tokenizer's own chat template."""
     chat_template_kwargs: Annotated[dict[str, Any], _CHATS] = Field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking = false}."""
-    loss: Literal["answers", "all"] = "answers"
-    """What is learned of conversations and prompts: the assistant's answers and completions, or all tokens. Of plain
-    text, all."""
+    loss: Literal["answers", "last", "all"] = "answers"
+    """What is learned of conversations and prompts: the assistant's answers and completions, the last of them, or all
+    tokens. Of plain text, all. A message with "train" (true, false) or "weight" (1, 0) says it itself."""
+    roles_to_train: Annotated[Texts, _CHATS, Excludes("data.loss=all", "all messages are learned")] = ("assistant",)
+    """Roles whose messages are learned."""
     turns: Annotated[
         Literal["together", "apart"],
         _CHATS,
@@ -72,7 +134,7 @@ class DataSection(Section):
     too_long: Annotated[
         Literal["refuse", "truncate", "split"],
         Needs(
-            "data.packing!=stream and data.packing or data.format!=text",
+            "data.packing!=stream and data.packing or data.format!=text or tokens",
             "examples that stay apart (data.packing=examples or off); documents that follow each other are cut anyway",
         ),
     ] = "refuse"
@@ -89,4 +151,60 @@ class DataSection(Section):
     def _has_train(self) -> Self:
         if not self.train:
             raise ValueError('data.train is empty: name files, folders or globs, or "stdlib"')
+        if self.sources is not None:
+            _check_mixture(self.sources)
         return self
+
+    def train_sets(self) -> list[DataSet]:
+        """What is trained on: each source of a mixture, or `train`."""
+        alone: dict[str, Any] = {"sources": None}
+        if self.eval is not None:
+            alone |= {"eval": None, "eval_fraction": 0.0}
+        if self.sources is None:
+            return [DataSet("train", "data.train", self.model_copy(update=alone))]
+        return [
+            DataSet(
+                source_name(source),
+                f"data.sources ({source_name(source)})",
+                self.model_copy(update={**alone, "train": source.path, "format": source.format or self.format}),
+            )
+            for source in self.sources
+        ]
+
+    def eval_sets(self) -> list[DataSet]:
+        """What `eval` names: several sets by name, or one of the name "eval"."""
+        named = {} if self.eval is None else self.eval if isinstance(self.eval, dict) else {"eval": self.eval}
+        alone = {"sources": None, "eval": None, "eval_fraction": 0.0, "max_bytes": None}
+        return [
+            DataSet(
+                name,
+                f"data.eval.{name}" if isinstance(self.eval, dict) else "data.eval",
+                self.model_copy(update={**alone, "train": paths}),
+                EVAL_SPLITS,
+            )
+            for name, paths in named.items()
+        ]
+
+
+def source_name(source: DataSource) -> str:
+    """Of a source, in logs and reports."""
+    return source.name or Path(source.path[0]).name.split(".")[0]
+
+
+def _check_mixture(sources: tuple[DataSource, ...]) -> None:
+    names = [source_name(source) for source in sources]
+    if not sources:
+        raise ValueError("data.sources is empty: give at least one source, or leave it out")
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"data.sources has two sources of the name {double!r}: give them names")
+    for key, other in (("weight", "epochs"), ("epochs", "weight")):
+        having = [name for name, one in zip(names, sources, strict=True) if getattr(one, key) is not None]
+        if having and (without := [name for name in names if name not in having]):
+            raise ValueError(
+                f"data.sources: {having[0]} has {key}, {without[0]} has none: give all {key}, or all {other}"
+            )
+        if having and all(getattr(one, other) is not None for one in sources):
+            raise ValueError("data.sources has weight and epochs: give one of them")
+    if all(source.weight == 0 for source in sources):
+        raise ValueError("data.sources: every weight is 0, so nothing would be learned: give one source a weight")

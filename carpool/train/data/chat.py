@@ -16,6 +16,10 @@ The answer is the tokens of `after` that `before` has not. That is right only if
 thinking (Qwen3's) write an answer otherwise once another follows; with `data.turns = "apart"` each answer is then an
 example of its own, with the conversation up to it, which is what the model sees when it gives that answer.
 
+Which messages. Those of `data.roles_to_train`; of these, with `data.loss = "last"`, the last one. A message that has
+`"train": true` or false, or `"weight": 1` or 0, says it itself. Marks hold for all answers, so that prefixes are used
+where not all answers are learned, or something else.
+
 Tool calls. Data has their arguments as an object or, as OpenAI's interface answers, as the text of one. Templates
 differ, too:
 
@@ -42,6 +46,7 @@ Messages = list[dict[str, Any]]
 ANSWERS = "assistant"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHAREGPT = {"from", "value"}
+_FLAGS = ("train", "weight")
 
 
 def with_fitting_calls(messages: Messages, write: Callable[[Messages], str], where: str) -> Messages:
@@ -143,7 +148,7 @@ def check_messages(messages: Any, field: str, where: str) -> Messages:
         if not isinstance(message.get("role"), str):
             hint = ""
             if set(message) >= _SHAREGPT:
-                hint = '; rename "from" to "role" (human: user, gpt: assistant) and "value" to "content"'
+                hint = '; set data.format="sharegpt"'
             raise ValueError(f"{where}: message {number} of {field!r} has no role, but {', '.join(message)}{hint}")
         told = {name: value for name, value in message.items() if value is not None}
         if "content" not in told and not any(told[name] for name in told.keys() - {"role", "name"}):
@@ -162,10 +167,12 @@ class Conversation(NamedTuple):
 
 
 class _Example(NamedTuple):
-    """What is known of an example before there are tokens: which messages are learned, and texts to be tokenized."""
+    """What is known of an example before there are tokens: which messages are learned, whether by the template's marks,
+    and texts to be tokenized."""
 
     conversation: Conversation
     answers: list[int]
+    by_marks: bool
     texts: list[str]
 
 
@@ -173,7 +180,7 @@ class Chat:
     """Turns conversations into tokens and marks of what is learned.
 
     Args:
-        data: `chat_template`, `chat_template_kwargs`, `loss` and `turns` count.
+        data: `chat_template`, `chat_template_kwargs`, `loss`, `roles_to_train` and `turns` count.
         pretrained: a tokenizer of transformers.
 
     Raises:
@@ -182,7 +189,7 @@ class Chat:
 
     def __init__(self, data: DataSection, pretrained: Any) -> None:
         self._tokenizer, self._loss, self._apart = pretrained, data.loss, data.turns == "apart"
-        self._options = dict(data.chat_template_kwargs)
+        self._options, self._roles = dict(data.chat_template_kwargs), data.roles_to_train
         self._template = read_template(data)
         self._name = data.chat_template or getattr(pretrained, "name_or_path", "the tokenizer")
         template = self._template or pretrained.chat_template
@@ -195,7 +202,8 @@ class Chat:
         # A tokenizer may have several templates by name, of which one is for tools.
         texts = template.values() if isinstance(template, dict) else [template]
         self._marked = all(_MARKS.search(text) for text in texts)
-        settings = json.dumps([template, self._options, data.loss, data.turns], sort_keys=True)
+        roles = [] if self._roles == (ANSWERS,) else [self._roles]
+        settings = json.dumps([template, self._options, data.loss, data.turns, *roles], sort_keys=True)
         self.fingerprint = fingerprint_of(pretrained) + hashlib.sha256(settings.encode()).hexdigest()
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[tuple[list[int], list[bool]]]:
@@ -209,20 +217,25 @@ class Chat:
         examples = [example for conversation in conversations for example in self._examples(conversation)]
         ids = iter(self._tokens([text for example in examples for text in example.texts]))
         for example in examples:
-            if self._marked and self._loss == "answers":
+            if example.by_marks:
                 yield self._by_marks(example, [next(ids) for _ in example.texts])
             else:
                 yield self._by_prefixes(example, [next(ids) for _ in example.texts])
 
     def _examples(self, conversation: Conversation) -> Iterator[_Example]:
         messages, tools, where, first = conversation
-        answers = [i for i, message in enumerate(messages) if message["role"] == ANSWERS and i >= first]
-        if not answers:
+        answers = [i for i, message in enumerate(messages) if message["role"] in self._roles and i >= first]
+        flags = {i: flag for i, message in enumerate(messages) if (flag := _flag(message, where)) is not None}
+        if not answers and not any(flags.values()):
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise ValueError(
-                f'{where}: the conversation has no answer (no message of the role "{ANSWERS}", but {roles}), so there '
-                "is nothing to learn; add one, or leave the conversation out"
+                f'{where}: the conversation has no answer (no message of the role "{" or ".join(self._roles)}", but '
+                f"{roles}), so there is nothing to learn; add one, or leave the conversation out"
             )
+        if self._loss == "last":
+            answers = answers[-1:]
+        answers = [i for i in range(first, len(messages)) if flags.get(i, i in answers)]
+        messages = [{name: value for name, value in one.items() if name not in _FLAGS} for one in messages]
         messages = with_fitting_calls(messages, lambda these: self._write(these, tools, where), where)
         if self._apart:
             for answer in answers:
@@ -235,17 +248,19 @@ class Chat:
         messages, tools, where, first = conversation
         texts = [self._write(messages, tools, where)]
         if self._loss == "all":
-            return _Example(conversation, [], texts)
-        if self._marked:
+            return _Example(conversation, [], False, texts)
+        if self._marked and answers == [i for i in range(first, len(messages)) if messages[i]["role"] == ANSWERS]:
             before = [self._write(messages[:first], tools, where, prompt=True)] if first else []
-            return _Example(conversation, answers, texts + before)
-        if answers[0] == 0:
-            raise ValueError(f"{where}: the first message is an answer, before which nothing is asked; leave it out")
+            return _Example(conversation, answers, True, texts + before)
         for answer in answers:
-            texts.append(self._write(messages[:answer], tools, where, prompt=True))
-            is_last = answer == len(messages) - 1
+            is_answer, is_last = messages[answer]["role"] == ANSWERS, answer == len(messages) - 1
+            if answer == 0 and is_answer:
+                raise ValueError(
+                    f"{where}: the first message is an answer, before which nothing is asked; leave it out"
+                )
+            texts.append(self._write(messages[:answer], tools, where, prompt=is_answer) if answer else "")
             texts.append(texts[0] if is_last else self._write(messages[: answer + 1], tools, where))
-        return _Example(conversation, answers, texts)
+        return _Example(conversation, answers, False, texts)
 
     def _by_marks(self, example: _Example, tokens: list[list[int]]) -> tuple[list[int], list[bool]]:
         messages, tools, where, first = example.conversation
@@ -319,6 +334,16 @@ class Chat:
             return []
         found: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return found
+
+
+def _flag(message: dict[str, Any], where: str) -> bool | None:
+    """Whether a message says of itself that it is learned; None: it says nothing."""
+    for name in _FLAGS:
+        if (value := message.get(name)) is not None:
+            if value not in (0, 1):
+                raise ValueError(f"{where}: {name} of a message is {value!r}; true, false, 1 or 0 is needed")
+            return bool(value)
+    return None
 
 
 def read_template(data: DataSection) -> str | None:

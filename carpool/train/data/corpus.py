@@ -3,8 +3,9 @@
     rows  ->  documents, an EOS after each  ->  train.bin, eval.bin, meta.json                  ->  numpy memmaps
           ->  examples, what is learned     ->  also train.learned, train.ends, and so for eval
 
-A cache entry is a folder named after a hash of all that it depends on: the files (paths, sizes, times of change),
-the tokenizer, and the settings of `[data]` that matter. It is written beside its place and renamed into it, so that
+Each source of a mixture (`data.sources`) and each set of `data.eval` has a cache entry. It is a folder named after a
+hash of all that it depends on: the files (paths, sizes, times of change), the tokenizer, and the settings of `[data]`
+that matter. It is written beside its place and renamed into it, so that
 it is there whole or not at all, even if several jobs build it at once. Tokens are 16-bit where the vocabulary
 allows, otherwise 32-bit.
 
@@ -26,15 +27,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from carpool.train.config.schema import Config, DataSection
-from carpool.train.data.examples import Encoder, make_encoder
-from carpool.train.data.rows import EVAL_SPLITS, TRAIN_SPLITS, Format, Row, fields_of, find_format, read_rows
-from carpool.train.data.sources import Source, describe_sources, find_sources
+from carpool.train.config.schema_data import TRAIN_SPLITS, DataSet
+from carpool.train.data.examples import Encoder
+from carpool.train.data.formats import FORMATS, fields_of, find_format
+from carpool.train.data.readers import Source, read_rows
+from carpool.train.data.rows import Row
+from carpool.train.data.sources import describe_sources, find_sources
 from carpool.train.data.tokenizer import Tokenizer
 
 # Part of every cache key: raised when the meaning of the files changes.
@@ -42,8 +46,6 @@ _FORMAT = 3
 _BATCH_CHARACTERS = 1 << 20
 _STALE_SECONDS = 3600
 _UNFINISHED = re.compile("[0-9a-f]{24}[.][a-z0-9_]{8}")  # `_key`, and what `mkdtemp` adds to it
-# What a row is, for people.
-_ROW = {"text": "document", "messages": "conversation", "prompt": "prompt"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Marks:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens of a run, mapped from disk.
+    """Tokens of one source of data, or of one held-out set, mapped from disk.
 
     Attributes:
         train: All training documents or examples, one after the other; uint16 or uint32, one dimension.
@@ -85,6 +87,7 @@ class Corpus:
         fingerprint: A hash of the training tokens and marks themselves: the same data has it on any machine.
         source: For people: where the data comes from.
         train_marks: Of examples; None: the tokens are one stream, an EOS after each document.
+        of: Which source or set; None: what `data.train` names.
     """
 
     train: NDArray[Any]
@@ -95,22 +98,103 @@ class Corpus:
     source: str
     train_marks: Marks | None = None
     eval_marks: Marks | None = None
+    of: DataSet | None = None
+
+    @property
+    def key(self) -> str:
+        """The setting that names it, for errors."""
+        return "data.train" if self.of is None else self.of.key
+
+
+@dataclass(frozen=True, eq=False)
+class Corpora:
+    """Tokens of a run: of each source, and of each set that `data.eval` names."""
+
+    sources: tuple[Corpus, ...]
+    held_out: tuple[Corpus, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """For people: where the training data comes from."""
+        return "; ".join(corpus.source for corpus in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the training tokens and marks themselves."""
+        found = [corpus.fingerprint for corpus in self.sources]
+        return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
+
+    @property
+    def held_tokens(self) -> int:
+        """How many tokens are held out."""
+        return sum(len(one.train) for one in self.held_out) or sum(len(one.eval) for one in self.sources)
+
+    @property
+    def tokens(self) -> list[tuple[NDArray[Any], Marks | None]]:
+        """All arrays of tokens, with their marks."""
+        of_sources = [
+            pair for one in self.sources for pair in ((one.train, one.train_marks), (one.eval, one.eval_marks))
+        ]
+        return of_sources + [(one.train, one.train_marks) for one in self.held_out]
+
+
+def prepare_all(
+    data: DataSection, tokenizer: Tokenizer, model_path: str | None = None, *, build: bool = True
+) -> Corpora:
+    """The tokens of `[data]`: see `prepare`."""
+    sources, held_out = (
+        tuple(prepare(one, tokenizer, model_path, build=build) for one in sets) for sets in data_sets(data)
+    )
+    return Corpora(sources, held_out)
+
+
+def data_sets(data: DataSection) -> tuple[list[DataSet], list[DataSet]]:
+    """The sources and the held-out sets of `[data]`, all with examples if a source has some and nothing else is said.
+
+    Raises:
+        ValueError: nothing there, or the first file of one cannot be read."""
+    sets = [data.train_sets(), data.eval_sets()]
+    if data.packing is None and len(sets[0] + sets[1]) > 1:
+        streams = [[FORMATS[_format(one)[0]].streams for one in some] for some in sets]
+        if not all(map(all, streams)):
+            packing: Literal["stream", "examples"] = "stream" if all(streams[0]) else "examples"
+            sets = [[one.with_packing(packing) for one in some] for some in sets]
+    return sets[0], sets[1]
+
+
+def _format(one: DataSet) -> tuple[str, list[Source]]:
+    sources = find_sources(one.data.train, one.key)
+    return find_format(one.data, sources, one.splits), sources
+
+
+def make_encoder(one: DataSet, tokenizer: Tokenizer, model_path: str | None) -> tuple[Encoder, str, list[Source]]:
+    """What makes examples of its rows, their format, and what is read.
+
+    Raises:
+        ValueError: as `carpool.train.data.examples.Format.encoder`, or the format has no place in a stream."""
+    form, sources = _format(one)
+    if one.data.packing == "stream" and not FORMATS[form].streams:
+        raise ValueError(
+            f'data.packing = "stream" lays documents end to end, but {one.key} has {form} rows: leave it out, or give '
+            '"examples" or "off"'
+        )
+    return FORMATS[form]().encoder(one.data, tokenizer, model_path), form, sources
 
 
 def prepare(
-    data: DataSection,
+    of: DataSection | DataSet,
     tokenizer: Tokenizer,
     model_path: str | None = None,
     *,
     build: bool = True,
 ) -> Corpus:
-    """The tokens of `[data]`: from the cache, or else built and put there.
+    """The tokens of one source or set: from the cache, or else built and put there.
 
     In a distributed run one rank of each node builds, and the others call this with `build=False` once it has. The
     builders of several nodes may share a folder.
 
     Args:
-        data: What to read.
+        of: What to read; of a section, its `train`, with what `eval_fraction` holds out.
         tokenizer: How to tokenize documents.
         model_path: `model.path`, whose folder has the tokenizer and the chat template of conversations.
         build: May this process build the entry? The others find what a builder made.
@@ -119,14 +203,14 @@ def prepare(
         ValueError: no data, unreadable data (see `rows.py`, `chat.py`), nothing to hold out, or a cache folder
             that cannot be written.
     """
+    one = of if isinstance(of, DataSet) else DataSet("train", "data.train", of)
+    data = one.data
     root = Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir()
-    sources = find_sources(data.train, "data.train")
-    form = find_format(data, sources)
-    encoder = make_encoder(data, form, tokenizer, model_path)
-    entry = root / _key(data, form, encoder, sources)
+    encoder, form, sources = make_encoder(one, tokenizer, model_path)
+    entry = root / _key(one, form, encoder, sources)
     if build and _load_meta(entry) is None:
         try:
-            _build(entry, data, form, encoder, "uint16" if encoder.vocab_size <= 1 << 16 else "uint32")
+            _build(entry, one, form, encoder, "uint16" if encoder.vocab_size <= 1 << 16 else "uint32")
         except OSError as error:
             raise ValueError(
                 f"cannot keep tokens in {root}: {error}; free some space, or set data.cache_dir to another folder"
@@ -134,7 +218,7 @@ def prepare(
     meta = _load_meta(entry)
     if meta is None:
         raise ValueError(
-            f"the tokens that another rank should have built are not in {entry}: the files of data.train are not "
+            f"the tokens that another rank should have built are not in {entry}: the files of {one.key} are not "
             "the same on all nodes, or changed just now"
         )
     return Corpus(
@@ -146,28 +230,30 @@ def prepare(
         source=describe_sources(data.train),
         train_marks=_map_marks(entry, "train", meta.train_tokens, meta.train_examples),
         eval_marks=_map_marks(entry, "eval", meta.eval_tokens, meta.eval_examples),
+        of=one,
     )
 
 
 def check_sources(data: DataSection) -> list[Source]:
-    """The sources of the training data. Raises the ValueError that `prepare` would for paths where nothing is; reads no
-    file, so it is quick."""
-    found = find_sources(data.train, "data.train")
-    if data.eval is not None:
-        find_sources(data.eval, "data.eval")
+    """The sources of the training data. Raises the ValueError that `prepare_all` would for paths where nothing is;
+    reads no file, so it is quick."""
+    found = [source for one in data.train_sets() for source in find_sources(one.data.train, one.key)]
+    for one in data.eval_sets():
+        find_sources(one.data.train, one.key)
     return found
 
 
-def corpus_of(config: Config, tokenizer: Tokenizer, *, build: bool = True) -> Corpus:
+def corpus_of(config: Config, tokenizer: Tokenizer, *, build: bool = True) -> Corpora:
     """The tokens of a run: see `prepare`."""
-    return prepare(config.data, tokenizer, config.model.path, build=build)
+    return prepare_all(config.data, tokenizer, config.model.path, build=build)
 
 
 def check_encoder(config: Config, tokenizer: Tokenizer) -> None:
-    """Raises the ValueError that `prepare` would before it reads more than the first row: no tokenizer of transformers,
-    no chat template, settings that the format of the rows has no use for."""
-    data = config.data
-    make_encoder(data, find_format(data, find_sources(data.train, "data.train")), tokenizer, config.model.path)
+    """Raises the ValueError that `prepare_all` would before it reads more than first rows: no tokenizer of
+    transformers, no chat template, settings that the format of the rows has no use for."""
+    sources, held_out = data_sets(config.data)
+    for one in sources + held_out:
+        make_encoder(one, tokenizer, config.model.path)
 
 
 def default_cache_dir() -> Path:
@@ -176,16 +262,16 @@ def default_cache_dir() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "carpool"
 
 
-def _key(data: DataSection, form: Format, encoder: Encoder, sources: list[Source]) -> str:
-    evals = find_sources(data.eval, "data.eval") if data.eval is not None else None
+def _key(one: DataSet, form: str, encoder: Encoder, sources: list[Source]) -> str:
     parts = {
         "format": _FORMAT,
         "train": [source.signature() for source in sources],
-        "eval": data.eval_fraction if evals is None else [source.signature() for source in evals],
-        "fields": [form, *fields_of(data, form).required],
+        "eval": one.data.eval_fraction,
+        "fields": [form, *fields_of(one.data, form).required],
         "encoder": encoder.fingerprint,
         "marks": encoder.marks,
-        "max_bytes": data.max_bytes,
+        "max_bytes": one.data.max_bytes,
+        **({} if one.splits == TRAIN_SPLITS else {"splits": one.splits}),
     }
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
@@ -271,7 +357,7 @@ class _Writer:
         return self._hash.hexdigest()
 
 
-def _build(entry: Path, data: DataSection, form: Format, encoder: Encoder, dtype: str) -> None:
+def _build(entry: Path, one: DataSet, form: str, encoder: Encoder, dtype: str) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(entry.parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
@@ -279,7 +365,7 @@ def _build(entry: Path, data: DataSection, form: Format, encoder: Encoder, dtype
         with ExitStack() as files:
             train, held = (_Writer(folder, name, dtype, encoder, files) for name in ("train", "eval"))
             train.lock()
-            for row, is_held in _split(data, form, encoder):
+            for row, is_held in _split(one, form, encoder):
                 (held if is_held else train).add(row)
             fingerprint = train.close()
             held.close()
@@ -311,31 +397,14 @@ def _remove_left(root: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _split(data: DataSection, form: Format, encoder: Encoder) -> Iterator[tuple[Row, bool]]:
+def _split(one: DataSet, form: str, encoder: Encoder) -> Iterator[tuple[Row, bool]]:
     """Every row and whether it is held out.
 
     Worked example: eval_fraction 0.4, rows 0..6: 2, 4 are held out, because floor(0.4 i) rises after them.
     """
-
-    def rows(key: str, named: tuple[str, ...], splits: tuple[str, ...]) -> Iterator[Row]:
-        found = read_rows(find_sources(named, key), fields_of(data, form), splits)
-        return (row for row in found if encoder.size(row))
-
-    train = _limited(rows("data.train", data.train, TRAIN_SPLITS), data, encoder)
-    if data.eval is not None:
-        some = False
-        for row in train:
-            some = True
-            yield row, False
-        if not some:
-            raise ValueError(_no_text("data.train", data.train))
-        some = False
-        for row in rows("data.eval", data.eval, EVAL_SPLITS):
-            some = True
-            yield row, True
-        if not some:
-            raise ValueError(_no_text("data.eval", data.eval))
-        return
+    data = one.data
+    found = read_rows(find_sources(data.train, one.key), fields_of(data, form), one.splits)
+    train = _limited((row for row in found if encoder.size(row)), data, encoder)
     share = data.eval_fraction
     held = 0
     index = -1
@@ -351,13 +420,13 @@ def _split(data: DataSection, form: Format, encoder: Encoder) -> Iterator[tuple[
         else:
             last = row
     if index < 0:
-        raise ValueError(_no_text("data.train", data.train))
+        raise ValueError(f"{one.key} ({describe_sources(data.train)}) has no text: every file or row in it is empty")
     if last is not None:
         must_hold = share > 0 and held == 0
         if must_hold and index == 0:
             raise ValueError(
-                f"data.train ({describe_sources(data.train)}) has a single {_ROW[form]}, so none can be held out; name "
-                "held-out files with data.eval, or set data.eval_fraction=0 to train without"
+                f"{one.key} ({describe_sources(data.train)}) has a single {FORMATS[form].row}, so none can be held "
+                "out; name held-out files with data.eval, or set data.eval_fraction=0 to train without"
             )
         yield last, must_hold
 
@@ -370,7 +439,3 @@ def _limited(rows: Iterator[Row], data: DataSection, encoder: Encoder) -> Iterat
             total += encoder.size(row)
             if total >= data.max_bytes:
                 return
-
-
-def _no_text(key: str, named: tuple[str, ...]) -> str:
-    return f"{key} ({describe_sources(named)}) has no text: every file or row in it is empty"

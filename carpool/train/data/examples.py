@@ -2,21 +2,23 @@
 
 An example is what a model sees at once: a conversation as the chat template writes it, a prompt with its completion, or
 a document. `learned` is true for the tokens that the loss is of. With `data.loss = "answers"` these are what an
-assistant says, to the token that ends it; with "all", and in documents, all of them.
+assistant says, to the token that ends it; with "all", and in documents, all of them. A `Format` says what rows are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
-from carpool.train.data.chat import Chat, Conversation, check_messages
-from carpool.train.data.rows import TOOLS, Format, Row, parse_json
+from carpool.train.data.chat import Chat, Conversation, Messages, check_messages
+from carpool.train.data.rows import Fields, Row, parse_json
 from carpool.train.data.tokenizer import Tokenizer, added_tokens, fingerprint_of, framed, load_pretrained
+
+TOOLS = "tools"
 
 
 class Example(NamedTuple):
@@ -46,25 +48,72 @@ class Encoder(Protocol):
         """Bytes of text in a row, or about as many; 0: there is nothing in it, and it is passed over."""
 
 
-def make_encoder(data: DataSection, form: Format, tokenizer: Tokenizer, model_path: str | None) -> Encoder:
-    """The encoder of a format.
+class Format:
+    """What rows of one kind are.
 
-    Args:
-        tokenizer: for documents. Conversations and prompts take the one of transformers in the same folder.
-        model_path: `model.path`.
-
-    Raises:
-        ValueError: no tokenizer of transformers, no chat template, or settings that this format has no use for.
+    Attributes:
+        name: in the registry (`carpool.train.data.formats`).
+        row: what a row is called, for people.
+        streams: are its examples laid end to end where `data.packing` says nothing?
     """
-    if form == "text":
-        return Documents(data, tokenizer)
-    if data.packing == "stream":
-        raise ValueError(
-            f'data.packing = "stream" lays documents end to end, but data.train has {form} rows: leave it out, or give '
-            '"examples" or "off"'
+
+    name: ClassVar[str]
+    row: ClassVar[str]
+    streams: ClassVar[bool] = False
+
+    def fields(self, data: DataSection) -> Fields:
+        """What is read of each row."""
+        raise NotImplementedError
+
+    def encoder(self, data: DataSection, tokenizer: Tokenizer, model_path: str | None) -> Encoder:
+        """What makes examples of rows.
+
+        Args:
+            tokenizer: for documents. Conversations and prompts take the one of transformers in the same folder.
+            model_path: `model.path`.
+
+        Raises:
+            ValueError: no tokenizer of transformers, no chat template, or settings that this format has no use for.
+        """
+        raise NotImplementedError
+
+
+class TextFormat(Format):
+    name, row, streams = "text", "document", True
+
+    def fields(self, data: DataSection) -> Fields:
+        settings = (
+            "data.text_field to the one that holds the text (of conversations: data.messages_field; of questions with "
+            "answers: data.prompt_field and data.completion_field)"
         )
-    pretrained = load_pretrained(data, model_path)
-    return Conversations(data, pretrained) if form == "messages" else Prompts(data, pretrained)
+        return Fields((data.text_field,), (), settings, data.text_field)
+
+    def encoder(self, data: DataSection, tokenizer: Tokenizer, model_path: str | None) -> Encoder:
+        return Documents(data, tokenizer)
+
+
+class MessagesFormat(Format):
+    name, row = "messages", "conversation"
+
+    def fields(self, data: DataSection) -> Fields:
+        return Fields((data.messages_field,), (TOOLS,), "data.messages_field to the one that holds the messages")
+
+    def encoder(self, data: DataSection, tokenizer: Tokenizer, model_path: str | None) -> Encoder:
+        def messages(row: Row) -> Messages:
+            return check_messages(row.fields[data.messages_field], data.messages_field, row.where)
+
+        return Conversations(data, load_pretrained(data, model_path), messages, self.fields(data).required)
+
+
+class PromptFormat(Format):
+    name, row = "prompt", "prompt"
+
+    def fields(self, data: DataSection) -> Fields:
+        settings = "data.prompt_field and data.completion_field to those that hold them"
+        return Fields((data.prompt_field, data.completion_field), (TOOLS,), settings)
+
+    def encoder(self, data: DataSection, tokenizer: Tokenizer, model_path: str | None) -> Encoder:
+        return Prompts(data, load_pretrained(data, model_path))
 
 
 class Documents:
@@ -89,24 +138,28 @@ class Documents:
 
 
 class Conversations:
-    """Messages, as the chat template writes them."""
+    """Messages, as the chat template writes them.
+
+    Args:
+        messages: the conversation that a row is.
+        fields: that hold it.
+    """
 
     marks = True
 
-    def __init__(self, data: DataSection, pretrained: Any) -> None:
-        self._chat, self._field = Chat(data, pretrained), data.messages_field
+    def __init__(
+        self, data: DataSection, pretrained: Any, messages: Callable[[Row], Messages], fields: Sequence[str]
+    ) -> None:
+        self._chat, self._messages, self._fields = Chat(data, pretrained), messages, fields
         self.fingerprint, self.vocab_size = self._chat.fingerprint, len(pretrained)
 
     def encode(self, rows: Sequence[Row]) -> Iterator[Example]:
-        conversations = (
-            Conversation(check_messages(row.fields[self._field], self._field, row.where), _tools(row), row.where)
-            for row in rows
-        )
+        conversations = (Conversation(self._messages(row), _tools(row), row.where) for row in rows)
         for ids, learned in self._chat.encode(conversations):
             yield _example(ids, learned)
 
     def size(self, row: Row) -> int:
-        return len(str(row.fields[self._field])) + 1
+        return sum(len(str(row.fields[field])) for field in self._fields) + 1
 
 
 class Prompts:

@@ -1,17 +1,15 @@
 """From sequences to batches, in an order that depends on the seed and on nothing else.
 
-Order. Epoch e visits all sequences in a permutation made from (seed, e). The stream of all epochs is endless, and
+Order. Epoch e visits all sequences in a permutation made from (seed, e), or what a mixture has of each source
+(`carpool.train.data.mixture`). The stream of all epochs is endless, and
 optimizer step s takes G = micro-batch x accumulation x data-parallel ranks sequences of it, sG .. sG+G-1; of these
 rank r of W takes r, r+W, r+2W, ... So the set of sequences in a step is the same for any W with the same G, the
 position in the stream is one number, and a checkpoint of it can be continued on another number of ranks. A batch may
 straddle two epochs; of a stream of tokens, only those after the last whole sequence are never trained on.
 
-Lengths. Where a sequence is one example, windows of up to 50 steps of the permutation are sorted by length, and their
-steps follow each other in random order (`data.group_by_length`):
-
-    lengths of a permutation, steps of 2        3 9 | 4 8 | 9 3 | 5 4   ->   8 5 | 3 3 | 9 9 | 4 4
-
-A micro-batch is as long as its longest sequence on any rank (`data.pad_to`), so that all compute the same shapes.
+Lengths. With `data.group_by_length` the steps of an epoch have sequences of similar lengths
+(`carpool.train.data.order`). A micro-batch is as long as its longest sequence on any rank (`data.pad_to`), so that all
+compute the same shapes.
 
 Ranks may take unequal shares (`carpool.parallel.degrees`). A micro-batch of all ranks together is the same then, too;
 each takes its share of it, one rank after the other: of 6, with shares 4 and 2, rank 0 has 0 1 2 3 and rank 1 has 4 5.
@@ -42,6 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carpool.train.config.schema import Config
+from carpool.train.data.order import group_by_length
 from carpool.train.data.sequences import IGNORED, Sequence, Sequences
 
 Batch = dict[str, Tensor]
@@ -65,6 +64,7 @@ class TrainLoader:
     Attributes:
         targets: tokens that the step handed out last predicts, over all ranks with distinct data.
         tokens: tokens that it has, over the same.
+        seen: of a mixture, tokens of each source that were handed out so far, over the same.
 
     Raises:
         ValueError: there are fewer sequences than one step takes.
@@ -87,12 +87,12 @@ class TrainLoader:
         self._shares = None if shares is None or len(set(shares)) == 1 else tuple(shares)
         self.sequences, self._seed, self._pad_id = sequences, seed, pad_id
         self._batch_size, self._rank, self._ranks = batch_size, dp_rank, dp_size
-        self.num_sequences = len(sequences)
+        self.num_sequences = sequences.per_epoch
         self.global_batch_size, self._alike = batch_size * accumulation * dp_size, alike
         # Of how many sequences each step is a group of similar lengths; 0: of none. A resumed run goes on with it.
         self._group = 0 if sequences.lengths is None else self.global_batch_size
-        self.targets = self.tokens = 0
-        self._position = 0
+        self.targets = self.tokens = self._position = 0
+        self.seen = dict.fromkeys(sequences.names, 0)
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
         if self.num_sequences < self.global_batch_size:
             raise ValueError(
@@ -114,6 +114,8 @@ class TrainLoader:
         indices = np.array([self._at(place) for place in places], dtype=np.int64)
         self._position += self.global_batch_size
         self.targets, self.tokens = self.sequences.targets(indices), self.sequences.tokens(indices)
+        of_sources = self.sequences.source_tokens(indices)
+        self.seen = {name: seen + of_sources[name] for name, seen in self.seen.items()}
         # N: of all ranks, sequences of each micro-batch.
         all_GN = indices.reshape(-1, self._batch_size * self._ranks)
         own_GN = all_GN[:, self._rank :: self._ranks]
@@ -136,6 +138,7 @@ class TrainLoader:
             "seed": self._seed,
             "group": self._group,
             "fingerprint": self.sequences.fingerprint,
+            **({"seen": self.seen} if self.seen else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,12 +150,13 @@ class TrainLoader:
         check_same_data(state, self.sequences.fingerprint)
         check_same_order(state, self.sequences.length, self._seed)
         self._position, self._group = int(state["position"]), int(state.get("group", 0))
+        self.seen = dict(state.get("seen", self.seen))
 
     def _at(self, place: int) -> int:
         """The sequence at this place of the endless stream."""
         epoch, index = divmod(place, self.num_sequences)
         if self._order[0] != epoch:
-            order = permutation(self.num_sequences, self._seed, epoch)
+            order = self.sequences.order(self._seed, epoch)
             if (lengths := self.sequences.lengths) is not None:
                 rest = -epoch * self.num_sequences % self._group
                 order = group_by_length(order, lengths, self._group, rest, self._seed, epoch)
@@ -246,21 +250,6 @@ class EvalLoader:
             yield make_batch(self._sequences, rows, self._batch_size, self._pad_id, length)
 
 
-def group_by_length(
-    order: NDArray[np.int64], lengths: NDArray[np.int64], group: int, rest: int, seed: int, epoch: int
-) -> NDArray[np.int64]:
-    """An epoch's permutation with steps of `group` sequences of similar lengths; see the module's docstring. The first
-    `rest` belong to a step that began in the epoch before."""
-    steps = (len(order) - rest) // group
-    first, last = rest, rest + steps * group
-    if steps < 2:
-        return order
-    window = group * min(50, max(1, steps // 4))
-    parts = [order[place : min(place + window, last)] for place in range(first, last, window)]
-    sorted_SG = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts]).reshape(-1, group)
-    return np.concatenate([order[:first], sorted_SG[permutation(steps, seed, epoch)].ravel(), order[last:]])
-
-
 def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pad_id: int, length: int) -> Batch:
     """A batch of these rows, filled up to `length` where they lack tokens, and by empty rows where they are fewer."""
     ids_BL = np.full((batch_size, length), pad_id, dtype=np.int64)
@@ -288,23 +277,6 @@ def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pa
 def count_targets(labels_BL: Tensor) -> int:
     """How many predictions a causal model's loss is the mean of: all labels but -100, and but each row's first."""
     return int((labels_BL[:, 1:] != IGNORED).sum())
-
-
-def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of 0 .. size-1 that depends on these numbers alone, whatever the version of numpy.
-
-    Sorting by the splitmix64 hash of each index is a random permutation (ties, if any, stay in order), and unlike
-    numpy's generators its stream is not allowed to change between versions: a resumed run may have another.
-    """
-    key = _splitmix64(_splitmix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
-    return np.argsort(_splitmix64(np.arange(size, dtype=np.uint64) + key), kind="stable")
-
-
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 # The batches of a step, the loader's state once they are handed out, and the step's targets and tokens.

@@ -1,17 +1,11 @@
 """Rows of files: a piece of text, a line of JSON, or a row of a table, with where it stands.
 
-Everything streams: memory holds one piece of one file. Long text files are cut because held-out data is made of whole
-documents, and one file must not be one. Lines of JSON are read here, so that an error names the line; tables (Parquet
-and saved datasets) are read by the library `datasets`.
+Everything streams: memory holds one piece of one file (of a JSON array, the file). A `Reader` reads one kind of file;
+`carpool.train.data.readers` has the registry of them, `carpool.train.data.formats` says what rows mean.
 
-What a row of data is: plain text, a conversation, or a prompt with its completion.
+Text. Long files are cut because held-out data is made of whole documents, and one file must not be one.
 
-| format     | fields                    | a row                                                                     |
-|------------|---------------------------|---------------------------------------------------------------------------|
-| `text`     | `text`                    | a document                                                                |
-| `messages` | `messages`, `tools`       | a conversation: `[{"role": "user", "content": ...}, ...]`, and tools      |
-| `prompt`   | `prompt`, `completion`,   | two texts, which follow each other as they are; or two lists of messages, |
-|            | `tools`                   | which make a conversation                                                 |
+JSON. Lines, or the objects of one array in a .json file. They are read here, so that an error names the line.
 """
 
 from __future__ import annotations
@@ -19,17 +13,24 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, ClassVar
 
-from carpool.train.config.schema import DataSection
-from carpool.train.data.sources import Source, find_sources
+import fsspec
 
 PIECE_BYTES = 64 * 1024
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class Url(str):
+    """The address of a file on a store that fsspec reads, such as s3://bucket/a.parquet."""
+
+    @property
+    def name(self) -> str:
+        """After the last slash, as of a path."""
+        return self.rsplit("/", 1)[-1]
 
 
 @dataclass(frozen=True)
@@ -49,53 +50,107 @@ class Fields:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     settings: str
-    text: str | None
+    text: str | None = None
+
+    def check(self, names: Sequence[str], where: str, what: str = "field") -> None:
+        """Raise ValueError if a row with these fields lacks one. `what`: what its file calls a field."""
+        for name in self.required:
+            if name not in names:
+                has = (
+                    f"it has {', '.join(map(str, names))}: set {self.settings}" if names else "it has no fields at all"
+                )
+                raise ValueError(f"{where} has no {what} {name!r}; {has}")
 
 
-def read_rows(sources: Sequence[Source], wanted: Fields, splits: Sequence[str]) -> Iterator[Row]:
-    """Every row.
+class Reader:
+    """Reads one kind of file.
 
-    Args:
-        sources: What to read, in order.
-        wanted: Of tables, other columns are not read.
-        splits: Of a dataset folder with several splits, the first of these that it has is read.
-
-    Raises:
-        ValueError: a file that cannot be decoded, a row without a field; with path and position.
+    Attributes:
+        name: in the registry.
+        what: one such file, for people.
+        endings: of files of this kind, below a folder too.
+        if_named: further endings of files that are named themselves, or by a glob.
     """
-    for source in sources:
-        try:
-            if source.kind == "text":
-                yield from _read_text(source.path, wanted)
-            elif source.kind == "json":
-                yield from _read_json(source.path, wanted)
-            else:
-                yield from _read_table(source, wanted, splits)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{source.path} is no intact gzip file: {error}") from None
-        except OSError as error:
-            raise ValueError(f"{source.path} cannot be read: {error}") from None
+
+    name: ClassVar[str]
+    what: ClassVar[str]
+    endings: ClassVar[tuple[str, ...]] = ()
+    if_named: ClassVar[tuple[str, ...]] = ()
+
+    def files(self, path: Path) -> list[Path]:
+        """The local files that `path` consists of."""
+        return [path]
+
+    def names(self, path: Path | Url, splits: Sequence[str]) -> list[str]:
+        """The fields of the first row; none if there is no row, or the kind has no fields."""
+        first = next(self.rows(path, Fields((), (), ""), splits), None)
+        return [] if first is None else list(first.fields)
+
+    def rows(self, path: Path | Url, wanted: Fields, splits: Sequence[str]) -> Iterator[Row]:
+        """Every row, as `carpool.train.data.readers.read_rows`."""
+        raise NotImplementedError
 
 
-def field_names(source: Source, splits: Sequence[str]) -> list[str]:
-    """The fields of its first row; none if it has no rows, or is a text file.
+def open_file(path: Path | Url) -> BinaryIO:
+    """Its bytes, unpacked if its ending says that they are packed."""
+    # A local name may hold what an address means something by, such as "::".
+    file = fsspec.open(path, "rb").open() if isinstance(path, Url) else open(path, "rb")  # noqa: SIM115
+    return gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file  # type: ignore[return-value]
 
-    Raises:
-        ValueError: as `read_rows`.
-    """
-    if source.kind == "text":
+
+class TextFile(Reader):
+    name, what = "text", "text file"
+    endings = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz", ".text.gz")
+
+    def names(self, path: Path | Url, splits: Sequence[str]) -> list[str]:
         return []
-    if source.kind != "json":
-        return list(_open_table(source, splits).column_names or ())
-    first = next(read_rows([source], Fields((), (), "", None), splits), None)
-    return [] if first is None else list(first.fields)
+
+    def rows(self, path: Path | Url, wanted: Fields, splits: Sequence[str]) -> Iterator[Row]:
+        if wanted.text is None:
+            raise ValueError(
+                f"{path} is a text file, which has no field {' or '.join(wanted.required)}: these are read from "
+                "JSON (.jsonl, .json), CSV, Parquet and saved datasets"
+            )
+        with open_file(path) as file:
+            offset = 0
+            while raw := file.read(PIECE_BYTES):
+                # To the end of the line, so that neither a line nor a character is cut.
+                raw += file.readline()
+                yield Row({wanted.text: decode(raw, path, offset).replace("\r\n", "\n")}, f"{path}, from byte {offset}")
+                offset += len(raw)
 
 
-def _open(path: Path) -> BinaryIO | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb")
+class JsonFile(Reader):
+    name, what = "json", "JSON file"
+    endings = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+    if_named = (".json", ".json.gz")
+
+    def rows(self, path: Path | Url, wanted: Fields, splits: Sequence[str]) -> Iterator[Row]:
+        for where, fields in _objects(path, path.name.lower().endswith(self.if_named)):
+            if not isinstance(fields, dict):
+                raise ValueError(f"{where} is a JSON {type(fields).__name__}; one object per line is needed")
+            wanted.check(list(fields), where)
+            yield Row(fields, where)
 
 
-def _decode(raw: bytes, path: Path, offset: int) -> str:
+def _objects(path: Path | Url, may_be_array: bool) -> Iterator[tuple[str, Any]]:
+    """(where, what) of each line, or of each item of one array."""
+    with open_file(path) as file:
+        offset = 0
+        for number, raw in enumerate(file, start=1):
+            line = decode(raw, path, offset)
+            if may_be_array and line.lstrip().startswith("["):
+                items = parse_json(line + decode(file.read(), path, offset + len(raw)), str(path))
+                yield from ((f"{path}, item {number}", item) for number, item in enumerate(items, start=1))
+                return
+            offset += len(raw)
+            if line.strip():
+                may_be_array = False
+                yield (where := f"{path}, line {number}"), parse_json(line, where)
+
+
+def decode(raw: bytes, path: Path | Url, offset: int) -> str:
+    """Text of these bytes of a file, from `offset` on. ValueError: they are none."""
     try:
         return raw.decode("utf-8-sig" if offset == 0 else "utf-8")
     except UnicodeDecodeError as error:
@@ -103,39 +158,6 @@ def _decode(raw: bytes, path: Path, offset: int) -> str:
             f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {offset + error.start} "
             f"({error.reason}); convert the file, or leave it out"
         ) from None
-
-
-def _read_text(path: Path, wanted: Fields) -> Iterator[Row]:
-    if wanted.text is None:
-        raise ValueError(
-            f"{path} is a text file, which has no field {' or '.join(wanted.required)}: these are read from JSON-lines "
-            "(.jsonl), Parquet and saved datasets"
-        )
-    with _open(path) as file:
-        offset = 0
-        while raw := file.read(PIECE_BYTES):
-            # To the end of the line, so that neither a line nor a character is cut.
-            raw += file.readline()
-            yield Row({wanted.text: _decode(raw, path, offset).replace("\r\n", "\n")}, f"{path}, from byte {offset}")
-            offset += len(raw)
-
-
-def _read_json(path: Path, wanted: Fields) -> Iterator[Row]:
-    with _open(path) as file:
-        offset = 0
-        for number, raw in enumerate(file, start=1):
-            line = _decode(raw, path, offset)
-            offset += len(raw)
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            fields = parse_json(line, where)
-            if not isinstance(fields, dict):
-                raise ValueError(f"{where} is a JSON {type(fields).__name__}; one object per line is needed")
-            for name in wanted.required:
-                if name not in fields:
-                    raise ValueError(f"{where} has no field {name!r}; {_name_fields(list(fields), wanted)}")
-            yield Row(fields, where)
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -152,7 +174,7 @@ def parse_json(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         hint = ""
         if text.startswith("["):
-            hint = "; a JSON array is not read: one object per line is needed"
+            hint = "; a JSON array is read from a .json file: rename it, or write one object per line"
         elif error.pos >= len(text) or error.msg.startswith("Unterminated"):
             hint = f"; it ends in the middle, with {text[-16:]!r}: it was cut off, or goes over several lines"
         raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}{hint}") from None
@@ -161,116 +183,3 @@ def parse_json(text: str, where: str) -> Any:
         raise ValueError(f"{where} has {half!a}, half of a surrogate pair: write the whole, or leave it out") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read: make it flatter, or leave it out") from None
-
-
-def _open_table(source: Source, splits: Sequence[str]) -> Any:
-    """A dataset, whose rows have yet to be read."""
-    path = source.path
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(f"{path} is read by the package datasets, which is missing: pip install datasets") from None
-    try:
-        if source.kind == "parquet":
-            return datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True)
-        dataset = datasets.load_from_disk(str(path))
-    except Exception as error:  # whatever a damaged file makes it raise
-        raise ValueError(f"{path} is no readable {_KINDS[source.kind]}: {error}") from None
-    if not isinstance(dataset, datasets.DatasetDict):
-        return dataset
-    split = next((name for name in splits if name in dataset), None)
-    if split is None:
-        raise ValueError(
-            f"{path} has no split {' or '.join(splits)}, but {', '.join(dataset)}; name the folder of one split, "
-            f"such as {path / next(iter(dataset), '')}"
-        )
-    return dataset[split]
-
-
-_KINDS = {"parquet": "Parquet file", "dataset": "Hugging Face dataset folder"}
-
-
-def _read_table(source: Source, wanted: Fields, splits: Sequence[str]) -> Iterator[Row]:
-    dataset = _open_table(source, splits)
-    names = list(dataset.column_names or ())
-    for name in wanted.required:
-        if name not in names:
-            raise ValueError(f"{source.path} has no column {name!r}; {_name_fields(names, wanted)}")
-    columns = [name for name in (*wanted.required, *wanted.optional) if name in names]
-    batches, number = dataset.select_columns(columns).iter(batch_size=256), 0
-    while True:
-        try:
-            batch = next(batches, None)
-        except Exception as error:  # of a file that is damaged further on
-            raise ValueError(f"{source.path} is no readable {_KINDS[source.kind]}: {error}") from None
-        if batch is None:
-            return
-        for values in zip(*(batch[name] for name in columns), strict=True):
-            fields = {name: _without_nulls(value) for name, value in zip(columns, values, strict=True)}
-            yield Row(fields, f"{source.path}, row {number}")
-            number += 1
-
-
-def _without_nulls(value: Any) -> Any:
-    """Tables give every object the keys of all others, and null where it has none of its own."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _name_fields(names: Sequence[str], wanted: Fields) -> str:
-    if not names:
-        return "it has no fields at all"
-    return f"it has {', '.join(map(str, names))}: set {wanted.settings}"
-
-
-Format = Literal["text", "messages", "prompt"]
-
-TRAIN_SPLITS = ("train",)
-EVAL_SPLITS = ("validation", "eval", "test")
-TOOLS = "tools"
-
-
-def fields_of(data: DataSection, form: Format) -> Fields:
-    """What is read of the rows of a format."""
-    if form == "text":
-        settings = (
-            "data.text_field to the one that holds the text (of conversations: data.messages_field; of questions "
-        )
-        settings += "with answers: data.prompt_field and data.completion_field)"
-        return Fields((data.text_field,), (), settings, data.text_field)
-    if form == "messages":
-        settings = "data.messages_field to the one that holds the messages"
-        return Fields((data.messages_field,), (TOOLS,), settings, None)
-    settings = "data.prompt_field and data.completion_field to those that hold them"
-    return Fields((data.prompt_field, data.completion_field), (TOOLS,), settings, None)
-
-
-def find_format(data: DataSection, sources: Sequence[Source]) -> Format:
-    """The format of the training data: as `data.format` says, otherwise as the first row's fields say.
-
-    Raises:
-        ValueError: fields of several formats; or the first file cannot be read.
-    """
-    if data.format is not None:
-        return data.format
-    names = field_names(sources[0], TRAIN_SPLITS)
-    forms: tuple[Format, ...] = ("text", "messages", "prompt")
-    found = [form for form in forms if set(fields_of(data, form).required) <= set(names)]
-    if len(found) > 1:
-        raise ValueError(
-            f"{sources[0].path} has fields of several formats ({', '.join(found)}): set data.format to the one that is "
-            "meant"
-        )
-    return found[0] if found else "text"
-
-
-def are_packed(data: DataSection) -> bool:
-    """Whether sequences will hold examples that do not see each other, as far as the settings and the first file tell.
-    False where there is no such file."""
-    if data.packing is not None:
-        return data.packing == "examples"
-    try:
-        return find_format(data, [] if data.format is not None else find_sources(data.train, "data.train")) != "text"
-    except (ValueError, OSError):
-        return False

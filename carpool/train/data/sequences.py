@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import Corpus, Marks
+from carpool.train.data.order import permutation
 
 TooLong = Literal["refuse", "truncate", "split"]
 
@@ -167,6 +168,8 @@ class Sequences(Protocol):
         padded: do they lack tokens in training too?
         lengths: tokens of each, by which those of a step are to be similar; None: they need not be.
         fingerprint: equal for equal sequences.
+        per_epoch: how many an epoch has.
+        names: the sources of a mixture; of one source alone, none.
     """
 
     length: int
@@ -175,13 +178,23 @@ class Sequences(Protocol):
     padded: bool
     lengths: Ids | None
     fingerprint: str
+    names: tuple[str, ...]
+
+    @property
+    def per_epoch(self) -> int: ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sequence: ...
 
+    def order(self, seed: int, epoch: int) -> Ids:
+        """The sequences of an epoch."""
+
     def targets(self, indices: Ids) -> int:
         """How many tokens these sequences predict."""
+
+    def source_tokens(self, indices: Ids) -> dict[str, int]:
+        """Of a mixture, how many tokens of each source."""
 
     def tokens(self, indices: Ids) -> int:
         """How many tokens these sequences have; of a stream, that are not those of another too."""
@@ -196,7 +209,24 @@ class Sequences(Protocol):
         """The same for programs."""
 
 
-class Stream:
+class _OneSource:
+    names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def per_epoch(self) -> int:
+        return len(self)
+
+    def order(self, seed: int, epoch: int) -> Ids:
+        return permutation(len(self), seed, epoch)
+
+    def source_tokens(self, indices: Ids) -> dict[str, int]:
+        return {}
+
+
+class Stream(_OneSource):
     """Sequences of one array of tokens.
 
     Args:
@@ -240,7 +270,7 @@ class Stream:
         return {"sequences": self._count}
 
 
-class Examples:
+class Examples(_OneSource):
     """Sequences of whole examples.
 
     Args:
@@ -259,9 +289,8 @@ class Examples:
         self._array, marks = (corpus.eval, corpus.eval_marks) if held_out else (corpus.train, corpus.train_marks)
         assert marks is not None
         self._learned, self.length = marks.learned, data.sequence_length
-        key = "data.train" if not held_out or data.eval is None else "data.eval"
         self._too_long = data.too_long
-        self._pieces = pieces = cut(marks, self.length, data.too_long, key)
+        self._pieces = pieces = cut(marks, self.length, data.too_long, corpus.key)
         self.packed = data.packing != "off"
         if self.packed:
             groups = best_fit(pieces.length, self.length)
@@ -329,17 +358,3 @@ class Examples:
             "learned_tokens_lost": pieces.cut_tokens,
             "left_out": pieces.without,
         }
-
-
-def train_sequences(corpus: Corpus, data: DataSection, multiple: int = 8) -> Sequences:
-    """What a run trains on. `multiple`, ValueError: as `Examples`."""
-    if corpus.train_marks is not None:
-        return Examples(corpus, data, multiple=multiple)
-    return Stream(corpus.train, data.sequence_length, corpus.fingerprint)
-
-
-def eval_sequences(corpus: Corpus, data: DataSection, multiple: int = 8) -> Sequences:
-    """What is held out. `multiple`, ValueError: as `Examples`."""
-    if corpus.eval_marks is not None and len(corpus.eval_marks.ends):
-        return Examples(corpus, data, held_out=True, multiple=multiple)
-    return Stream(corpus.eval, data.sequence_length, partial=True)

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import corpus_of
-from carpool.train.data.sequences import IGNORED, train_sequences
+from carpool.train.data.mixture import train_sequences
+from carpool.train.data.sequences import IGNORED
 from carpool.train.data.tokenizer import tokenizer_of
 
 _LEARNED = ("black on green", "black on bright_green")
@@ -29,10 +30,10 @@ def show(config: Config, count: int, console: Console) -> None:
     """
     data = config.data
     tokenizer = tokenizer_of(config)
-    corpus = corpus_of(config, tokenizer)
+    corpora = corpus_of(config, tokenizer)
     # One example in a sequence, in the order of the files.
-    apart = data if corpus.train_marks is None else data.model_copy(update={"packing": "off"})
-    sequences = train_sequences(corpus, apart)
+    streams = all(corpus.train_marks is None for corpus in corpora.sources)
+    sequences = train_sequences(corpora, data if streams else data.model_copy(update={"packing": "off"}))
     decode = partial(tokenizer.decode, special=True)
     for number in range(min(count, len(sequences))):
         ids, labels, _ = sequences[number]
@@ -41,7 +42,7 @@ def show(config: Config, count: int, console: Console) -> None:
         title = f"example {number + 1}: {len(ids)} tokens, {sum(learned)} learned"
         console.print(title, style="bold", highlight=False)
         console.print(_colored(ids.tolist(), learned, decode))
-    console.print(train_sequences(corpus, data).describe(), style="bold", highlight=False)
+    console.print(train_sequences(corpora, data).describe(), style="bold", highlight=False)
 
 
 def _colored(ids: list[int], learned: list[bool], decode: Callable[[Sequence[int]], str]) -> Text:

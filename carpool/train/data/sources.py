@@ -3,14 +3,15 @@
 | named                                    | one row is                                                  |
 |------------------------------------------|-------------------------------------------------------------|
 | "stdlib"                                 | one module of this Python's standard library                |
-| a text file (.txt, .py, any but .csv)    | the file; a long one is cut at line ends, about every 64 KB |
-| .jsonl, .ndjson, .json, also with .gz    | one line                                                    |
-| .parquet                                 | one row                                                     |
+| a text file (.txt, .py, any not below)   | the file; a long one is cut at line ends, about every 64 KB |
+| .jsonl, .ndjson, .json, also with .gz    | one line; of a .json file that holds an array, one item     |
+| .parquet, .csv, .tsv                     | one row                                                     |
+| .idx (Megatron), .bin (shards of tokens) | one document of tokens; 65,536 tokens                       |
 | a folder saved by `Dataset.save_to_disk` | one row                                                     |
 | any other folder                         | those of its files whose ending is one of the above         |
 | a glob (`logs/**/*.c`)                   | every file that matches, whatever its ending                |
 
-Order is fixed: as named, and sorted by path within a folder or glob. `carpool.train.data.rows` reads them.
+Order is fixed: as named, and sorted by path within a folder or glob. `carpool.train.data.readers` reads them.
 """
 
 from __future__ import annotations
@@ -20,35 +21,19 @@ import os
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from carpool.train.config.published import download_hint
+from carpool.train.data.readers import READERS, Source, reader_name
+from carpool.train.data.rows import TextFile
+from carpool.train.data.tables import SavedDataset
 
 STDLIB = "stdlib"
 
-_JSON = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-_JSON_IF_NAMED = (".json", ".json.gz")
-_TEXT = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz", ".text.gz")
-_TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 # Not prose of Python: packages of others, test suites, and modules that are tables or generated text.
 _STDLIB_SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data")
 )
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file, or one dataset folder, and how it is read."""
-
-    kind: Literal["text", "json", "parquet", "dataset"]
-    path: Path
-
-    def signature(self) -> list[tuple[str, int, int]]:
-        """`(absolute path, bytes, mtime in ns)` of each file it consists of: changes when the data does."""
-        files = [self.path] if self.kind != "dataset" else _files_below(self.path)
-        return [(str(f.absolute()), (stat := f.stat()).st_size, stat.st_mtime_ns) for f in files]
 
 
 def find_sources(named: Sequence[str], key: str) -> list[Source]:
@@ -59,7 +44,7 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
         key: That key, such as "data.train", for errors.
 
     Raises:
-        ValueError: nothing there, a folder in which nothing can be read, or a table of a kind that is not read.
+        ValueError: nothing there, a folder in which nothing can be read, or a file of a kind that is not read.
     """
     found: dict[Source, None] = {}
     for entry in named:
@@ -72,8 +57,7 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
             if path.is_dir():
                 sources = _in_folder(path, key)
             elif path.is_file():
-                _check_ending(path, key)
-                sources = [Source(_kind(path), path)]
+                sources = [_named(path, key)]
             elif path.exists():
                 # Data is read by the agent and by ranks, from the start each time.
                 raise ValueError(f"{key}: {entry} is no file, but a pipe or a device; write what it holds to a file")
@@ -81,9 +65,9 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
                 matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
                 if not matches:
                     raise ValueError(f"{key}: no file matches {entry} (seen from {Path.cwd()})")
-                for match in matches:
-                    _check_ending(match, key)
-                sources = [Source(_kind(match), match) for match in matches]
+                sources = [_named(match, key) for match in matches]
+            elif (index := Path(f"{path}.idx")).is_file():  # as Megatron's options name a pair of files
+                sources = [_named(index, key)]
             else:
                 hint = download_hint(entry, " --repo-type dataset")
                 raise ValueError(f"{key}: {entry} does not exist (seen from {Path.cwd()}){hint}")
@@ -97,20 +81,19 @@ def describe_sources(named: Sequence[str]) -> str:
     return ", ".join(python if entry == STDLIB else entry for entry in named)
 
 
-def _check_ending(path: Path, key: str) -> None:
-    """Refuse a table that would be learned as a text."""
-    if path.name.lower().endswith(_TABLES):
-        raise ValueError(
-            f"{key}: {path} is a table of a kind that is not read; write it as JSON lines or Parquet, such as with "
-            f"datasets.load_dataset('csv', data_files='{path}')['train'].to_json('data.jsonl')"
-        )
+def _named(path: Path, key: str) -> Source:
+    """A file that was named itself, or by a glob. What has no ending that is known is text, unless it is binary."""
+    kind = reader_name(path)
+    if kind is None:
+        with path.open("rb") as file:
+            if b"\0" in file.read(1024):
+                raise ValueError(f"{key}: {path} is a binary file of a kind that is not read ({_endings()})")
+    return Source(kind or TextFile.name, path)
 
 
-def _kind(path: Path) -> Literal["text", "json", "parquet"]:
-    name = path.name.lower()
-    if name.endswith(_JSON + _JSON_IF_NAMED):
-        return "json"
-    return "parquet" if name.endswith(".parquet") else "text"
+def _endings() -> str:
+    """For errors: which files are read."""
+    return ", ".join(ending for kind in READERS for ending in (*READERS[kind].endings, *READERS[kind].if_named))
 
 
 def _stdlib() -> list[Source]:
@@ -125,26 +108,25 @@ def _stdlib() -> list[Source]:
             f"data.train: this Python has no standard library source in {root} (a stripped or zipped installation); "
             "name your own files with data.train"
         )
-    return [Source("text", file) for file in sorted(files)]
+    return [Source(TextFile.name, file) for file in sorted(files)]
 
 
 def _in_folder(folder: Path, key: str) -> list[Source]:
     if (folder / "dataset_dict.json").is_file() or (
         (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
     ):
-        return [Source("dataset", folder)]
+        return [Source(SavedDataset.name, folder)]
     files = _files_below(folder)
-    usable = [file for file in files if file.name.lower().endswith((*_TEXT, *_JSON, ".parquet"))]
+    usable = [Source(kind, file) for file in files if (kind := reader_name(file, in_folder=True)) is not None]
     if not usable:
         if not files:
             raise ValueError(f"{key}: the folder {folder} is empty")
-        _check_ending(files[0], key)
         endings = sorted({file.suffix or file.name for file in files})
         raise ValueError(
-            f"{key}: the folder {folder} has no text, JSON-lines or Parquet file, but {', '.join(endings[:8])}; if "
-            f'these are text, name them with a glob, such as "{folder}/**/*{files[0].suffix}"'
+            f"{key}: the folder {folder} has no text, JSON-lines, CSV or Parquet file, but {', '.join(endings[:8])}; "
+            f'if these are text, name them with a glob, such as "{folder}/**/*{files[0].suffix}"'
         )
-    return [Source(_kind(file), file) for file in usable]
+    return usable
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -26,7 +26,7 @@ from carpool.planner.decisions.rules import compiled_by_rule
 from carpool.planner.model.shape import ModelShape
 from carpool.train.blueprint import Blueprint, planned_attention
 from carpool.train.config.schema import Config
-from carpool.train.data.sources import find_sources
+from carpool.train.data.corpus import check_sources
 from carpool.train.launch.machine import Machine
 from carpool.train.plan.division import divides_tokens
 
@@ -91,7 +91,7 @@ def _steps(config: Config, degrees: Degrees) -> int:
     training = config.training
     if training.num_train_epochs is None:
         return training.steps
-    sources = find_sources(config.data.train, "data.train")
+    sources = check_sources(config.data)
     tokens = sum(size for source in sources for _, size, _ in source.signature()) / BYTES_PER_TOKEN
     a_step = config.rank_tokens * degrees.dp
     return max(1, math.ceil(training.num_train_epochs * tokens / a_step))

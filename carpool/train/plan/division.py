@@ -34,7 +34,7 @@ from carpool.parallel.schedules import stages_of
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.decisions.rules import data_parallel_by_rule, why_not_zero1
 from carpool.train.config.schema import Config
-from carpool.train.data.rows import are_packed
+from carpool.train.data.formats import are_packed
 
 
 def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: int = 0) -> Cut | None:

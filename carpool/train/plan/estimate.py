@@ -38,7 +38,7 @@ from carpool.planner.step.peak import Peak, peak_of
 from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
 from carpool.train.blueprint import attention_of, top_k_of
 from carpool.train.config.schema import Config
-from carpool.train.data.rows import are_packed
+from carpool.train.data.formats import are_packed
 from carpool.train.extensions import extensions_in_use
 from carpool.train.lora import outline_adapter
 from carpool.train.plan.division import context_cut, divides_tokens

@@ -28,12 +28,10 @@ from carpool.train.checkpoints.reading import check_model
 from carpool.train.checkpoints.resume import check_base, check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config.fine_tuning import adapter_folder, of_adapter
 from carpool.train.config.schema import Config
-from carpool.train.data import corpus as corpora
-from carpool.train.data.corpus import Corpus, check_encoder
+from carpool.train.data.corpus import Corpora, check_encoder, check_sources, prepare_all
+from carpool.train.data.formats import are_packed
 from carpool.train.data.loader import train_loader
-from carpool.train.data.rows import are_packed
-from carpool.train.data.sequences import train_sequences
-from carpool.train.data.sources import find_sources
+from carpool.train.data.mixture import train_sequences
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, imagine_machine
@@ -111,12 +109,12 @@ def check_amount(plan: Plan, tokenizer: Tokenizer) -> None:
     """Raise ValueError if one step takes more sequences than there are. Of little data alone: it is read for that, as
     the run will read it, and nothing is kept."""
     config = plan.config
-    sources = find_sources(config.data.train, "data.train")
+    sources = check_sources(config.data)
     if sum(size for source in sources for _, size, _ in source.signature()) > LITTLE:
         return
     with tempfile.TemporaryDirectory() as folder:
         data = config.data.model_copy(update={"cache_dir": folder})
-        sequences = train_sequences(corpora.prepare(data, tokenizer, config.model.path), data)
+        sequences = train_sequences(prepare_all(data, tokenizer, config.model.path), data)
         train_loader(config, sequences, plan.degrees.dp)
 
 
@@ -186,12 +184,12 @@ def check_same_settings(config: Config, compare_with: str | None) -> None:
             )
 
 
-def check_same_data(corpus: Corpus) -> None:
+def check_same_data(corpora: Corpora) -> None:
     """Collective.
 
     Raises:
         ValueError: on all ranks, if one has read other data than rank 0."""
-    found = gather({"data.train": corpus.fingerprint, "data.eval": str(len(corpus.eval)), "source": corpus.source})
+    found = gather({"data.train": corpora.fingerprint, "data.eval": str(corpora.held_tokens), "source": corpora.source})
     for rank, other in enumerate(found):
         differ = [key for key in _differing(found[0], other) if key != "source"]
         if differ:
@@ -208,7 +206,7 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
         name = f"{before}{key}"
         if isinstance(value, dict):
             flat |= _flat(value, f"{name}.")
-        elif name not in _PLACES:
+        elif not any(f"{name}.".startswith(f"{place}.") for place in _PLACES):
             flat[name] = json.dumps(value, sort_keys=True)
     return flat
 

@@ -40,7 +40,7 @@ from carpool.train.checkpoints.adapter_files import save_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.manager import checkpoint_name
-from carpool.train.data.loader import count_targets
+from carpool.train.data.loader import EvalLoader, count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed
 from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
@@ -58,13 +58,18 @@ def evaluate(run: Run) -> None:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
     training, built = run.config.training, run.built
     with full_capacity(capacities_of_rides(built.rides)):
-        if len(run.data.held_out):
-            loss, tokens = _held_out(run)
-            run.records.write("eval", run.step, loss=loss, tokens=tokens)
+        if any(map(len, run.data.held_out.values())):
+            of_sets = {name: _held_out(run, batches) for name, batches in run.data.held_out.items() if len(batches)}
+            tokens = sum(count for _, count in of_sets.values())
+            loss = sum(total for total, _ in of_sets.values()) / tokens
+            # Several sets have names; their mean over tokens is the run's.
+            sets = {} if len(of_sets) == 1 else {name: total / count for name, (total, count) in of_sets.items()}
+            run.records.write("eval", run.step, loss=loss, tokens=tokens, **({"sets": sets} if sets else {}))
             if run.losses["first_eval_loss"] is None:
                 run.losses["first_eval_loss"] = loss
             run.losses["final_eval_loss"] = loss
-            run.records.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
+            of_each = f" ({', '.join(f'{name} {one:.4f}' for name, one in sets.items())})" if sets else ""
+            run.records.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens{of_each}")
         # The stages of a pipeline do not generate.
         if training.sample_prompt is not None and run.plan.pipeline is None:
             context = built.objective.context
@@ -76,12 +81,12 @@ def evaluate(run: Run) -> None:
             run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
 
 
-def _held_out(run: Run) -> tuple[float, int]:
-    """The mean loss over all held-out tokens, and their number."""
+def _held_out(run: Run, batches: EvalLoader) -> tuple[float, int]:
+    """The sum of losses over all tokens of a held-out set, and their number."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.built.device)
     run.built.model.eval()
     with torch.no_grad(), run.weights_unchanged():
-        for batch in run.data.held_out:
+        for batch in batches:
             # Counted before it goes to the device, for which nobody waits until the end.
             sums[1] += count_targets(batch["labels"])
             ce, _ = run.with_capacity(partial(run.built.objective.forward, run.to_device(batch)))
@@ -92,7 +97,7 @@ def _held_out(run: Run) -> tuple[float, int]:
     run.check_rides()
     # Ranks that share sequences have each counted all of their tokens, and compute the loss of all or of some.
     tokens /= run.built.objective.ranks_per_sequence
-    return total / run.built.objective.cross_entropy.copies / tokens, int(tokens)
+    return total / run.built.objective.cross_entropy.copies, int(tokens)
 
 
 def sample(

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 class StepNumbers(NamedTuple):
     """Of a step that was done, while those of its rides are on their way to the host. `tokens`: that it has, of which
-    it may predict fewer."""
+    it may predict fewer. `source_tokens`: of a mixture, tokens of each source so far."""
 
     step: int
     tokens: int
@@ -65,6 +65,7 @@ class StepNumbers(NamedTuple):
     rode: LaterRecord
     metrics: LaterMetrics | None
     step_ms: float
+    source_tokens: dict[str, int]
 
 
 @dataclass
@@ -313,13 +314,14 @@ def _stop_not_finite(run: Run, loss: float, norm: float, batches: list[Batch]) -
 def step_numbers(run: Run, losses: Losses, norm: float, begin: float) -> StepNumbers:
     """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`)."""
     step_ms = 1e3 * (time.perf_counter() - begin)
-    return StepNumbers(run.step, run.data.train.tokens, losses, norm, run.rode, run.measured, step_ms)
+    tokens, seen = run.data.train.tokens, run.data.train.state_dict().get("seen", {})
+    return StepNumbers(run.step, tokens, losses, norm, run.rode, run.measured, step_ms, seen)
 
 
 def record_step(run: Run, numbers: StepNumbers) -> None:
     """Record them. Waits until they are there."""
     training, records, info = run.config.training, run.records, run.records.info
-    step, tokens, losses, norm, later, measured, step_ms = numbers
+    step, tokens, losses, norm, later, measured, step_ms, source_tokens = numbers
     rode = later.read()
     run.placement.count(rode)
     per_second = tokens / step_ms * 1e3
@@ -343,6 +345,7 @@ def record_step(run: Run, numbers: StepNumbers) -> None:
         "hfu": used * _computed_again(run) if used is not None else None,
         **rode.record,
         "memory_peak_bytes": int(rode.most[0]),
+        **({"source_tokens": source_tokens} if source_tokens else {}),
         **({} if measured is None else {"metrics": measured.read()}),
     }
     run.losses["final_loss"] = losses.loss

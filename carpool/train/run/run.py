@@ -156,7 +156,7 @@ def plan_on_ranks(
 def with_data(plan: Plan, tokenizer: Tokenizer, make_corpus: MakeCorpus | None = None) -> tuple[Plan, RunData]:
     """The data, and the plan with as many steps as they have, where epochs were asked for."""
     data = read_data(plan, tokenizer, rank_device(), make_corpus)
-    check_same_data(data.corpus)
+    check_same_data(data.corpora)
     training = plan.config.training.in_steps(data.steps_per_epoch)
     return replace(plan, config=plan.config.model_copy(update={"training": training})), data
 

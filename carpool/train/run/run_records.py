@@ -168,9 +168,9 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
         "peak_flops_source": peak_source,
         "seed": config.training.seed,
         "data": {
-            "source": run.data.corpus.source,
-            "train_tokens": len(run.data.corpus.train),
-            "eval_tokens": len(run.data.corpus.eval),
+            "source": run.data.corpora.source,
+            "train_tokens": sum(len(corpus.train) for corpus in run.data.corpora.sources),
+            "eval_tokens": run.data.corpora.held_tokens,
             "tokenizer": run.tokenizer.name,
             **run.data.sequences.numbers(),
         },
@@ -293,7 +293,7 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         )
         if config.model.from_scratch:
             say("RANDOM WEIGHTS under the adapter (model.config, not model.path): good to measure speed and memory")
-    sequences, held_out = run.data.sequences.describe(), len(run.data.corpus.eval)
+    sequences, held_out = run.data.sequences.describe(), run.data.corpora.held_tokens
     say(f"data: {info['data']['source']}, {sequences}; {held_out:,} tokens held out")
     if isinstance(blueprint.source, Path):
         size = sum(path.stat().st_size for path in blueprint.source.glob("*.safetensors"))
