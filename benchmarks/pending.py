@@ -38,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node {ranks}"
 QWEN3 = "-m carpool bench model --model qwen3-30b-a3b --ranks {ranks} --rounds 2 --steps 3 --out {out}"
 QWEN3 += " --contenders carpool-compiled --set training.optimizer=one-pass"
+EIGHT = "-m carpool bench model --model qwen3-30b-a3b --ranks {ranks} --rounds 2 --steps 3 --out {out} --layers 8"
+EIGHT += " --contenders carpool-compiled --set training.optimizer_state_dtype=bfloat16"
 RECOMPUTED = " --set memory.layer_activations=recompute --set memory.expert_activations=recompute"
 PAIRS = (
     "-m carpool train model.config=qwen3-30b-a3b model.config.num_hidden_layers=16 model.dtype=bfloat16 "
@@ -139,6 +141,16 @@ PENDING = [
     Measurement(
         "table of fine-tuning on one GPU", "fine-tuning-one-gpu.md: five models by three methods", 1, 1200,
         "-m benchmarks.one_gpu --minutes 20 --out {out}",
+    ),
+    # Muon beside AdamW: the goal is at most 1.15 times AdamW's step. Newton–Schulz takes as long whatever the tokens.
+    *(
+        Measurement(
+            f"{optimizer}, 8 layers of qwen3, {8192 * micro_batches:,} tokens a step",
+            "train.md, the optimizer: Muon's step beside AdamW's", 1, 150,
+            f"{EIGHT} --accumulation {micro_batches} --set training.optimizer={optimizer}",
+        )
+        for micro_batches in (1, 16)
+        for optimizer in ("one-pass", "muon")
     ),
     # Qwen3-30B-A3B, all 48 layers.
     Measurement(

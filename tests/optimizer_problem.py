@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
+from carpool.optim import Muon
+from carpool.optim.base import Matrices
+
 # A row of 37 blocks in the last one, one element, none, blocks that end in a row, more than one program's piece.
 SHAPES = [(37, 300), (5,), (1,), (0, 7), (3, 5, 512), (64, 64), (2, 9000), (17, 255)]
 STEPS = 4
+# Those of `SHAPES` that are matrices of a layer.
+MATRICES = {0: Matrices(), 4: Matrices(True, 2), 5: Matrices(), 6: Matrices(), 7: Matrices()}
 
 
 def gradients(step: int, device: str = "cpu") -> list[torch.Tensor]:
@@ -53,3 +58,9 @@ def masters(optimizer: torch.optim.Optimizer, found: list[torch.nn.Parameter]) -
         join(p.detach(), state["low_bits"]) if "low_bits" in state else p.detach()
         for p, state in zip(found, states, strict=True)
     ]
+
+
+def muon(found: list[torch.nn.Parameter], rate: float | torch.Tensor = 1e-2, **how: Any) -> Muon:
+    """Of all these parameters."""
+    named = [(str(number), parameter) for number, parameter in enumerate(found)]
+    return Muon(Muon.groups(named, 0.1, {str(number): of for number, of in MATRICES.items()}), lr=rate, **how)

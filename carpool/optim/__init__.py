@@ -4,20 +4,21 @@
 `register` adds one from outside the package (`carpool.plugins`).
 
 `AdamW` is the package's own: exact AdamW in one pass, float32 masters of bfloat16 weights, moments in fewer bits, state
-in host memory, updates inside of the backward.
+in host memory, updates inside of the backward. `Muon` is for the matrices of layers, with that AdamW for all else.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from carpool.optim.base import AdamWFacts, OptimizerBase, OptimizerSettings, TorchFacts
+from carpool.optim.base import AdamWFacts, MuonFacts, OptimizerBase, OptimizerSettings, TorchFacts
 from carpool.plugins import Registry, unknown
 
 if TYPE_CHECKING:
     from carpool.optim.adamw import AdamW, Moments
+    from carpool.optim.muon import Muon
 
-__all__ = ["OPTIMIZERS", "AdamW", "Moments", "OptimizerBase", "OptimizerSettings", "find_optimizer", "register"]
+__all__ = ["OPTIMIZERS", "AdamW", "Moments", "Muon", "OptimizerBase", "OptimizerSettings", "find_optimizer", "register"]
 
 
 def _check(name: str, cls: type[OptimizerBase]) -> None:
@@ -28,7 +29,7 @@ def _check(name: str, cls: type[OptimizerBase]) -> None:
 
 
 OPTIMIZERS: Registry[type[OptimizerBase]] = Registry(
-    "optimizer", "carpool.optimizers", {cls.name: cls for cls in (AdamWFacts, TorchFacts)}, _check
+    "optimizer", "carpool.optimizers", {cls.name: cls for cls in (AdamWFacts, TorchFacts, MuonFacts)}, _check
 )
 
 
@@ -72,4 +73,8 @@ def __getattr__(name: str) -> Any:
         from carpool.optim import adamw
 
         return getattr(adamw, name)
+    if name == "Muon":
+        from carpool.optim.muon import Muon
+
+        return Muon
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

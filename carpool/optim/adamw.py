@@ -140,7 +140,7 @@ class AdamW(AdamWFacts, torch.optim.Optimizer):
                 found[name].fill_(ZERO_CODE[signed])
         return {
             "step": torch.zeros((), device=parameter.device),
-            **{name: _placed(value, name, parameter) for name, value in found.items()},
+            **{name: placed(value, name, parameter) for name, value in found.items()},
         }
 
     @torch.no_grad()
@@ -163,10 +163,13 @@ class AdamW(AdamWFacts, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update_all(factor, zero_grads)
+        return loss
+
+    def _update_all(self, factor: torch.Tensor | None, zero_grads: bool) -> None:
         settings, rates = self._settings()
         for update in self._updates:
             update.step(settings, rates, Use(_on(update, factor), zero_grads))
-        return loss
 
     def _settings(self) -> tuple[list[tuple[float, ...]], dict[int, torch.Tensor]]:
         """Numbers of each group, and the learning rates that are tensors, by group."""
@@ -184,7 +187,8 @@ class AdamW(AdamWFacts, torch.optim.Optimizer):
         devices: dict[torch.device, list[tuple[torch.Tensor, int, State]]] = {}
         for i, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                devices.setdefault(parameter.device, []).append((parameter, i, self.state[parameter]))
+                if "exp_avg" in (state := self.state[parameter]):  # else a class derived from this one updates it
+                    devices.setdefault(parameter.device, []).append((parameter, i, state))
         made: list[Update] = []
         for device, found in devices.items():
             parameters, groups, states = map(list, zip(*found, strict=True))
@@ -334,7 +338,10 @@ class AdamW(AdamWFacts, torch.optim.Optimizer):
                 else:
                     group[name] = other.get(name, group[name])
             for parameter, key in zip(group["params"], other["params"], strict=True):
-                _copy_state(self.state[parameter], state_dict["state"].get(key, {}), parameter)
+                self._copy_state(parameter, state_dict["state"].get(key, {}))
+
+    def _copy_state(self, parameter: torch.Tensor, theirs: dict[str, Any]) -> None:
+        _copy_state(self.state[parameter], theirs, parameter)
 
 
 def _copy_state(ours: State, theirs: dict[str, Any], parameter: torch.Tensor) -> None:
@@ -346,7 +353,7 @@ def _copy_state(ours: State, theirs: dict[str, Any], parameter: torch.Tensor) ->
         )
     ours["step"].copy_(torch.as_tensor(theirs.get("step", 0.0)))
     if "low_bits" in ours:
-        _copy(ours["low_bits"], theirs.get("low_bits"), shape)
+        copy(ours["low_bits"], theirs.get("low_bits"), shape)
     for name, signed in _SIGNED.items():
         value, scale = theirs.get(name), theirs.get(f"{name}_scale")
         if ours[name].dtype == torch.uint8 and (value is None or scale is None):
@@ -358,12 +365,13 @@ def _copy_state(ours: State, theirs: dict[str, Any], parameter: torch.Tensor) ->
             assert value is not None
             local(ours[name]).copy_(dequantise(local(value), local(scale), signed))
         else:
-            _copy(ours[name], value, shape)
+            copy(ours[name], value, shape)
             if scale is not None:
-                _copy(ours[f"{name}_scale"], scale, shape)
+                copy(ours[f"{name}_scale"], scale, shape)
 
 
-def _copy(target: torch.Tensor, value: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+def copy(target: torch.Tensor, value: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    """Copy what a rank holds of a state; None: it is zero."""
     if value is None:
         local(target).zero_()
     elif local(value).shape != local(target).shape:
@@ -376,7 +384,7 @@ def _on(update: Update, factor: torch.Tensor | None) -> torch.Tensor | None:
     return factor if factor is None else factor.to(update.device, torch.float32)
 
 
-def _placed(value: torch.Tensor, name: str, parameter: torch.Tensor) -> torch.Tensor:
+def placed(value: torch.Tensor, name: str, parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a state, sharded as the parameter is. It may be in other memory than the parameter."""
     if not isinstance(parameter, DTensor):
         return value

@@ -19,8 +19,8 @@ configuration which settings it takes, checkpoints what is zero at the start. So
         def step(self): ...                             # PyTorch's contract: update what has a gradient
 
 Parameters are DTensors where they are sharded. An update that looks at one element at a time works on the local part.
-One that needs whole matrices (Muon) says `updates_shards = False`, or gathers them in its `step`, and makes groups of
-its own in `groups`.
+One that needs whole matrices says `updates_shards = False`, or gathers them in its `step`, as Muon does; `groups` is
+told which parameters are matrices.
 
 This module does not import PyTorch when it runs, because the planner and the configuration ask these classes.
 """
@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ else:
     _Optimizer = object
 
 STORED: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a parameter
+NEWTON_SCHULZ_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,28 @@ class OptimizerSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """Of which matrices a parameter consists.
+
+    Attributes:
+        stacked: it has three dimensions, of which the first counts experts.
+        halves: the dimension of an expert's (1 or 2) along which gate and up, two matrices, are beside each other; 0:
+            it is one matrix.
+        interleaved: rows or columns of gate and up alternate.
+        cut: the dimension of which slices of an expert (expert tensor parallelism) have a part each; 0: there are none.
+        slices: of each expert.
+        order: of each row of a parameter with slices: expert * slices + slice.
+    """
+
+    stacked: bool = False
+    halves: int = 0
+    interleaved: bool = False
+    cut: int = 0
+    slices: int = 1
+    order: tuple[int, ...] = ()
+
+
 class OptimizerBase(_Optimizer):
     """The facts of an optimizer, and how it is made. Its instances are PyTorch optimizers.
 
@@ -80,6 +103,7 @@ class OptimizerBase(_Optimizer):
         starts_at_zero: its state is zeros before the first gradient.
         updates_shards: it updates a shard of a parameter without the others.
         zero_if_absent: state that is zero where a checkpoint of another optimizer lacks it.
+        refusals: why it does not have a setting, half a sentence by "section.key".
     """
 
     name: ClassVar[str]
@@ -93,6 +117,7 @@ class OptimizerBase(_Optimizer):
     starts_at_zero: ClassVar[bool] = True
     updates_shards: ClassVar[bool] = True
     zero_if_absent: ClassVar[frozenset[str]] = frozenset()
+    refusals: ClassVar[Mapping[str, str]] = {}
 
     # -- before there is a model ------------------------------------------------------------------------------------
 
@@ -107,17 +132,40 @@ class OptimizerBase(_Optimizer):
         raise NotImplementedError
 
     @classmethod
+    def matrix_state_bytes(cls, dtype: str, moments: str) -> Mapping[str, float]:
+        """The same of a matrix, which is any in a layer: no embedding, no output layer."""
+        return cls.state_bytes(dtype, moments)
+
+    @classmethod
+    def update_flops(cls, rows: int, columns: int) -> float:
+        """Floating-point operations of the update of a matrix, beyond a few for each element."""
+        return 0.0
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for values of `training.optimizer_options` that it cannot have. Types are checked."""
+
+    @classmethod
     def update_bytes(cls, dtype: str, moments: str) -> float:
         """Bytes of device memory that norm, clipping and update read and write for each element: parameter and state
         both ways, the gradient for the update, for the norm, and, unless `clips_in_step`, both ways for clipping."""
         gradients = 2 if cls.clips_in_step else 4
-        return (2 + gradients) * STORED[dtype] + 2 * sum(cls.state_bytes(dtype, moments).values())
+        return (2 + gradients) * STORED[dtype] + 2 * sum(cls.matrix_state_bytes(dtype, moments).values())
 
     # -- making one -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def groups(cls, named_parameters: Iterable[tuple[str, torch.Tensor]], weight_decay: float) -> list[dict[str, Any]]:
+    def groups(
+        cls,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        weight_decay: float,
+        matrices: Mapping[str, Matrices] | None = None,
+    ) -> list[dict[str, Any]]:
         """Parameter groups: weight decay on matrices only, not on norms, biases and other vectors.
+
+        Args:
+            matrices: by name, the parameters that are matrices of layers: not embeddings, output layers, routers,
+                norms, biases and adapters.
 
         Parameters on different meshes (experts on efsdp x ep, others on fsdp) go into different groups, because a fused
         update of PyTorch's over DTensors of two meshes is refused."""
@@ -192,11 +240,11 @@ class AdamWFacts(OptimizerBase):
 
     name = "one-pass"
     implementation = "carpool.optim.adamw:AdamW"
-    moments = ("float32", "bfloat16", "int8")
-    places = ("none", "host", "disk")
+    moments: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "int8")
+    places: ClassVar[tuple[str, ...]] = ("none", "host", "disk")
     clips_in_step = True
     in_backward = True
-    captured_places = ("none", "host")
+    captured_places: ClassVar[tuple[str, ...]] = ("none", "host")
     # Where a checkpoint has no low bits, the masters are the weights.
     zero_if_absent = frozenset({"low_bits"})
 
@@ -221,3 +269,72 @@ class AdamWFacts(OptimizerBase):
         adam = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.epsilon}
         offload = settings.place != "none"
         return adam | {"moments": settings.moments, "offload": offload, "folder": settings.folder}
+
+
+class MuonFacts(AdamWFacts):
+    """Muon (`carpool.optim.muon`) for the matrices of layers, and the one-pass AdamW for all else."""
+
+    name = "muon"
+    implementation = "carpool.optim.muon:Muon"
+    options: ClassVar[Mapping[str, Any]] = {
+        "momentum": float, "nesterov": bool, "ns_steps": int, "ns_dtype": Literal["bfloat16", "float32"],
+    }  # fmt: skip
+    moments = ("float32", "bfloat16")
+    places = ("none",)
+    in_backward = False
+    captured_places = ()
+    refusals: ClassVar[Mapping[str, str]] = {
+        "training.optimizer_offload": "Muon multiplies whole matrices with themselves, and its momentum is read at once"
+        " for all of them, not tile by tile from elsewhere",
+        "training.optimizer_in_backward": "Muon orthogonalises matrices whose shards ranks send each other, many at a "
+        "time and all ranks in one order, after the backward",
+        "adapter.kind": "Muon orthogonalises the update of a matrix, and adapters train factors of one",
+    }
+
+    @classmethod
+    def matrix_state_bytes(cls, dtype: str, moments: str) -> Mapping[str, float]:
+        found: dict[str, float] = {"momentum_buffer": STORED[moments]}
+        return found | ({"low_bits": 2} if dtype == "bfloat16" else {})
+
+    @classmethod
+    def update_flops(cls, rows: int, columns: int) -> float:
+        n, m = sorted((rows, columns))
+        return NEWTON_SCHULZ_STEPS * (4 * n * n * m + 2 * n**3)
+
+    @classmethod
+    def update_bytes(cls, dtype: str, moments: str) -> float:
+        # The update itself is written, orthogonalised and read, in bfloat16.
+        return super().update_bytes(dtype, moments) + 2 * STORED["bfloat16"]
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        if not 0 <= options.get("momentum", 0.95) < 1:
+            raise ValueError(f"optimizer_options.momentum = {options['momentum']}: it is from 0 to below 1")
+        if options.get("ns_steps", NEWTON_SCHULZ_STEPS) < 1:
+            raise ValueError(f"optimizer_options.ns_steps = {options['ns_steps']}: there is at least one")
+
+    @classmethod
+    def groups(
+        cls,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        weight_decay: float,
+        matrices: Mapping[str, Matrices] | None = None,
+    ) -> list[dict[str, Any]]:
+        """A group of all matrices, if there are any, and AdamW's groups of all else."""
+        known, named = matrices or {}, list(named_parameters)
+        own = [(name, parameter) for name, parameter in named if name in known]
+        others = [(name, parameter) for name, parameter in named if name not in known]
+        if not own:
+            return super().groups(others, weight_decay)
+        group = {
+            "params": [parameter for _, parameter in own],
+            "names": [name for name, _ in own],
+            "matrices": [known[name] for name, _ in own],
+            "weight_decay": weight_decay,
+        }
+        return [group, *super().groups(others, weight_decay)]
+
+    @classmethod
+    def arguments(cls, settings: OptimizerSettings) -> dict[str, Any]:
+        adam = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.epsilon}
+        return adam | {"moments": settings.moments, **settings.options}

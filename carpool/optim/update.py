@@ -140,7 +140,7 @@ class Update:
         """Update those of these parameters that have a gradient, with the steps and coefficients of `count`."""
         numbers = tuple(numbers)
         theirs = {i: local(grad) for i in numbers if (grad := self.parameters[i].grad) is not None}
-        grads = {i: _placed(self.parameters[i], grad).contiguous() for i, grad in theirs.items()}
+        grads = {i: placed_gradient(self.parameters[i], grad).contiguous() for i, grad in theirs.items()}
         if on_gpu(self.coefficients):
             self._launch(numbers, grads, use)
         else:
@@ -160,7 +160,8 @@ class Update:
         """Put on the device what has changed of the settings, and of which parameters have, or will have, a
         gradient."""
         if settings != self._settings:
-            self._hyper.copy_(upload(settings, torch.float64, self.device))
+            # Behind the last group of these parameters there may be others of another optimizer.
+            self._hyper.copy_(upload(settings[: len(self._hyper)], torch.float64, self.device))
             self._settings = settings
         if has_grad != self._has_grad:
             self._counted.copy_(upload(has_grad, torch.float32, self.device))
@@ -169,7 +170,8 @@ class Update:
     def count(self, rates: dict[int, torch.Tensor], factor: torch.Tensor | None) -> None:
         """Steps and coefficients of this step, for those that have, or will have, a gradient."""
         for group, rate in rates.items():
-            self._hyper[group, 0].copy_(rate)
+            if group < len(self._hyper):
+                self._hyper[group, 0].copy_(rate)
         self.steps += self._counted if factor is None else self._counted * (factor == factor)
         lr, beta1, beta2, eps, decay = self._hyper[self._groups].unbind(1)
         # A parameter that had no gradient yet has 0 here, and is not updated.
@@ -280,7 +282,7 @@ class Update:
         return [parameter.data_ptr(), *addresses, width, blocks, per_row, i]
 
 
-def _placed(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def placed_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Of a rank's gradient, the part that belongs to its part of the parameter. PyTorch gives each tensor-parallel rank
     the whole gradient of an embedding of which it has some rows."""
     own = local(parameter)

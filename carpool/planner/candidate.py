@@ -228,8 +228,13 @@ class Candidate:
 
     @property
     def state_bytes(self) -> Mapping[str, float]:
-        """Of the optimizer's state, for each element of a trained parameter, by name."""
+        """Of the optimizer's state, for each element of a trained parameter that is no matrix of a layer, by name."""
         return OPTIMIZERS[self.optimizer].state_bytes(self.dtype, self.moments)
+
+    @property
+    def matrix_state_bytes(self) -> Mapping[str, float]:
+        """The same of a matrix of a layer."""
+        return OPTIMIZERS[self.optimizer].matrix_state_bytes(self.dtype, self.moments)
 
     @property
     def update_bytes(self) -> float:

@@ -221,6 +221,7 @@ ALONE = {
 }  # fmt: skip
 TOGETHER = {
     "plain": (),
+    "muon": ("training.optimizer=muon", "training.learning_rate=1e-3"),
     "accumulated": ("training.gradient_accumulation_steps=3", "moe.router_aux_loss_coef=0.02"),
     "compiled": ("training.torch_compile=true", "training.gradient_accumulation_steps=2"),
     "chunks": ("moe.schedule=chunks", "moe.chunks=2"),

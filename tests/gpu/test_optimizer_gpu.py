@@ -15,9 +15,10 @@ import torch
 from carpool.kernels.capture import capturing
 from carpool.optim import AdamW, Moments, update
 from carpool.optim import in_backward as consumed
+from carpool.optim import muon as matrices
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.adamw_reference import DTYPES
-from tests.optimizer_problem import gradients, groups, masters, parameters, train
+from tests.optimizer_problem import MATRICES, gradients, groups, masters, muon, parameters, train
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +102,41 @@ def test_captured_in_a_graph() -> None:
         assert all(not p.grad.any() for p in found if p.grad is not None)
         assert optimizer.state[found[0]]["step"] == 5
     assert all(torch.equal(p, q) for p, q in zip(*ended, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_in_a_graph_is_eager_muon(dtype: torch.dtype) -> None:
+    """Bit by bit, and nothing waits for the host; replays read the learning rate and the factor anew. The kernels
+    equal plain PyTorch."""
+    ended = []
+    for way in ("plain", "eager", "graph"):
+        found = parameters(dtype, "cuda")
+        rate, factor = torch.tensor(1e-2, device="cuda"), torch.tensor(1.0, device="cuda")
+        optimizer, graph = muon(found, rate), torch.cuda.CUDAGraph()
+        for p in found:
+            p.grad = torch.zeros_like(p)
+        for step in range(5):
+            for p, grad in zip(found, gradients(step, "cuda"), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(grad)
+            rate.fill_(1e-2 / (step + 1))
+            factor.fill_(0.3 * (step + 1))
+            if way == "graph" and step == 1:
+                with torch.cuda.graph(graph):
+                    optimizer.step(factor=factor, zero_grads=True)
+            if way == "graph" and step >= 1:
+                graph.replay()
+                continue
+            torch.cuda.set_sync_debug_mode("error" if way == "eager" and step > 0 else "default")
+            with mock.patch.object(matrices, "on_gpu", lambda _, way=way: way != "plain"):
+                optimizer.step(factor=factor, zero_grads=True)
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(not p.grad.any() for p in found if p.grad is not None)
+        ended.append([p.detach().clone() for p in found])
+    plain, eager, graphed = ended
+    assert all(torch.equal(p, q) for p, q in zip(eager, graphed, strict=True))
+    for number in MATRICES:
+        assert torch.equal(plain[number], eager[number]), number
 
 
 def test_new_gradients_are_refused_in_a_capture() -> None:

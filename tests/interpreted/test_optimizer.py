@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 from carpool.optim import AdamW, update
+from carpool.optim import muon as matrices
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.adamw_reference import DTYPES, LEAST_SCALE, dynamic_map, quantise, thresholds
 from carpool.optim.kernel import SIGNED_BOUNDS, UNSIGNED_BOUNDS, _code
-from tests.optimizer_problem import groups, masters, parameters, train
+from tests.interpreter_rounding import rounding_as_on_a_gpu
+from tests.optimizer_problem import groups, masters, muon, parameters, train
 
 
 @pytest.mark.parametrize("moments", list(DTYPES))
@@ -38,6 +40,27 @@ def test_the_kernel_equals_plain_pytorch(dtype: torch.dtype, moments: str) -> No
         assert one.keys() == other.keys()
         for name in one.keys() - {"low_bits"}:
             assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muons_kernels_equal_plain_pytorch(dtype: torch.dtype, moments: str) -> None:
+    """Bit by bit, with Newton–Schulz in bfloat16; a factor that is NaN changes nothing."""
+    ended = []
+    for kernel in (False, True):
+        found = parameters(dtype)
+        optimizer = muon(found, moments=moments, nesterov=moments == "float32")
+        with rounding_as_on_a_gpu(), mock.patch.object(matrices, "on_gpu", lambda _, kernel=kernel: kernel):
+            train(optimizer, found, factor=torch.tensor(0.7), zero_grads=True)
+            before = [p.detach().clone() for p in found]
+            optimizer.step(factor=torch.tensor(torch.nan))
+        assert all(torch.equal(p, old) for p, old in zip(found, before, strict=True))
+        assert all(p.grad is None or not p.grad.any() for p in found)
+        ended.append((found, [optimizer.state[p] for p in found]))
+    for ours, plain in zip(ended[1][0], ended[0][0], strict=True):
+        assert torch.equal(ours, plain)
+    for ours, plain in zip(ended[1][1], ended[0][1], strict=True):
+        assert ours.keys() == plain.keys() and all(torch.equal(ours[name], plain[name]) for name in ours)
 
 
 def test_blocks_become_zero_as_in_plain_pytorch() -> None:

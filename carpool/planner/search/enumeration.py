@@ -133,7 +133,7 @@ class Bounds:
         if key not in self.sums:
             lengths = self.problem.lengths(candidate)
             ends = 1 + (candidate.degrees.pp == 1)
-            self.sums[key] = sum(piece.seconds for piece in lengths.update(*lengths.parameters(layers, ends)))
+            self.sums[key] = sum(piece.seconds for piece in lengths.update(*lengths.parameters(layers, ends), layers))
         found: float = self.sums[key]
         return found
 

@@ -374,5 +374,5 @@ class _Builder:
             size = lengths.embeddings / 2 if not lengths.shape.tied else 0.0
             self._reduce(size, 0.0, At("embedding", "backward", stage, None, self.number * self.parts), last)
             before += tuple(self.reduced.get(stage, ())[-2:])
-        for piece in lengths.update(dense, experts):
+        for piece in lengths.update(dense, experts, layers):
             before = (self._add(piece, At("step", "update", stage, None, 0), before),)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
 
+from carpool.optim import OPTIMIZERS
 from carpool.planner.candidate import REDUCED
 from carpool.planner.machine.hardware import HEAD_SIZES, SPREAD, Hardware, Source, Work
 from carpool.planner.model.shape import LayerShape
@@ -270,7 +271,7 @@ class Lengths(Travel):
         dense = sum(self.dense_of(layer) for layer in stage_layers) + self.embeddings * ends / 2
         return dense, sum(layer.experts for layer in stage_layers) * self.experts_of_layer
 
-    def update(self, dense: float, experts: float) -> Iterator[Piece]:
+    def update(self, dense: float, experts: float, layers: tuple[LayerShape, ...]) -> Iterator[Piece]:
         """Norm, clipping and update of what a rank owns, and parameters that are gathered after it."""
         degrees, candidate = self.degrees, self.candidate
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
@@ -281,11 +282,25 @@ class Lengths(Travel):
         if candidate.moments == "int8":
             piece = piece._replace(seconds=max(piece.seconds, CODES * own))
         yield piece
+        if flops := self.whole_matrices(layers):
+            # Shards go to the owners of matrices in bfloat16, and the results come back.
+            size = 2 * 2 * dense / (degrees.fsdp * degrees.cp)
+            yield from _some(self.collective("matrices", "all-gather", size, "fsdp and cp"))
+            work = self.hardware.kernel("dense", 2)
+            yield Piece("optimizer", "optimizer", work.seconds(flops), *work.spread, work.latency)
         if not candidate.optimizer_in_backward:
             yield from _some(self.streamed_state(dense, experts))
         if candidate.data_parallel == "zero1":
             size = dense + (experts if candidate.experts_as_dense else 0)
             yield from _some(self.collective("parameters", "all-gather", self.element * size, "fsdp and cp"))
+
+    def whole_matrices(self, layers: tuple[LayerShape, ...]) -> float:
+        """Operations of a rank in an update that multiplies matrices (Muon), which ranks divide among them evenly."""
+        flops_of, shape, degrees = OPTIMIZERS[self.candidate.optimizer].update_flops, self.shape, self.degrees
+        dense = sum(flops_of(a, b) for layer in layers for a, b in layer.products)
+        expert = 3 * shape.num_experts * flops_of(shape.hidden, shape.expert_hidden)
+        experts = sum(layer.experts for layer in layers) * expert
+        return (dense / degrees.non_expert_shards + experts / degrees.expert_shards) / degrees.dp_replicate
 
     def streamed_state(self, dense: float, experts: float) -> Piece | None:
         """The optimizer's state of these parameters, from host memory and back; None: it is on the device."""

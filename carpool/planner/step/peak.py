@@ -128,7 +128,8 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
     own += 0 if candidate.optimizer_in_backward else sizes.adapter_stored * sizes.adapters
     host = 0.0
-    state = (dense_trained + experts_trained) * sizes.state
+    of_ends = min(dense_trained, sizes.ends * sizes.words * sizes.hidden / degrees.non_expert_shards)
+    state = (dense_trained - of_ends + experts_trained) * sizes.state + of_ends * sizes.ends_state
     if candidate.optimizer_offload != "none":
         host, state = state, TILES
 

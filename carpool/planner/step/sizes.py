@@ -104,7 +104,7 @@ class RankSizes:
         whole_logits: the loss has log-softmax and gradients of all logits, in float32.
         divided: tensor-parallel ranks divide tokens where blocks do not need all of them.
         reduced: bytes of an element of a gradient as it is added up over ranks.
-        state: bytes of the optimizer's state for each trained parameter.
+        state: bytes of the optimizer's state for each trained parameter of a layer; ends_state: of the others.
         head_trains: whether the output layer does.
         dequantised: bytes of matrices that products make of a quantised base at a time; head_made: of the output layer.
         quantised_away: bytes that frozen non-expert parameters take less than as they would be stored.
@@ -141,6 +141,7 @@ class RankSizes:
     whole_logits: bool
     divided: bool
     state: float
+    ends_state: float
     reduced: int = REDUCED
     head_trains: bool = True
     dequantised: float = 0.0
@@ -192,7 +193,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
         loss_tokens=_piece(own_tokens // (degrees.tp if candidate.divides_tokens else 1), shape.vocabulary),
         eval_tokens=eval_tokens, eval_loss_tokens=_piece(eval_tokens, shape.vocabulary),
         whole_logits=degrees.tp > 1 and not candidate.divides_tokens, divided=candidate.divides_tokens,
-        state=sum(candidate.state_bytes.values()),
+        state=sum(candidate.matrix_state_bytes.values()), ends_state=sum(candidate.state_bytes.values()),
         arrived=candidate.spare.bytes(expert, moe_layers) if degrees.ep > 1 else 0.0,
     )  # fmt: skip
 

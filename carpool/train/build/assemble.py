@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from carpool.hf.build_model import build_model
 from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_layers
 from carpool.hf.held_experts import keep_experts_in_host_memory
+from carpool.hf.layer_matrices import layer_matrices
 from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.routing.router_balance import BiasBalance, find_biases
 from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
@@ -270,7 +272,29 @@ def make_optimizer(model: nn.Module, training: TrainingSection, folder: Path | N
         folder=folder,
         options=training.optimizer_options,
     )
-    return cls.make(cls.groups(named, training.weight_decay), settings)
+    matrices, groups = layer_matrices(model), list[dict[str, Any]]()
+    for ratio, some in _by_rate(named, training).items():
+        groups += [{**group, "lr_ratio": ratio} for group in cls.groups(some, training.weight_decay, matrices)]
+    return cls.make(groups, settings)
+
+
+def _by_rate(named: list[tuple[str, nn.Parameter]], training: TrainingSection) -> dict[float, list[Any]]:
+    """Parameters by their learning rate, as a share of `training.learning_rate`. All ranks together, if there are
+    patterns. ValueError: a pattern that fits nothing."""
+    found: dict[float, list[Any]] = {}
+    met: set[str] = set()
+    for name, parameter in named:
+        pattern = next((one for one in training.learning_rates if fnmatchcase(name, one)), "")
+        met.add(pattern)
+        found.setdefault(training.lr_ratio(pattern), []).append((name, parameter))
+    if training.learning_rates:
+        everywhere = set().union(*gather(met)) if dist.is_initialized() else met  # a stage has some layers
+        if missing := [one for one in training.learning_rates if one not in everywhere]:
+            raise ValueError(
+                f"training.learning_rates: {missing[0]!r} fits no parameter that is trained and that no pattern before "
+                f"it fits; names are such as {named[0][0]}, and * stands for any part"
+            )
+    return found
 
 
 def _bias_balance(plan: Plan, model: PreTrainedModel, meshes: Meshes) -> BiasBalance | None:

@@ -112,6 +112,8 @@ class Config(Section):
             check_micro_batches(self.parallelism.pp_schedule, self.parallelism.pp_size, micro_batches)
         if self.adapter.kind is not None and (folder := self.model.bare_folder) is not None:
             raise ValueError(f"adapter.kind needs a model to adapt, and model.path = {folder} has no weights")
+        if self.adapter.is_used and (why := self.training.ablest_optimizer().refusals.get("adapter.kind")):
+            raise ValueError(f'adapters are not trained by training.optimizer = "{self.training.optimizer}": {why}')
         return self
 
     @model_validator(mode="after")

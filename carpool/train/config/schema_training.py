@@ -52,6 +52,9 @@ class TrainingSection(Section):
     """Micro-batches in one optimizer step."""
     learning_rate: Annotated[float, Demo()] = Field(default=5e-3, ge=0)
     """Peak learning rate."""
+    learning_rates: dict[str, float] = Field(default_factory=dict)
+    """Other peaks by patterns of parameters' names, in which * stands for any part: {"*.experts.*" = 1e-4}. The first
+    that fits counts. LoRA+: {"*.lora_B.*" = ...}, 16 times learning_rate. All follow the same schedule."""
     lr_scheduler_type: Annotated[
         str, Demo("cosine"), registered("training.lr_scheduler_type", "carpool.train.lr_schedules.LR_SCHEDULES")
     ] = "cosine"
@@ -82,7 +85,7 @@ class TrainingSection(Section):
     warmup_steps: Annotated[float, Demo(0.03)] = Field(default=0.2, ge=0)
     """Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."""
     weight_decay: Annotated[float, Demo(0.0)] = Field(default=0.1, ge=0)
-    """AdamW's decoupled weight decay (not on norms and biases)."""
+    """Decoupled weight decay of AdamW and Muon (not on norms and biases)."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's decay of the first moment."""
     adam_beta2: Annotated[float, Demo(0.999)] = Field(default=0.95, ge=0, lt=1)
@@ -91,11 +94,14 @@ class TrainingSection(Section):
     """AdamW's epsilon."""
     optimizer: Annotated[str, registered("training.optimizer", "carpool.optim.OPTIMIZERS", "auto")] = "auto"
     """one-pass: AdamW of carpool.optim, one kernel on GPUs, with float32 masters of bfloat16 parameters (16 more
-    bits each). torch: torch.optim.AdamW, which updates bfloat16 parameters and moments in bfloat16 (lossy). auto:
-    torch for parameters and moments in float32, and for float16; else one-pass."""
+    bits each). torch: torch.optim.AdamW, which updates bfloat16 parameters and moments in bfloat16 (lossy). muon: Muon
+    for the matrices of layers, each expert's by itself, with updates as large as AdamW's, and one-pass for embeddings,
+    output layer, routers, norms and biases. auto: torch for parameters and moments in float32, and for float16; else
+    one-pass."""
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that optimizer alone, such as one of a plug-in (carpool/optim/base.py):
-    training.optimizer_options.NAME=VALUE. Those of this package have none."""
+    training.optimizer_options.NAME=VALUE. Of this package muon has some: momentum (0.95), nesterov (true), ns_steps (5,
+    of Newton–Schulz), ns_dtype ("bfloat16", or "float32")."""
     optimizer_state_dtype: Annotated[
         Literal["float32", "bfloat16", "int8"],
         Was("training.optimizer_moments"),
@@ -106,8 +112,8 @@ class TrainingSection(Section):
             instead={"training.optimizer_state_dtype": "bfloat16"},
         ),
     ] = "float32"
-    """In which AdamW's moments are stored: 8, 4 or 2 bytes a parameter. bfloat16 and int8 (blocks of 256) are lossy,
-    and need the one-pass optimizer."""
+    """In which AdamW's moments are stored: 8, 4 or 2 bytes a parameter; Muon's momentum in half of that. bfloat16 and
+    int8 (blocks of 256) are lossy, and need the one-pass optimizer; muon has bfloat16."""
     optimizer_offload: Annotated[
         Annotated[Literal["none", "host", "disk"], NONE_IS_A_WORD],
         Was("training.optimizer_state", {"device": "none"}),
@@ -275,9 +281,18 @@ class TrainingSection(Section):
         in_backward = self.optimizer_in_backward
         return find_optimizer(self.optimizer, dtype, self.optimizer_state_dtype, self.optimizer_offload, in_backward)
 
-    def state_bytes(self, dtype: str) -> Mapping[str, float]:
-        """What the optimizer keeps of each element of a parameter of this dtype (`carpool.optim.base`)."""
-        return self.optimizer_class(dtype).state_bytes(dtype, self.optimizer_state_dtype)
+    def lr_ratio(self, pattern: str) -> float:
+        """Of parameters that a pattern of `learning_rates` fits (none: "") by `learning_rate`."""
+        rate = self.learning_rates.get(pattern, self.learning_rate)
+        return rate / self.learning_rate if self.learning_rate else 1.0
+
+    def state_bytes(self, dtype: str, matrix: bool = False) -> Mapping[str, float]:
+        """What the optimizer keeps of each element of a parameter of this dtype (`carpool.optim.base`).
+
+        Args:
+            matrix: of a matrix of a layer."""
+        cls = self.optimizer_class(dtype)
+        return (cls.matrix_state_bytes if matrix else cls.state_bytes)(dtype, self.optimizer_state_dtype)
 
     def ablest_optimizer(self) -> type[OptimizerBase]:
         """What would update them with other settings of moments, state and gradients: "auto" leaves that open."""
@@ -299,10 +314,12 @@ class TrainingSection(Section):
             raise ValueError(
                 f"training.{name} = {shown} needs the {able} optimizer, but "
                 f'training.optimizer = "{self.optimizer}"; leave one of them out'
+                + (f" ({why})" if (why := cls.refusals.get(f"training.{name}")) else "")
             )
         if self.optimizer_options:
             has = f"optimizer {cls.name!r} has {listed_options(cls.options)}"
             check_options("training.optimizer_options", self.optimizer_options, has, cls.options)
+            cls.check_options(self.optimizer_options)
 
     @model_validator(mode="before")
     @classmethod

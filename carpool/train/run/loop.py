@@ -192,7 +192,7 @@ def loop(run: Run) -> None:
     while run.step < run.last_step:
         run.step += 1
         for group in run.built.optimizer.param_groups:
-            group["lr"] = learning_rate(run.step, training)
+            group["lr"] = learning_rate(run.step, training) * group["lr_ratio"]
         losses, norm, signum = update(run)
         run.unrecorded = step_numbers(run, losses, norm, begin)
         begin = time.perf_counter()
