@@ -8,7 +8,6 @@
 
     stays                experts in order, all the time
     moves                every `--every` steps a look at the routing, and `--lag` steps later experts move
-    moves, replicas      with `--replicas` slots on each rank for copies
     resumed              as "moves", but stopped in the middle, between a move and the next look, and resumed
 
 A run is too short for a move to pay for itself, which `placement.hysteresis = 0` ignores: any gain in a layer's
@@ -50,7 +49,7 @@ from carpool.train.config import load_config
 from carpool.train.run.run import train
 
 Lines = list[dict[str, Any]]
-RUNS = ("stays", "moves", "moves, replicas", "resumed")
+RUNS = ("stays", "moves", "resumed")
 # Largest relative difference of a step's loss that is taken for rounding and what training makes of it.
 ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}
 
@@ -78,12 +77,11 @@ def settings(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def placed(args: argparse.Namespace, replicas: int = 0) -> list[str]:
+def placed(args: argparse.Namespace) -> list[str]:
     """What a run that moves experts has beside."""
     return [
         f"placement.every={args.every}",
         f"placement.lag={args.lag}",
-        f"placement.replicas={replicas}",
         f"placement.solver={args.solver}",
         "placement.hysteresis=0",
     ]
@@ -99,11 +97,9 @@ def run(name: str, args: argparse.Namespace, root: Path) -> dict[str, Any]:
         parts = [common]
     elif name == "moves":
         parts = [[*common, *halves]]
-    elif name == "resumed":
+    else:
         first = [*common, *halves, f"training.stop_at_step={args.stop_at}"]
         parts = [first, [*common, *halves, "training.resume_from_checkpoint=last"]]
-    else:
-        parts = [[*common, *placed(args, args.replicas)]]
     for overrides in parts:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             train(load_config(None, overrides), command="benchmarks/moving.py")
@@ -143,7 +139,6 @@ def summary(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         "rows_remote_per_token": statistics.fmean(step["rows_remote_per_token"] for step in tail),
         "bytes_remote_per_token": statistics.fmean(step["bytes_remote"] for step in tail) / tokens,
         "rank_load": statistics.fmean(step["rank_load_max_over_mean"] for step in tail),
-        "bytes_replicas": statistics.fmean(step["bytes_replicas"] for step in tail),
         "moves": moves,
         "kept": [look for look in looks if look["event"] == "kept"],
         "loss": [steps[number]["loss"] for number in sorted(steps)],
@@ -155,7 +150,7 @@ def show(own: dict[str, Any]) -> None:
     say(
         f"{own['run']}: {own['seconds']:.0f} s; of the second half: step {own['step_ms']:.1f} ms, remote rows per "
         f"token {own['rows_remote_per_token']:.3f}, bytes per token {own['bytes_remote_per_token']:.0f}, load of the "
-        f"fullest rank {own['rank_load']:.3f}, replicas {own['bytes_replicas'] / 1e6:.1f} MB a step"
+        f"fullest rank {own['rank_load']:.3f}"
     )
     for move in own["moves"]:
         before, foretold, measured = move["before"], move["predicted"], move["measured"] or {}
@@ -250,7 +245,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=20, help="steps between two looks")
     parser.add_argument("--lag", type=int, default=4, help="steps that the solver has")
-    parser.add_argument("--replicas", type=int, default=2, help="slots on each rank beside its own experts")
     parser.add_argument("--solver", default="search", choices=solver_names())
     parser.add_argument("--batch", type=int, default=8, help="sequences of a rank and step")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")

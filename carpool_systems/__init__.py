@@ -7,7 +7,7 @@
     sequence_moves.py  sequences move between layers (`extensions.py`): NetMoE, LUFFY; `sequences.py`
     hidden_projection.py  hidden states of fewer elements are dispatched, in models of Transformers (`extensions.py`):
         BigMac; projected_moe.py, the same of `carpool.MoE`
-    policies.py    where experts go, by their loads (`placement.policy`): MindSpeed, SmartMoE, Tutel
+    policies.py    where experts go, by their loads (`placement.policy`): MindSpeed, SmartMoE
     spare_plans.py  what spare slots hold in each micro-batch (`moe.spare_plan`): FasterMoE, Prophet, Janus, Hecate, ...
     predictors.py  which experts come ahead of their layer: MoE-Infinity, APTMoE
     disk.py        experts and optimizer state in files: ZeRO-Infinity, MoESys

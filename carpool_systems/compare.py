@@ -57,7 +57,6 @@ class Outcome:
         remote, nodes: rows per token to other ranks and to other nodes.
         load: fullest rank by the mean.
         layer_us: modelled microseconds of a layer, forward and backward.
-        replicas: of a layer, in the last part.
         moved: homes that changed in a layer, per part;  moved_bytes: what they weigh.
         lossy: whether the model's function changes.
         seconds: that deciding took.
@@ -69,7 +68,6 @@ class Outcome:
     nodes: float
     load: float
     layer_us: float
-    replicas: float
     moved: float
     moved_bytes: float
     seconds: float
@@ -208,9 +206,8 @@ def ways(
         config = resolve(recipe)
         if axis == "placement":
             own = {key: value for key, value in in_effect(config).items() if key.startswith("placement.")}
-            slices = config.parallelism.etp_size
-            key: Any = (slices, sorted(own.items()))
-            way = replace(fixed, placement=config.placement, slices=slices)
+            key: Any = sorted(own.items())
+            way = replace(fixed, placement=config.placement)
         elif axis == "transport":
             key, way = config.moe.transport, replace(fixed, transport=config.moe.transport)
         else:
@@ -250,7 +247,6 @@ def print_table(
         "nodes",
         "load",
         "modelled us",
-        "replicas",
         "moved",
         "MB moved",
         "seconds",
@@ -264,7 +260,6 @@ def print_table(
             f"{one.nodes:.3f}" if nodes > 1 else "-",
             f"{one.load:.3f}",
             f"{one.layer_us:.0f}",
-            f"{one.replicas:.1f}",
             f"{one.moved:.1f}",
             f"{one.moved_bytes / 1e6:.1f}",
             f"{one.seconds:.2f}",
@@ -272,7 +267,7 @@ def print_table(
     console.print(table, highlight=False)
     console.print(
         "rows, remote, nodes: per token, all, to other ranks, to other nodes; load: fullest rank by the mean; "
-        "modelled: one layer, forward and backward; replicas: of a layer; moved: homes of a layer between two parts",
+        "modelled: one layer, forward and backward; moved: homes of a layer between two parts",
         highlight=False,
     )
     refused = refused or {}

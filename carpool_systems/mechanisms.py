@@ -110,10 +110,12 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     # -- what spare slots hold
     "spare:balance": lambda seen: _levels(seen) and any(map(_crosses_nodes, seen.spare_rides)),
     "spare:node": lambda seen: _levels(seen) and not any(map(_crosses_nodes, seen.spare_rides)),
-    "spare:shadow": lambda seen: _serve_own(seen) and all(map(_busiest_everywhere, seen.spare_rides)),
+    "spare:shadow": lambda seen: _serve_own(seen) and all(map(_busiest_everywhere, seen.spare_rides))
+    and not all(map(_everywhere, _filled(seen))),
     "spare:subset": lambda seen: _serve_own(seen) and not any(map(_all_wanted, _filled(seen)))
     and any(_on_some(one) and not _most_wanted(one) for one in _filled(seen)),
     "spare:fetch": lambda seen: _serve_own(seen) and all(_all_wanted(one) and one.stayed for one in _filled(seen)),
+    "spare:all": lambda seen: _serve_own(seen) and all(_everywhere(one) and one.stayed for one in _filled(seen)),
     "spare:needed": lambda seen: _serve_own(seen) and all(map(_most_wanted, seen.spare_rides))
     and not all(map(_all_wanted, _filled(seen))),
     "spare:eplb": lambda seen: _from_earlier(seen, Eplb)
@@ -221,6 +223,11 @@ def _wanted(one: SpareRide) -> torch.Tensor:
 
 def _all_wanted(one: SpareRide) -> bool:
     return torch.equal(one.held_WE, _wanted(one) > 0)
+
+
+def _everywhere(one: SpareRide) -> bool:
+    """Whether every rank has every expert."""
+    return bool((one.held_WE.sum(0) == len(one.load_WE) - 1).all())
 
 
 def _most_wanted(one: SpareRide) -> bool:

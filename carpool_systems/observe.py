@@ -290,7 +290,7 @@ class Recorder:
         elif name == "embedding":
             self.embedded.add(given["input"].numel())
         elif name == "assign":
-            self.top_k |= {given["routing"].expert_TK.shape[1]} if "routing" in given else set()
+            self.top_k |= {given["expert_TK"].shape[1]} if "expert_TK" in given else set()
         elif name and given.get("ahead") is not False:
             self.events.append(name)
 

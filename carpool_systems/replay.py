@@ -30,7 +30,7 @@ from carpool.layout.topology import Topology
 from carpool.placement.adopt import aligned, decide, moved_bytes
 from carpool.placement.objective import evaluate
 from carpool.placement.policies import POLICIES, LoadModel, forecast
-from carpool.placement.solvers import solve_both
+from carpool.placement.solvers import solve
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.machine.cost import CostModel
 from carpool.routing.limit import LimitOptions, RoutingLimit
@@ -39,7 +39,7 @@ from carpool.train.config.schema_placement import PlacementSection
 __all__ = ["NUMBERS", "Way", "replay"]
 
 # What `replay` finds for each layer; see `carpool_systems.compare.Outcome`.
-NUMBERS = ("rows", "remote", "nodes", "load", "layer_us", "replicas", "moved", "moved_bytes", "seconds")
+NUMBERS = ("rows", "remote", "nodes", "load", "layer_us", "moved", "moved_bytes", "seconds")
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,18 @@ class Way:
         transport: how rows travel.
         placement: where experts live, as a run's section says; None: in order, always.
         limit: keywords of `LimitOptions`; none: the routing as it was recorded.
-        slices: into which each expert is cut, if so many divide the ranks.
     """
 
     transport: str = "dedup"
     placement: PlacementSection | None = None
     limit: Mapping[str, Any] = field(default_factory=dict)
-    slices: int = 1
 
 
 def replay(
     way: Way, trace: LayerTrace, *, ranks: int, nodes: int, parts: int, seed: int, cost: CostModel
 ) -> dict[str, float]:
-    """`NUMBERS` of one way on one layer: means over the parts after the first, but for the replicas of the last part
-    and the seconds that all decisions took."""
+    """`NUMBERS` of one way on one layer: means over the parts after the first, and the seconds that all decisions
+    took."""
     one = _Replay(way, trace, ranks, nodes, parts, seed, cost)
     return dict(zip(NUMBERS, one.run(), strict=True))
 
@@ -75,8 +73,7 @@ class _Replay:
         self.way, self.ranks, self.seed = way, ranks, seed
         self.topology, self.cost = Topology.even(ranks, nodes), replace(cost, transport=way.transport)
         self.parts = list(_cut(trace, parts))
-        slices = way.slices if ranks % way.slices == 0 else 1
-        self.layout = ExpertLayout.sliced(trace.num_experts, ranks // slices, slices)
+        self.layout = ExpertLayout.contiguous(trace.num_experts, ranks)
         self.limit = LimitOptions(**way.limit, topology=self.topology)
 
     def run(self) -> tuple[float, ...]:
@@ -89,7 +86,7 @@ class _Replay:
             moved.append((homes, int(sent_WW.sum())))
             found.append(self._count(self._limited(number)))
         means = np.mean(np.array(found), axis=0).tolist()
-        return *means, float(self.layout.num_replicas), *np.mean(np.array(moved), axis=0).tolist(), seconds
+        return *means, *np.mean(np.array(moved), axis=0).tolist(), seconds
 
     def _next(self, number: int) -> ExpertLayout:
         """The layout of a part."""
@@ -99,13 +96,13 @@ class _Replay:
         history_NE = np.stack([part.load_E for part in self.parts[:number]])
         load_E = forecast(section.predictor, history_NE)
         if section.policy in ("place", "migrate"):
-            found = solve_both(
+            found = solve(
                 section.solver, self._seen(number, section.tokens), self.topology, seed=self.seed,
-                extra_slots=section.replicas, load_limit=section.load_limit, cost=self.cost, load_E=load_E,
+                load_limit=section.load_limit, cost=self.cost, load_E=load_E,
             )  # fmt: skip
-            return found[-1] if section.policy == "place" else self._adopted(found, number, section)
+            return found if section.policy == "place" else self._adopted(found, number, section)
         model = LoadModel(self.cost, self.parts[0].top_k, self.topology)
-        moved = POLICIES[section.policy](load_E, self.layout, section.replicas, model, history_NE)
+        moved = POLICIES[section.policy](load_E, self.layout, model, history_NE)
         return aligned(moved, self.layout, self.topology)
 
     def _seen(self, number: int, tokens: int) -> LayerTrace:
@@ -116,13 +113,13 @@ class _Replay:
             held += self.parts[first].num_tokens
         return _joined(self.parts[first:number])
 
-    def _adopted(self, candidates: Sequence[ExpertLayout], number: int, section: PlacementSection) -> ExpertLayout:
-        """The fastest candidate on the newest part, if `decide` would move to it; else the present layout."""
+    def _adopted(self, found: ExpertLayout, number: int, section: PlacementSection) -> ExpertLayout:
+        """A layout, if `decide` would move to it by the newest part; else the present one."""
         last, left = self.parts[number - 1], len(self.parts) - number
-        layouts = [self.layout, *(aligned(one, self.layout, self.topology) for one in candidates)]
-        now, *times = (evaluate(last, one, topology=self.topology, cost=self.cost).seconds for one in layouts)
-        then = min(times)
-        found = layouts[1 + times.index(then)]
+        found = aligned(found, self.layout, self.topology)
+        now, then = (
+            evaluate(last, one, topology=self.topology, cost=self.cost).seconds for one in (self.layout, found)
+        )
         decision = decide(
             {"layer": self.layout}, {"layer": found}, now, then, steps_left=left * (section.every or 1),
             hysteresis=section.hysteresis, topology=self.topology, cost=self.cost,
@@ -146,7 +143,7 @@ class _Replay:
         for rank in range(self.ranks):
             mine = torch.from_numpy(np.flatnonzero(source_T == rank))
             limit = RoutingLimit(self.limit, self.ranks)
-            chosen, _ = limit.choose(score_TE[mine], score_TE[mine], part.top_k, self.layout)
+            chosen = limit.choose(score_TE[mine], score_TE[mine], part.top_k, self.layout)
             chosen_TK[mine.numpy()] = chosen.numpy()
         return replace(part, expert_TK=chosen_TK)
 

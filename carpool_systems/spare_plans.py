@@ -6,6 +6,8 @@
                    falls
     fetch          Janus (SIGCOMM 2023): all experts to all ranks whose tokens want them, so that tokens stay, or none,
                    so that tokens travel, whichever is modelled faster
+    all            Tutel (MLSys 2023), where there are no more ranks than experts: the same with every expert on every
+                   rank, wanted or not: data parallelism, or expert parallelism
     needed         Hecate (FSSDP) and LAER-MoE: each rank fetches the experts that most of its own tokens want
     eplb           DeepSeek-V3's EPLB: each slot goes to the expert with the largest load of a copy, and copies by
                    falling load to the rank with the least
@@ -13,7 +15,7 @@
                    the place of another; only if the fullest rank exceeds the mean by a tenth
     symi           SYMI (2025): as many copies of an expert as its share of the load
 
-Replicas of the first four serve the tokens of their own rank, and follow from the loads at hand, by tensor operations
+Replicas of the first five serve the tokens of their own rank, and follow from the loads at hand, by tensor operations
 without a wait for the device. The last three share an expert's load equally among its copies, and follow from earlier
 loads: those of so many micro-batches as `every` says decide for the next ones. They are computed on the host, and are
 not part of checkpoints: a run that is resumed begins without replicas, with sums that are equal to rounding.
@@ -156,16 +158,27 @@ class Subset(SlotPlanner):
 class Fetch(SlotPlanner):
     name = "fetch"
 
+    def wanted(self, load_WE: torch.Tensor) -> torch.Tensor:
+        """(W, E) bool: what each rank fetches if ranks fetch at all."""
+        return load_WE > 0
+
     def plan(
         self, load_WE: torch.Tensor, home_E: torch.Tensor, spare: int, costs: Costs, node_W: torch.Tensor
     ) -> SlotPlan:
         load_WE = load_WE.long()
-        wanted_WE = _away(load_WE, home_E) & (load_WE > 0)
+        wanted_WE = _away(load_WE, home_E) & self.wanted(load_WE)
         ranks = _Ranks(load_WE, home_E, costs)
         travel = ranks.cost().max()
         ranks.hold(load_WE, wanted_WE)
         fetch = (ranks.fetched.max() <= spare) & (ranks.cost().max() < travel)
         return _plan(wanted_WE & fetch, load_WE, load_WE, home_E, spare)
+
+
+class All(Fetch):
+    name = "all"
+
+    def wanted(self, load_WE: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(load_WE, dtype=torch.bool)
 
 
 class Needed(SlotPlanner):

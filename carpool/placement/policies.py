@@ -1,11 +1,10 @@
 """Placement policies: the next layout from expected loads and the current layout.
 
 A policy knows how often each expert is chosen, but not which experts are chosen together. So it counts (token, expert)
-pairs, without deduplication. If tokens are distributed evenly over ranks, an expert with load l and replicas on c of W
-ranks gives each of these l / c pairs, of which l (1/c - 1/W) come from other ranks. `LoadModel` converts this to
-seconds:
+pairs, without deduplication. If tokens are distributed evenly over W ranks, l - l / W of an expert's l pairs come from
+other ranks. `LoadModel` converts this to seconds:
 
-    4 verbs of the rank that receives most  +  GEMMs of the rank with the largest load  +  filling replicas, gradients
+    4 verbs of the rank that receives most  +  GEMMs of the rank with the largest load
 
 `placement.policy` names one of `POLICIES`, a registry for plug-ins (entry points of the group "carpool.policies"), or
 "migrate" or "place", which use a solver instead (`carpool.placement.solvers`). One of `PREDICTORS` gives the expected
@@ -22,10 +21,10 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
+from carpool.placement.solvers.problem import homes_of
 from carpool.placement.trace import Array
-from carpool.planner.machine.cost import RIDES, CostModel
+from carpool.planner.machine.cost import CostModel
 from carpool.plugins import Registry
-from carpool.transport import find_transport
 
 
 @dataclass(frozen=True)
@@ -36,71 +35,19 @@ class LoadModel:
     top_k: int = 8
     topology: Topology | None = None  # None: one node with NVLink
 
-    def rank_loads(self, load_E: Array, held_EW: Array) -> Array:
-        """(W,) pairs of each rank, if the replicas of an expert share its load equally."""
-        return np.asarray((np.asarray(load_E, dtype=np.float64) / held_EW.sum(1)) @ held_EW)
+    def rank_loads(self, load_E: Array, layout: ExpertLayout) -> Array:
+        """(W,) pairs of each rank."""
+        return np.bincount(homes_of(layout), weights=load_E, minlength=layout.num_ranks)
 
-    def seconds(self, load_E: Array, held_EW: Array, home_E: Array, slices: int = 1) -> float:
-        """Modelled time of one layer, forward and backward.
-
-        Args:
-            held_EW: bool, whether a rank holds each expert; home_E: its home.
-            slices: of each expert. held_EW and home_E then have E * slices entries, and load_E has E."""
-        return float(self.seconds_of(load_E, held_EW[None], home_E, slices)[0])
-
-    def seconds_of(self, load_E: Array, held_CEW: Array, home_E: Array, slices: int = 1) -> Array:
-        """(C,) the same for C candidates."""
-        num_ranks, loads = held_CEW.shape[2], np.asarray(load_E, dtype=np.float64)
-        pairs = loads * (self.cost.tokens_per_rank * num_ranks * self.top_k / max(loads.sum(), 1e-12))
-        pairs = pairs.repeat(slices)
-        held = held_CEW.astype(np.float64)
-        replicas_CE = held.sum(2)
-        load_CW = np.matmul((pairs / replicas_CE)[:, None], held)[:, 0] / slices
-        # A token is sent once for all slices of an expert that a rank holds.
-        apart = held.reshape(len(held), -1, slices, num_ranks)
-        riding = (apart / np.maximum(1, apart.sum(2, keepdims=True))).reshape(held.shape)
-        arriving_CW = np.matmul((pairs * (1 / replicas_CE - 1 / num_ranks))[:, None], riding)[:, 0]
-        # Equally many from all other ranks.
-        arriving_CWW = np.repeat(arriving_CW[:, None] / max(1, num_ranks - 1), num_ranks, axis=1)
-        filling_CWW = self._filling(held, home_E, slices) * self.cost.expert_bytes / slices
-        hops_in_turn = find_transport(self.cost.transport).hops_in_turn
-        rides_C = RIDES * self._over_links(arriving_CWW * self.cost.row_bytes, in_turn=hops_in_turn)
-        # Parameters in one direction, gradients in the other, which takes as long.
-        upkeep_C = 2 * self._over_links(filling_CWW, idle=False)
-        last_C = (load_CW / self.cost.speed_W(num_ranks)).max(1) * self.cost.pair_seconds
-        return np.asarray(rides_C + last_C + (1 - self.cost.replicas_hidden) * upkeep_C)
-
-    def _filling(self, held_CEW: Array, home_E: Array, slices: int) -> Array:
-        """(C, W, W) experts that ranks send to fill slots; inter-node approximately `node_slots.rows_filled`, which
-        uses two hops only if several ranks of a node replicate the same expert."""
-        num_rows, num_ranks = len(home_E), held_CEW.shape[2]
-        home_EW = np.zeros((num_rows, num_ranks))
-        home_EW[np.arange(num_rows), home_E] = 1
-        topology = self.topology or Topology.even(num_ranks)
-        nodes = topology.num_nodes if slices == 1 else 1
-        per_node, over = divmod(num_ranks, nodes)
-        if nodes == 1 or over or topology.node_of != Topology.even(num_ranks, nodes).node_of:
-            return np.asarray(np.matmul(home_EW.T, held_CEW * (1 - home_EW)))
-        held_CENP, home_ENP = (of.reshape(*of.shape[:-1], nodes, per_node) for of in (held_CEW, home_EW))
-        wanted_CEN = held_CENP.max(3) * (1 - home_ENP.max(2))
-        filling_CNPNP = np.zeros((len(held_CEW), nodes, per_node, nodes, per_node))
-        number = np.arange(per_node)
-        filling_CNPNP[:, :, number, :, number] = np.einsum("enp,cem->pcnm", home_ENP, wanted_CEN)
-        inside_CNPP = np.einsum("ep,cenq->cnpq", home_ENP.sum(1), held_CENP) * (1 - np.eye(per_node))
-        for node in range(nodes):
-            filling_CNPNP[:, node, :, node] += inside_CNPP[:, node]
-        return filling_CNPNP.reshape(-1, num_ranks, num_ranks)
-
-    def _over_links(self, bytes_CWW: Array, idle: bool = True, in_turn: bool = False) -> Array:
-        """(C,) seconds of the slowest kind of link of the `CostModel`, or with `in_turn` of all. `idle`: a link without
-        traffic takes its latency, too."""
-        topology, seconds_C = self.topology or Topology.even(bytes_CWW.shape[2]), np.zeros(len(bytes_CWW))
-        for link in topology.pairs:
-            each_C = self.cost.seconds_over(link, bytes_CWW, topology)
-            used_C = np.any(bytes_CWW * topology.pairs[link], axis=(1, 2))
-            each_C = each_C if idle else np.where(used_C, each_C, 0.0)
-            seconds_C = seconds_C + each_C if in_turn else np.maximum(seconds_C, each_C)
-        return seconds_C
+    def seconds(self, load_E: Array, layout: ExpertLayout) -> float:
+        """Modelled time of one layer, forward and backward."""
+        ranks, loads = layout.num_ranks, np.asarray(load_E, dtype=np.float64)
+        pairs = self.cost.tokens_per_rank * ranks * self.top_k
+        load_W = self.rank_loads(loads, layout) * (pairs / max(loads.sum(), 1e-12))
+        # Equally many from each rank.
+        arriving_WW = np.tile(load_W / ranks, (ranks, 1)) * (1 - np.eye(ranks))
+        rides = self.cost.ride_seconds(arriving_WW, self.topology or Topology.even(ranks))
+        return rides + self.cost.compute_seconds(load_W)
 
 
 @dataclass(frozen=True)
@@ -108,19 +55,16 @@ class Policy:
     """A policy. All ranks call it with the same arguments, so it must be deterministic.
 
     Attributes:
-        find: (load_E, layout, extra_slots, model, history_SE) -> the next layout; the given one if none is better.
-            load_E are expected choices of each expert, history_SE those of the last steps.
-        replicas: whether it fills extra slots with replicas, and needs some.
+        find: (load_E, layout, model, history_SE) -> the next layout; the given one if none is better. load_E are
+            expected choices of each expert, history_SE those of the last steps.
     """
 
-    find: Callable[[Array, ExpertLayout, int, LoadModel, Array], ExpertLayout]
-    replicas: bool = True
+    find: Callable[[Array, ExpertLayout, LoadModel, Array], ExpertLayout]
 
     def __call__(
         self,
         load_E: Array,
         layout: ExpertLayout,
-        extra_slots: int,
         model: LoadModel | None = None,
         history_SE: Array | None = None,
     ) -> ExpertLayout:
@@ -128,11 +72,10 @@ class Policy:
 
         Args:
             load_E: (E,) expected choices.
-            extra_slots: of each rank, for replicas.
             model: of time; None: for the default machine.
             history_SE: (S, E) choices of the last S steps; None: load_E alone."""
         history_SE = np.asarray(load_E)[None] if history_SE is None else history_SE
-        return self.find(load_E, layout, extra_slots, model or LoadModel(), history_SE)
+        return self.find(load_E, layout, model or LoadModel(), history_SE)
 
 
 def _check(name: str, policy: Policy) -> None:

@@ -42,11 +42,11 @@ POLICY = """
 from carpool.layout import ExpertLayout
 from carpool.placement.policies import POLICIES, Policy
 
-def deal(load_E, layout, extra_slots, model, history_SE):
+def deal(load_E, layout, model, history_SE):
     ranks = layout.num_ranks
     return ExpertLayout(tuple(tuple(range(rank, layout.num_experts, ranks)) for rank in range(ranks)))
 
-POLICIES.register(Policy(deal, replicas=False), "deal")
+POLICIES.register(Policy(deal), "deal")
 """
 DEALING = """
 [recipe]
@@ -145,7 +145,6 @@ def test_recipes_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (None, "must return an ExpertLayout, not a NoneType"),
         (ExpertLayout.contiguous(8, 4), "found a layout of 8 experts on 4 ranks, not of 16 on 4"),
         (ExpertLayout(((0, 1, 2, 3, 4), (5, 6, 7), tuple(range(8, 12)), tuple(range(12, 16)))), "own .4, 4, 4, 4. at"),
-        (ExpertLayout.contiguous(16, 4).with_replicas([(0, 1)]), "fills .4, 5, 4, 4. slots, with 0 more"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(layout: ExpertLayout, why: str, monkeypatch: pytest.MonkeyPatch) -> None:

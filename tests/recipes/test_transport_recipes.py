@@ -18,7 +18,6 @@ from carpool.metrics.counters import VERBS
 from carpool.parallel.degrees import Degrees
 from carpool.placement import predict
 from carpool.placement.objective import served_by
-from carpool.placement.policies import POLICIES, LoadModel
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import CostModel
@@ -135,10 +134,10 @@ def test_deepseek_sends_half_the_bytes_out_and_rows_of_two_bytes_back(
     assert counted["dedup", codecs]["dispatch"] != ours["dispatch"], "nodes count"
 
 
-def output_and_bytes(price: int) -> list[Any]:
+def output_and_bytes(recipe: str, price: int) -> list[Any]:
     """Of a layer whose tokens travel, and of one to whose tokens all experts travel, if they cost this."""
     rank, ep_mesh, found = dist.get_rank(), mesh((1, WORLD_SIZE), ("edp", "ep"))["ep"], []
-    moe_section = resolve(load("janus")).moe
+    moe_section = resolve(load(recipe)).moe
     fetch = SpareSlotOptions(E, plan=moe_section.spare_plan, costs=Costs(trip=100, fetch=price))
     for spare in (0, fetch):
         torch.manual_seed(0)
@@ -148,9 +147,10 @@ def output_and_bytes(price: int) -> list[Any]:
     return found
 
 
-def test_janus_fetches_experts_and_no_row_travels(ranks: Ranks) -> None:
+@pytest.mark.parametrize("recipe", ["janus", "tutel"])
+def test_experts_are_fetched_and_no_row_travels(recipe: str, ranks: Ranks) -> None:
     for price in (1, 2**30):
-        for travelled, sent, stayed, then in ranks(output_and_bytes, price):
+        for travelled, sent, stayed, then in ranks(output_and_bytes, recipe, price):
             torch.testing.assert_close(stayed, travelled)
             assert sent["dispatch"] > 0 and sent["combine"] > 0
             assert [then[verb] for verb in ("dispatch", "combine")] == (
@@ -171,31 +171,3 @@ def test_experts_spread_over_a_node_keep_rows_inside_it(ranks: Ranks) -> None:
         assert Degrees(dp_replicate=1, fsdp=WORLD_SIZE, tp=1, ep=ep).ep == ep
         for members in ranks(ranks_of_a_group, ep):
             assert (len({nodes[rank] for rank in members}) > 1) == crosses
-
-
-@pytest.mark.parametrize(("name", "ep", "degrees"), [("tutel", 2, (2, 1, 0)), ("hexa-moe", 1, (2, 1))])
-def test_experts_are_computed_by_as_many_ranks_as_is_fastest(name: str, ep: int, degrees: tuple[int, ...]) -> None:
-    """The more tokens, the fewer ranks for an expert; tests/layer/test_slices.py counts what then travels."""
-    config = resolve(load(name))
-    etp, room = config.parallelism.etp_size, config.placement.replicas
-    home = ExpertLayout.sliced(16, ep, etp)
-    assert home.num_ranks == ep * etp and all(
-        len(slots) - len(own) <= room for slots, own in zip(home.with_degree(0).slots, home.homes, strict=True)
-    )
-    load_E, found = np.full(16, 10), []
-    for tokens in (2**i for i in range(20)):
-        model = LoadModel(CostModel(hidden=1024, expert_hidden=256, tokens_per_rank=tokens), 2)
-        layout = POLICIES[config.placement.policy](load_E, home.with_degree(1), room, model)
-        found += [degree for degree in (*degrees, -1) if degree < 0 or layout == home.with_degree(degree)][:1]
-        assert layout.homes == home.homes, "no parameter moves"
-    assert found == sorted(found, reverse=True) and set(found) >= {degrees[0], degrees[-1]}, found
-    assert POLICIES["degree"](load_E, home, 0, model) == home, "without room nothing is fetched"
-    # Rows that a rank sends to others, by degree.
-    routings = [
-        np.random.default_rng(rank).permuted(np.tile(np.arange(16), (TOKENS, 1)), axis=1)[:, :2]
-        for rank in range(ep * etp)
-    ]
-    rows = [
-        predict("dedup", routings, home.with_degree(degree), hidden=H, element_size=4).rows_remote for degree in degrees
-    ]
-    assert rows == sorted(rows, reverse=True) and len(set(rows)) == len(rows) and rows[-1] == 0

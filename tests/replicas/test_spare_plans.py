@@ -15,7 +15,7 @@ from carpool.replicas.slot_planners import SLOT_PLANNERS
 from carpool.ride.balanced import SpareSlotOptions
 from carpool_systems import spare_plans
 
-OWN = ("shadow", "subset", "fetch", "needed")
+OWN = ("shadow", "subset", "fetch", "all", "needed")
 EARLIER = ("eplb", "expand_shrink", "symi")
 COSTS = (Costs(), Costs(trip=40, fetch=200), Costs(trip=4, fetch=2000), Costs(trip=2**20, fetch=1))
 
@@ -87,7 +87,7 @@ def test_the_contract(name: str, spare: int) -> None:
             assert torch.equal(found.load_W, at_home_W + found.choices_WS.sum(1))
             if name in OWN:
                 assert all(s // spare == rank for rank, one in enumerate(slots) for s in one[one >= 0].tolist())
-    assert filled or (name == "fetch" and spare < 20)
+    assert filled or (name in ("fetch", "all") and spare < 20)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -132,6 +132,15 @@ def test_fetch_takes_all_or_nothing() -> None:
     assert held(plan("fetch", load_WE, home_E, most, Costs(trip=40, fetch=1))) == wanted
     assert not held(plan("fetch", load_WE, home_E, most, Costs(trip=40, fetch=100_000))), "tokens are cheaper"
     assert not held(plan("fetch", load_WE, home_E, most - 1, Costs(trip=40, fetch=1))), "there is no room for all"
+
+
+def test_all_takes_every_expert_or_nothing() -> None:
+    chosen, home_E = problem(0)
+    load_WE = loads(chosen)
+    load_WE[1] = 0
+    every = {(w, e) for w in range(4) for e in range(12) if home_E[e] != w}
+    assert held(plan("all", load_WE, home_E, 12, Costs(trip=40, fetch=1))) == every, "whether it is wanted or not"
+    assert not held(plan("all", load_WE, home_E, 12, Costs(trip=40, fetch=100_000))), "tokens are cheaper"
 
 
 def test_needed_takes_what_most_of_the_own_tokens_want() -> None:

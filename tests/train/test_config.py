@@ -190,7 +190,6 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
         (["memory.experts=host", "memory.expert_host_memory=1GiB", *UPDATED], "memory.experts=disk"),
         (["memory.disk_folder=/tmp"], "training.optimizer_offload=disk"),
         (["placement.lag=3"], "placement.policy=migrate"),
-        (["placement.replicas=3"], "placement.every"),
     ],
 )
 def test_settings_that_change_nothing_are_refused(overrides, needs):
@@ -210,7 +209,7 @@ def test_settings_that_do_something_are_not(tmp_path):
     for overrides in (
         ["parallelism=auto", "parallelism.cp_attention=ring", "memory.moe_outputs=save"],
         ["moe.transport=hierarchical", "nvlink.leases=3", "training.eval_steps=none"],
-        ["placement.every=3", "placement.replicas=1", "placement.lag=2"],
+        ["placement.every=3", "placement.lag=2"],
     ):
         check_effects(resolve_config(None, overrides))
     check_effects(resolve_config(None, ["moe.transport=dedup", "nvlink.leases=3"]), compare="nvlink")
@@ -218,7 +217,7 @@ def test_settings_that_do_something_are_not(tmp_path):
     recorded.write_text(Config().to_toml())
     check_effects(resolve_config(recorded))
     # The command line puts out of effect what has one in the file.
-    file = write(tmp_path, "[placement]\nevery = 3\nreplicas = 2\n[moe]\nlimit_by = 'groups'\nlimit_ranks = 2\n")
+    file = write(tmp_path, "[placement]\nevery = 3\nlag = 2\n[moe]\nlimit_by = 'groups'\nlimit_ranks = 2\n")
     check_effects(resolve_config(file, ["placement.every=none", "moe.limit_ranks=none"]))
     with pytest.raises(ValueError, match=r"placement.lag = 3 \(on the command line\) changes nothing"):
         check_effects(resolve_config(file, ["placement.every=none", "placement.lag=3"]))
@@ -226,8 +225,8 @@ def test_settings_that_do_something_are_not(tmp_path):
     check_effects(resolve_config(file, ["data.eval_fraction=0"]))
     file.write_text("[data]\ntrain = 'chats.jsonl'\nturns = 'apart'\n")
     check_effects(resolve_config(file, ["data.train=stdlib"]), "text")
-    file.write_text("[placement]\nreplicas = 2\n")
-    with pytest.raises(ValueError, match=r"placement.replicas = 2 \(in .* changes nothing"):
+    file.write_text("[placement]\nlag = 2\n")
+    with pytest.raises(ValueError, match=r"placement.lag = 2 \(in .* changes nothing"):
         check_effects(resolve_config(file, ["training.seed=3"]))
     # A run records what a plan or a budget has chosen, and what that put out of effect.
     (tmp_path / "run.json").write_text("{}")
@@ -257,7 +256,6 @@ def test_settings_that_do_something_are_not(tmp_path):
         ),
         (["memory.expert_activations=recompute", "moe.experts=fp8"], "with moe.experts = 'fp8'", "'none'"),
         (["memory.moe_outputs=recompute", "memory.expert_inputs=offload"], "expert_inputs = 'offload'", "'none'"),
-        (["placement.every=3", "placement.replicas=2", *UPDATED], "placement.replicas = 2", "false"),
     ],
 )
 def test_settings_that_exclude_each_other(overrides, given, nearest):

@@ -112,7 +112,7 @@ def test_the_setting_may_change_at_a_resume(
         ["moe.schedule=two-batch", "memory.layer_activations=recompute"],
         ["parallelism.ep_size=2", "training.freeze=non_expert"],
         pytest.param(
-            ["placement.policy=migrate", "placement.every=1", "placement.solver=search", "placement.replicas=1"],
+            ["placement.policy=migrate", "placement.every=1", "placement.solver=search"],
             marks=pytest.mark.slow,
         ),
         pytest.param(["parallelism.dp_replicate_size=2", "training.bf16=true"], marks=pytest.mark.slow),

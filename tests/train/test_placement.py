@@ -26,7 +26,7 @@ from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import DEFAULT as H200
 from carpool.report import write_report
 from carpool.train.config import load_config
-from carpool.train.moving.runtime import load_ratio, newest, padded
+from carpool.train.moving.runtime import load_ratio, newest
 from carpool.train.moving.solve import NOT_WRITTEN, Facts, Solving, foretell, outlook
 from carpool.train.plan.dry_run import dry_run
 from carpool.transport import Codecs, TransportOptions, find_transport
@@ -73,7 +73,7 @@ def stayed(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def moved(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return start(ranks, tmp_path_factory.mktemp("runs") / "moved", *text, *PLACED, "placement.replicas=1")
+    return start(ranks, tmp_path_factory.mktemp("runs") / "moved", *text, *PLACED)
 
 
 def test_losses_are_those_of_a_run_that_stayed(stayed: Path, moved: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_was_foretold_is_measured(moved: Path) -> None:
 def test_a_resumed_run_goes_on_with_what_moved(ranks: Ranks, moved: Path, text: list[str], tmp_path: Path) -> None:
     """From between a look and the use of its answer, a step after it: bit by bit the same."""
     resume = f"training.resume_from_checkpoint={moved}/checkpoints/step-00000007"
-    output = start(ranks, tmp_path / "resumed", *text, *PLACED, "placement.replicas=1", resume)
+    output = start(ranks, tmp_path / "resumed", *text, *PLACED, resume)
     assert losses(output) == {step: losses(moved)[step] for step in (8, 9)}
     first, second = weights(moved, 9), weights(output, 9)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -130,7 +130,7 @@ def test_on_other_ranks_it_starts_from_the_configured_layout(
 
 @pytest.mark.slow
 def test_beside_training_or_inside_it(ranks: Ranks, moved: Path, text: list[str], tmp_path: Path) -> None:
-    change = [*PLACED, "placement.replicas=1", "placement.background=true"]
+    change = [*PLACED, "placement.background=true"]
     output = start(ranks, tmp_path / "beside", *text, *change)
     assert losses(output) == losses(moved) and layouts_of(output, 9) == layouts_of(moved, 9)
     assert not any((output / "placement").iterdir())
@@ -141,7 +141,8 @@ def test_beside_training_or_inside_it(ranks: Ranks, moved: Path, text: list[str]
     [
         (["placement.solver=serch"], "placement.solver = 'serch': expected one of"),
         (["placement.predictor=oracle"], "placement.predictor = 'oracle' (on the command line): expected one of"),
-        (["placement.policy=degree"], "placement.policy = 'degree' needs placement.replicas"),
+        (["placement.policy=degree"], "set moe.spare_plan = 'all' and moe.spare_slots"),
+        (["placement.replicas=1"], "placement.replicas on the command line is no setting any more: replicas follow"),
         (["placement.policy=shadow"], "set moe.spare_plan = 'shadow' and moe.spare_slots"),
     ],
 )
@@ -153,7 +154,7 @@ def test_bad_input_is_refused(ranks: Ranks, text: list[str], tmp_path: Path, cha
 def _without_a_solver(output: str, overrides: list[str], solver: str) -> str:
     with (
         mock.patch.object(sys, "executable", solver),
-        mock.patch("carpool.placement.solvers.solve_both", side_effect=ValueError("no way")),
+        mock.patch("carpool.placement.solvers.solve", side_effect=ValueError("no way")),
     ):
         return run(output, overrides)
 
@@ -250,13 +251,10 @@ def test_ranks_are_named_so_that_few_experts_move(num_ranks: int, num_nodes: int
     order = [n * per_node + r for n in draw.permutation(num_nodes) for r in draw.permutation(per_node)]
     homes = [list(draw.permutation(current.homes[rank])) for rank in order]
     homes[0][0], homes[1][0] = homes[1][0], homes[0][0]
-    replicas = [(int(homes[0][3]), 1), (int(homes[2][1]), 0)]
-    found = ExpertLayout(homes).with_replicas(replicas)
+    found = ExpertLayout(homes)
     new = aligned(found, current, Topology.even(num_ranks, num_nodes))
     assert _moves(current, new) == 2 <= _moves(current, found)
-    parts = {frozenset(slots) for slots in found.slots}
-    assert {frozenset(slots) for slots in new.slots} == parts and new.num_replicas == 2
-    assert all(slots[: len(home)] == home for home, slots in zip(new.homes, new.slots, strict=True))
+    assert set(map(frozenset, new.homes)) == set(map(frozenset, found.homes))
     stay = sum(a == b for a, b in zip(current.home_of, new.home_of, strict=True))
     assert stay == 62, "experts that stay on their rank keep their rows"
     # Which ranks share a node is part of what was found.
@@ -268,7 +266,6 @@ def test_ranks_are_named_so_that_few_experts_move(num_ranks: int, num_nodes: int
 
 def test_what_is_foretold_is_what_transports_would_count() -> None:
     trace, layout = topics(experts=16, top_k=4, tokens=600, length=30).layer(0), ExpertLayout.contiguous(16, 4)
-    layout = layout.with_replicas([(3, 2), (9, 0)])
     source_T, topology = trace.source_T(4), Topology.even(4, 2)
     routings = [trace.expert_TK[source_T == rank] for rank in range(4)]
     halved = Codecs(dispatch="fp8", inter_node="nodes")
@@ -284,7 +281,7 @@ def test_what_is_foretold_is_what_transports_would_count() -> None:
 
 def test_load_is_foretold_for_what_tokens_will_choose() -> None:
     trace = topics(experts=16, top_k=4, tokens=600, length=30).layer(0)
-    layout = ExpertLayout.contiguous(16, 4).with_replicas([(3, 2), (9, 0)])
+    layout = ExpertLayout.contiguous(16, 4)
     same, found = foretell(trace, layout, 10.0 * trace.load_E, FACTS), evaluate(trace, layout, cost=COST)
     assert same.load_W == pytest.approx(found.load_W) and same.compute_seconds == pytest.approx(found.compute_seconds)
     load_E = trace.load_E.astype(float)
@@ -295,14 +292,9 @@ def test_load_is_foretold_for_what_tokens_will_choose() -> None:
     assert then.rows_remote == found.rows_remote
 
 
-def test_there_is_room_for_replicas_that_come_and_go() -> None:
-    layout = ExpertLayout.contiguous(8, 4)
-    copies = padded(layout.with_replicas([(0, 1), (5, 1)]), 3)
-    assert copies.slots == ((0, 1, -1, -1, -1), (2, 3, 0, 5, -1), (4, 5, -1, -1, -1), (6, 7, -1, -1, -1))
-    assert padded(copies, 3) == copies and padded(layout, 3) == layout
+def test_the_load_of_the_fullest_rank() -> None:
     load_E = np.array([8.0, 1, 1, 1, 1, 4, 1, 1])
-    assert load_ratio(load_E, layout) == pytest.approx(9 / 4.5)
-    assert load_ratio(load_E, copies) == pytest.approx((1 + 1 + 4 + 2) / 4.5)
+    assert load_ratio(load_E, ExpertLayout.contiguous(8, 4)) == pytest.approx(9 / 4.5)
 
 
 def test_the_newest_tokens_are_kept_in_whole_sequences() -> None:

@@ -277,8 +277,8 @@ def _takes_texts(path: tuple[str, ...]) -> bool:
 
 # Settings that are gone, whose recorded values mean nothing now, and what to say of them.
 _GONE = {
-    "placement.prefetch": "the replicas of a layout are filled when their layer runs; those of moe.spare_slots are "
-    "fetched while tokens travel",
+    "placement.prefetch": "replicas in moe.spare_slots are fetched while tokens travel",
+    "placement.replicas": "replicas follow each micro-batch now: set moe.spare_slots, the slots of each rank for them",
 }
 
 

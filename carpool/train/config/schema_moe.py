@@ -163,7 +163,6 @@ class MoeSection(Section):
         Excludes("memory.experts", "experts in host memory are loaded layer by layer"),
         Excludes("parallelism.etp_size", "replicas are of whole experts"),
         Excludes("moe.experts=fp8", "its experts are quantised once a step, and replicas arrive in each ride"),
-        Excludes("placement.every and placement.replicas", "replicas that stay between steps leave no slot to fill"),
     ] = Field(default=0, ge=0)
     """Spare slots of each rank. In each micro-batch and layer they hold replicas of experts that have many tokens, so
     that all ranks compute equally much; gradients go home, and the sums are the same. 0: none."""
@@ -172,7 +171,8 @@ class MoeSection(Section):
     ] = "balance"
     """Which experts spare slots hold. balance: those that bring every rank to the mean, if fetching them pays. node:
     the same inside each node. Plug-ins do what published systems do: shadow (FasterMoE), subset (Prophet), fetch
-    (Janus), needed (Hecate, LAER-MoE), and by earlier loads eplb (DeepSeek-V3), expand_shrink (FlexMoE), symi."""
+    (Janus), all (Tutel), needed (Hecate, LAER-MoE), and by earlier loads eplb (DeepSeek-V3), expand_shrink (FlexMoE)
+    and symi."""
     spare_options: Annotated[dict[str, Any], Needs("moe.spare_slots")] = Field(default_factory=dict)
     """Options of a plan from outside the package, which moe.spare_plan names."""
     balance_limit: Annotated[float | None, Needs("moe.spare_slots")] = Field(default=1.1, ge=1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from carpool.train.config.declarations import Excludes, Needs, Settings
+from carpool.train.config.declarations import Excludes, Needs
 from carpool.train.config.schema_base import Section, registered
 
 # Policies that ask a solver.
@@ -14,28 +14,18 @@ SOLVING = ("migrate", "place")
 _EVERY = Needs("placement.every")
 
 
-def _uses_replicas(policy: str) -> bool:
-    """Whether a policy fills slots with replicas."""
-    if policy in SOLVING:
-        return True
-    from carpool.placement.policies import POLICIES
-
-    return POLICIES[policy].replicas
+# Policies that were, by the plans of spare slots that took their places.
+_PLANS = {name: name for name in ("shadow", "subset", "expand_shrink", "fetch", "eplb")} | {"degree": "all"}
 
 
 def _is_no_plan(policy: str) -> str:
     """Refuse what policies were called that are plans of spare slots now."""
-    if policy in ("shadow", "subset", "expand_shrink", "fetch", "eplb"):
+    if policy in _PLANS:
         raise ValueError(
             f"replicas follow each micro-batch now: instead of placement.policy = {policy!r} and placement.replicas, "
-            f"set moe.spare_plan = {policy!r} and moe.spare_slots"
+            f"set moe.spare_plan = {_PLANS[policy]!r} and moe.spare_slots"
         )
     return policy
-
-
-def _has_replicas(settings: Settings) -> bool:
-    every, replicas = settings["placement.every"], settings["placement.replicas"]
-    return every is not None and replicas > 0 and _uses_replicas(settings["placement.policy"])
 
 
 class PlacementSection(Section):
@@ -47,12 +37,7 @@ class PlacementSection(Section):
         int | None,
         _EVERY,
         Excludes("parallelism.pp_size", "layers of other stages cannot be moved"),
-        Excludes(
-            "parallelism.etp_size",
-            "solvers and policies move whole experts, not slices",
-            own="placement.every and placement.policy!=degree",
-            instead={"placement.policy": "degree"},
-        ),
+        Excludes("parallelism.etp_size", "solvers and policies move whole experts, not slices"),
     ] = Field(default=None, gt=0)
     """Steps between two looks at where experts should live. none: they stay where moe.layout puts them."""
     policy: Annotated[
@@ -74,10 +59,10 @@ class PlacementSection(Section):
             instead={"moe.layout": "FILE"},
         ),
     ] = "migrate"
-    """What decides where experts go. migrate: homes and replicas go where the solver says, if the cost model says
-    that moving pays. place: experts stay where the file moe.layout puts them, which `carpool place --solvers SOLVER`
-    wrote. Others are plug-ins: they look at the predicted load alone, and are followed at once. Those of published
-    systems are lpt_cv (MindSpeed), pick (SmartMoE) and degree (Tutel)."""
+    """What decides where experts go. migrate: they go where the solver says, if the cost model says that moving pays.
+    place: experts stay where the file moe.layout puts them, which `carpool place --solvers SOLVER` wrote. Others are
+    plug-ins: they look at the predicted load alone, and are followed at once. Those of published systems are lpt_cv
+    (MindSpeed) and pick (SmartMoE)."""
     solver: Annotated[
         str,
         registered("placement.solver", "carpool.placement.solvers.solver_names", "search"),
@@ -87,10 +72,6 @@ class PlacementSection(Section):
         ),
     ] = "search"
     """For policy = migrate: the solver, as `carpool place` names them (search, eplb, lpt, ...)."""
-    replicas: Annotated[
-        int, Needs(_has_replicas, "placement.every, and placement.replicas of a policy that has replicas")
-    ] = Field(default=0, ge=0)
-    """Slots on each rank for replicas of experts, beside the experts that live there."""
     predictor: Annotated[Literal["last", "ema"], _EVERY] = "ema"
     """How the load of the next steps is predicted. last: as in the last step. ema: a moving average."""
     load_limit: float = Field(default=1.1, gt=1)
@@ -106,11 +87,3 @@ class PlacementSection(Section):
     background: bool = True
     """The solver runs in a process beside training, on a CPU of rank 0's machine. false: training waits for it. The
     result is the same."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.policy not in SOLVING and _uses_replicas(self.policy) and not self.replicas:
-            raise ValueError(
-                f"placement.policy = {self.policy!r} needs placement.replicas: slots on each rank for replicas"
-            )
-        return self

@@ -144,10 +144,6 @@ class TrainingSection(Section):
             "each gradient is used for an update as soon as it is there, and clipping waits for the norm of all of "
             "them, unless training.grad_clipping = delayed; or do not clip (training.max_grad_norm = 0)",
         ),
-        Excludes(
-            "placement.every and placement.replicas",
-            "each gradient is used once it is there, and replicas of experts add several to one",
-        ),
     ] = False
     """Each gradient is used for its update inside the backward, and freed. Needs the one-pass optimizer, one
     micro-batch in a step, and no clipping (training.max_grad_norm = 0) or training.grad_clipping = "delayed"."""

@@ -3,7 +3,7 @@
     after step 100     the choices of the newest tokens are gathered; a process beside the main rank starts to solve
     steps 101 ... 105  training goes on
     after step 105     (placement.lag = 5) the answer is broadcast, waited for if it is late; layers for which moving
-                       pays are moved: parameters, moments, and which replicas there are
+                       pays are moved: parameters and moments
     from step 106 on   rows, bytes and load are measured, and recorded beside what was foretold
 
 Nothing here depends on how long anything takes: not when an answer is used, and not what it says, which follows from
@@ -15,7 +15,7 @@ Statistics: the load is counted and summed over ranks in each step anyway (carpo
 are sampled on the device by `carpool.hf.trace_recorder.TraceRecorder`, and gathered when they are looked at.
 
 The other policies (carpool/placement/policies.py) look at the predicted load alone, on every rank alike, and what they
-say is used before the next step: which experts have copies where, or homes.
+say is used before the next step.
 """
 
 from __future__ import annotations
@@ -62,9 +62,6 @@ class Placement:
         folder: of the run; the main rank puts questions for the solver below it.
         say, record: a line for the terminal; one for metrics.jsonl.
         saved, files: of the checkpoint that is resumed: its state, and its folder.
-
-    Raises:
-        ValueError: replicas for experts that run their own forward.
     """
 
     def __init__(
@@ -91,10 +88,6 @@ class Placement:
         # With one rank there is nowhere to go.
         self.on = self.section.every is not None and next(iter(rides(model).values())).num_ranks > 1
         self.recorder: TraceRecorder | None = None
-        if self.on and self.section.replicas:
-            for own in rides(model).values():
-                homes = own.layout.homes
-                own.check_layout(ExpertLayout(homes, tuple((*home, -1) for home in homes), own.layout.slices))
         if self.on and self.section.policy == "migrate":
             self.recorder = TraceRecorder(model, self.section.tokens)
         self.fresh = True  # nothing was recorded since it was reset
@@ -206,8 +199,7 @@ class Placement:
 
     def _use(self, step: int, pending: dict[str, Any]) -> None:
         answer = pending["answer"] if "answer" in pending else self._answer()
-        room = self.section.replicas
-        adopted = {name: padded(Layouts.from_dict(one)[name], room) for name, one in answer["layouts"].items()}
+        adopted = {name: Layouts.from_dict(one)[name] for name, one in answer["layouts"].items()}
         moved = Moved()
         if adopted:
             # What was measured so far was so under the old layouts.
@@ -224,8 +216,7 @@ class Placement:
         for number, (name, layout) in enumerate(layouts.items()):
             history_SE = np.stack([load_LE[number, : layout.num_experts] for load_LE in self.loads])
             load_E = forecast(section.predictor, history_SE)
-            found = policy(load_E, layout, section.replicas, model, history_SE)
-            found = padded(aligned(found, layout, self.facts.topology), section.replicas)
+            found = aligned(policy(load_E, layout, model, history_SE), layout, self.facts.topology)
             before.append(load_ratio(load_E, layout))
             after.append(load_ratio(load_E, found))
             if found != layout:
@@ -328,18 +319,7 @@ def newest(trace: Trace, tokens: int) -> Trace:
     return trace.subset(np.arange(first, trace.num_tokens))
 
 
-def padded(layout: ExpertLayout, room: int) -> ExpertLayout:
-    """With empty slots for as many replicas as there is room for, if it has any: how many they are changes often, and
-    transports need not."""
-    if not layout.num_replicas:
-        return ExpertLayout(layout.homes, slices=layout.slices)
-    pairs = zip(layout.homes, layout.slots, strict=True)
-    slots = tuple((*s, *[-1] * (len(h) + room - len(s))) for h, s in pairs)
-    return ExpertLayout(layout.homes, slots, layout.slices)
-
-
 def load_ratio(load_E: Array, layout: ExpertLayout) -> float:
-    """The fullest rank by the mean, copies sharing an expert's load."""
-    each_E = np.array([load_E[e // layout.slices] / len(slots) for e, slots in enumerate(layout.slots_of)])
-    load_W = np.array([sum(each_E[e] for e in rank if e != -1) for rank in layout.slots])
+    """Load of the fullest rank by the mean."""
+    load_W = np.array([load_E[list(rank)].sum() for rank in layout.homes])
     return float(load_W.max() / max(1e-9, load_W.mean()))

@@ -64,8 +64,7 @@ class Facts:
 
 
 def foretell(judge: LayerTrace, layout: ExpertLayout, load_E: Array, facts: Facts) -> Objective:
-    """Rows as they are in a trace; loads as `load_E` foretells them, choices of each expert in the coming steps, each
-    expert's divided among its copies as in the trace."""
+    """Rows as they are in a trace; loads as `load_E` foretells them, choices of each expert in the coming steps."""
     found = evaluate(judge, layout, topology=facts.topology, cost=facts.cost)
     # An expert that the sample lacks has no weight in it.
     weight_E = load_E[: judge.num_experts] * (judge.load_E.sum() / max(1.0, load_E.sum())) / np.maximum(1, judge.load_E)
@@ -240,16 +239,15 @@ def explain(decisions: Sequence[Decision]) -> str:
 
 
 def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterator[ExpertLayout]:
-    """What the solver finds for a layer, without replicas and with; "search" also from where experts are now, which
-    moves fewer of them."""
+    """What the solver finds for a layer; "search" also from where experts are now, which moves fewer of them."""
     section, facts, current = question.section, question.facts, question.layouts[learn.name]
     for start in (None, current) if section.solver == "search" else (None,):
-        both = solvers.solve_both(
+        found = solvers.solve(
             section.solver, learn, facts.topology, seed=question.seed,
-            experts_per_rank=[len(home) for home in current.homes], extra_slots=section.replicas,
+            experts_per_rank=[len(home) for home in current.homes],
             load_limit=section.load_limit, cost=facts.cost, load_E=load_E, start=start,
         )  # fmt: skip
-        yield from (aligned(found, current, facts.topology) for found in both)
+        yield aligned(found, current, facts.topology)
 
 
 def main() -> None:
