@@ -69,7 +69,7 @@ class Layer:
         scores = torch.rand(self.tokens, experts, generator=draw, device=device)
         weight = torch.full((self.tokens, self.top_k), 1 / self.top_k, device=device)
         self.routing = Routing(scores.topk(self.top_k).indices.int(), weight.requires_grad_())
-        self.slot_TK = assign(self.routing, self.layout, rank)
+        self.slot_TK = assign(self.routing.expert_TK, self.layout)
 
     def setup(self, schedule: Schedule, **options_of_nvlink: int) -> RideSetup:
         options = NVLinkOptions(max_tokens=self.tokens, **options_of_nvlink).under(schedule)

@@ -1,11 +1,9 @@
-"""Placement on real routing: solvers, replicas and load predictors on the traces of docs/traces. CPU only, minutes.
+"""Placement on real routing: solvers and load predictors on the traces of docs/traces. CPU only, minutes.
 
     python -m benchmarks.placement --out placement.json
 
     solvers       `carpool place`, each trace, 4 and 8 ranks: ranks per token and load on the half that nobody solved,
                   with the load limited to 1.1 of the mean, and on 4 ranks without a limit
-    replicas      the search with room for a tenth of the experts as copies, against without: with their filling to pay
-                  for, and with that hidden
     predictors    how far each foretells the loads of the next step, and what a placement made from that is worth
     time          256 experts, 20 000 tokens, 8 ranks, on the cores that there are
 
@@ -28,8 +26,7 @@ from carpool.placement.policies import PREDICTORS, checked_history, forecast
 from carpool.placement.solvers import default_solvers, solve
 from carpool.placement.solvers.plain import pack
 from carpool.placement.table import place
-from carpool.placement.trace import Array, LayerTrace, Trace
-from carpool.planner.machine.cost import CostModel
+from carpool.placement.trace import Array, LayerTrace
 
 TRACES = Path(__file__).parents[1] / "docs" / "traces"
 
@@ -65,15 +62,10 @@ def compare(history_NE: Array, num_ranks: int, *, warmup: int = 8, every: int = 
     return records
 
 
-def solvers(
-    path: Path, ranks: int, load_limit: float, extra_slots: int = 0, hidden: float = 0.0
-) -> list[dict[str, Any]]:
-    """`hidden`: share of the replicas' own traffic that runs beside other work."""
-    names: tuple[str, ...] = ("eplb", "search") if extra_slots else default_solvers()
-    if load_limit == NO_LIMIT:
-        names = ("occult", "search", "hypergraph+search")
-    cost = CostModel(replicas_hidden=hidden)
-    result = place(path, ranks=ranks, solvers=names, load_limit=load_limit, extra_slots=extra_slots, cost=cost)
+def solvers(path: Path, ranks: int, load_limit: float) -> list[dict[str, Any]]:
+    """Each solver, means over layers."""
+    names: tuple[str, ...] = ("occult", "search", "hypergraph+search") if load_limit == NO_LIMIT else default_solvers()
+    result = place(path, ranks=ranks, solvers=names, load_limit=load_limit)
     rows = []
     for row in result.means():
         if row.unavailable is None:
@@ -81,8 +73,6 @@ def solvers(
                 "trace": path.stem,
                 "ranks": ranks,
                 "limit": load_limit,
-                "extra": extra_slots,
-                "hidden": hidden,
                 "solver": row.solver,
             }
             numbers = {
@@ -145,7 +135,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="whose loads are foretold, too")
     args = parser.parse_args()
     files = [path for path in sorted(args.traces.glob("*.npz")) if not args.names or path.stem in args.names]
-    found: dict[str, Any] = {"solvers": [], "replicas": [], "predictors": []}
+    found: dict[str, Any] = {"solvers": [], "predictors": []}
     for path in [*files, *args.runs]:
         if path.is_dir() or path.stem.endswith("-loads"):
             found["predictors"] += (rows := predictors(path))
@@ -153,10 +143,6 @@ def main() -> None:
             continue
         for ranks, limit in ((4, 1.1), (8, 1.1), (4, NO_LIMIT)):
             found["solvers"] += (rows := solvers(path, ranks, limit))
-            show(rows)
-        tenth = -(-Trace.load(path).num_experts // 10)
-        for hidden in (0.0, 1.0):
-            found["replicas"] += (rows := solvers(path, 4, 1.1, -(-tenth // 4), hidden))
             show(rows)
     found["seconds, 256 experts, 20000 tokens, 8 ranks"] = timing()
     print(found["seconds, 256 experts, 20000 tokens, 8 ranks"])

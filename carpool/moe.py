@@ -1,8 +1,7 @@
 """A Mixture-of-Experts layer over several ranks. Follow one token through `MoE.forward`:
 
     routing = router(x)            who serves it: K experts, K weights                      carpool/routing/
-    slot_TK = assign(...)          which copy of each expert: rank and slot                 carpool/layout/
-    weights = fill_slots(...)      slots take their experts' parameters from the homes      carpool/replicas/slots.py
+    slot_TK = assign(...)          where each expert is: rank and slot                      carpool/layout/
     y = ride(...)                  its row goes to each rank that holds any of them, the    carpool/ride/
                                    experts there add up what they make of it, and one
                                    partial sum per rank comes back

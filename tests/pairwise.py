@@ -22,7 +22,7 @@ def all_pairs(
 
     Args:
         factors: values of each factor.
-        forbidden: pairs that cannot be together, such as {"layout": "replicated", "ep": 1}.
+        forbidden: pairs that cannot be together, such as {"transport": "local", "ep": 4}.
         start: partial cases that must be among the result; they are completed first.
 
     Example: factors {"a": [0, 1], "b": [0, 1]}  ->  4 cases; with a third factor "c": [0, 1] still 4.

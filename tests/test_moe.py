@@ -30,7 +30,7 @@ from tests.reference import Spec, router_scores
 
 H, F, K = 20, 12, 3
 SIZES = (7, 0, 11, 4)  # tokens of each rank
-GRIDS = [(ep, layout) for ep in (4, 2, 1) for layout in LAYOUTS if ep > 1 or not layout.startswith("replicated")]
+GRIDS = [(ep, layout) for ep in (4, 2, 1) for layout in LAYOUTS]
 
 
 def build(ep: int = 4, layout: str = "contiguous", **options: Any) -> carpool.MoE:
@@ -228,7 +228,7 @@ def travels_between_layouts() -> list[str]:
     wrong = []
     torch.manual_seed(0)
     options: dict[str, Any] = {"bias": True, "shared_intermediate_size": 8, "router": {"bias_update_rate": 0.1}}
-    source = build(4, "replicated_permuted", **options)
+    source = build(4, "permuted", **options)
     with torch.no_grad():
         source.router.bias_E.normal_()
         dist.broadcast(source.router.bias_E, 0)
@@ -422,7 +422,7 @@ def test_the_balance_loss_read_outside_a_checkpoint(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("transport", [name for name in between_ranks() if name != "nvlink"])
-@pytest.mark.parametrize("layout", ["contiguous", "replicated_permuted"])
+@pytest.mark.parametrize("layout", ["contiguous", "permuted"])
 def test_activation_checkpointing_changes_nothing_and_counts_tokens_once(
     layout: str, transport: str, ranks: Ranks
 ) -> None:
@@ -504,7 +504,7 @@ def test_entropy_counts_choices_that_exist() -> None:
 
 
 def switched() -> bool:
-    moe, x = build(4, "replicated"), tokens()
+    moe, x = build(4, "permuted"), tokens()
     outputs = []
     for name in (name for name in between_ranks() if name != "nvlink"):
         moe.set_transport(name)

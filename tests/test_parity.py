@@ -24,10 +24,10 @@ import torch
 
 import carpool
 from carpool import ActivationPolicies, ExpertLayout, Routing
-from carpool.experts import slices
+from carpool.experts import ExpertWeights, slices
+from carpool.layer import core
 from carpool.replicas import slot_links
 from carpool.replicas.slot_plan import Costs, SlotPlan
-from carpool.replicas.slots import SlotFiller
 from carpool.ride.balanced import SpareSlotOptions
 from carpool.ride.schedule import Schedule
 from tests.layouts import EXPERTS, LAYOUTS, SLICED, layout_of
@@ -71,19 +71,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "hidden": ("save", "recompute", "offload"),
     "spare": (0, 1, 3, "2 saved"),
 }
-# A rank holds an expert at most once, so a single rank has no replicas.
-FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
-# For one rank, so without replicas.
-FORBIDDEN += [{"transport": "local", "ep": ep} for ep in (2, 4)]
-FORBIDDEN += [{"transport": "local", "layout": one["layout"]} for one in FORBIDDEN[:2]]
+# For one rank.
+FORBIDDEN: list[dict[str, Any]] = [{"transport": "local", "ep": ep} for ep in (2, 4)]
 # An expert's hidden dimension is cut into equal slices.
 FORBIDDEN += [{"layout": name, "size": (37, 19)} for name in SLICED]
-# Spare slots are beside homes.
-FORBIDDEN += [
-    {"layout": name, "spare": spare}
-    for name in ("replicated", "replicated_permuted", *SLICED)
-    for spare in (1, 3, "2 saved")
-]
+# Spare slots hold whole experts.
+FORBIDDEN += [{"layout": name, "spare": spare} for name in SLICED for spare in (1, 3, "2 saved")]
 # Which keep nothing that could be computed again.
 FORBIDDEN += [{"experts": "reference", "hidden": "recompute"}]
 FORBIDDEN += [{"tokens": name, "routing": "router"} for name in REPLAYED]
@@ -169,23 +162,32 @@ TRIPLES = [
 CASES = [Case(**case) for case in all_pairs(FACTORS, FORBIDDEN, start=PRODUCT + TRIPLES)]
 # Made of hops that other transports have: a few meetings each.
 CASES += [
-    Case(transport=transport, layout=layout, top_k=top_k, tokens=tokens, schedule=schedule, rows=rows, routing=routing)
+    Case(
+        transport=transport,
+        layout=layout,
+        top_k=top_k,
+        tokens=tokens,
+        schedule=schedule,
+        rows=rows,
+        routing=routing,
+        spare=spare,
+    )
     for transport in ("1d", "2d", "2dh")
-    for layout, top_k, tokens, schedule, rows, routing in [
-        ("replicated_permuted", 5, "empty_ranks", "chunks 2 3", "resend", "router"),
-        ("uneven", 2, "holes", "chunks 5", "save", "recorded"),
+    for layout, spare, top_k, tokens, schedule, rows, routing in [
+        ("permuted", 2, 5, "empty_ranks", "chunks 2 3", "resend", "router"),
+        ("uneven", 0, 2, "holes", "chunks 5", "save", "recorded"),
     ]
 ]
 BF16 = [
-    Case(transport=transport, layout=layout, ep=ep, top_k=top_k, bias=bias, shared=shared, dtype=torch.bfloat16)
-    for transport, layout, ep, top_k, bias, shared in [
-        ("gather", "contiguous", 4, 4, False, 0),
-        ("alltoall", "uneven", 2, 8, True, 20),
-        ("dedup", "contiguous", 1, 2, False, 20),
-        ("dedup", "replicated", 4, 8, False, 0),
-        ("hierarchical", "replicated", 4, 8, True, 0),
-        ("hierarchical", "uneven", 2, 4, False, 20),
-        ("dedup", "replicated_permuted", 2, 4, True, 20),
+    Case(transport, layout, ep, top_k, bias=bias, shared=shared, spare=spare, dtype=torch.bfloat16)
+    for transport, layout, ep, top_k, bias, shared, spare in [
+        ("gather", "contiguous", 4, 4, False, 0, 0),
+        ("alltoall", "uneven", 2, 8, True, 20, 0),
+        ("dedup", "contiguous", 1, 2, False, 20, 0),
+        ("dedup", "contiguous", 4, 8, False, 0, 2),
+        ("hierarchical", "contiguous", 4, 8, True, 0, 2),
+        ("hierarchical", "uneven", 2, 4, False, 20, 0),
+        ("dedup", "permuted", 2, 4, True, 20, 2),
     ]
 ]
 BF16 += [
@@ -432,10 +434,6 @@ def test_the_matrix_holds_the_small_product_and_every_pair() -> None:
     met = {frozenset(pair) for row in rows for pair in combinations([(n, row[n]) for n in FACTORS], 2)}
     assert not [pair for pair in feasible_pairs(FACTORS, FORBIDDEN) if pair not in met]
     assert len(CASES) == len(set(CASES)) < 150
-    for pair in FORBIDDEN[:2]:
-        with pytest.raises(ValueError, match="twice"):
-            layout_of("contiguous", 1).with_replicas([(0, 0)])
-        assert not any(pair.items() <= row.items() for row in rows)
 
 
 def test_pairs_are_few_complete_and_deterministic() -> None:
@@ -481,9 +479,9 @@ def dense_over_ep_only(right: Any, case: Case, model: carpool.MoE, ep_mesh: Any,
 
 
 @instead_of(slot_links, "_arrive")
-def stale_copies(right: Any, case: Case, filler: SlotFiller, home: torch.Tensor, coming: Any) -> torch.Tensor:
+def stale_copies(right: Any, case: Case, fillers: Any, home: torch.Tensor, coming: Any) -> torch.Tensor:
     """The backward computes with copies of other weights than the forward."""
-    rows = right(filler, home, coming)
+    rows = right(fillers, home, coming)
     if torch._C._current_graph_task_id() != -1:
         rows[len(home) :] *= 0.9
     return rows
@@ -508,11 +506,10 @@ def forgotten_router_term(case: Case) -> Iterator[None]:
         yield
 
 
-@instead_of(SlotFiller, "indices")
-def bias_of_each_slice(right: Any, case: Case, self: SlotFiller, device: torch.device) -> Any:
+@instead_of(core, "weights_of_slices")
+def bias_of_each_slice(right: Any, case: Case, weights: ExpertWeights, first_S1: torch.Tensor) -> Any:
     """Down's bias is added, and trained, by each slice of an expert instead of the first alone."""
-    found = right(self, device)
-    return found._replace(first_S1=torch.ones_like(found.first_S1))
+    return right(weights, torch.ones_like(first_S1))
 
 
 @instead_of(Routing, "of_slices")
@@ -570,7 +567,7 @@ BREAKING: dict[str, Callable[[Case], Any]] = {
     },
 }
 SLICES = Case(layout="sliced 2", ep=4, bias=True)
-TWO_COPIES = Case(layout="replicated", ep=2, shared=20, bias=True, balance="aux+z")
+TWO_COPIES = Case(ep=2, shared=20, bias=True, balance="aux+z")
 # All tokens choose expert 5, which is at home on rank 1.
 SPARE = Case(bias=True, spare=2, tokens="one_expert", routing="choices", top_k=2)
 DENSE_NAMES = {"router.weight", "shared.up.weight", "shared.down.weight"}
@@ -586,12 +583,10 @@ Y_NAMES = {f"y {r}" for r in range(WORLD_SIZE)}
         ("experts_times_ep", replace(TWO_COPIES, ep=4, transport="alltoall"), EXPERT_NAMES),
         ("copies_not_summed", TWO_COPIES, EXPERT_NAMES),
         ("dense_over_ep_only", TWO_COPIES, DENSE_NAMES),
-        ("skipped_replica", TWO_COPIES, EXPERT_NAMES),
-        ("skipped_replica", replace(TWO_COPIES, ep=4, layout="replicated_permuted"), EXPERT_NAMES),
+        ("skipped_replica", replace(TWO_COPIES, spare=2), EXPERT_NAMES),
         ("forgotten_router_term", TWO_COPIES, {"router.weight"} | X_NAMES),
         ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="gather"), {"router.weight"} | X_NAMES),
         ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="hierarchical"), {"router.weight"} | X_NAMES),
-        ("skipped_replica", replace(SLICES, layout="sliced_uneven 4"), EXPERT_NAMES),
         ("skipped_replica", SPARE, EXPERT_NAMES),
         ("stale_copies", SPARE, {"up_proj", "up_bias"} | X_NAMES - {"x 1"}),
         ("misplaced_copies", SPARE, EXPERT_NAMES | (X_NAMES | Y_NAMES) - {"x 1", "y 1"}),

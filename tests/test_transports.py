@@ -27,6 +27,7 @@ from carpool.kernels.device import ordered_sum
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import LayerStats, Traffic
 from carpool.placement import VERBS, predict
+from carpool.replicas.slot_plan import Costs, count_choices, plan_slots, served_by
 from carpool.ride.function import ride
 from carpool.ride.ride_module import ride_module
 from carpool.ride.schedule import Schedule
@@ -89,12 +90,11 @@ VOLUME_CASES = [
         ("contiguous", (7, 5, 11, 3), 4, 0.0, torch.float32),
         ("permuted", (1, 0, 0, 6), 8, 0.3, torch.float32),
         ("uneven", (4, 4, 4, 4), 3, 0.1, torch.bfloat16),
-        ("replicated", (9, 0, 13, 2), 6, 0.0, torch.float32),
-        ("replicated_permuted", (3, 8, 5, 0), 5, 0.2, torch.bfloat16),
+        ("permuted", (3, 8, 5, 0), 5, 0.2, torch.bfloat16),
         ("contiguous", (0, 0, 0, 0), 2, 0.0, torch.float32),
         ("contiguous", (5, 2, 0, 1), 1, 1.0, torch.float32),
     ]
-] + [(name, "replicated", 2, (9, 4, 0, 7), 3, 0.0, torch.float32) for name in NAMES]
+] + [(name, "permuted", 2, (9, 4, 0, 7), 3, 0.0, torch.float32) for name in NAMES]
 VOLUME_CASES += [(name, "sliced 2", 4, (9, 4, 0, 7), 3, 0.1, torch.float32) for name in NAMES]
 VOLUME_CASES += [("dedup", "sliced_uneven 4", 4, (3, 8, 5, 0), 2, 0.1, torch.float32)]
 VOLUME_CASES += [(name, "permuted", 4, (1, 0, 9, 6), 5, 0.3, torch.float32) for name in ONE_ROW_PER_CHOICE[1:]]
@@ -179,7 +179,7 @@ def test_hierarchical_sends_a_token_once_to_each_other_node(ep: int, nodes: int)
     topology, per_node = Topology.even(ep, nodes), ep // nodes
     expected_WW = np.zeros((ep, ep), int)
     for source, expert_TK in enumerate(routings):
-        for row in assign(Routing(expert_TK, None), layout, source).tolist():
+        for row in assign(expert_TK, layout).tolist():
             ranks = {slot // layout.slots_per_rank for slot in row if slot >= 0}
             for node in {rank // per_node for rank in ranks}:
                 gate = node * per_node + source % per_node
@@ -309,7 +309,7 @@ def test_hierarchical_is_refused_without_several_equal_nodes(ranks: Ranks) -> No
 
 
 def test_nvlink_moves_what_dedup_moves_without_a_plan() -> None:
-    routings, layout = draw_routings((6, 0, 9, 3), 6, 0.1, 0), layout_of("replicated", 4)
+    routings, layout = draw_routings((6, 0, 9, 3), 6, 0.1, 0), layout_of("permuted", 4)
     shape = {"hidden": 200, "element_size": 2}
     ours, dedup = predict("nvlink", routings, layout, **shape), predict("dedup", routings, layout, **shape)
     np.testing.assert_array_equal(ours.rows_WW, dedup.rows_WW)
@@ -351,12 +351,26 @@ def test_a_volume_of_nonsense_is_refused(transport: str, routings: Any, message:
 # -- the contract of the verbs --------------------------------------------------------------------------------------
 
 
+def slots_of(layout_name: str, ep: int, routings: list[torch.Tensor], rank: int) -> tuple[torch.Tensor, int]:
+    """The slots that serve a rank's tokens, and how many a rank has; "spare": with two spare ones on each."""
+    if layout_name != "spare":
+        layout = layout_of(layout_name, ep)
+        return assign(routings[rank], layout), layout.slots_per_rank
+    layout, group = layout_of("contiguous", ep), routings[rank - rank % ep :][:ep]
+    load_WE = torch.stack([count_choices(expert_TK, EXPERTS) for expert_TK in group])
+    home_E, per_rank = torch.tensor([home for home, _ in layout.home_of]), layout.slots_per_rank + 2
+    plan = plan_slots(load_WE, home_E, 2, Costs())
+    places = [*layout.home_of, *((w, layout.slots_per_rank + place) for w in range(ep) for place in range(2))]
+    names_N = torch.tensor([w * per_rank + place for w, place in places], dtype=torch.int32)
+    assert (plan.expert_WS >= 0).any()
+    return served_by(routings[rank], load_WE, home_E, plan, rank % ep, names_N), per_rank
+
+
 def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
     """Plan, dispatch, and a combine that sends back what came, on this rank."""
-    rank, layout = dist.get_rank(), layout_of(layout_name, WORLD_SIZE)
-    expert_TK = draw_routings((4, 7, 0, 5), 5, 0.2, 3)[rank]
-    transport = make_transport(name, mesh((WORLD_SIZE,), ("ep",)).get_group(), layout.slots_per_rank)
-    slot_TK = assign(Routing(expert_TK, None), layout, rank)
+    rank, routings = dist.get_rank(), draw_routings((4, 7, 0, 5), 5, 0.2, 3)
+    expert_TK, (slot_TK, per_rank) = routings[rank], slots_of(layout_name, WORLD_SIZE, routings, rank)
+    transport = make_transport(name, mesh((WORLD_SIZE,), ("ep",)).get_group(), per_rank)
     token_T = 100 * rank + torch.arange(len(expert_TK))
     x_TH = token_T.float().unsqueeze(1).repeat(1, 3)
     weight_TK = token_T.unsqueeze(1) + 0.01 * torch.arange(5)
@@ -367,7 +381,7 @@ def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
     partial_RH = route.new_partial(3, torch.float32, x_TH.device)
     partial_RH.copy_(x_RH * filled.any(1, keepdim=True))
     y_TH = transport.combine(route, partial_RH).wait()
-    visited = [len({s // layout.slots_per_rank for s in row if s >= 0}) for row in slot_TK.tolist()]
+    visited = [len({s // per_rank for s in row if s >= 0}) for row in slot_TK.tolist()]
     per_row = torch.tensor(
         [sum(s >= 0 for s in row) for row in slot_TK.tolist()] if name in ONE_ROW_PER_CHOICE else visited
     )
@@ -386,10 +400,10 @@ def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
         for k, slot in enumerate(row)
         if slot >= 0
     ]
-    return {"pairs": pairs, "wanted": wanted, "slots": layout.slots_per_rank, "columns": arrivals.slot_RJ.tolist()}
+    return {"pairs": pairs, "wanted": wanted, "slots": per_rank, "columns": arrivals.slot_RJ.tolist()}
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "uneven", "replicated_permuted"])
+@pytest.mark.parametrize("layout", ["contiguous", "uneven", "permuted", "spare"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_choice_arrives_once_where_its_slot_is(name: str, layout: str, ranks: Ranks) -> None:
     results = ranks(arrivals_of, name, layout)
@@ -403,19 +417,16 @@ def module_rides(name: str, layout_name: str, ep: int) -> dict[str, bool]:
     """`ride_module` around the reference experts against `ride` with them: outputs and gradients, bit for bit."""
     rank = dist.get_rank()
     grid = mesh((WORLD_SIZE // ep, ep), ("edp", "ep"))
-    layout = layout_of(layout_name, ep)
-    group = grid["ep"].get_group() if ep > 1 else None
-    expert_TK = draw_routings((4, 7, 0, 5), 5, 0.2, 3)[rank]
-    slot_TK = assign(Routing(expert_TK, None), layout, rank % ep)
+    group, routings = grid["ep"].get_group() if ep > 1 else None, draw_routings((4, 7, 0, 5), 5, 0.2, 3)
+    expert_TK, (slot_TK, own) = routings[rank], slots_of(layout_name, ep, routings, rank)
     generator = torch.Generator().manual_seed(rank)
-    own = len(layout.slots[rank % ep])
     function = ExpertFunction(make_activation("silu", True))
     inputs = [(len(expert_TK), H), tuple(expert_TK.shape), (own, 2 * F, H), (own, H, F)]
     x, weight, up, down = [torch.randn(shape, generator=generator) for shape in inputs]
     results = []
     for way in ("ride", "module"):
         leaves = [t.clone().requires_grad_() for t in (x, weight, up, down)]
-        transport = make_transport(name, group, layout.slots_per_rank)
+        transport = make_transport(name, group, own)
         setup = RideSetup(transport, ReferenceExperts(function), LayerStats(EXPERTS, ep, rank % ep))
         weights = ExpertWeights(leaves[2], leaves[3])
         if way == "ride":
@@ -435,7 +446,7 @@ def module_rides(name: str, layout_name: str, ep: int) -> dict[str, bool]:
     return same | {"traffic": results[0][5:] == results[1][5:]}
 
 
-@pytest.mark.parametrize(("layout", "ep"), [("contiguous", 4), ("replicated", 2), ("permuted", 1)])
+@pytest.mark.parametrize(("layout", "ep"), [("contiguous", 4), ("spare", 2), ("permuted", 1)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_foreign_module_rides_like_our_own_experts(name: str, layout: str, ep: int, ranks: Ranks) -> None:
     for rank, same in enumerate(ranks(module_rides, name, layout, ep)):

@@ -251,7 +251,7 @@ def the_rest() -> None:
     """Kernels of one launch each."""
     from carpool.experts.pairs import gather_rows, sort_pairs
     from carpool.kernels import cross_entropy_kernel, ordered_sum_kernel
-    from carpool.layout import assign_kernel, expert_layout
+    from carpool.layout import assign_kernel
     from carpool.replicas import slot_plan_kernel
     from carpool.replicas.slot_costs import Costs
 
@@ -264,10 +264,10 @@ def the_rest() -> None:
     gather_rows(HiddenStates.of(values), pairs, BF16)
     arenas = [Arena(2**30, torch.device("cuda")) for _ in range(2)]
     copy_slabs(*(arena.reserve(2048, BF16, torch.empty(1, dtype=torch.int32)) for arena in arenas))
-    layout = SimpleNamespace(slices=1, shared_rounds=lambda _: 1, copies_EC=lambda _: torch.empty(128, 1, **long))
     choices = torch.empty(4096, 8, dtype=torch.int32)
-    assert expert_layout is not None
-    assign_kernel.count_slots(assign_kernel.assign(choices, layout, 0), torch.empty(129, **long))  # type: ignore[arg-type]
+    assign_kernel.count_slots(
+        assign_kernel.look_up(choices, torch.empty(128, dtype=torch.int32), 1), torch.empty(129, **long)
+    )
     home_E, costs = torch.empty(512, **long), Costs(4, 100, 1100)
     for ranks, spare, node_W in ((8, 4, None), (64, 8, torch.empty(64, **long))):
         load_WE = torch.empty(ranks, 512, dtype=torch.int32)

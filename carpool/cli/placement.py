@@ -109,7 +109,6 @@ def place(
         str | None,
         typer.Option("--slots", metavar="N,...", help="Experts that each rank has memory for. Default: equally many."),
     ] = None,
-    extra_slots: Annotated[int, typer.Option("--extra-slots", min=0, help="Room for replicas on each rank.")] = 0,
     load_limit: Annotated[float, typer.Option("--load-limit", min=1.0, help="Fullest rank by the mean.")] = 1.1,
     expert_groups: Annotated[
         int | None, typer.Option("--expert-groups", min=1, help="Of eplb: groups of experts, in order.")
@@ -163,7 +162,6 @@ def place(
             nodes=nodes,
             solvers=names,
             slots=_numbers("--slots", slots),
-            extra_slots=extra_slots,
             load_limit=load_limit,
             expert_groups=expert_groups,
             seed=seed,

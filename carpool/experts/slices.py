@@ -6,7 +6,7 @@ A slice is a part of F, an expert's hidden dimension (`carpool.layout.ExpertLayo
 
 because the activation is elementwise. `up_i` are the rows of up for the slice, of both gate and up for gated experts,
 and `down_i` the columns of down. Each slice has a row of the stacked parameters. The bias of down belongs to the first
-slice; that of the others is zero, and `carpool.replicas.slots.fill_slots` excludes it from training.
+slice; that of the others is zero, and `weights_of_slices` excludes it from training.
 
     gate and up of an expert, F = 4    [g0 g1 g2 g3 u0 u1 u2 u3]
     in 2 slices                        [g0 g1 u0 u1] and [g2 g3 u2 u3]         a plain cut would separate gate and up
@@ -14,9 +14,12 @@ slice; that of the others is zero, and `carpool.replicas.slots.fill_slots` exclu
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from carpool.experts.base import Activation, ExpertFunction
+import torch
+from torch.autograd.function import once_differentiable
+
+from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 
 # Fields of `ExpertWeights` that have a slice of each expert in a row.
 SLICED = ("up_SFH", "down_SHF", "up_bias_SF", "down_bias_SH")
@@ -84,3 +87,35 @@ def _columns(field: str, function: ExpertFunction) -> tuple[int, int]:
         case "down_SHF":
             return (1 if function.transposed else 2), 1
     raise ValueError(f"{field} has no columns of slices")
+
+
+def weights_of_slices(weights: ExpertWeights, first_S1: torch.Tensor) -> ExpertWeights:
+    """The weights of a rank's slices, as experts compute by them, differentiable.
+
+    Args:
+        first_S1: bool, whether each is the first slice of its expert.
+
+    Raises:
+        ValueError: experts with adapters or quantised weights, which cannot be sliced."""
+    if weights.adapted or weights.quantised:
+        what = "adapters" if weights.adapted else "a quantised base"
+        raise ValueError(f"experts with {what} cannot be cut into slices: use expert parallelism alone (etp_size = 1)")
+    if weights.down_bias_SH is None:
+        return weights
+    # The biases of other slices than the first are zero, but would get a gradient each.
+    return weights._replace(down_bias_SH=_OfFirstSlices.apply(weights.down_bias_SH, first_S1))
+
+
+class _OfFirstSlices(torch.autograd.Function):
+    """Zeros for other slices than the first. Autograd saves nothing: a product would save its factor, and a deferred
+    weight gradient (`carpool.ride.setup`) would cause another recomputation of a checkpointed layer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SH: torch.Tensor, first_S1: torch.Tensor) -> torch.Tensor:
+        ctx.first_S1 = first_S1
+        return rows_SH * first_S1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows_SH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return drows_SH * ctx.first_S1, None

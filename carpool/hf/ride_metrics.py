@@ -122,10 +122,9 @@ class RideMetrics:
         rows_LWW = torch.zeros(len(layers), ranks, ranks, dtype=torch.float64, device=device)
         rows_LWW[:, rank] = traffic[:, :ranks]
         none = torch.zeros((), dtype=torch.int64, device=device)
-        tokens, filled, sent, spare = [], [], [], []
+        tokens, sent, spare = [], [], []
         for own in layers:
             tokens.append((own.stats.tokens, own.stats.tokens_dispatched))
-            filled.append((own.filler.bytes_filled + own.filler.bytes_summed,))
             sent.append(none if own.spare is None else none + own.spare.bytes_sent)
             spare.append(none.expand(7) if own.spare is None or own.spare.counts is None else own.spare.counts)
         loads = [own.stats.load_E.to(device) for own in layers]
@@ -138,7 +137,7 @@ class RideMetrics:
             rows_LWW.flatten(1),
             to_device(tokens, device),
             traffic[:, ranks:],
-            to_device(filled, device) + torch.stack(sent).double().unsqueeze(1),
+            torch.stack(sent).double().unsqueeze(1),
             torch.stack([own.stats.entropy.to(device) for own in layers]).unsqueeze(1),
             torch.stack([none if own.dropped is None else own.dropped for own in layers]).double().unsqueeze(1),
             torch.stack(spare)[:, :6].double(),
@@ -210,7 +209,7 @@ class RideMetrics:
             "dropped_tokens": int(dropped_L.sum()),
             "ms": {
                 span: dict(zip(("p50", "p99", "total"), slowest[3 * i : 3 * i + 3], strict=True))
-                for i, span in enumerate((*SPANS, FILL) if self.balanced or slots_L.any() else SPANS)
+                for i, span in enumerate((*SPANS, FILL) if self.balanced else SPANS)
             },
         }
         return RideRecord(
@@ -245,12 +244,10 @@ class LaterRecord:
 
 
 def _served_by_replicas(own: ExpertRides, none_W: torch.Tensor) -> torch.Tensor:
-    """(W,) float64: choices of this rank's tokens that each rank computes, where the experts' load does not tell. With
-    spare slots, of all tokens those that this rank computes."""
+    """(W,) float64: with spare slots, the choices of all tokens that this rank computes; else zeros."""
     if own.spare is not None and own.spare.counts is not None:
         return F.pad(own.spare.counts[6:].to(none_W), (own.rank, own.num_ranks - own.rank - 1))
-    counted = own.filler.load_P
-    return none_W if counted is None else counted[:-1].view(own.num_ranks, -1).sum(1).to(none_W)
+    return none_W
 
 
 def _loads_of(spare_L: Sequence[Load]) -> dict[str, float | int]:
@@ -267,9 +264,9 @@ def _loads_of(spare_L: Sequence[Load]) -> dict[str, float | int]:
 
 def _served(layout: ExpertLayout, load_E: torch.Tensor, replicas_W: torch.Tensor) -> torch.Tensor:
     """(W,) choices (or slices of choices) that each rank computes, over all ranks' tokens."""
-    if layout.num_replicas or replicas_W.any():
+    if replicas_W.any():
         return replicas_W
-    return torch.stack([load_E[[e // layout.slices for e in rank if e != -1]].sum() for rank in layout.slots])
+    return torch.stack([load_E[[e // layout.slices for e in rank]].sum() for rank in layout.homes])
 
 
 def percentile(values: list[float], share: float) -> float:

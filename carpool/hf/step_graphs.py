@@ -40,7 +40,7 @@ from carpool.metrics.counters import HostCounts, watched
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
-from carpool.planner.candidate import COPIES, FSDP, LENGTHS, of_transport
+from carpool.planner.candidate import FSDP, LENGTHS, of_transport
 
 Batch = dict[str, torch.Tensor]
 # Is called with a loss between forward and backward.
@@ -64,8 +64,6 @@ def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides]) -> str | No
         return reason
     if fsdp.states(model):
         return FSDP
-    if any(own.layout.num_replicas for own in layers):
-        return COPIES
     if transport is not None and layers[0].reads_plans:
         return f"over transport {transport.name} the host reads which experts go to spare slots"
     return LENGTHS if one_row_only(model) else None

@@ -1,7 +1,6 @@
 """The core of an MoE layer: MoE outputs from tokens and a routing.
 
-    slot_TK = assign(routing)      the replica of each chosen expert: rank and slot         carpool/layout/
-    weights = fill_slots(homes)    slots get their experts' parameters from the homes       carpool/replicas/slots.py
+    slot_TK = assign(expert_TK)    where each chosen expert is: rank and slot               carpool/layout/
     y_TH = ride(x_TH, ...)         dispatch, experts, combine                               carpool/ride/
 
 `carpool.MoE` is a router, parameters and this core. An experts module of transformers is an adapter around it
@@ -22,15 +21,14 @@ import torch.distributed as dist
 from carpool.activations import SAVE_ALL, ActivationPolicies, Offloader
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.experts.base import NUM_BASE, NUM_TRAINED
+from carpool.experts.slices import weights_of_slices
 from carpool.layout import ExpertLayout, assign
 from carpool.metrics.counters import LayerStats, add_once, new_counter
 from carpool.planner.machine.cost import GEMM_PASSES, RIDES, slot_costs
 from carpool.planner.machine.hardware import hardware_of
 from carpool.planner.transports import automatic_transport
-from carpool.replicas.node_slots import make_filler
 from carpool.replicas.slot_links import CollectiveLinks
 from carpool.replicas.slot_plan import Costs
-from carpool.replicas.slots import fill_slots
 from carpool.ride.balanced import BalancedOrder, SpareSlotOptions, SpareSlots, check_spare_slots
 from carpool.ride.function import WaitingRides, ride
 from carpool.ride.ride_module import ride_module
@@ -73,7 +71,6 @@ class LayerCore:
     Attributes:
         rank, num_ranks, num_experts: this rank in the group, and the layer's sizes.
         layout: see `move_to`.
-        filler: moves parameters between homes and slots.
         transport: None until the first forward, or `prepare`.
         requested, options, why: the requested transport and its options, and why the actual one was chosen.
         schedule: of rides. Those of the owner's own forward have one piece.
@@ -109,7 +106,6 @@ class LayerCore:
         self.num_ranks, self.num_experts = layout.num_ranks, layout.num_experts
         self.rank = dist.get_rank(group) if group is not None else 0
         self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
-        self.filler = make_filler(layout, group, self.stats.meter)
         self.schedule = Schedule()
         self.hooks: RideHooks = NO_HOOKS
         self.deferred: DeferredGradients | None = None
@@ -129,6 +125,8 @@ class LayerCore:
         self.routing: Routing | None = None
         self.on_choice: Callable[[torch.Tensor], None] | None = None
         self.whole_rides = False
+        # Whether each of this rank's slices is the first one of its expert, where experts are sliced.
+        self._first_S1 = torch.ones(0, 1, dtype=torch.bool)
         self._beside: Callable[[Experts], Experts] | None = None
         self._computed_by: Experts | None = None
         self._waiting = WaitingRides()
@@ -238,9 +236,8 @@ class LayerCore:
         self.drops = options if options is not None and options.active else None
 
     def reset_counts(self) -> None:
-        """Reset the counters of `stats`, of slots and of drops."""
+        """Reset the counters of `stats`, of spare slots and of drops."""
         self.stats.reset()
-        self.filler.reset()
         if self.spare is not None:
             self.spare.reset()
         if self.dropped is not None:
@@ -257,15 +254,12 @@ class LayerCore:
                 f"the layout is for {layout.num_experts} experts on {layout.num_ranks} ranks, the layer has "
                 f"{self.num_experts} experts on {self.num_ranks}"
             )
-        if not layout.slot_is_home and self.function is None:
-            raise ValueError(f"{self.name} runs its own forward: no replicas, no empty slots")
         if self.spare_options is not None and self.num_ranks > 1:
             check_spare_slots(layout)
         if layout.slices != self.layout.slices:
             raise ValueError(
                 f"the layout cuts each expert into {layout.slices} slices, the layer has {self.layout.slices}: their "
-                "number is part of the parameters' shape and cannot change. The layout's slots determine over how many "
-                "ranks an expert is spread"
+                "number is part of the parameters' shape and cannot change"
             )
 
     def why_not_move(self) -> str:
@@ -281,7 +275,7 @@ class LayerCore:
     def move_to(self, layout: ExpertLayout) -> None:
         """Use `layout` from now on. The parameters must already be in its home order."""
         self.check_layout(layout)
-        self.layout, self.filler, self.transport = layout, make_filler(layout, self.group, self.stats.meter), None
+        self.layout, self.transport = layout, None
 
     # -- transport -------------------------------------------------------------------------------------------------
 
@@ -322,6 +316,9 @@ class LayerCore:
             spare = 0 if self.spare_options is None or self.num_ranks == 1 else self.spare_options.number
             transport = make_transport(name, self.group, self.layout.slots_per_rank + spare, options)
             self.spare = self._make_spare_slots(transport, top_k, device) if spare else None
+        if (slices := self.layout.slices) > 1:
+            first = [row % slices == 0 for row in self.layout.homes[self.rank]]
+            self._first_S1 = torch.tensor(first, dtype=torch.bool, device=device).unsqueeze(1)
         self._make_setup(transport, device)
         self.merger = None if self.options is None else self.options.codecs.merger()
         self.transport = transport
@@ -385,8 +382,8 @@ class LayerCore:
 
     # -- the forward -----------------------------------------------------------------------------------------------
 
-    def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A router's choices within the limit, and the ranks that may serve them: see `RoutingLimit.choose`."""
+    def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+        """A router's choices within the limit: see `RoutingLimit.choose`."""
         assert self.limit is not None
         return self.limit.choose(score_TE, share_TE, top_k, self.layout)
 
@@ -427,11 +424,11 @@ class LayerCore:
         self.routing = routing.detach()
         if self.on_choice is not None:
             self.on_choice(self.routing.expert_TK)
-        slot_TK = assign(routing, self.layout, self.rank)
-        if self.layout.num_replicas:
-            self.filler.count(slot_TK)
+        slot_TK = assign(routing.expert_TK, self.layout)
         setup = self.ride_setup(transport, x_TH.device)
-        weights = fill_slots(home, self.filler) if isinstance(home, ExpertWeights) else None
+        weights = home if isinstance(home, ExpertWeights) else None
+        if weights is not None and self.layout.slices > 1:
+            weights = weights_of_slices(weights, self._first_S1)
 
         def one_ride(
             x_TH: torch.Tensor, routing: Routing, slot_TK: torch.Tensor, setup: RideSetup

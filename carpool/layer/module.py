@@ -148,7 +148,7 @@ class LayerModule(nn.Module):
         self.core.set_drops(options)
 
     def set_layout(self, layout: ExpertLayout, optimizer: torch.optim.Optimizer | None = None) -> Moved:
-        """Move experts, with their state in `optimizer`, to the homes of another layout, and use its slots from now on.
+        """Move experts, with their state in `optimizer`, to the homes of another layout.
         Collective, between an optimizer step and the next forward, with gradients set to None.
 
         If numbers of experts per rank change, the parameters change their shape, but stay the same objects.

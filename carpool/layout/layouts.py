@@ -3,10 +3,10 @@
 Layers choose experts independently, so the best place of expert 3 in one layer says nothing about expert 3 in the next.
 In a file:
 
-    {"layers": {"model.layers.0.mlp.experts": {"homes": [[0, 2], [1, 3]], "slots": [[0, 2], [1, 3]]}, ...},
+    {"layers": {"model.layers.0.mlp.experts": {"homes": [[0, 2], [1, 3]]}, ...},
      "about": {"solver": "search", ...}}            what made it: free, for people and reports
 
-or, for all layers alike, what `ExpertLayout.save` writes: `{"homes": ..., "slots": ...}`.
+or, for all layers alike, what `ExpertLayout.save` writes: `{"homes": ...}`.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _layout(data: Any, where: str) -> ExpertLayout:
         return ExpertLayout.from_dict(data)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f'{where} is not an expert layout: expected {{"homes": [[0, 1], [2, 3]], "slots": ...}} ({error})'
+            f'{where} is not an expert layout: expected {{"homes": [[0, 1], [2, 3]]}} ({error})'
         ) from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

@@ -25,7 +25,7 @@ Clipping needs a norm before the first update, and there is one: that of the ste
 multiplied by what that norm would have been clipped by, which is LOSSY: a gradient that suddenly grows is clipped one
 step late. The first step is not clipped.
 
-Every parameter has one gradient in a step: no micro-batches are added, and no replicas.
+Every parameter has one gradient in a step: no micro-batches are added.
 
 A forward and backward with the updates between can be captured in a CUDA graph, with copies of the optimizer's state
 from host memory and back, but not from disk. What is left for `finish` is not in it:

@@ -1,7 +1,6 @@
 """Whether to move experts: the time that a new layout saves over its lifetime, against the cost of moving.
 
-Moving an expert's home sends its parameters, their float32 masters and both Adam moments, once. Adopting a replica has
-no such cost: replicas are filled in every step, which the modelled step times include.
+Moving an expert's home sends its parameters, their float32 masters and both Adam moments, once.
 
     saved    = (seconds per step now - then) * min(steps left, WINDOW)    loads drift, so a layout has a lifetime
     cost     = bytes of the busiest link / its bandwidth
@@ -128,7 +127,7 @@ def aligned(found: ExpertLayout, current: ExpertLayout, topology: Topology) -> E
     """The layout `found` with its ranks renamed and its homes reordered, so that few homes move.
 
     Each rank of `found` becomes the rank that already has most of its experts, nodes first. Experts that stay on their
-    rank stay in their places, and slots begin with the homes.
+    rank stay in their places.
 
     Args:
         topology: of the ranks. Ranks of one node stay on one node.
@@ -146,13 +145,10 @@ def aligned(found: ExpertLayout, current: ExpertLayout, topology: Topology) -> E
         ranks, places = ranks_of[node], ranks_of[other]
         for rank, place in enumerate(_pairs(common_WW[np.ix_(ranks, places)])):
             target[ranks[rank]] = int(places[place])
-    homes, slots = [()] * found.num_ranks, [()] * found.num_ranks  # type: list[tuple[int, ...]], list[tuple[int, ...]]
+    homes: list[tuple[int, ...]] = [()] * found.num_ranks
     for rank, place in enumerate(target):
         homes[place] = _in_rows(found.homes[rank], current.homes[place])
-        computed = set(found.slots[rank])
-        kept = tuple(e for e in homes[place] if e in computed)
-        slots[place] = kept + tuple(e for e in found.slots[rank] if e not in kept)
-    return ExpertLayout(tuple(homes), tuple(slots), found.slices)
+    return ExpertLayout(tuple(homes), found.slices)
 
 
 def _in_rows(experts: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """The objective of placement on a recorded routing: sends, load and modelled time, exact for any layout.
 
-All numbers follow from the rank that `carpool.layout.assign` chooses for each choice of each token. Training uses the
-same function, so replicas are counted as they will be used.
+All numbers follow from the rank that `carpool.layout.assign` gives for each choice of each token, as in training.
 
     rows_WW   [i, j] tokens of rank i that visit rank j; the diagonal stays on its rank. `dedup` and `nvlink` send one
               hidden state for each. Equal to `carpool.placement.predicted_volume.predict("dedup", ...)`.
@@ -23,7 +22,6 @@ from carpool.layout import ExpertLayout, assign
 from carpool.layout.topology import Topology
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.machine.cost import CostModel
-from carpool.routing import Routing
 from carpool.transport import find_transport
 
 
@@ -38,7 +36,7 @@ class Objective:
         rows_nodes: of these, those to other nodes.
         load_W: pairs computed by each rank.
         intra_share: share of the pairs of experts of a token that one rank serves (Occult's intra-collaboration).
-        ride_seconds, compute_seconds, replica_seconds: of one layer, forward and backward.
+        ride_seconds, compute_seconds: of one layer, forward and backward.
     """
 
     tokens: int
@@ -50,7 +48,6 @@ class Objective:
     intra_share: float
     ride_seconds: float
     compute_seconds: float
-    replica_seconds: float
 
     @property
     def rows_remote(self) -> int:
@@ -69,23 +66,14 @@ class Objective:
 
     @property
     def seconds(self) -> float:
-        """Modelled: rides, GEMMs and replicas of one layer."""
-        return self.ride_seconds + self.compute_seconds + self.replica_seconds
+        """Modelled: rides and GEMMs of one layer."""
+        return self.ride_seconds + self.compute_seconds
 
 
 def served_by(trace: LayerTrace, layout: ExpertLayout) -> Array:
-    """(T, K) the rank that serves each choice, or each slice of it: `assign` on the tokens of each rank."""
+    """(T, K) the rank that serves each choice, or each slice of it."""
     expert_TK = torch.from_numpy(np.ascontiguousarray(trace.expert_TK, dtype=np.int32))
-    if layout.num_replicas == 0:  # then `assign` does not depend on the rank
-        slot_TK = assign(Routing(expert_TK, None), layout, 0)
-        return (slot_TK // layout.slots_per_rank).numpy().astype(np.int64)
-    source_T = torch.from_numpy(trace.source_T(layout.num_ranks))
-    rank_TK = expert_TK.new_empty(expert_TK.shape[0], expert_TK.shape[1] * layout.slices)
-    for rank in range(layout.num_ranks):
-        mine = (source_T == rank).nonzero().squeeze(1)
-        slot_TK = assign(Routing(expert_TK[mine], None), layout, rank)
-        rank_TK[mine] = slot_TK // layout.slots_per_rank
-    return rank_TK.numpy().astype(np.int64)
+    return (assign(expert_TK, layout) // layout.slots_per_rank).numpy().astype(np.int64)
 
 
 def evaluate(
@@ -133,7 +121,6 @@ def evaluate(
         intra_share=_intra_share(rank_TK, num_ranks),
         ride_seconds=cost.ride_seconds(sent_WW * scale, topology),
         compute_seconds=cost.compute_seconds(load_W * scale / layout.slices),
-        replica_seconds=cost.replica_seconds(layout, topology),
     )
 
 

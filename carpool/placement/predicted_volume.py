@@ -5,8 +5,7 @@ chose. A layout cuts the vertices into one part for each rank; the number of par
 *connectivity*, written λ. Each transport's class defines the number of sends (`Transport.volume`): λ per token with one
 send per rank, K with one per choice, W with one to every rank. With sliced experts K counts every slice. So to place
 experts well is to partition a hypergraph into parts of given sizes with a small sum of (λ - 1), the metric that
-partitioners call km1. A replica is a vertex in several parts; `carpool.layout.assign` chooses the one that serves a
-token, as in training.
+partitioners call km1.
 
     4 experts on 2 ranks, [0, 1 | 2, 3]; rank 0 holds tokens {0, 1}, {1, 2}, {1, 2}, rank 1 holds token {0, 3}
 
@@ -39,7 +38,6 @@ import torch
 from carpool.layout import ExpertLayout, assign
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import VERBS
-from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, find_transport
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
 from carpool.transport.options import TransportOptions
@@ -80,13 +78,13 @@ def predict(
         raise ValueError(f"transport={transport!r} has no options of type {type(options).__name__}; leave them out")
     chosen = [torch.as_tensor(expert_TK).cpu().int() for expert_TK in routings]
     top_k = _check(chosen, layout)
-    rank_TK = [_ranks_visited(expert_TK, layout, source) for source, expert_TK in enumerate(chosen)]
+    rank_TK = [_ranks_visited(expert_TK, layout) for expert_TK in chosen]
     return way.volume(rank_TK, topology or Topology.even(layout.num_ranks), top_k, hidden, element_size, options)
 
 
-def _ranks_visited(expert_TK: torch.Tensor, layout: ExpertLayout, source: int) -> Counts:
+def _ranks_visited(expert_TK: torch.Tensor, layout: ExpertLayout) -> Counts:
     """(T, K) the rank that serves each choice, -1: none; with sliced experts, each slice of each choice."""
-    slot_TK = assign(Routing(expert_TK, None), layout, source).numpy().astype(np.int64)
+    slot_TK = assign(expert_TK, layout).numpy().astype(np.int64)
     return np.where(slot_TK < 0, -1, slot_TK // layout.slots_per_rank)
 
 

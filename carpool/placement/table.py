@@ -39,7 +39,6 @@ class Row:
         intra: share of pairs of a token's experts that one rank serves.
         layer_us: modelled microseconds of the layer, forward and backward.
         solved_*: the same for the half that was solved.
-        replicas: slots beyond one per expert.
         seconds: time of the solver.
         best: whether this layout is written.
         unavailable: why the solver could not run, or None.
@@ -56,7 +55,6 @@ class Row:
     solved_ranks_per_token: float = 0.0
     solved_load: float = 0.0
     solved_layer_us: float = 0.0
-    replicas: int = 0
     seconds: float = 0.0
     best: bool = False
     unavailable: str | None = None
@@ -103,7 +101,6 @@ def place(
     nodes: int = 1,
     solvers: Sequence[str] | None = None,
     slots: Sequence[int] | None = None,
-    extra_slots: int = 0,
     load_limit: float = 1.1,
     layers: Sequence[str] | None = None,
     expert_groups: int | None = None,
@@ -119,7 +116,6 @@ def place(
         ranks, nodes: W, N.
         solvers: names for `solve`. None: `default_solvers()`. One whose package is missing is reported, not fatal.
         slots: experts that each rank has memory for; None: equally many.
-        extra_slots: of each rank, for replicas.
         load_limit: largest rank load over the mean that is allowed.
         layers: names; None: all.
         expert_groups, seed, cost: see `solvers.Problem`.
@@ -151,7 +147,6 @@ def place(
                     topology,
                     seed=seed,
                     experts_per_rank=slots,
-                    extra_slots=extra_slots,
                     load_limit=load_limit,
                     expert_groups=expert_groups,
                     cost=cost,
@@ -161,7 +156,7 @@ def place(
                 continue
             seconds = time.perf_counter() - start
             here, there = (evaluate(half, layout, topology=topology, cost=cost) for half in (mine, other))
-            found.append((_row(layer, name, layout, here, there, seconds), layout, here))
+            found.append((_row(layer, name, here, there, seconds), layout, here))
         if not found:
             raise ValueError(f"no solver is available: {missing[0].unavailable}")
         within = [one for one in found if one[2].load_ratio <= load_limit] or found
@@ -180,7 +175,6 @@ def place(
         "nodes": nodes,
         "solvers": list(solvers),
         "slots": None if slots is None else list(slots),
-        "extra_slots": extra_slots,
         "load_limit": load_limit,
         "expert_groups": expert_groups,
         "seed": seed,
@@ -199,9 +193,8 @@ def print_table(result: Placement, console: Console | None = None, *, every_laye
     settings = result.settings
     nodes = f"{settings['nodes']} node{'s' * (settings['nodes'] != 1)}"
     title = (
-        f"{settings['ranks']} ranks on {nodes}, {settings['extra_slots']} extra slots per rank, "
-        f"load limit {settings['load_limit']:g}; solved on {settings['tokens_solved']} tokens, shown for "
-        f"{settings['tokens_held_out']} held out"
+        f"{settings['ranks']} ranks on {nodes}, load limit {settings['load_limit']:g}; solved on "
+        f"{settings['tokens_solved']} tokens, shown for {settings['tokens_held_out']} held out"
     )
     console.print(title, style="bold", highlight=False)
     if every_layer:
@@ -225,7 +218,7 @@ def print_table(result: Placement, console: Console | None = None, *, every_laye
 def _table(rows: Sequence[Row], settings: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("solver", no_wrap=True)
-    for name in ("ranks/token", "remote", "nodes", "load", "intra", "replicas", "modelled us", "seconds"):
+    for name in ("ranks/token", "remote", "nodes", "load", "intra", "modelled us", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if row.unavailable:
@@ -239,14 +232,13 @@ def _table(rows: Sequence[Row], settings: Mapping[str, Any]) -> Table:
             f"{row.nodes:.3f}" if settings["nodes"] > 1 else "-",
             f"[red]{load}[/]" if row.load > settings["load_limit"] else load,
             f"{row.intra:.1%}",
-            str(row.replicas),
             f"{row.layer_us:.0f}",
             f"{row.seconds:.2f}",
         )
     return table
 
 
-def _row(layer: str, name: str, layout: ExpertLayout, here: Objective, there: Objective, seconds: float) -> Row:
+def _row(layer: str, name: str, here: Objective, there: Objective, seconds: float) -> Row:
     return Row(
         layer=layer,
         solver=name,
@@ -259,7 +251,6 @@ def _row(layer: str, name: str, layout: ExpertLayout, here: Objective, there: Ob
         solved_ranks_per_token=here.ranks_per_token,
         solved_load=here.load_ratio,
         solved_layer_us=1e6 * here.seconds,
-        replicas=layout.num_replicas,
         seconds=seconds,
     )
 
@@ -279,7 +270,6 @@ def _mean(name: str, rows: Sequence[Row]) -> Row:
         **{what: mean(what) for what in means},  # type: ignore[arg-type]
         load=max(row.load for row in present),
         solved_load=max(row.solved_load for row in present),
-        replicas=round(mean("replicas")),
         seconds=sum(row.seconds for row in present),
     )
 
@@ -287,7 +277,7 @@ def _mean(name: str, rows: Sequence[Row]) -> Row:
 def plot_coactivation(trace: LayerTrace, layout: ExpertLayout, path: str | Path) -> None:
     """Write a figure (PNG, SVG or PDF by its name) of how often two experts are chosen together, before and after.
 
-    Squares are ranks: pairs inside a square need one send. Replicas are not shown. Needs matplotlib.
+    Squares are ranks: pairs inside a square need one send. Needs matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -306,7 +296,7 @@ def plot_coactivation(trace: LayerTrace, layout: ExpertLayout, path: str | Path)
         for end in np.cumsum([len(home) for home in one.homes])[:-1]:
             axis.axhline(end - 0.5, color="white", linewidth=0.6)
             axis.axvline(end - 0.5, color="white", linewidth=0.6)
-        copies = evaluate(trace, ExpertLayout(one.homes)).ranks_per_token
+        copies = evaluate(trace, one).ranks_per_token
         axis.set_title(f"{title}: {copies:.2f} ranks per token")
         axis.set_xlabel("expert, by rank")
     axes[0].set_ylabel("expert, by rank")

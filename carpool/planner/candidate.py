@@ -25,7 +25,6 @@ FSDP = "FSDP gathers parameters layer by layer from the host (parallelism.data_p
 FSDP_SHARDS = "FSDP gathers experts layer by layer from the host, as several ranks share one's (parallelism.ep_size)"
 FSDP_CASTS = "FSDP casts experts layer by layer from the host, as they are stored in float32 (model.dtype=bfloat16)"
 FSDP_AVERAGES = "FSDP averages gradients of experts layer by layer over replicas (parallelism.dp_replicate_size)"
-COPIES = "experts have replicas"
 PLANS = "this plan of spare slots reads loads on the host (moe.spare_plan)"
 LENGTHS = "this attention reads the lengths of documents on the host (model.attn_implementation)"
 SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_length makes all alike)"

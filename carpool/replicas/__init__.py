@@ -1,1 +1,1 @@
-"""Expert replicas: filling slots from homes, returning gradients to homes, and moving homes."""
+"""Expert replicas: filling spare slots from homes, returning gradients to homes, and moving homes."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import Meter
 from carpool.metrics.host import ToHost
-from carpool.replicas.node_slots import make_filler
+from carpool.replicas.node_slots import make_fillers
 from carpool.replicas.slot_plan import SlotPlan
 from carpool.replicas.slots import SlotFiller, Transfer
 from carpool.transport import Fetched
@@ -70,7 +70,7 @@ class CollectiveLinks:
     anyway.
 
     Args:
-        layout: of the layer, whose slots are its homes.
+        layout: of the layer.
         group: the expert-parallel process group.
         meter: of the layer.
     """
@@ -79,7 +79,7 @@ class CollectiveLinks:
 
     def __init__(self, layout: ExpertLayout, group: dist.ProcessGroup, meter: Meter | None = None) -> None:
         self.layout, self.group, self.meter = layout, group, meter
-        self._filler = lru_cache(KEPT_PLANS)(self._make_filler)
+        self._fillers = lru_cache(KEPT_PLANS)(self._make_fillers)
 
     def gather_loads(self, load_E: torch.Tensor) -> torch.Tensor:
         load_WE = load_E.new_empty(self.layout.num_ranks, len(load_E))
@@ -92,36 +92,36 @@ class CollectiveLinks:
         return ToHost(plan.expert_WS)
 
     def fetch(self, homes: Sequence[torch.Tensor], handle: ToHost) -> Fetched:
-        filler = self.filler(handle)
-        coming = [filler.hops[0].send_rows(home) for home in homes]
-        return Fetched(lambda: [_arrive(filler, *one) for one in zip(homes, coming, strict=True)])
+        fillers = self.fillers(handle)
+        coming = [fillers[0].send_rows(home) for home in homes]
+        return Fetched(lambda: [_arrive(fillers, *one) for one in zip(homes, coming, strict=True)])
 
     def send_home(self, dslots: Sequence[torch.Tensor], handle: ToHost) -> list[torch.Tensor]:
         rows = list(dslots)
-        for hop in reversed(self.filler(handle).hops):
+        for hop in reversed(self.fillers(handle)):
             coming = [hop.send_gradients(one) for one in rows]
             rows = [hop.homes(one, transfer.wait()) for one, transfer in zip(rows, coming, strict=True)]
         return rows
 
     def sent(self, handle: ToHost) -> tuple[int, int]:
-        hops = self.filler(handle).hops
+        hops = self.fillers(handle)
         return sum(sum(hop.send) for hop in hops), sum(sum(hop.receive) for hop in hops)
 
-    def filler(self, handle: ToHost) -> SlotFiller:
-        """What fills the slots of a plan."""
-        return self._filler(tuple(map(tuple, handle.read().tolist())))
+    def fillers(self, handle: ToHost) -> tuple[SlotFiller, ...]:
+        """What fills the slots of a plan, one after the other."""
+        return self._fillers(tuple(map(tuple, handle.read().tolist())))
 
-    def _make_filler(self, replicas: tuple[tuple[int, ...], ...]) -> SlotFiller:
+    def _make_fillers(self, replicas: tuple[tuple[int, ...], ...]) -> tuple[SlotFiller, ...]:
         most = self.layout.slots_per_rank
         slots = [
             (*homes, *(-1,) * (most - len(homes)), *more)
             for homes, more in zip(self.layout.homes, replicas, strict=True)
         ]
-        return make_filler(ExpertLayout(self.layout.homes, tuple(slots)), self.group, self.meter)
+        return make_fillers(self.layout.homes, slots, self.group, self.meter)
 
 
-def _arrive(filler: SlotFiller, home: torch.Tensor, coming: Transfer) -> torch.Tensor:
-    first, *further = filler.hops
+def _arrive(fillers: Sequence[SlotFiller], home: torch.Tensor, coming: Transfer) -> torch.Tensor:
+    first, *further = fillers
     rows = first.slots(home, first.wait(coming))
     for hop in further:
         rows = hop.slots(rows, hop.wait(hop.send_rows(rows)))

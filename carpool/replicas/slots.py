@@ -1,9 +1,9 @@
-"""Filling slots with the parameters of their homes, and summing the gradients of slots at the homes.
+"""Filling slots with the parameters of their homes, and summing the gradients of slots at the homes, by collectives.
 
-If every slot is a home, nothing is done. Otherwise each home sends its expert's parameters (a row of the stacked
-parameters) to the slots of other ranks that replicate it. In the backward every slot sends its gradient to the home,
-where they are added in float32 in order of (rank, slot). Without this reduction a replica would train on a part of its
-tokens, and the loss would look normal, so the parity tests break it on purpose and must fail.
+Each home sends its expert's parameters (a row of the stacked parameters) to the slots of other ranks that replicate it.
+In the backward every slot sends its gradient to the home, where they are added in float32 in order of (rank, slot).
+Without this reduction a replica would train on a part of its tokens, and the loss would look normal, so the parity
+tests break it on purpose and must fail.
 
     homes 0: [0, 1]  1: [2, 3]      slots 0: [0, 1]  1: [2, 3, 1]
     forward    rank 0 sends row 1 to rank 1, which copies its own rows to the other slots
@@ -11,36 +11,31 @@ tokens, and the loss would look normal, so the parity tests break it on purpose 
 
 Slots of a home's own rank are copied, and a single gradient is not summed. So a replica costs its communication: one
 expert's parameters in the forward, its gradients in the backward.
-
-A layer waits for both, each time it runs. `carpool.ride.balanced` has replicas for a micro-batch, which are fetched
-while tokens travel.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from carpool.experts import ExpertWeights
 from carpool.kernels.device import on_gpu, ordered_sum
-from carpool.layout import ExpertLayout
-from carpool.metrics.counters import Meter, in_recompute, new_counter
+from carpool.metrics.counters import Meter
 
 
 class _Indices(NamedTuple):
-    """Indices of one rank, int64 except the last. Rows are rows of the homes' stacked parameters.
+    """Indices of one rank, int64. Rows are rows of the homes' stacked parameters.
 
     send_rows: rows sent to other ranks, by rank, in the order of their slots;  arrival_slots: the slots of received
         rows.
     own_rows, own_slots: rows copied to slots of this rank. summed_rows: rows whose gradient is not just that of one
     slot of this rank. `order_N` selects the terms of their sums, row after row, each in order of (rank, slot), from the
     received gradients followed by `summed_slots`; `summed_N` has the row of each term, `starts` the first term of each
-    row, and the end. first_S1: bool, whether a slot computes the first slice of its expert.
+    row, and the end.
     """
 
     send_rows: torch.Tensor
@@ -52,76 +47,38 @@ class _Indices(NamedTuple):
     order_N: torch.Tensor
     summed_N: torch.Tensor
     starts: torch.Tensor
-    first_S1: torch.Tensor
 
 
 class SlotFiller:
-    """Communicates expert parameters and gradients between the homes and slots of one layout.
+    """Communicates expert parameters and gradients between homes and slots.
 
     Args:
-        layout: homes and slots.
-        group: the expert-parallel process group; None for one rank.
+        homes: for each rank of the group, the experts whose parameters it has, in row order.
+        slots: for each rank, the experts in its slots, -1: an empty one. Every expert has a home, and is in a slot.
+        group: process group.
         meter: of the layer; its span "fill" is the time that the layer waited for its slots.
 
     Attributes:
         send, receive: numbers of experts sent to and received from each rank, 0 for itself.
         travels: whether any rank sends anything.
-        bytes_filled, bytes_summed: bytes of weights, and of gradients, sent to other ranks since `reset`.
-        load_P: with replicas, choices of this rank's tokens for each slot of the group since `reset` (and one more
-            entry for no expert), int64. None without replicas, where a slot's load is its expert's.
     """
 
-    def __init__(self, layout: ExpertLayout, group: dist.ProcessGroup | None, meter: Meter | None = None) -> None:
-        self.layout, self.group, self.meter = layout, group, meter
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.load_P: torch.Tensor | None = None
-        self.reset()
-        self.num_slots = len(layout.slots[self.rank])
-        self.num_homes = len(layout.homes[self.rank])
-        self._plan()
-
-    def reset(self) -> None:
-        """Reset the counters."""
-        self._filled = self._summed = 0
-        if self.load_P is not None:
-            self.load_P.zero_()
-
-    @property
-    def bytes_filled(self) -> int:
-        return self._filled
-
-    @property
-    def bytes_summed(self) -> int:
-        return self._summed
-
-    @property
-    def hops(self) -> tuple[SlotFiller, ...]:
-        """The fillers that run one after the other; the first has the homes."""
-        return (self,)
-
-    @torch.no_grad()
-    def count(self, slot_TK: torch.Tensor) -> None:
-        """Count the choices that each slot serves in a forward, if there are replicas. Recomputation is not counted."""
-        if not self.layout.num_replicas or in_recompute():
-            return
-        places = self.layout.num_ranks * self.layout.slots_per_rank
-        if self.load_P is None:
-            self.load_P = new_counter((places + 1,), torch.int64, slot_TK.device)
-        if not torch.compiler.is_compiling() and on_gpu(slot_TK):
-            from carpool.layout.assign_kernel import count_slots
-
-            count_slots(slot_TK, self.load_P)
-            return
-        index = torch.where(slot_TK < 0, places, slot_TK).reshape(-1).long()
-        self.load_P.scatter_add_(0, index, torch.ones_like(index))
-
-    def _plan(self) -> None:
-        layout, me, ranks = self.layout, self.rank, range(self.layout.num_ranks)
-        row_of = {e: row for row, e in enumerate(layout.homes[me])}
+    def __init__(
+        self,
+        homes: Sequence[Sequence[int]],
+        slots: Sequence[Sequence[int]],
+        group: dist.ProcessGroup,
+        meter: Meter | None = None,
+    ) -> None:
+        self.group, self.meter = group, meter
+        me, ranks = dist.get_rank(group), range(len(homes))
+        self.num_slots, self.num_homes = len(slots[me]), len(homes[me])
+        home_of = {e: (rank, row) for rank, experts in enumerate(homes) for row, e in enumerate(experts)}
+        row_of = {e: row for row, e in enumerate(homes[me])}
         # (rank, slot, home row) of each slot that computes an expert of this rank, in that order.
-        served = [(w, slot, row_of[e]) for w in ranks for slot, e in enumerate(layout.slots[w]) if e in row_of]
+        served = [(w, slot, row_of[e]) for w in ranks for slot, e in enumerate(slots[w]) if e in row_of]
         sends = [[row for w, _, row in served if w == rank != me] for rank in ranks]
-        mine = [(slot, *layout.home_of[e]) for slot, e in enumerate(layout.slots[me]) if e != -1]
+        mine = [(slot, *home_of[e]) for slot, e in enumerate(slots[me]) if e != -1]
         arriving = [[slot for slot, home, _ in mine if home == rank != me] for rank in ranks]
         own = [(slot, row) for slot, home, row in mine if home == me]
         self.send, self.receive = [len(rows) for rows in sends], [len(slots) for slots in arriving]
@@ -149,20 +106,13 @@ class SlotFiller:
             target,
             [bisect_left(target, row) for row in range(len(summed) + 1)],
         )
-        self.travels = self.group is not None and any(
-            w != layout.home_of[e][0] for w in ranks for e in layout.slots[w] if e != -1
-        )
+        self.travels = any(w != home_of[e][0] for w in ranks for e in slots[w] if e != -1)
         # If own rows have the same order in homes and slots, they are copied as one range.
         straight = list(range(len(own)))
         self.prefix = len(own) if lists[2] == straight == lists[3] else None
         self.full = len(mine) == self.num_slots
-        first_S1 = (layout.slice_WS[me, : self.num_slots] == 0).unsqueeze(1)
-        self._indices = _Indices._make([*(torch.tensor(one, dtype=torch.int64) for one in lists), first_S1])
+        self._indices = _Indices._make(torch.tensor(one, dtype=torch.int64) for one in lists)
         self._on_device: dict[torch.device, _Indices] = {}
-
-    def fill(self, home: torch.Tensor) -> torch.Tensor:
-        """(homes of this rank, ...) -> (slots of this rank, ...), differentiable. Collective."""
-        return home if self.layout.slot_is_home else _Fill.apply(home, self)
 
     def indices(self, device: torch.device) -> _Indices:
         """The indices on a device, cached."""
@@ -172,9 +122,7 @@ class SlotFiller:
 
     def send_rows(self, home: torch.Tensor) -> Transfer:
         """Start to send this rank's homes to other ranks' slots, where they arrive by rank, in the order of slots."""
-        rows = home.detach()[self.indices(home.device).send_rows]
-        self._filled += rows.nbytes
-        return self._exchange(rows, self.send, self.receive)
+        return self._exchange(home.detach()[self.indices(home.device).send_rows], self.send, self.receive)
 
     def wait(self, transfer: Transfer) -> torch.Tensor:
         """Wait for parameters of slots."""
@@ -183,9 +131,7 @@ class SlotFiller:
 
     def send_gradients(self, dslots: torch.Tensor) -> Transfer:
         """Start to send the gradients of slots to homes on other ranks. They arrive in order of (rank, slot)."""
-        rows = dslots[self.indices(dslots.device).arrival_slots]
-        self._summed += rows.nbytes
-        return self._exchange(rows, self.receive, self.send)
+        return self._exchange(dslots[self.indices(dslots.device).arrival_slots], self.receive, self.send)
 
     def add_up(self, back: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """The gradients of `summed_rows`, from the received ones and those of this rank's own slots."""
@@ -255,53 +201,3 @@ class Transfer:
                     tensor.record_stream(stream)
         self._work = self._sent = None
         return self.out
-
-
-def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
-    """The weights of this rank's slots from those of its homes, differentiable. Collective unless slots are homes.
-
-    Raises:
-        ValueError: sliced experts with adapters or quantised weights, which cannot be sliced."""
-    if filler.layout.slot_is_home and filler.layout.slices == 1:
-        return home
-    slots = ExpertWeights._make([None if rows is None else filler.fill(rows) for rows in home])
-    if filler.layout.slices == 1:
-        return slots
-    if slots.adapted or slots.quantised:
-        what = "adapters" if slots.adapted else "a quantised base"
-        raise ValueError(
-            f"experts with {what} cannot be cut into slices ({filler.layout.slices} of each expert here): use expert "
-            "parallelism alone (etp_size = 1)"
-        )
-    if slots.down_bias_SH is not None:
-        # The biases of other slices than the first are zero, but would get a gradient each.
-        slots = slots._replace(down_bias_SH=_OfFirstSlices.apply(slots.down_bias_SH, filler))
-    return slots
-
-
-class _OfFirstSlices(torch.autograd.Function):
-    """Zeros for other slices than the first. Autograd saves nothing: a product would save its factor, and a deferred
-    weight gradient (`carpool.ride.setup`) would cause another recomputation of a checkpointed layer."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_SH: torch.Tensor, filler: SlotFiller) -> torch.Tensor:
-        ctx.filler = filler
-        return rows_SH * filler.indices(rows_SH.device).first_S1
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, drows_SH: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return drows_SH * ctx.filler.indices(drows_SH.device).first_S1, None
-
-
-class _Fill(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, home: torch.Tensor, filler: SlotFiller) -> torch.Tensor:
-        ctx.filler = filler
-        return filler.slots(home, filler.wait(filler.send_rows(home)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dslots: torch.Tensor) -> tuple[torch.Tensor, None]:
-        filler: SlotFiller = ctx.filler
-        return filler.homes(dslots, filler.send_gradients(dslots).wait()), None

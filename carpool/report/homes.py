@@ -1,8 +1,8 @@
-"""Where experts live, as a picture: a row for each layer, a block of slots for each rank.
+"""Where experts live, as a picture: a row for each layer, a block of places for each rank.
 
     layer   rank 0        rank 1
       0     0  1  2  3    4  5  6  7        pale: where it was when the run began
-      1     0  6  2 (5)   4  5  1  7        strong: moved here (6, 1); ringed: a replica of one that lives elsewhere
+      1     0  6  2  3    4  5  1  7        strong: moved here (6, 1)
 
 Each recorded layout is one picture: at the start, and after each move. Of many moves, the last ones are drawn.
 """
@@ -32,7 +32,7 @@ def pictures(run: Run) -> list[tuple[str, str]]:
     # A restart writes the layout again: it is drawn only where it differs from the one before.
     changed = [pair for i, pair in enumerate(layouts) if i == 0 or pair[1] != layouts[i - 1][1]]
     shown = changed if len(changed) <= PICTURES else [changed[0], *changed[1 - PICTURES :]]
-    widest = [max(len(_slots(layer)[rank]) for _, layers in shown for layer in layers) for rank in range(shape[1])]
+    widest = [max(len(layer.homes[rank]) for _, layers in shown for layer in layers) for rank in range(shape[1])]
     titles = ["At the start", *(f"From step {one.step + 1}" for one, _ in shown[1:])]
     return [(title, draw(run, layers, origin, widest)) for title, (_, layers) in zip(titles, shown, strict=True)]
 
@@ -42,7 +42,7 @@ def by_layer(run: Run, layout: Layout) -> list[LayerLayout]:
     if layout.layers:
         return list(layout.layers.values())
     layers = max(1, len(run.info.model.moe_layers))
-    return [LayerLayout(homes=layout.homes, slots=layout.slots or layout.homes, slices=layout.slices)] * layers
+    return [LayerLayout(homes=layout.homes, slices=layout.slices)] * layers
 
 
 def _shape(layers: list[LayerLayout]) -> tuple[int, int, list[int]]:
@@ -50,21 +50,12 @@ def _shape(layers: list[LayerLayout]) -> tuple[int, int, list[int]]:
     return len(layers), len(layers[0].homes), [sum(map(len, layer.homes)) for layer in layers]
 
 
-def _slots(layer: LayerLayout) -> list[list[int]]:
-    """What each rank computes, without empty slots at the end: room for replicas that are not there."""
-    found = [list(slots) for slots in layer.slots or layer.homes]
-    for slots in found:
-        while slots and slots[-1] < 0:
-            slots.pop()
-    return found
-
-
 def draw(run: Run, layers: list[LayerLayout], origin: list[dict[int, int]], widest: list[int]) -> str:
     """One picture.
 
     Args:
         origin: of each layer, the rank where each expert was when the run began.
-        widest: slots of each rank that the picture has room for.
+        widest: experts of each rank that the picture has room for.
     """
     names, ranks = layer_names(run, len(layers)), len(widest)
     left = 8 + MARGIN_EM * max(len(name) for name in names)
@@ -80,26 +71,24 @@ def draw(run: Run, layers: list[LayerLayout], origin: list[dict[int, int]], wide
         middle = starts[rank] + w * widest[rank] / 2
         word = f"rank {rank}" if w * widest[rank] > MARGIN_EM * 7 else str(rank)
         parts.append(tag("text", word, x=middle, y=_HEAD - 7, text_anchor="middle"))
-    paths: dict[str, list[str]] = {"home": [], "moved": [], "replica": []}
+    paths: dict[str, list[str]] = {"home": [], "moved": []}
     texts: list[str | None] = []
     gap = 0.06 * min(w, h)
     for row, (layer, was) in enumerate(zip(layers, origin, strict=True)):
         y = _HEAD + row * h
         for rank in range(ranks):
-            slots = _slots(layer)[rank]
             for place in range(widest[rank]):
-                expert = slots[place] if place < len(slots) else -1
-                if expert < 0:
+                if place >= len(layer.homes[rank]):
                     texts.append(None)
                     continue
-                kind = "replica" if expert not in layer.homes[rank] else "moved" if was[expert] != rank else "home"
+                expert = layer.homes[rank][place]
+                kind = "moved" if was[expert] != rank else "home"
                 at = starts[rank] + place * w
-                inset = gap + (0.7 if kind == "replica" else 0)
-                size = f"h{num(w - 2 * inset)}v{num(h - 2 * inset)}h{num(2 * inset - w)}z"
-                paths[kind].append(f"M{num(at + inset)} {num(y + inset)}{size}")
+                size = f"h{num(w - 2 * gap)}v{num(h - 2 * gap)}h{num(2 * gap - w)}z"
+                paths[kind].append(f"M{num(at + gap)} {num(y + gap)}{size}")
                 if w >= 12 and h >= 11:
                     parts.append(_number(expert // layer.slices, at + w / 2, y + h / 2, kind))
-                texts.append(_told(expert, rank, kind, was, layer))
+                texts.append(_told(expert, kind, was, layer))
         if row % every(16 / h) == 0:
             parts.append(tag("text", names[row], x=left - 6, y=y + h / 2 + 4, text_anchor="end"))
     shapes = [
@@ -116,12 +105,10 @@ def draw(run: Run, layers: list[LayerLayout], origin: list[dict[int, int]], wide
 _STYLE = {
     "home": f"fill: {colour('heat2')}",
     "moved": f"fill: {colour('diverge7')}",
-    "replica": f"fill: none; stroke: {colour('experts')}; stroke-width: 1.4",
 }
 _LEGEND = {
     "home": ("where it was at the start", "heat2", "area"),
     "moved": ("moved here", "diverge7", "area"),
-    "replica": ("replica", "experts", "ring"),
 }
 
 
@@ -130,12 +117,10 @@ def _number(expert: int, x: float, y: float, kind: str) -> str:
     return tag("text", str(expert), class_="cell", x=x, y=y + 3.2, text_anchor="middle", style=style)
 
 
-def _told(expert: int, rank: int, kind: str, was: dict[int, int], layer: LayerLayout) -> str:
+def _told(expert: int, kind: str, was: dict[int, int], layer: LayerLayout) -> str:
     name = f"expert {expert // layer.slices}"
     if layer.slices > 1:
         name += f", slice {expert % layer.slices + 1} of {layer.slices}"
-    if kind == "replica":
-        return f"{name}, a replica: its home is rank {_rank_of(layer.homes)[expert]}"
     return name + (f", from rank {was[expert]}" if kind == "moved" else "")
 
 

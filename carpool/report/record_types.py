@@ -270,21 +270,19 @@ class Placement(Record):
 
 
 class Layout(Record):
-    """Where experts live from this step on: of all layers alike (homes, slots, slices), or of each by name (layers)."""
+    """Where experts live from this step on: of all layers alike (homes, slices), or of each by name (layers)."""
 
     step: int
     homes: list[list[int]] = Field(default_factory=list)
-    slots: list[list[int]] = Field(default_factory=list)
     slices: int = 1
     layers: dict[str, LayerLayout] = Field(default_factory=dict)
 
 
 class LayerLayout(Record):
-    """For each rank, the experts whose parameters it owns, and those it computes (-1: an empty slot). Of experts that
-    are cut into several slices, slice i of expert e is number e * slices + i."""
+    """For each rank, the experts whose parameters it owns. Of experts that are cut into several slices, slice i of
+    expert e is number e * slices + i."""
 
     homes: list[list[int]] = Field(default_factory=list)
-    slots: list[list[int]] = Field(default_factory=list)
     slices: int = 1
 
 

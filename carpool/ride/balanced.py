@@ -109,10 +109,10 @@ class SpareSlotOptions:
 
 def check_spare_slots(layout: ExpertLayout) -> None:
     """Raise ValueError if a layer of this layout cannot have spare slots."""
-    if not layout.slot_is_home or layout.slices > 1:
+    if layout.slices > 1:
         raise ValueError(
-            f"spare slots are filled for each micro-batch beside experts that are computed where their parameters are, "
-            f"and this layout is {layout.kind}: leave out its replicas (or slices), or the spare slots"
+            f"spare slots hold whole experts, and this layout cuts each into {layout.slices} slices: leave out one of "
+            "the two"
         )
 
 
@@ -120,7 +120,7 @@ class SpareSlots:
     """The spare slots of one layer: its plans, their transfers, and what is counted.
 
     Args:
-        layout: of the layer, whose slots are its homes.
+        layout: of the layer.
         rank: this one, in the expert-parallel group.
         options: how many, and the limit.
         links: the way of replicas.
@@ -137,7 +137,7 @@ class SpareSlots:
             device counts them, by all ranks, on the first one alone.
 
     Raises:
-        ValueError: the layout has replicas or slices, whose slots are no homes.
+        ValueError: the layout has slices.
     """
 
     def __init__(

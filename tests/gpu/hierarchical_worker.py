@@ -24,7 +24,7 @@ from carpool.transport.hierarchical import FixedSizeDedup, Hierarchical
 from carpool.transport.nvlink import NVLink
 from tests.gpu.ranks import run_mode
 from tests.hf.test_sequence_moves import step
-from tests.parallel.test_node_slots import LAYOUTS, filled
+from tests.parallel.test_node_slots import SLOTS, filled
 from tests.ranks import mesh
 from tests.test_parity import Case, differences, run_cases
 
@@ -32,15 +32,15 @@ HIERARCHICAL = [
     Case("hierarchical", layout, 4, top_k=8, schedule=schedule, rows=rows, tokens=tokens)
     for layout, schedule, rows, tokens in [
         ("contiguous", "none", "save", "ragged"),
-        ("replicated", "chunks 2", "save", "ragged"),
+        ("permuted", "chunks 2", "save", "ragged"),
         ("uneven", "chunks 2 3", "resend", "empty_ranks"),
-        ("replicated_permuted", "chunks 5", "offload", "ragged"),
+        ("permuted", "chunks 5", "offload", "ragged"),
     ]
 ]
 HIERARCHICAL += [Case("hierarchical", "contiguous", 4, top_k=8, dtype=torch.bfloat16, schedule="chunks 2")]
 # Rows of fixed size are too many for one expert of a token, and rows of 37 elements are not for nvlink.
 HIERARCHICAL += [Case("hierarchical", "contiguous", 4, top_k=1), Case("hierarchical", "contiguous", 4, size=(37, 19))]
-STEPWISE = [Case(name, "replicated", 4, top_k=3, schedule="chunks 2") for name in ("1d", "2d", "2dh")]
+STEPWISE = [Case(name, "permuted", 4, spare=2, top_k=3, schedule="chunks 2") for name in ("1d", "2d", "2dh")]
 
 
 def parity() -> tuple[bool, str]:
@@ -61,14 +61,14 @@ def parity() -> tuple[bool, str]:
 
 def slots() -> tuple[bool, str]:
     wrong = []
-    for name, layout in LAYOUTS.items():
+    for name, held in SLOTS.items():
         (slots, gradient), (same, close), *_ = filled(name)
-        real = torch.tensor([e != -1 for e in layout.slots[dist.get_rank()]])
+        real = torch.tensor([e != -1 for e in held[dist.get_rank()]])
         if not torch.equal(slots[real], same[real]) or not torch.allclose(gradient, close):
             wrong.append(name)
     every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, wrong)
-    return not any(every), f"{len(LAYOUTS)} layouts: {every}"
+    return not any(every), f"{len(SLOTS)} layouts: {every}"
 
 
 def sequences() -> tuple[bool, str]:

@@ -1,7 +1,7 @@
 """One of two ranks of tests/gpu/test_expert_tensor_gpu.py: `torchrun --nproc-per-node 2 -m tests.gpu.slices_worker`.
 
 Layers whose experts are cut into slices, over two GPUs, against the float64 reference of tests/reference.py: a batch of
-two ranks, each transport of one node, with replicas of slices, biases and a rank without tokens.
+two ranks, each transport of one node, with biases and a rank without tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.ranks import mesh
 from tests.reference import Problem, Spec, draw_parameters, draw_tokens, rank_loss, solve
 
 HOMES = ExpertLayout.sliced(12, 1, 2)
-LAYOUTS = {"sliced": HOMES, "gathered": HOMES.with_degree(1), "replicas": HOMES.with_replicas([(0, 1), (3, 0)])}
+LAYOUTS = {"sliced": HOMES, "uneven": ExpertLayout((tuple(range(5, 24)), tuple(range(5))), slices=2)}
 
 
 def worst(transport: str, layout: ExpertLayout, sizes: tuple[int, int], dtype: torch.dtype) -> float:

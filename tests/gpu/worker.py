@@ -39,24 +39,20 @@ def nvlink_cases() -> list[Case]:
         for value in factors[name]
         if value != tied
     ]
-    # What follows from these: K says the EP, and so the size ...
+    # What follows from these: K says the EP, and so the size.
     untied += [
         {"top_k": top_k, "size": value}
         for top_k, size in K_AND_SIZE.values()
         for value in factors["size"]
         if value != size
     ]
-    # ... and whether there can be replicas.
-    untied += [
-        {"layout": layout, "top_k": K_AND_SIZE[1][0]} for layout in FACTORS["layout"] if layout.startswith("replicated")
-    ]
     start = [cell | {"transport": "nvlink"} for cell in PRODUCT if cell["transport"] == "dedup"]
     cases = [Case(**case) for case in all_pairs(factors, FORBIDDEN + untied, start=start)]
-    cases += [Case("nvlink", "contiguous", 4, top_k=1), Case("nvlink", "replicated", 2, top_k=1, tokens="empty_ranks")]
+    cases += [Case("nvlink", "contiguous", 4, top_k=1), Case("nvlink", "permuted", 2, top_k=1, tokens="empty_ranks")]
     cases += [Case("nvlink", layout, ep, top_k=top_k, bias=bias, shared=shared, tokens=tokens, dtype=torch.bfloat16)
               for layout, ep, top_k, bias, shared, tokens in [
                   ("contiguous", 4, 8, True, 0, "ragged"), ("uneven", 4, 8, True, 20, "empty_ranks"),
-                  ("replicated", 4, 8, False, 0, "ragged"), ("replicated_permuted", 2, 3, True, 20, "ragged"),
+                  ("permuted", 4, 8, False, 0, "ragged"), ("permuted", 2, 3, True, 20, "ragged"),
                   ("uneven", 1, 2, False, 20, "ragged"), ("contiguous", 4, 8, False, 0, "no_tokens")]]  # fmt: skip
     tiles = [replace(case, schedule="tiles 3") for case in cases[-6:]]
     cases += [replace(cases[-6], experts="reference"), replace(cases[-6], routing="recorded", tokens="holes")]

@@ -1,4 +1,4 @@
-"""Experts of transformers models that move, layer by layer, and replicas that are filled once for several forwards."""
+"""Experts of transformers models that move, layer by layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _train(path: str, sizes: dict[str, int], moves: bool) -> tuple[list[float], 
     ranks = sizes["ep_size"]
     layouts = {
         1: Layouts({name: ExpertLayout.permuted(o, ranks) for name, o in zip(NAMES, ORDERS, strict=True)}),
-        3: ExpertLayout.permuted(ORDERS[1], ranks).with_replicas([(0, ranks - 1), (5, 0)]),
+        3: ExpertLayout.permuted(ORDERS[1], ranks),
     }
     losses, moved, right = [], 0, True
     for step in range(4):
@@ -88,7 +88,7 @@ def _both(path: str, sizes: dict[str, int]) -> tuple[float, float, int, bool]:
     ],
 )
 def test_training_goes_on_as_if_nobody_had_moved(ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
-    """Two layers, another layout for each, then one with replicas for both: AdamW's moments move along."""
+    """Two layers, another layout for each, then one for both: AdamW's moments move along."""
     for loss_error, weight_error, moved, right in ranks(_both, str(tmp_path), sizes):
         assert loss_error < 2e-6 and weight_error < 1e-4
         assert moved > 0 and right

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from carpool import ExpertLayout, Routing, assign
+from carpool import ExpertLayout, assign
 from carpool.metrics.counters import Traffic
 from carpool.placement import VERBS, predict
 from carpool.transport.nvlink import NVLink, NVLinkOptions
@@ -126,8 +126,8 @@ COUNTED = [
     ("permuted", 4, (7, 0, 11, 3), 2, torch.float32),
     ("uneven", 4, (2, 5, 0, 3), 3, torch.float32),
     ("uneven", 4, (2, 5, 0, 3), 8, torch.bfloat16),
-    ("replicated_permuted", 4, (4, 1, 0, 6), 4, torch.float32),
-    ("replicated", 2, (0, 4), 1, torch.float32),
+    ("permuted", 4, (4, 1, 0, 6), 4, torch.float32),
+    ("contiguous", 2, (0, 4), 1, torch.float32),
     ("uneven", 1, (6,), 4, torch.float32),
     ("sliced 2", 4, (7, 0, 5, 3), 2, torch.float32),
     ("eight ranks", 8, (1, 0, 3, 2, 0, 0, 4, 1), 5, torch.float32),
@@ -151,7 +151,7 @@ def test_what_is_counted_is_what_is_predicted(
         expert_TK[torch.rand(expert_TK.shape, generator=generator) < 0.2] = -1
         routings.append(expert_TK)
         case.slot_WTK[rank] = -1
-        case.slot_WTK[rank, :size] = assign(Routing(expert_TK, None), layout, rank)
+        case.slot_WTK[rank, :size] = assign(expert_TK, layout)
 
     traffic, found = [Traffic(num_ranks, rank) for rank in range(num_ranks)], Mismatches(CPU)
     rides = rides_of(transports_of(shape), shape, case, found, traffic)

@@ -1,68 +1,23 @@
-"""Layers whose experts are cut into slices: degrees that change between steps, states, what is refused."""
+"""Layers whose experts are cut into slices: states, what is refused."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-import torch.distributed as dist
 
 import carpool
 from carpool import ExpertLayout
 from carpool.experts import ExpertWeights
-from carpool.replicas.slots import SlotFiller, fill_slots
+from carpool.experts.slices import weights_of_slices
 from carpool.routing.limit import LimitOptions
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 H, F, E, K = 20, 12, 2, 2
 
 
-def build(layout: ExpertLayout | None = None, **options: Any) -> carpool.MoE:
+def build(layout: ExpertLayout | None = None) -> carpool.MoE:
     torch.manual_seed(0)
     ep = mesh((WORLD_SIZE,), ("ep",)) if layout is not None else None
-    return carpool.MoE(H, F, E, K, ep_mesh=ep, layout=layout, bias=True, dtype=torch.float64, **options)
-
-
-def train(degrees: tuple[int, ...]) -> dict[str, Any]:
-    """Three steps of AdamW in each of these degrees; 2 experts on 4 ranks, so each rank is home to half of one."""
-    home, rank = ExpertLayout.sliced(E, 2, 2), dist.get_rank()
-    moe = build(home.with_degree(degrees[0]), transport="dedup")
-    optimizer = torch.optim.AdamW(moe.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(rank)
-    losses, rows, filled, moved = [], [], [], 0
-    for degree in degrees:
-        change = moe.set_layout(home.with_degree(degree), optimizer)
-        moved += change.experts + change.bytes
-        moe.stats(reset=True)
-        for _ in range(3):
-            x = torch.randn(7, H, generator=generator, dtype=torch.float64)
-            loss = (moe(x) - x.roll(1, dims=1)).square().mean()
-            loss.backward()
-            carpool.reduce_gradients(moe, mesh((WORLD_SIZE,), ("ep",)))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            total = loss.detach()
-            dist.all_reduce(total)
-            losses.append(float(total))
-        rows.append((moe.stats().rows_dispatched, moe.stats().rows_remote))
-        filled.append(moe.core.filler.bytes_filled)
-    state = {name: value.numpy() for name, value in moe.logical_state_dict().items()}
-    return {"losses": losses, "rows": rows, "filled": filled, "moved": moved, "state": state}
-
-
-def test_a_degree_changes_what_travels_and_nothing_else(ranks: Ranks) -> None:
-    stayed, switched = ranks(train, (2, 2, 2)), ranks(train, (2, 1, 0))
-    for one, other in zip(stayed, switched, strict=True):
-        torch.testing.assert_close(other["losses"], one["losses"], rtol=1e-12, atol=1e-12)
-        for name, value in one["state"].items():
-            torch.testing.assert_close(other["state"][name], value, rtol=1e-9, atol=1e-11)
-        assert other["moved"] == 0, "switching a degree moves no parameter"
-        # Both experts serve each of 21 tokens: both slices of both on 4 ranks, each expert on one of 2 ranks, all here.
-        assert [rows for rows, _ in other["rows"]] == [84, 42, 21]
-        assert [remote for _, remote in other["rows"]] == [63, 21, 0]
-        assert other["filled"][0] == 0 < other["filled"][1] < other["filled"][2]
-        assert one["rows"] == [(84, 63)] * 3 and one["filled"] == [0] * 3
+    return carpool.MoE(H, F, E, K, ep_mesh=ep, layout=layout, bias=True, dtype=torch.float64)
 
 
 def test_weights_of_slices_save_nothing_for_their_gradients() -> None:
@@ -70,7 +25,7 @@ def test_weights_of_slices_save_nothing_for_their_gradients() -> None:
     home = ExpertWeights.of(torch.randn(shape, requires_grad=True) for shape in ((2, 6, 4), (2, 4, 3), (2, 6), (2, 4)))
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: saved[0]):
-        slots = fill_slots(home, SlotFiller(ExpertLayout(((0, 1),), slices=2), None))
+        slots = weights_of_slices(home, torch.tensor([[True], [False]]))
     assert not saved
     sum(slot.sum() for slot in slots if slot is not None).backward()
     gradients = [None if weight is None else weight.grad for weight in home]
@@ -114,13 +69,3 @@ def test_what_slices_cannot_do_is_refused(ranks: Ranks) -> None:
         assert "cuts each expert into 4 slices, the layer has 2: their number is part of the parameters' shape" in other
         assert "a token visits every slice of its experts, and MoE cuts each into 2" in limit
         assert "have a hidden dimension of 12, which 5 slices do not divide" in size and "1, 2, 3, 4, 6, 12" in size
-
-
-def test_degrees_of_a_layout() -> None:
-    home = ExpertLayout.sliced(2, 1, 4)
-    assert home.with_degree(4) == home
-    assert home.with_degree(2).slots[1] == (1, 5, 3, 7) and home.with_degree(1).slots[2][:3] == (2, 6, 0)
-    assert all(set(slots) == set(range(8)) for slots in home.with_degree(0).slots)
-    assert home.with_degree(1).homes == home.homes
-    with pytest.raises(ValueError, match=r"in 4 slices cannot be computed by 3 ranks; degrees are 0 .*, 1, 2, 4"):
-        home.with_degree(3)

@@ -172,7 +172,7 @@ BREAKAGES: dict[str, Broken] = {
         Broken(sequences_of_tensor_parallel_ranks, Case(TP), "q_proj"),
         Broken(norm_counts_copies, Case(HSDP), "norm", "q_proj"),
         Broken(parts_of_sequences_not_added, Case(TP, family="qwen3_moe"), "layernorm"),
-        Broken(skipped_replica, Case(FSDP, layout="replicated"), "experts"),
+        Broken(skipped_replica, Case(FSDP, spare=2), "experts"),
         Broken(forgotten_router_term, Case(FSDP), "mlp.gate"),
         Broken(norm_of_all_stages_alike, Case(Degrees(pp=2), transport="local", micro_batches=2), "norm", "q_proj"),
         Broken(travelling_rows_added, Case(Degrees(pp=2, tp=2, ep=2), micro_batches=2), "layers.0.self_attn.q_proj"),

@@ -28,7 +28,7 @@ SEQUENCES = 8
 FACTORS: dict[str, tuple[Any, ...]] = {
     "transport": ("gather", "alltoall", "dedup", "hierarchical", "1d", "2d", "2dh", "local"),
     "family": ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"),
-    "layout": ("contiguous", "permuted", "replicated"),
+    "layout": ("contiguous", "permuted"),
     "schedule": ("none", "chunks", "two-batch"),
     "packing": ("stream", "examples", "off"),
     "dense": ("fsdp", "zero1"),
@@ -146,11 +146,10 @@ CANNOT: tuple[Callable[[Case], bool], ...] = (
     lambda case: SEQUENCES % (case.mesh.dp * case.micro_batches) != 0,
     lambda case: case.schedule == "two-batch" and case.micro_batches == 1,
     lambda case: case.transport in ("hierarchical", "1d", "2d", "2dh") and _one_node(case.mesh),
-    # A single rank holds an expert once, and sends nothing.
+    # A single rank sends nothing.
     lambda case: (case.transport == "local") != (case.mesh.ep * case.mesh.etp == 1),
-    lambda case: case.layout == "replicated" and case.mesh.ep * case.mesh.etp == 1,
-    # Nothing to balance; and spare slots are beside homes.
-    lambda case: bool(case.spare) and (case.mesh.ep == 1 or case.layout == "replicated"),
+    # Nothing to balance.
+    lambda case: bool(case.spare) and case.mesh.ep == 1,
     lambda case: case.dense == "zero1" and case.mesh.dp_cp == 1,
     lambda case: case.experts == "reference" and case.hidden == "recompute",
     lambda case: case.recompute == "with rides" and "offload" in (case.rows, case.hidden),

@@ -141,7 +141,7 @@ class Step:
             first, source = first_layouts(*args)
             if case.layout == "contiguous":
                 return first, source
-            return Layouts({name: layout_of(case.layout, one) for name, one in first.items()}), "the case"
+            return Layouts({name: permuted(one) for name, one in first.items()}), "the case"
 
         self.run = Run(plan, build(plan, {}, layouts), data, tokenizer)
 
@@ -159,15 +159,11 @@ class Step:
         return Found(loss, balance, float(norm), {name: full_tensor(one) for name, one in whole.items()})
 
 
-def layout_of(kind: str, first: ExpertLayout) -> ExpertLayout:
-    """Another layout with as many rows on each rank: experts or their slices elsewhere, and copies of two of them."""
-    cut, ranks = first.slices, first.num_ranks
+def permuted(first: ExpertLayout) -> ExpertLayout:
+    """Another layout with as many rows on each rank: experts or their slices elsewhere."""
+    cut = first.slices
     homes = tuple(tuple(ORDER[row // cut] * cut + row % cut for row in rank) for rank in first.homes)
-    layout = ExpertLayout(homes, slices=cut)
-    if kind == "permuted":
-        return layout
-    at = {row: rank for rank, rows in enumerate(homes) for row in rows}
-    return layout.with_replicas([(row, (at[row] + 1) % ranks) for row in (0, 5 * cut + cut - 1)])
+    return ExpertLayout(homes, slices=cut)
 
 
 def config_of(case: Case, folder: str) -> Config:

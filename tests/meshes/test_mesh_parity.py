@@ -24,7 +24,7 @@ CP = Degrees(cp=2, ep=2)
 # Of float32, on models of two layers.
 BOUND = 1e-5
 FEW = [
-    Case(FSDP, family="qwen3_moe", layout="replicated", packing="examples", dense="zero1", rows="resend"),
+    Case(FSDP, family="qwen3_moe", layout="permuted", spare=2, packing="examples", dense="zero1", rows="resend"),
     Case(TP, family="qwen3_moe", schedule="two-batch", micro_batches=2, hidden="recompute", balance="layer"),
     Case(FSDP, schedule="chunks", recompute="recompute", hidden="offload"),
     Case(CP, family="gpt_oss", packing="examples", dense="zero1"),

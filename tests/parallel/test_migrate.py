@@ -102,8 +102,8 @@ def _both(broken: bool) -> tuple[float, float, int, int]:
     def weights_alone(parameter: Any, optimizer: Any) -> Iterator[Any]:
         yield None, "", parameter.data
 
-    # From even to uneven homes, one rank with none, to replicas, and home again.
-    moves = {2: "permuted", 3: "uneven", 4: "replicated_permuted", 5: "contiguous"}
+    # From even to uneven homes, one rank with none, and home again.
+    moves = {2: "permuted", 3: "uneven", 5: "contiguous"}
     if broken:
         moves = {3: "permuted"}
     with mock.patch.object(migrate, "_tensors", weights_alone if broken else migrate._tensors):

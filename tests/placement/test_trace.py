@@ -172,7 +172,7 @@ def test_the_synthetic_trace_is_deterministic_and_specialised() -> None:
 
 
 PLAIN = ExpertLayout.contiguous(4, 2)
-OTHER = ExpertLayout(((0, 2), (1, 3))).with_replicas([(0, 1)])
+OTHER = ExpertLayout(((0, 2), (1, 3)))
 
 
 def test_one_layout_per_layer(tmp_path: Path) -> None:
@@ -251,7 +251,6 @@ def test_place_judges_on_the_held_out_half_and_writes_the_best(tmp_path: Path) -
         ranks=4,
         nodes=2,
         solvers=("contiguous", "occult", "search"),
-        extra_slots=1,
         out=tmp_path / "l.json",
         on_row=seen.append,
     )

@@ -105,10 +105,8 @@ def test_the_limit_holds_with_the_costs_of_the_machine(ranks: Ranks) -> None:
 
 def _refused() -> list[str]:
     found = []
-    layout = carpool.ExpertLayout.contiguous(EXPERTS, WORLD_SIZE).with_replicas([(0, 1)])
     for asked in (
-        lambda: _layer(1, layout=layout),
-        lambda: _layer(1).set_layout(layout),
+        lambda: _layer(1, layout=carpool.ExpertLayout.sliced(EXPERTS, WORLD_SIZE // 2, 2)),
         lambda: _layer(1, limit=carpool.routing.limit.LimitOptions(limit_ranks=2)),
         lambda: SpareSlotOptions(-1),
         lambda: SpareSlotOptions(1, limit=0.9),
@@ -122,8 +120,7 @@ def _refused() -> list[str]:
 
 def test_what_cannot_be_balanced_is_refused(ranks: Ranks) -> None:
     expected = (
-        "this layout is replicated",
-        "this layout is replicated",
+        "this layout cuts each into 2 slices",
         "further ones",
         "at least 1",
         "at least",

@@ -169,7 +169,7 @@ def run_info(shape: Shape, **changes: Any) -> dict[str, Any]:
                 "why": "measured, in milliseconds", "shape": {}, "milliseconds": {"none": 1.5, "chunks=2": 1.2},
             },
         },
-        "layout": {"kind": "contiguous", "experts_per_rank": [per_rank] * shape.ranks, "replicas": 0},
+        "layout": {"kind": "contiguous", "experts_per_rank": [per_rank] * shape.ranks},
         "exact": True,
         "lossy_reasons": [],
         "predicted": {

@@ -325,7 +325,7 @@ def test_an_error_is_told_until_the_run_starts_again(again: bool, tmp_path: Path
     why = "step 41: loss nan: the first output that is not finite is that of <b>. Lower training.learning_rate"
     lines: list[dict[str, Any]] = [*train_lines(SHAPE), {"kind": "stopped", "step": 41, "why": why}]
     if again:
-        lines.append({"kind": "layout", "step": 40, "homes": [[0], [1]], "slots": [[0], [1]]})
+        lines.append({"kind": "layout", "step": 40, "homes": [[0], [1]]})
     write_lines(tmp_path, lines)
     run, page = _page(tmp_path)
     assert (run.stopped is None) == again

@@ -1,4 +1,4 @@
-"""The pictures of where experts live: what moved, replicas, and which layouts are drawn."""
+"""The pictures of where experts live: what moved, and which layouts are drawn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from carpool.report.read import Run, read_run
 from tests.report.runs import Shape, run_info, train_lines, write_lines, write_run
 
 SHAPE = Shape(steps=30, ranks=2, layers=2, experts=4, chosen=2, sampled=32)
-START: dict[str, Any] = {"kind": "layout", "step": 0, "homes": [[0, 1], [2, 3]], "slots": [[0, 1], [2, 3]]}
+START: dict[str, Any] = {"kind": "layout", "step": 0, "homes": [[0, 1], [2, 3]]}
 MOVED: dict[str, Any] = {
     "kind": "layout",
     "step": 10,
     "layers": {
-        "model.layers.0.mlp.experts": {"homes": [[0, 2], [1, 3]], "slots": [[0, 2, -1], [1, 3, 0]]},
-        "model.layers.1.mlp.experts": {"homes": [[0, 1], [2, 3]], "slots": [[0, 1, -1], [2, 3, -1]]},
+        "model.layers.0.mlp.experts": {"homes": [[0, 2], [1, 3]]},
+        "model.layers.1.mlp.experts": {"homes": [[0, 1], [2, 3]]},
     },
 }
 
@@ -41,27 +41,24 @@ def _cells(svg: ElementTree.Element, kind: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for d in paths for x, y in re.findall(r"M([\d.]+) ([\d.]+)", d)]
 
 
-def test_what_moved_and_what_is_a_replica(tmp_path: Path) -> None:
+def test_what_moved(tmp_path: Path) -> None:
     (first, start), (second, moved) = pictures(_run(tmp_path, START, MOVED))
     assert (first, second) == ("At the start", "From step 11")
     svg = _picture(start)
-    assert len(_cells(svg, "home")) == 8 and not _cells(svg, "moved") and not _cells(svg, "replica")
+    assert len(_cells(svg, "home")) == 8 and not _cells(svg, "moved")
     svg = _picture(moved)
     hover = json.loads(svg.attrib["data-hover"])
     assert hover["rows"] == ["layer 0", "layer 1"]
-    assert hover["columns"] == ["rank 0", "rank 0", "rank 1", "rank 1", "rank 1"]
+    assert hover["columns"] == ["rank 0", "rank 0", "rank 1", "rank 1"]
     assert hover["text"] == [
         *("expert 0", "expert 2, from rank 1", "expert 1, from rank 0", "expert 3"),
-        "expert 0, a replica: its home is rank 0",
-        *("expert 0", "expert 1", "expert 2", "expert 3", None),
+        *("expert 0", "expert 1", "expert 2", "expert 3"),
     ]
     lefts, top = hover["x"], hover["y"]
-    for kind, places in (("moved", [(1, 0), (2, 0)]), ("replica", [(4, 0)])):
-        corners = _cells(svg, kind)
-        assert len(corners) == len(places)
-        for (x, y), (column, row) in zip(corners, places, strict=True):
-            assert 0 <= x - lefts[column] < 3 and 0 <= y - top - row * hover["h"] < 3, kind
-    assert [text.text for text in svg.iter("text") if text.get("class") == "cell"] == list("021300123")
+    corners = _cells(svg, "moved")
+    for (x, y), (column, row) in zip(corners, [(1, 0), (2, 0)], strict=True):
+        assert 0 <= x - lefts[column] < 3 and 0 <= y - top - row * hover["h"] < 3
+    assert [text.text for text in svg.iter("text") if text.get("class") == "cell"] == list("02130123")
     # Both pictures have the same places, so that they can be compared.
     assert json.loads(_picture(start).attrib["data-hover"])["x"] == lefts
 
@@ -72,7 +69,7 @@ def test_only_layouts_that_differ_are_drawn(tmp_path: Path) -> None:
 
 
 def test_a_run_resumed_on_other_ranks_begins_anew(tmp_path: Path) -> None:
-    more = {"kind": "layout", "step": 20, "homes": [[0], [1], [2], [3]], "slots": [[0], [1], [2], [3]]}
+    more = {"kind": "layout", "step": 20, "homes": [[0], [1], [2], [3]]}
     ((title, picture),) = pictures(_run(tmp_path, START, MOVED, more))
     assert title == "At the start"
     assert json.loads(_picture(picture).attrib["data-hover"])["columns"] == [f"rank {i}" for i in range(4)]
@@ -86,7 +83,7 @@ def test_of_many_moves_the_last_ones_are_drawn(tmp_path: Path) -> None:
 
 def test_old_runs_and_single_ranks_have_no_picture(tmp_path: Path) -> None:
     assert pictures(_run(tmp_path / "old")) == []
-    one = {"kind": "layout", "step": 0, "homes": [[0, 1, 2, 3]], "slots": [[0, 1, 2, 3]]}
+    one = {"kind": "layout", "step": 0, "homes": [[0, 1, 2, 3]]}
     assert pictures(_run(tmp_path / "one", one)) == []
     assert "Where experts live" not in render(_run(tmp_path / "old"))
     assert "Where experts live" in render(_run(tmp_path / "new", START))

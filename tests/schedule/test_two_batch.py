@@ -23,11 +23,10 @@ from transformers.distributed import DistributedConfig
 
 import carpool
 from carpool.activations import Arena
-from carpool.hf import rides, set_layout, set_transport
+from carpool.hf import rides, set_transport
 from carpool.hf.build_model import build_model
 from carpool.hf.sharding import replicate_dense
 from carpool.hf.step_graphs import StepGraphs
-from carpool.layout import ExpertLayout
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import sharded_parameters
 from carpool.ride.turns import HALF, handover
@@ -154,9 +153,7 @@ def counted() -> Iterator[dict[str, int]]:
 def _parity(folder: str, mesh: dict[str, Any], transport: str, how: str, changes: dict[str, Any]) -> dict[str, Any]:
     model = make_model(folder, **mesh, **changes)
     set_transport(model, transport)
-    if how == "replicas":
-        set_layout(model, ExpertLayout.contiguous(8, 4).with_replicas([(0, 1), (0, 3), (5, 0)]))
-    elif how == "own forward":
+    if how == "own forward":
         for own in rides(model).values():
             own.compute = None
     elif how != "no checkpoints":
@@ -216,8 +213,6 @@ BACKWARD = ("dispatch_gradients", "combine_gradients")
         # A dense layer first, and shared experts beside the others.
         ("deepseek_v3", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {"first_k_dense_replace": 1}),
         pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "alltoall", "own forward", {}, marks=pytest.mark.slow),
-        # Filled ahead of their layer, and summed late.
-        ("olmoe", {"fsdp": 4, "ep": 4}, "dedup", "replicas", {}),
     ],
 )
 def test_gradients_are_those_of_two_micro_batches(

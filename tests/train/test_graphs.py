@@ -52,7 +52,6 @@ class OnGpu(nn.Module):
 
 def layer(
     graphable: bool = True,
-    replicas: int = 0,
     own: bool = False,
     name: str = "grouped",
     dtype: torch.dtype = torch.bfloat16,
@@ -62,7 +61,6 @@ def layer(
     return SimpleNamespace(
         transport=SimpleNamespace(name="some", graphable=graphable),
         compute=None if own else SimpleNamespace(name=name, counts_on_host=name == "reference"),
-        layout=SimpleNamespace(num_replicas=replicas),
         reads_plans=reads_plans,
         experts=SimpleNamespace(has_gate=False, has_bias=False, up_proj=weights, down_proj=weights),
     )
@@ -92,7 +90,6 @@ CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "
             "two-batch",
             "two threads",
         ),
-        (OnGpu(), layer(replicas=2), [], "none", "replicas"),
         (OnGpu(), layer(), ["moe.spare_slots=2"], "none", None),
         (OnGpu(), layer(reads_plans=True), ["moe.spare_slots=2"], "none", "some the host reads which experts go"),
         (OnGpu(), layer(), ["placement.every=10"], "none", "move"),
@@ -118,7 +115,7 @@ def test_why_steps_are_not_captured(model: Any, one: Any, overrides: list[str], 
     found = why_no_graphs(config, candidate(config, schedule), model, [one])
     assert found is None if why is None else why in (found or "")
     # What settings and plans know, plans and estimates say alike.
-    by_ranks = ("own forward", "how many rows", "8 x 8", "replicas", "lengths of documents", "drop-out", "GPU", "some")
+    by_ranks = ("own forward", "how many rows", "8 x 8", "lengths of documents", "drop-out", "GPU", "some")
     if why is None or not any(part in why for part in by_ranks):
         assert candidate(config, schedule).why_eager == found
 

@@ -183,11 +183,11 @@ def test_masters_and_rounded_moments_resume_bit_by_bit(
     assert [loss for loss, _ in ours.values()] == pytest.approx([loss for loss, _ in exact.values()], rel=0.02)
 
 
-WAYS = ["ep_size=2", "alltoall", "replicated", "accumulate", "checkpointing", "rides first", "chunks", "offload"]
+WAYS = ["ep_size=2", "alltoall", "permuted", "accumulate", "checkpointing", "rides first", "chunks", "offload"]
 # Ways that do not get in each other's way, several in one run.
 TOGETHER = [
     "ep_size=2 and alltoall and checkpointing",
-    "replicated and rides first and offload",
+    "permuted and rides first and offload",
     "accumulate and chunks",
 ]
 
@@ -198,14 +198,12 @@ def test_another_way_to_compute_it_gives_the_same_losses(
 ) -> None:
     permuted = ExpertLayout.permuted([3, 6, 0, 5, 1, 7, 2, 4], 4), ExpertLayout.permuted([5, 4, 7, 6, 1, 0, 2, 3], 4)
     layers = [f"model.layers.{i}.mlp.experts" for i in range(2)]
-    Layouts({layers[0]: permuted[0].with_replicas([(0, 0), (3, 2)]), layers[1]: permuted[1]}).save(
-        tmp_path / "layout.json"
-    )
+    Layouts(dict(zip(layers, permuted, strict=True))).save(tmp_path / "layout.json")
     ways = other.split(" and ")
     changes = {
         "ep_size=2": ["parallelism.ep_size=2"],
         "alltoall": ["moe.transport=alltoall"],
-        "replicated": [f"moe.layout={tmp_path}/layout.json"],
+        "permuted": [f"moe.layout={tmp_path}/layout.json"],
         "accumulate": ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2"],
         "checkpointing": ["memory.layer_activations=recompute", "memory.expert_activations=offload"],
         "rides first": ["moe.priority=true"],

@@ -29,7 +29,7 @@ from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.machine import find_gpu
 from carpool.train.plan import memory_fit as fit
 from carpool.train.plan.dry_run import dry_run
-from carpool.train.plan.estimate import MemoryEstimate, slot_bytes, tensors_of
+from carpool.train.plan.estimate import MemoryEstimate, tensors_of
 from carpool.train.run.run import start_run
 from tests.environment import ROOT
 from tests.ranks import Ranks
@@ -99,37 +99,6 @@ def test_a_step_takes_what_is_predicted(two_ranks: Ranks, tmp_path: Path, overri
 @pytest.mark.parametrize("overrides", MORE.values(), ids=MORE.keys())
 def test_a_step_takes_what_is_predicted_with_other_settings(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
     check(ranks, tmp_path, overrides)
-
-
-FEW = PLAIN.with_replicas((e, (rank + 1) % 4) for rank in range(4) for e in PLAIN.homes[rank][:2])
-EVERYWHERE = PLAIN.with_replicas((e, rank) for rank in range(4) for e in range(16) if e not in PLAIN.homes[rank])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "overrides"),
-    [
-        (FEW, []),
-        (EVERYWHERE, ["parallelism.ranks_per_node=2"]),
-        (EVERYWHERE, ["training.gradient_accumulation_steps=2"]),
-        (EVERYWHERE, ["memory.layer_activations=recompute"]),
-    ],
-)
-def test_a_step_with_replica_bytes_experts_takes_what_is_predicted(
-    ranks: Ranks, tmp_path: Path, layout: ExpertLayout, overrides: list[str]
-) -> None:
-    layout.save(tmp_path / "layout.json")
-    wide = ["model.config.intermediate_size=512", f"moe.layout={tmp_path}/layout.json"]
-    check(ranks, tmp_path, [*overrides, *wide])
-
-
-def test_slots_of_replicas_are_counted() -> None:
-    degrees = Degrees(fsdp=4, ep=4)
-    assert slot_bytes(load_config(None, []), degrees, 10, 16) == 0
-    # Slots of 4 homes and 3 replicas; no rank has an expert twice.
-    for replicas, expected in ((3, 70), (99, 160)):
-        config = load_config(None, ["placement.every=10", f"placement.replicas={replicas}"])
-        assert slot_bytes(config, degrees, 10, 16) == expected
 
 
 @pytest.mark.slow

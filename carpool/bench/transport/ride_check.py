@@ -57,7 +57,7 @@ class Case:
         x_TH, dy_TH = draw_rows(shape.tokens, shape.hidden, dtype, device, seed, rank)
         weight_TK = routings[rank].weight_TK
         assert weight_TK is not None
-        slot_TK = assign(routings[rank], layout, rank).to(device)
+        slot_TK = assign(routings[rank].expert_TK, layout).to(device)
         return cls(shape, layout, routings, x_TH, dy_TH, slot_TK, weight_TK.to(device))
 
     @cached_property

@@ -176,7 +176,7 @@ class ExpertRides(LayerCore):
         """Once all is chosen: make now what the next forward would make for the first time."""
         device = next(self.experts.parameters()).device
         self._check_adapters()
-        self.layout.copies_EC(device)
+        self.layout.slot_E(device)
         if self.transport is not None:
             self.ride_setup(self.transport, device)
 

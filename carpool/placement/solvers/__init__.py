@@ -2,8 +2,8 @@
 
     contiguous, random    baselines that ignore the routing
     lpt                   load alone
-    hypergraph            the exact objective without load or replicas, by Mt-KaHyPar
-    search                the exact objective under the load limit, with replicas in the extra slots
+    hypergraph            the exact objective without load, by Mt-KaHyPar
+    search                the exact objective under the load limit
 
 Plug-ins add further ones, such as eplb and occult of carpool_systems. "hypergraph+search" starts the search from the
 layout of that solver, and so on.
@@ -24,7 +24,6 @@ A solver is a deterministic function from a `Problem` to an `ExpertLayout`. From
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
@@ -45,7 +44,6 @@ __all__ = [
     "default_solvers",
     "register",
     "solve",
-    "solve_both",
     "solver_names",
 ]
 
@@ -87,7 +85,6 @@ def solve(
     *,
     seed: int = 0,
     experts_per_rank: Sequence[int] | None = None,
-    extra_slots: int = 0,
     load_limit: float = 1.1,
     expert_groups: int | None = None,
     cost: CostModel | None = None,
@@ -107,9 +104,7 @@ def solve(
         ImportError: "hypergraph" without its package, or a plug-in that cannot be imported; with advice.
     """
     check_solver(name)
-    problem = Problem(
-        trace, topology, experts_per_rank, extra_slots, load_limit, expert_groups, seed, cost or CostModel(), load_E,
-    )  # fmt: skip
+    problem = Problem(trace, topology, experts_per_rank, load_limit, expert_groups, seed, cost or CostModel(), load_E)
     if start is not None:
         if name != "search":
             raise ValueError(f"solver {name!r} takes no start; use 'search'")
@@ -127,21 +122,6 @@ def solve(
     return search(problem, layout) if then else layout
 
 
-def solve_both(
-    name: str, trace: LayerTrace, topology: Topology, *, extra_slots: int = 0, **options: Any
-) -> tuple[ExpertLayout, ...]:
-    """The layouts of `solve` without replicas and, if it fills extra slots, with them.
-
-    Args:
-        options: others of `solve`."""
-    found = solve(name, trace, topology, extra_slots=extra_slots, **options)
-    if not found.num_replicas:
-        return (found,)
-    # The search places homes before replicas, so its homes are its layout without extra slots.
-    plain = name.endswith("search")
-    return ExpertLayout(found.homes) if plain else solve(name, trace, topology, **options), found
-
-
 def _check_layout(name: str, layout: ExpertLayout, problem: Problem) -> None:
     """Raise ValueError if a solver's layout does not have the problem's experts and ranks, or exceeds a capacity."""
     if not isinstance(layout, ExpertLayout):
@@ -151,13 +131,11 @@ def _check_layout(name: str, layout: ExpertLayout, problem: Problem) -> None:
             f"solver {name!r} found a layout of {layout.num_experts} experts on {layout.num_ranks} ranks, not of "
             f"{problem.num_experts} on {problem.num_ranks}"
         )
-    homes, slots = ([len(one) for one in of] for of in (layout.homes, layout.slots))
+    homes = [len(one) for one in layout.homes]
     if any(home > capacity for home, capacity in zip(homes, problem.capacity_W, strict=True)):
         raise ValueError(
             f"solver {name!r} gives ranks {homes} experts, but they own {problem.capacity_W.tolist()} at most"
         )
-    if any(slot > capacity + problem.extra_slots for slot, capacity in zip(slots, problem.capacity_W, strict=True)):
-        raise ValueError(f"solver {name!r} fills {slots} slots, with {problem.extra_slots} more than homes on a rank")
 
 
 def check_solver(name: str) -> None:

@@ -1,7 +1,7 @@
 """Hypergraph partitioning with Mt-KaHyPar (Gottesbüren et al., "Scalable High-Quality Hypergraph Partitioning", 2024).
 
 Experts are vertices, tokens are hyperedges, and the number of sends is the metric that partitioners call km1: the sum
-over edges of (parts touched - 1). So the exact objective without replicas is a standard problem, and this is its
+over edges of (parts touched - 1). So the exact objective is a standard problem, and this is its
 reference solver. It merges vertices that share many edges, partitions the small graph, undoes the merges and improves
 each level.
 

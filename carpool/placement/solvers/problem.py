@@ -26,7 +26,6 @@ class Problem:
         experts_per_rank: capacity of each rank in experts. None: equal; if the ranks do not divide the experts, the
             first ranks have one more. If the total capacity exceeds the experts, LPT, EPLB and the search use it where
             it helps; the other solvers leave the same share of every rank's capacity free.
-        extra_slots: further slots of each rank, for replicas.
         load_limit: the largest load of a rank over the mean. The search satisfies it, if possible.
         expert_groups: number of groups of consecutive experts that EPLB places on one node each. None: no groups.
         seed: of all random numbers.
@@ -40,7 +39,6 @@ class Problem:
     trace: LayerTrace
     topology: Topology
     experts_per_rank: Sequence[int] | None = None
-    extra_slots: int = 0
     load_limit: float = 1.1
     expert_groups: int | None = None
     seed: int = 0
@@ -56,8 +54,6 @@ class Problem:
                     f"experts_per_rank must be {self.num_ranks} numbers with a sum of at least "
                     f"the {self.trace.num_experts} experts, not {given}"
                 )
-        if self.extra_slots < 0:
-            raise ValueError(f"extra_slots must be 0 or more, not {self.extra_slots}")
         if not self.load_limit >= 1:
             raise ValueError(f"load_limit is the largest load by the mean, so at least 1.0, not {self.load_limit}")
         if self.load_E is not None and np.shape(self.load_E) != (self.trace.num_experts,):
@@ -134,14 +130,6 @@ class Problem:
             "a solver broke the sizes"
         )
         return ExpertLayout(tuple(map(tuple, homes)))
-
-
-def held(layout: ExpertLayout) -> Array:
-    """(E, W) bool: whether a rank holds an expert, or a slice if experts are sliced."""
-    held_EW = np.zeros((layout.num_rows, layout.num_ranks), dtype=bool)
-    for rank, experts in enumerate(layout.slots):
-        held_EW[[e for e in experts if e != -1], rank] = True
-    return held_EW
 
 
 def homes_of(layout: ExpertLayout) -> Array:

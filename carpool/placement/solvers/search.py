@@ -24,8 +24,7 @@ afterwards; only their part of the tables is updated: a step costs a few ms at 2
 - At a local optimum the search makes a few random swaps and descends again, `KICKS` times, and takes the best result.
   (200 steps of tabu search instead were at most 0.4 % better, and slower.)
 
-It starts from the better of two layouts: by co-activation of experts (`by_pairs`), and by load (`plain.lpt`). Replicas
-    then fill the extra slots (`replicas.py`).
+It starts from the better of two layouts: by co-activation of experts (`by_pairs`), and by load (`plain.lpt`).
 
 Measured on traces with topics (64 or 256 experts, top-8, 8 ranks, 10k tokens, another 10k held out), ranks per token
 without a load limit: Occult's greedy 4.473 / 4.803, Mt-KaHyPar 4.330 / 4.790, this from Occult's 4.325 / 4.744, this
@@ -39,7 +38,6 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.placement.solvers.problem import OVERLOAD, Problem, homes_of
-from carpool.placement.solvers.replicas import with_replicas
 from carpool.placement.trace import Array
 
 # Shares of OVERLOAD in successive descents, so that good groups form before balance dominates.
@@ -49,9 +47,8 @@ KICKS = 6
 
 
 def search(problem: Problem, *starts: ExpertLayout) -> ExpertLayout:
-    """Local search from the better of `starts`, then replicas."""
-    rank_E = swap_search(problem, *map(homes_of, starts))
-    return with_replicas(problem, problem.layout(rank_E), aimed_load(problem))
+    """Local search from the better of `starts`."""
+    return problem.layout(swap_search(problem, *map(homes_of, starts)))
 
 
 def aimed_load(problem: Problem) -> Array:

@@ -1,10 +1,9 @@
-"""How long one MoE layer takes: rides, the experts' matrix products, and the upkeep of replicas. All of it is modelled.
+"""How long one MoE layer takes: rides and the experts' matrix products. All of it is modelled.
 
 Time of one layer, forward and backward, as the rank that is slowest needs it:
 
     4 rides (dispatch, combine, and the backward of each)
     + 3 x the forward's matrix products (forward, gradients of inputs, gradients of weights) of the fullest rank
-    + replicas: their parameters sent before the forward, their gradients sent back after the backward
 
 A link takes `latency + bytes / bandwidth`; links of different kinds work at the same time, unless the transport uses
 them in turn. A rank that sends 90 MB to GPUs of its node and 20 MB to other nodes needs, on H200s, max(12 + 281, 30 +
@@ -27,7 +26,6 @@ from carpool.planner.machine.hardware import DEFAULT, NVLINK, Hardware
 from carpool.replicas.slot_costs import LARGEST, WORK, Costs
 
 if TYPE_CHECKING:
-    from carpool.layout import ExpertLayout
     from carpool.layout.topology import Link, Topology
     from carpool.transport.codecs import Codecs
     from carpool.transport.volume import Volume
@@ -56,7 +54,6 @@ class CostModel:
         hardware: rates of links and matrix products.
         transport: whose rows ride (a key of `carpool.transport.TRANSPORTS`).
         codecs: how rows become bytes (`carpool.transport.codecs`); None: they travel as they are.
-        replicas_hidden: share of the replicas' traffic that is hidden behind other work, 0 to 1.
         speeds: of the ranks, against each other; their mean computes as fast as the hardware says. (): all are equal.
     """
 
@@ -67,7 +64,6 @@ class CostModel:
     hardware: Hardware = field(default=DEFAULT)
     transport: str = field(default_factory=_between_any_ranks)
     codecs: Codecs | None = None
-    replicas_hidden: float = 0.0
     speeds: tuple[float, ...] = ()
 
     def speed_W(self, num_ranks: int) -> Array:
@@ -146,14 +142,6 @@ class CostModel:
         from carpool.transport import find_transport
 
         return sum(times) if find_transport(self.transport).hops_in_turn else max(times, default=0.0)
-
-    def replica_seconds(self, layout: ExpertLayout, topology: Topology) -> float:
-        """Slots away from home: parameters there before the forward, gradients back after the backward."""
-        from carpool.replicas.node_slots import rows_filled
-
-        bytes_WW = rows_filled(layout, topology) * (self.expert_bytes // layout.slices)
-        both = self.transfer_seconds(bytes_WW, topology) + self.transfer_seconds(bytes_WW.T, topology)
-        return (1 - self.replicas_hidden) * both
 
     def compute_seconds(self, load_W: Array) -> float:
         """Matrix products of the rank that is last: the fullest, if all are equally fast."""

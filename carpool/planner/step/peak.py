@@ -143,7 +143,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     # Attention's backward comes after that of the experts. Gradients of one layer's experts are among those that stay,
     # unless they are added to others, reduced, sent or used.
     used = candidate.optimizer_in_backward or candidate.accumulation > 1
-    used |= together or degrees.efsdp > 1 or candidate.copies_experts or sizes.slots > 0
+    used |= together or degrees.efsdp > 1 or candidate.copies_experts
     work = max(saved.products + sizes.dequantised, sizes.scores) + copied + reducing
     work += layer_trained * computed * used + saved.again
     here = experts_own if sizes.here is None else min(experts_own, sizes.here)
@@ -309,14 +309,11 @@ class _Saved:
         """Bytes that the first layers save."""
         sizes, dense = self.sizes, self.saved_by[number]
         moe_layers = max(0, number - (len(sizes.layers) - sizes.moe_layers))
-        slots = moe_layers
         if self.policies["layer_activations"] == "recompute" and number:
             dense = self.share * sizes.layer_input * number
             if self.policies["moe_outputs"] == "save":
                 # What collectives brought: all that a block reads, and this rank's rows of its sums.
                 dense += number * self.whole * (1 + self.share)
-            # Layers that are computed again fill their slots again.
-            slots = min(1, moe_layers)
         elif self.policies["layer_activations"] == "offload":
             dense = min(dense, 2 * self.one)
         rides = 0.0
@@ -324,7 +321,7 @@ class _Saved:
             found = self._rides(moe_layers)
             rows = found["expert_inputs"] + found["expert_activations"] if self.arena is None else self.arena
             rides = rows + found["moe_outputs"] + moe_layers * self.indices
-        return self.at_once * (dense + rides + slots * sizes.slots)
+        return self.at_once * (dense + rides)
 
 
 def _groups(candidate: Candidate) -> int:

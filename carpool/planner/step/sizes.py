@@ -111,7 +111,7 @@ class RankSizes:
         adapters: parameters of a rank; adapter_stored, adapter_state: bytes of each, and of its optimizer's state.
         largest_adapter: the most parameters of one tensor of these.
         here: bytes of experts on the device of a rank whose others are in host memory or on disk; None: all are here.
-        slots: bytes of a layer's slots, if they are not its homes; arrived: of spare slots.
+        arrived: bytes of spare slots.
         cuda: on a GPU.
     """
 
@@ -152,7 +152,6 @@ class RankSizes:
     adapter_state: float = 8.0
     largest_adapter: float = 0.0
     here: float | None = None
-    slots: float = 0.0
     arrived: float = 0.0
     cuda: bool = True
 

@@ -137,7 +137,6 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
     hidden, inner = own.experts.get_parameter(weight_names(own.experts)[1]).shape[-2:]
     if own.experts.is_transposed:
         hidden, inner = inner, hidden
-    # Replicas come and go while a run goes on, and what was chosen must not depend on when it was resumed.
     slots, per_row = own.num_local_experts, 1
     if own.transport.choices_per_send(top_k) > 1:
         groups = own.num_ranks // own.layout.slices
@@ -323,7 +322,7 @@ def _milliseconds(
     score_TE = torch.rand(tokens, own.num_experts, generator=generator, device=device)
     weight_TK = torch.full((tokens, top_k), 1 / top_k, device=device)
     routing = Routing(score_TE.topk(top_k).indices.int(), weight_TK.requires_grad_())
-    slot_TK = assign(routing, own.layout, own.rank)
+    slot_TK = assign(routing.expert_TK, own.layout)
     x_TH = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
     weights = ExpertWeights.of(_like(own, name, dtype, device) for name in weight_names(own.experts))
     times, capacities = [], capacities_of_rides([own])

@@ -4,9 +4,6 @@
 Parameters are exact sums of what each rank holds, and what decoder layers keep is measured by the model's own forward
 without memory (`carpool.hf.activation_sizes`). `memory_peak_bytes` of a run is PyTorch's own count on GPUs,
 hence without context, NCCL and fragments (`tensors_of`), and the growth of the resident set on CPUs.
-
-Replicas of experts that a layout has: a layer whose slots are not its homes fills them anew, and the weights of all its
-slots, homes among them, are saved for its backward.
 """
 
 from __future__ import annotations
@@ -29,10 +26,9 @@ from carpool.hf.loss_head import output_layer, why_whole
 from carpool.hf.quantised_base import base_bytes, quantisable_layers
 from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
 from carpool.kernels.cross_entropy import piece_size
-from carpool.layout.layouts import Layouts
 from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import COPIES, LENGTHS, PLANS, RANDOM, RANDOM_HALVES, Candidate, Spare, by_settings
+from carpool.planner.candidate import LENGTHS, PLANS, RANDOM, RANDOM_HALVES, Candidate, Spare, by_settings
 from carpool.planner.model.shape import saved_if_compiled
 from carpool.planner.step.peak import Peak, peak_of
 from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
@@ -44,29 +40,6 @@ from carpool.train.lora import outline_adapter
 from carpool.train.plan.division import context_cut, divides_tokens
 from carpool.train.plan.transport_choice import transport_options
 from carpool.transport import find_transport
-
-
-def most_replicas(config: Config) -> int:
-    """The most replicas of experts on a rank."""
-    copies = config.placement.replicas if config.placement.every is not None else 0
-    if config.moe.layout != "contiguous":
-        file = Layouts.load(config.moe.layout)
-        for layout in [file.same] if file.same is not None else file.values():
-            pairs = zip(layout.slots, layout.homes, strict=True)
-            copies = max(copies, *(len(slots) - len(homes) for slots, homes in pairs))
-    return copies
-
-
-def slot_bytes(config: Config, degrees: Degrees, row: float, rows: int) -> float:
-    """Bytes of a layer's slots, with as many replicas on each rank as it has slots for; 0 without replicas.
-
-    Args:
-        row: bytes of an expert's weights in a layer, or of a slice of it, as it computes.
-        rows: experts of a layer, or slices."""
-    homes = -(-rows // degrees.expert_ranks)
-    copies = min(most_replicas(config), rows - homes)
-    return (homes + copies) * row if copies > 0 else 0.0
-
 
 STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -248,8 +221,6 @@ class MemoryEstimate:
         config = self.config
         if found := by_settings(config.model_dump(), self.cuda):
             return found
-        if most_replicas(config):
-            return COPIES
         if (spare := config.moe.spare) is not None and spare.planner().on_host:
             return PLANS
         if "flash" in (self.measured[-1] or ""):
@@ -309,7 +280,7 @@ class MemoryEstimate:
             quantised_away=self.quantised_away, adapters=self.adapters + self.expert_adapters,
             adapter_stored=STORED[adapter.dtype], adapter_state=sum(training.state_bytes(adapter.dtype).values()),
             largest_adapter=self.largest_adapter, here=here,
-            slots=slot_bytes(config, degrees, one, rows), arrived=spare, cuda=self.cuda,
+            arrived=spare, cuda=self.cuda,
         )  # fmt: skip
 
 

@@ -404,11 +404,11 @@ def check_offload_layouts(config: Config, layouts: Sequence[ExpertLayout], halve
             f'training.optimizer_offload = "{training.optimizer_offload}" cannot be used with experts in another order '
             '(moe.layout): their state in checkpoints would travel between GPUs. Use moe.layout="contiguous"'
         )
-    if training.optimizer_in_backward and (halves or not all(layout.slot_is_home for layout in layouts)):
+    if training.optimizer_in_backward and halves:
         raise ValueError(
             "training.optimizer_in_backward = true uses each gradient once it is there, but two batches at a time "
-            "(moe.schedule) and replicas of experts (moe.layout) add several to one: choose another schedule or "
-            "layout, or keep gradients (training.optimizer_in_backward = false)"
+            "(moe.schedule) add several to one: choose another schedule, or keep gradients "
+            "(training.optimizer_in_backward = false)"
         )
     if config.memory.experts != "device" and moved:
         raise ValueError(

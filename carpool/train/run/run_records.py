@@ -270,7 +270,6 @@ def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:
         "kind": kinds[0] if len(kinds) == 1 else "mixed",
         "per_layer": len(set(layouts.values())) > 1,
         "experts_per_rank": [len(rank) for rank in first.homes],
-        "replicas": sum(layout.num_replicas for layout in layouts.values()),
         "source": source,
     }
 
@@ -336,11 +335,10 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(f"experts are {where}, and are loaded to the device {how}")
     lines.extend(line for extension in built.extensions if (line := extension.describe()))
     if built.layout_source != "contiguous":
-        say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {built.layout_source}")
+        say(f"layout: {info['layout']['kind']}, from {built.layout_source}")
     if run.placement.on:
         what = placement.solver if placement.policy == "migrate" else "the predicted load"
-        replicas = f"{placement.replicas} replicas a rank"
-        say(f"placement: {placement.policy} by {what}, every {placement.every} steps, {replicas}")
+        say(f"placement: {placement.policy} by {what}, every {placement.every} steps")
     if info["lossy_reasons"]:
         say(f"LOSSY: {'; '.join(info['lossy_reasons'])}")
     else:
