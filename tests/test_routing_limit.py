@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import carpool
-from carpool import ExpertLayout, Routing, assign
+from carpool import ExpertLayout, assign
 from carpool.layout.topology import Topology
 from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside
 from tests.layouts import layout_of
@@ -31,11 +31,9 @@ def best(scores: list[float], count: int, among: Any) -> list[int]:
     return sorted(among, key=lambda e: (-scores[e], e))[:count]
 
 
-def define(
-    options: LimitOptions, layout: Layout, scores: list[float], shares: list[float], top_k: int
-) -> tuple[list[int], set[int]]:
-    """The experts of one token, and its ranks."""
-    holds = [{e for e in slots if e >= 0} for slots in layout.slots]
+def define(options: LimitOptions, layout: Layout, scores: list[float], shares: list[float], top_k: int) -> list[int]:
+    """The experts of one token."""
+    holds = [set(home) for home in layout.homes]
     ranks = set(range(len(holds)))
     size = len(holds) // options.num_nodes
     chosen = best(scores, top_k, range(len(scores)))
@@ -57,14 +55,13 @@ def define(
         ranks &= set().union(*(groups[g] for g in kept))
         reach = set().union(*(holds[r] for r in ranks))
         chosen = best(scores, top_k, reach)
-    return chosen, ranks
+    return chosen
 
 
 LAYOUTS = {
     "contiguous": ExpertLayout.contiguous(199, 4),
     "permuted": ExpertLayout.permuted([(7 * i) % 37 for i in range(37)], 4),
     "uneven": ExpertLayout([list(range(9)), list(range(9, 20)), list(range(20, 29)), list(range(29, 37))]),
-    "replicated": ExpertLayout.contiguous(48, 4).with_replicas([(0, 1), (0, 2), (13, 0), (14, 0), (40, 1)]),
     "eight": ExpertLayout.contiguous(64, 8),
 }
 TWO_NODES = Topology.even(4, 2)
@@ -102,16 +99,13 @@ def draw(tokens: int, experts: int, seed: int = 0, masked: bool = False) -> tupl
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_as_defined(options: LimitOptions, layout: str) -> None:
     where = LAYOUTS[layout]
-    if options.limit_by == "groups" and layout == "replicated" and options.num_nodes > 1:
-        pytest.skip("which two experts of a node are best is not defined where it holds one twice")
     experts, top_k = where.num_experts, 5
     score_TE, share_TE = draw(137, experts)
     limit = RoutingLimit(on(where, options), where.num_ranks)
-    expert_TK, serving_TW = limit.choose(score_TE, share_TE, top_k, where)
+    expert_TK = limit.choose(score_TE, share_TE, top_k, where)
     for token in range(137):
-        chosen, ranks = define(options, where, score_TE[token].tolist(), share_TE[token].tolist(), top_k)
+        chosen = define(options, where, score_TE[token].tolist(), share_TE[token].tolist(), top_k)
         assert set(expert_TK[token].tolist()) == set(chosen)
-        assert set(serving_TW[token].nonzero().flatten().tolist()) == ranks
     own = score_TE.gather(1, expert_TK)
     assert (own[:, :-1] >= own[:, 1:]).all(), "not best first"
 
@@ -125,14 +119,13 @@ def test_whatever_the_scores(options: LimitOptions) -> None:
             score_TE[0] = -torch.inf
             share_TE[1 % tokens] = 0.0
         limit = RoutingLimit(on(layout, options), layout.num_ranks)
-        expert_TK, serving_TW = limit.choose(score_TE, share_TE, 5, layout)
+        expert_TK = limit.choose(score_TE, share_TE, 5, layout)
         assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
-        slot_TK = assign(Routing(expert_TK.int(), None, serving_TW), layout, 0)
+        slot_TK = assign(expert_TK.int(), layout)
         assert (slot_TK >= 0).all()
         rank_TK = slot_TK.div(layout.slots_per_rank, rounding_mode="floor")
         assert (layout.expert_WS.flatten()[slot_TK.long()] == expert_TK).all()
         visits_TW = (rank_TK.unsqueeze(-1) == torch.arange(layout.num_ranks)).any(1)
-        assert (visits_TW <= serving_TW).all()
         if options.limit_ranks:
             assert (visits_TW.sum(1) <= options.limit_ranks).all()
         if options.limit_nodes:
@@ -147,18 +140,10 @@ def test_who_is_within_the_limit_keeps_its_choices() -> None:
     home_E = torch.tensor([rank for rank, _ in layout.home_of])
     ranks_T = (home_E[chosen_TK].unsqueeze(-1) == torch.arange(4)).any(1).sum(1)
     limit = RoutingLimit(LimitOptions(limit_ranks=2), 4)
-    expert_TK, _ = limit.choose(score_TE, share_TE, 3, layout)
+    expert_TK = limit.choose(score_TE, share_TE, 3, layout)
     same_T = (expert_TK == chosen_TK).all(1)
     assert same_T[ranks_T <= 2].all() and not same_T[ranks_T > 2].any()
     assert 0 < (ranks_T <= 2).sum() < 2000
-
-
-def test_a_choice_that_no_serving_rank_holds_is_served_at_home() -> None:
-    layout = ExpertLayout.contiguous(8, 4).with_replicas([(6, 0)])
-    serving_TW = torch.tensor([[True, True, False, False]])
-    slot_TK = assign(Routing(torch.tensor([[6, 7, -1, 2]], dtype=torch.int32), None, serving_TW), layout, 1)
-    assert layout.slots_per_rank == 3
-    assert slot_TK.tolist() == [[2, 10, -1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +158,7 @@ def test_dropping_where_scores_are_unknown(options: LimitOptions) -> None:
     expert_TK[7] = -1
     weight_TK = torch.rand(200, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     limit = RoutingLimit(options, 4)
-    kept_TK, scaled_TK, serving_TW = drop_outside(limit, expert_TK, weight_TK, layout)
+    kept_TK, scaled_TK = drop_outside(limit, expert_TK, weight_TK, layout)
     real_TK = expert_TK >= 0
     assert ((kept_TK == expert_TK) | (kept_TK == -1)).all() and (kept_TK < 0).any()
     assert ((kept_TK >= 0).any(1) == real_TK.any(1)).all(), "a token lost all its experts"
@@ -181,7 +166,7 @@ def test_dropping_where_scores_are_unknown(options: LimitOptions) -> None:
     torch.testing.assert_close(scaled_TK.sum(1), total_T)
     home_E = torch.tensor([rank for rank, _ in layout.home_of])
     visits_TW = ((home_E[kept_TK.long()].unsqueeze(-1) == torch.arange(4)) & (kept_TK >= 0).unsqueeze(-1)).any(1)
-    assert (visits_TW.sum(1) <= (options.limit_ranks or 4)).all() and (visits_TW <= serving_TW).all()
+    assert (visits_TW.sum(1) <= (options.limit_ranks or 4)).all()
     whole_T = (kept_TK == expert_TK).all(1) & real_TK.all(1)
     assert torch.equal(scaled_TK[whole_T], weight_TK[whole_T])
     assert torch.autograd.gradcheck(lambda w: drop_outside(limit, expert_TK[:9], w, layout)[1], weight_TK[:9])
@@ -190,11 +175,11 @@ def test_dropping_where_scores_are_unknown(options: LimitOptions) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_nothing_is_read_from_the_device(options: LimitOptions) -> None:
     """The meta device has no values: whoever reads one fails."""
-    layout = LAYOUTS["replicated"]
-    score_TE = torch.empty(64, 48, device="meta")
+    layout = LAYOUTS["permuted"]
+    score_TE = torch.empty(64, 37, device="meta")
     limit = RoutingLimit(options, 4)
-    expert_TK, serving_TW = limit.choose(score_TE, score_TE, 5, layout)
-    assert assign(Routing(expert_TK.int(), None, serving_TW), layout, 1).shape == (64, 5)
+    expert_TK = limit.choose(score_TE, score_TE, 5, layout)
+    assert assign(expert_TK.int(), layout).shape == (64, 5)
     weight_TK = torch.empty(64, 5, device="meta")
     assert drop_outside(limit, expert_TK.int(), weight_TK, layout)[1].shape == (64, 5)
 
@@ -230,8 +215,8 @@ CASES = [
     (Case(top_k=4, layout="permuted", score="sigmoid", selection="bias", balance="aux+z", scaling=2.5),
      LimitOptions(limit_ranks=2, limit_by="groups")),
     (Case(top_k=5, normalize=False, balance="aux"), LimitOptions(limit_ranks=2)),
-    (Case(top_k=4, layout="replicated", tokens="empty_ranks"), LimitOptions(limit_ranks=3)),
-    (Case(top_k=3, layout="replicated_permuted", selection="groups"), LimitOptions(limit_ranks=3)),
+    (Case(top_k=4, layout="uneven", tokens="empty_ranks"), LimitOptions(limit_ranks=3)),
+    (Case(top_k=3, layout="permuted", selection="groups"), LimitOptions(limit_ranks=3)),
     (Case(top_k=4, layout="permuted"), LimitOptions(limit_nodes=1, topology=TWO_NODES)),
     (Case(top_k=2, tokens="no_tokens"), LimitOptions(limit_ranks=1)),
 ]  # fmt: skip
@@ -273,7 +258,7 @@ def _define_all(case: Case, options: LimitOptions) -> list[list[set[int]]]:
         score_TE = share_TE + numbers.parameters.get("selection_bias", torch.zeros(1))
         result.append(
             [
-                set(define(options, layout, s, p, case.top_k)[0])
+                set(define(options, layout, s, p, case.top_k))
                 for s, p in zip(score_TE.tolist(), share_TE.tolist(), strict=True)
             ]
         )

@@ -17,9 +17,8 @@ Worked example, K = 3, experts 0 1 2 on rank 0, 3 4 5 on rank 1, limit_ranks = 1
 
 The weights of the new choices are the router's own, taken from its scores and normalised as it does that, so gradients
 need nothing special: `Router` weighs given choices anyway, and carpool/hf/routing/router_limits.py lets the routers of
-transformers do it. Ranks are chosen one after the other, each time the one that adds most. Without replicas that is the
-best set; with replicas, which overlap, the best one may be missed. A token whose choices are within the limit keeps
-them all.
+transformers do it. Ranks are chosen one after the other, each time the one that adds most. A token whose choices are
+within the limit keeps them all.
 
 Plain PyTorch on the device: a matrix of (T, E) booleans, two top-k, D rounds over (T, K, W), no synchronisation.
 """
@@ -120,18 +119,12 @@ class RoutingLimit:
         self._fits: tuple[ExpertLayout, int] | None = None
 
     @torch.no_grad()
-    def choose(
-        self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int, layout: ExpertLayout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K experts of each token, and the ranks that may serve them.
+    def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int, layout: ExpertLayout) -> torch.Tensor:
+        """The K experts of each token, (T, K) int64, best first by score.
 
         Args:
             score_TE: what the router selects by: the more, the better; -inf for what it does not want.
-            share_TE: what the choices weigh when ranks are compared: not negative.
-
-        Returns:
-            expert_TK int64, best first by score; serving_TW bool, for `carpool.layout.assign`.
-        """
+            share_TE: what the choices weigh when ranks are compared: not negative."""
         self._check_fits(layout, top_k)
         score_TE, share_TE = score_TE.detach(), share_TE.detach()
         chosen_TK = score_TE.topk(top_k, dim=-1).indices
@@ -144,7 +137,7 @@ class RoutingLimit:
             # What the router does not want is still better than what is out of reach.
             wanted_TE = score_TE.clamp(min=torch.finfo(score_TE.dtype).min).masked_fill(~open_TE, -math.inf)
             chosen_TK = wanted_TE.topk(top_k, dim=-1).indices
-        return chosen_TK, kept_TW
+        return chosen_TK
 
     def _stages(self) -> list[tuple[int, int]]:
         """(ranks of a group, how many groups a token may keep), the larger groups first."""
@@ -199,14 +192,12 @@ class RoutingLimit:
         if self._fits is not None and self._fits[0] is layout and self._fits[1] == top_k:
             return
         options, ranks = self.options, self.ranks_per_node
-        held = [sum(e >= 0 for e in rank) for rank in layout.slots]
+        held = [len(rank) for rank in layout.homes]
         nodes = [sum(held[first : first + ranks]) for first in range(0, self.num_ranks, ranks)]
         limits = [("limit_nodes", nodes, options.limit_nodes, "node")] if options.limit_nodes else []
         limits += [("limit_ranks", held, options.limit_ranks, "rank")] if options.limit_ranks else []
         for name, sizes, limit, what in limits:
-            # Replicas may be of the same expert, but not on one rank.
-            same = 0 if limit == 1 and what == "rank" else layout.num_replicas
-            least = max(sum(sorted(sizes)[:limit]) - same, 0)
+            least = sum(sorted(sizes)[:limit])
             if limit < len(sizes) and least < top_k:
                 raise ValueError(
                     f"{name}: {counted(limit, what)} may hold only {least} different experts, fewer than the {top_k} "
@@ -217,22 +208,22 @@ class RoutingLimit:
 
 def drop_outside(
     limit: RoutingLimit, expert_TK: torch.Tensor, weight_TK: torch.Tensor, layout: ExpertLayout
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """For routers whose scores are not known: choices outside the kept ranks are dropped (-1), and the weights of the
     others scaled so that the token's sum stays. A token keeps at least the choices of the rank that weighs most.
 
-    Returns: expert_TK, weight_TK (differentiable), serving_TW."""
+    Returns: expert_TK, weight_TK (differentiable)."""
     with torch.no_grad():
-        serving_TW = torch.ones(len(expert_TK), limit.num_ranks, dtype=torch.bool, device=expert_TK.device)
+        kept_TW = torch.ones(len(expert_TK), limit.num_ranks, dtype=torch.bool, device=expert_TK.device)
         for size, count in limit._stages():
-            serving_TW = limit._narrowed(serving_TW, size, count, None, weight_TK, expert_TK.long(), layout)
+            kept_TW = limit._narrowed(kept_TW, size, count, None, weight_TK, expert_TK.long(), layout)
         present_TKW = limit._of(layout, expert_TK.device).present_WE.t()[expert_TK.clamp(min=0).long()]
-        kept_TK = (present_TKW & serving_TW.unsqueeze(1)).any(-1) & (expert_TK >= 0)
+        kept_TK = (present_TKW & kept_TW.unsqueeze(1)).any(-1) & (expert_TK >= 0)
     left_TK = weight_TK.masked_fill(~kept_TK, 0.0)
     total_T1 = weight_TK.masked_fill(expert_TK < 0, 0.0).sum(1, keepdim=True)
     left_T1 = left_TK.sum(1, keepdim=True)
     scale_T1 = torch.where(kept_TK.all(1, keepdim=True), 1.0, total_T1 / torch.where(left_T1 == 0, 1.0, left_T1))
-    return expert_TK.masked_fill(~kept_TK, -1), left_TK * scale_T1, serving_TW
+    return expert_TK.masked_fill(~kept_TK, -1), left_TK * scale_T1
 
 
 def _cover(present_TKG: torch.Tensor, share_TK: torch.Tensor, count: int) -> torch.Tensor:
@@ -251,6 +242,6 @@ def _cover(present_TKG: torch.Tensor, share_TK: torch.Tensor, count: int) -> tor
 
 
 def _top(value_TG: torch.Tensor, count: int) -> torch.Tensor:
-    # Of equal ones the first: ranks with the same two replicas do tie.
+    # Of equal ones the first.
     best = value_TG.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return torch.zeros_like(value_TG, dtype=torch.bool).scatter_(1, best, True)

@@ -38,8 +38,8 @@ from carpool.kernels.device import on_gpu
 from carpool.metrics.counters import add_once
 from carpool.routing.routing import DropOptions, Routed, Routing, Rule, sum_over
 
-# (score_TE to select by, share_TE of the weight, K) -> expert_TK, best first, and serving_TW (see `Routing`).
-Choose = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+# (score_TE to select by, share_TE of the weight, K) -> expert_TK, best first.
+Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 class Router(nn.Module):
@@ -122,7 +122,6 @@ class Router(nn.Module):
     ) -> Routing:
         """Route tokens; with `expert_TK`, keep those choices and compute only their weights (replay). `choose` chooses
         in place of the top-k (carpool/routing/limit.py)."""
-        serving_TW = None
         logits_TE = router_logits(x_TH, self.weight)
         rule = Rule(
             self.top_k, self.score, self.normalize, self.scaling_factor, self.num_groups, self.topk_groups,
@@ -133,13 +132,12 @@ class Router(nn.Module):
                 prob_TE = scores(logits_TE, rule)
                 plain = self.bias_E is None and rule.num_groups <= 1
                 score_TE = prob_TE if plain else selection(logits_TE, prob_TE, self.bias_E, rule)
-                chosen_TK, serving_TW = choose(score_TE, prob_TE, self.top_k)
-                expert_TK = chosen_TK.int()
+                expert_TK = choose(score_TE, prob_TE, self.top_k).int()
         expert_TK, weight_TK, self.aux_loss, count_E = route(logits_TE, self.bias_E, expert_TK, rule, self.groups)
         if self.training:
             # Activation checkpointing runs this forward twice; the tokens came once. Evaluation must not train.
             add_once(self.load_E, count_E)
-        routing = Routing(expert_TK, weight_TK, serving_TW)
+        routing = Routing(expert_TK, weight_TK)
         if self.drops is not None:
             routing, dropped = self.drops.drop(routing, self.num_experts, self.training)
             add_once(self.dropped, dropped)

@@ -22,13 +22,10 @@ class Routing:
         expert_TK: (T, K) int32, logical expert ids, -1 for none. A token names an expert at most once.
         weight_TK: (T, K) float32, or float64 of tokens that are; it travels as float32. None in a recording of choices
             only: the router then computes the weights.
-        serving_TW: (T, W) bool, the ranks that may serve each token, of a routing that is limited to some
-            (carpool/routing/limit.py). None: all.
     """
 
     expert_TK: torch.Tensor
     weight_TK: torch.Tensor | None
-    serving_TW: torch.Tensor | None = None
 
     def detach(self) -> Routing:
         """The same routing as a recording, which `moe(x, routing=...)` replays on any layout."""
@@ -41,7 +38,7 @@ class Routing:
             return self
         wide = [None if of_TK is None else _repeated(of_TK, slices) for of_TK in (self.expert_TK, self.weight_TK)]
         assert wide[0] is not None
-        return Routing(wide[0], wide[1], self.serving_TW)
+        return Routing(wide[0], wide[1])
 
     def check(self, num_tokens: int, num_experts: int) -> None:
         """Raise ValueError if this cannot route `num_tokens` tokens to `num_experts` experts.
@@ -145,8 +142,7 @@ class DropOptions:
         kept_TK = self.kept(routing, num_experts, training)
         dropped = ((routing.expert_TK >= 0) & ~kept_TK).sum()
         expert_TK, weight_TK = routing.expert_TK.masked_fill(~kept_TK, -1), routing.weight_TK.masked_fill(~kept_TK, 0.0)
-        left = Routing(expert_TK, weight_TK, routing.serving_TW)
-        return left, dropped
+        return Routing(expert_TK, weight_TK), dropped
 
 
 class Rule(NamedTuple):

@@ -85,7 +85,7 @@ def test_every_router_is_answered(folder: str) -> None:
         )
     with torch.no_grad():
         model(**tiny_batch(model))
-    answered = [name for name in seen if limits[name]._serving_TW is not None]
+    answered = [name for name in seen if limits[name]._answered]
     assert seen and (len(answered) == len(seen)) == (folder not in NOT_ANSWERED), find_router(model, next(iter(seen)))
     for name in answered:
         rank_TK = seen[name] // (limits[name].own.num_experts // 4)
@@ -99,11 +99,11 @@ class _Drop:
         self.layer = layer
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        seen, self.layer._serving_TW = self.layer._serving_TW, None
-        if seen is not None:
+        answered, self.layer._answered = self.layer._answered, False
+        if answered:
             return args
         x_TH, index_TK, weight_TK = args
-        kept_TK, scaled_TK, _ = drop_outside(self.layer.limit, index_TK, weight_TK, self.layer.own.layout)
+        kept_TK, scaled_TK = drop_outside(self.layer.limit, index_TK, weight_TK, self.layer.own.layout)
         assert (kept_TK < 0).any(), "nothing to drop, so nothing is tested"
         return x_TH, index_TK, scaled_TK
 

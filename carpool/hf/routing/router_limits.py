@@ -14,7 +14,6 @@ A balance loss sees the router's logits: it balances what the router wants, not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,12 +57,11 @@ def limit_routing(model: nn.Module, options: LimitOptions | None) -> list[str]:
 class LayerLimit:
     """The limit of one layer: between its router's top-k and its ride.
 
-    The model's own code lies between the two and passes choices and weights only. So the ranks that may serve them wait
-    here, from the top-k to the ride that follows it at once."""
+    A router whose top-k is not answered is known from that at its ride, which then drops choices instead."""
 
     def __init__(self, own: ExpertRides, limit: RoutingLimit) -> None:
         self.own, self.limit = own, limit
-        self._serving_TW: torch.Tensor | None = None
+        self._answered = False
         self._router: nn.Module | None = None
 
     def install(self, router: nn.Module | None) -> None:
@@ -82,21 +80,16 @@ class LayerLimit:
 
     def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
         """The router's choices within the limit."""
-        expert_TK, self._serving_TW = self.limit.choose(score_TE, share_TE, top_k, self.own.layout)
-        return expert_TK
+        self._answered = True
+        return self.limit.choose(score_TE, share_TE, top_k, self.own.layout)
 
     def before_ride(self, routing: Routing) -> Routing:
-        """The routing within the limit, with the ranks that may serve each token."""
+        """The routing within the limit."""
         assert routing.weight_TK is not None
-        serving_TW, self._serving_TW = self._serving_TW, None
-        if serving_TW is None:
-            return Routing(*drop_outside(self.limit, routing.expert_TK, routing.weight_TK, self.own.layout))
-        if len(serving_TW) != len(routing.expert_TK):
-            # Tensor parallelism: the router saw the tokens of all its ranks, the ride is this rank's slice.
-            number, parts = self.own.token_slice
-            each = -(-len(serving_TW) // parts)
-            serving_TW = serving_TW[number * each : (number + 1) * each]
-        return replace(routing, serving_TW=serving_TW)
+        answered, self._answered = self._answered, False
+        if answered:
+            return routing
+        return Routing(*drop_outside(self.limit, routing.expert_TK, routing.weight_TK, self.own.layout))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
