@@ -188,6 +188,19 @@ PENDING = [
         "training.logging_steps=1 parallelism.num_ranks={ranks} training.output_dir={out}/run",
         least=1, fewer={1: "model.config.num_hidden_layers=12"},
     ),
+    # Experts that two expert-parallel groups hold: whole on each rank and captured, or in FSDP2. On two GPUs a group is
+    # one rank.
+    *(
+        Measurement(
+            f"olmoe, {gpus} GPUs, shared experts, {way}", "measurements.md, experts of several expert-parallel groups",
+            gpus, 100,
+            "-m carpool bench model --model olmoe-1b-7b --ranks {ranks} --rounds 2 --steps 3 --out {out} "
+            f"--contenders carpool-compiled --set training.optimizer=one-pass --set parallelism.ep_size={gpus // 2} "
+            f"--set training.optimizer_state_dtype=int8 --set parallelism.data_parallel={way}",
+        )
+        for gpus in (2, 4)
+        for way in ("zero1", "fsdp")
+    ),
     # Dispatch and combine.
     *(
         Measurement(

@@ -82,8 +82,8 @@ def build_model(
         dtype: of the parameters, but for those that the model keeps in float32.
         seed: of the random weights; they are the same for any number of ranks.
         attn_implementation, experts_implementation: as in Transformers; None takes its default.
-        dense: of non-expert parameters: "fsdp", after which `keep_experts` comes before the first backward; or "zero1",
-            after which `replicate_dense` comes before the first forward. None: FSDP shards everything.
+        dense: "fsdp", after which `keep_experts` comes before the first backward; or "zero1", after which
+            `replicate_dense` comes before the first forward. None: FSDP shards everything.
         device: of a model on one process; None: its accelerator.
         read_experts: of a folder. False, on one process: parameters of experts stay on the device "meta".
         base_dtype: matrices are kept in "nf4", "mxfp4" or "int8", to be frozen (`carpool.hf.quantised_base`). With

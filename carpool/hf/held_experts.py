@@ -30,20 +30,21 @@ def keep_experts_in_host_memory(
     are.
 
     Raises:
-        ValueError: FSDP shards or casts them, which moves them by itself.
+        ValueError: FSDP shards or casts them, which moves them by itself, or they are in flat buffers.
     """
     layers, kept, by_fsdp = required_rides(model), replicated(model), fsdp.modules_of(model)
+    shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
+    buffered = set() if kept is None else {id(module) for module, _ in kept.buffered}
     for name, own in layers.items():
         if base_of(own.experts):
             raise ValueError(f"{name}: experts that are quantised (adapter.base_dtype) stay on their device")
         sharded = kept is None and any(isinstance(parameter, DTensor) for parameter in own.experts.parameters())
-        if sharded or id(own.experts) in by_fsdp:
+        if sharded or id(own.experts) in by_fsdp | buffered:
             raise ValueError(
-                f"{name}: FSDP shards or casts these experts, so they cannot come from host memory "
+                f"{name}: data-parallel ranks shard or cast these experts, so they cannot come from host memory "
                 'or disk (memory.experts): keep the parameters in the dtype that computes (model.dtype = "bfloat16"), '
                 'use as many expert-parallel ranks as there are, and parallelism.data_parallel = "zero1"'
             )
-    shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
     modules = [own.experts for own in layers.values()]
     away = HostExperts(model, modules, shards, device, predictor, **options)
     for number, own in enumerate(layers.values()):

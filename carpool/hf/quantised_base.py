@@ -263,7 +263,8 @@ def quantise_experts(model: nn.Module, kind: Kind) -> int:
     """Quantise the experts of a model that is loaded, layer by layer. Before adapters are added.
 
     Returns:
-        The bytes of codes and scales on this rank. ValueError: experts that cannot be quantised, or that FSDP shards.
+        The bytes of codes and scales on this rank. ValueError: experts that cannot be quantised, or that data-parallel
+        ranks shard.
     """
     layers = {name: module for name, module in model.named_modules() if "_carpool_rides" in vars(module)}
     if not layers:
@@ -272,8 +273,9 @@ def quantise_experts(model: nn.Module, kind: Kind) -> int:
         raise ValueError("experts are quantised to MXFP4 while they are loaded (quantised_while_loading), not later")
     for name, experts in layers.items():
         check_can_be_quantised(name, experts, kind)
-        if fsdp.groups_of(experts):
-            raise ValueError(f"{name}: FSDP shards these experts, so they cannot be quantised")
+        meshes = [one.device_mesh.mesh_dim_names or () for one in experts.parameters() if isinstance(one, DTensor)]
+        if fsdp.groups_of(experts) or any("efsdp" in axes for axes in meshes):
+            raise ValueError(f"{name}: data-parallel ranks shard these experts, so they cannot be quantised")
     for experts in layers.values():
         for weight in weight_names(experts)[:2]:
             _quantise_parameter(experts, weight, kind)

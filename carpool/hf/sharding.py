@@ -3,15 +3,15 @@
     with sharded_as("zero1"):               transformers shards, and hangs no hooks on modules
         model = ...                             built or loaded, as under FSDP
     freeze_non_experts(model)                         or not
-    replicate_dense(model, bfloat16=True)       non-expert parameters are whole from here on (`parallel.replicated`)
+    replicate_dense(model, bfloat16=True)       parameters are whole from here on (`parallel.replicated`)
 
     with sharded_as("fsdp"):                    FSDP2 shards non-expert parameters
         model = ...
     keep_experts(model)                         experts are plain parameters from here on
 
 Transformers applies FSDP2 in one function, after expert parallelism and before weights are loaded. Another stands for
-it inside `sharded_as`; with "zero1" it gives each non-expert parameter the placement that FSDP2 would, so that sharded
-parameters are filled as ever. FSDP2 has those experts that several ranks hold, and those that are stored in one dtype
+it inside `sharded_as`; with "zero1" it gives each parameter the placement that FSDP2 would, so that sharded parameters
+are filled as ever. Experts are concerned where several ranks hold the same ones, and where they are stored in one dtype
 and computed with in another. Where one rank holds an expert alone, FSDP2 would copy its parameters in each forward and
 backward, and its gradients three times in float32, so these are left out (`keep_experts`).
 """
@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed import DistributedConfig, mixin
 from transformers.distributed import fsdp as transformers_fsdp
 from transformers.distributed import utils as transformers_meshes
@@ -67,7 +67,8 @@ def sharded_as(dense: str | None) -> AbstractContextManager[None]:
 
 
 def replicate_dense(model: nn.Module, bfloat16: bool, **options: Any) -> Replicated:
-    """Make the non-expert parameters of a model that was built as "zero1" whole. All ranks together.
+    """Make the parameters of a model that was built as "zero1" whole: of experts, each rank has those of its
+    expert-parallel rank. All ranks together.
 
     Args:
         bfloat16: compute in bfloat16, and add gradients in float32.
@@ -97,7 +98,7 @@ def non_expert_mesh(config: Any, meshes: Any) -> tuple[Any, list[Any]]:
 
 
 def _experts(model: Any, ep_plan: dict[str, str]) -> tuple[list[Any], bool]:
-    """The modules of experts, and whether FSDP2 has something to do for them."""
+    """The modules of experts, and whether their state is sharded, replicated or cast beside expert parallelism."""
     config = model.config.distributed_config
     experts = [module for name, module in model.named_modules() if ep_plan.get(name) == "ep_dispatch_experts"]
     # A stage of a pipeline may have none, and does as the others do.
@@ -119,7 +120,7 @@ def _shard_dense(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: di
 
 
 def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str, str]) -> Any:
-    """Replaces transformers' `apply_fully_sharded_data_parallelism`: non-expert parameters get placements, no hooks."""
+    """Replaces transformers' `apply_fully_sharded_data_parallelism`: parameters get placements, and no hooks."""
     config = model.config.distributed_config
     if config.tp_size > 1:
         raise ValueError(
@@ -138,20 +139,31 @@ def _place(model: Any, meshes: Any, fsdp_plan: dict[str, str], ep_plan: dict[str
                 sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
                 made[id(parameter)] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
-    if experts and shared:
-        policy = MixedPrecisionPolicy()
-        if config.fsdp_mixed_precision:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        expert_mesh = meshes.get_mesh(("dp_replicate", "efsdp") if config.dp_replicate_size > 1 else "efsdp")
-        for module in experts:
-            fully_shard(module, mesh=expert_mesh, mp_policy=policy)
-        # Then they share streams, and the next layer's are gathered ahead.
-        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=set(made.values()))
-        # As the gradients of non-expert parameters are.
-        fsdp.sum_gradients(model)
+    for module in experts if shared else ():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = _shard_experts(parameter, config.dp_replicate_size > 1, meshes)
     # Transformers' generation asks for that: all ranks take part in each forward.
     model._is_fsdp_managed_module = True
     return model
+
+
+def _shard_experts(parameter: DTensor, copied: bool, meshes: Any) -> nn.Parameter:
+    """A parameter that expert parallelism has sharded, over the ranks that hold the same experts, as FSDP2 does it.
+
+    Args:
+        parameter: `Shard(0)` on the mesh (ep,);  copied: the model has data-parallel replicas."""
+    mesh = meshes.get_mesh(("dp_replicate", "efsdp", "ep") if copied else ("efsdp", "ep"))
+    shards = parameter.to_local().detach().chunk(mesh.size(mesh.ndim - 2))
+    mine = mesh.get_local_rank("efsdp")
+    local = shards[mine].clone() if mine < len(shards) else shards[0][:0].clone()
+    ep = mesh.size(mesh.ndim - 1)
+    placements = [_StridedShard(0, split_factor=ep) if ep > 1 else Shard(0), *parameter.placements]
+    made = DTensor.from_local(
+        local, mesh, [Replicate()] * copied + placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""ZeRO-1 for non-expert parameters: whole parameters on every rank, sharded optimizer state, no all-gather per layer.
+"""ZeRO-1: whole parameters on every rank that computes with them, sharded optimizer state, no all-gather per layer.
 
 FSDP2 gathers the parameters of each layer in the forward and again in the backward. With expert parallelism over all
 ranks of a few hosts, few parameters are non-expert (Qwen3-30B-A3B: 1.5 of 30.5 billion), and gathering them costs more
-than the memory is worth. Here each rank has them whole: stage 1 of ZeRO (arXiv 1910.02054, section 5.1):
+than the memory is worth. Here each rank has them whole: stage 1 of ZeRO (arXiv 1910.02054, section 5.1). Experts that
+several expert-parallel groups hold are treated alike, over the ranks that hold the same ones (axis efsdp):
 
     backward     the gradients of a bucket are complete -> reduce-scatter, overlapped with the rest of the backward
     finish()     each rank has the gradients of its shards, summed over all ranks
@@ -10,7 +11,8 @@ than the memory is worth. Here each rank has them whole: stage 1 of ZeRO (arXiv 
     write()      one all-gather per dtype writes all whole parameters, in place: addresses never change
 
 Shards are DTensors with FSDP2's placement: `Shard(0)`, rank r of W has the rows [r * c, (r + 1) * c) of a parameter of
-n rows, c = ceil(n / W); the last ranks may have fewer, or none. So clipping, optimizers and checkpoints work as under
+n rows, c = ceil(n / W); the last ranks may have fewer, or none. Of experts, n are the rows of an expert-parallel rank,
+and W the ranks of efsdp. So clipping, optimizers and checkpoints work as under
 FSDP2, with the same checkpoint files. A parameter padded to W * c rows is a matrix with one row for each rank, and so
 are all parameters concatenated (`FlatBuffers`):
 
@@ -35,16 +37,17 @@ Cost. Parameters P, stored in s bytes, computed with in c, reduced in r:
     here               P * (c + r) + P * (s + r) / W         P * (c + r) * (W - 1) / W
 
 Gradients are *summed* over ranks, not averaged: the loss is divided by the number of ranks before. So gradients of
-experts without replicas need no further operation, and the optimizer uses them directly. Where FSDP shards all
-non-expert parameters, this class only handles such experts (`carpool.hf.sharding.keep_experts`).
+experts that one rank holds alone need no further operation, and the optimizer uses them directly. Where FSDP shards
+all non-expert parameters, this class only handles such experts (`carpool.hf.sharding.keep_experts`).
 
 Micro-batches are accumulated in the dtype of the reduction. A bucket is accumulated when all of its gradients are
-complete, by few kernels, and buckets are reduced in one order, the same on all ranks. Nothing synchronises with the
-host.
+complete, by few kernels, and buckets are reduced in one order, the same on all ranks: that in which the backward
+completes them, those of experts among the others. Nothing synchronises with the host.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -58,9 +61,12 @@ from torch.distributed.tensor import DTensor
 
 from carpool.experts.host_experts import host_experts
 from carpool.parallel import fsdp
+from carpool.parallel.degrees import chunks
 
 # Axes of the mesh of non-expert parameters: the last one shards, the one before replicates.
 MESH_AXES = {"dp_replicate", "fsdp"}
+# Axes over whose ranks optimizer state is sharded: of non-expert parameters, and of experts. Axes before replicate.
+SHARD_AXES = ("fsdp", "efsdp")
 BUCKET_BYTES = 100 * 2**20
 _ATTRIBUTE = "_carpool_replicated"
 # PyTorch 2.13 renames these, and warns about the names of 2.11.
@@ -114,8 +120,8 @@ class FlatBuffers:
     """Flat buffers of parameters of one dtype, of which all or none are trained.
 
     Args:
-        parameters: DTensors, each `Shard(0)` on the last axis of one mesh and replicated on the others, with their
-            owners.
+        parameters: DTensors with one mesh and alike placements, with their owners: sharded by rows on the axis of
+            `SHARD_AXES`, replicated on axes before it. Of what axes after it shard, each rank has its part.
         computed: the dtype of whole parameters.
         reduced: the dtype in which gradients are accumulated and reduced.
         bucket_bytes: largest size of a bucket of several parameters.
@@ -134,19 +140,23 @@ class FlatBuffers:
         first = parameters[0][0]
         assert isinstance(first, DTensor)
         mesh, device, self.trained = first.device_mesh, first.device, first.requires_grad
-        self.group, self.ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        self.replica_groups = [mesh.get_group(axis) for axis in range(mesh.ndim - 1) if mesh.size(axis) > 1]
+        sharding = _shard_axis(first)
+        assert sharding is not None
+        self.group, self.ranks = mesh.get_group(sharding), mesh.size(sharding)
+        self.replica_groups = [mesh.get_group(axis) for axis in range(sharding) if mesh.size(axis) > 1]
         parameters = parameters[::-1]
-        sizes = [-(-p.shape[0] // self.ranks) * p.shape[1:].numel() for p, _ in parameters]
+        sizes = [-(-_rows(p) // self.ranks) * p.shape[1:].numel() for p, _ in parameters]
         self._columns, padded = sum(sizes), [-(-self.ranks * n // _ALIGNMENT) * _ALIGNMENT for n in sizes]
         self._sizes, self._computed = sizes, computed
         self._whole = torch.zeros(sum(padded), dtype=computed, device=device)
-        self._shards = torch.zeros(self._columns, dtype=first.dtype, device=device)
+        # Of one rank in one dtype, shards are whole.
+        self._apart = self.ranks > 1 or first.dtype != computed
+        self._shards = torch.zeros(self._columns if self._apart else 0, dtype=first.dtype, device=device)
         if self.trained:
             self._by_rank = torch.zeros(self.ranks * self._columns, dtype=reduced, device=device)
-            self._reduced = torch.zeros(self._columns, dtype=reduced, device=device)
+            self._reduced = torch.zeros_like(self._by_rank[: self._columns]) if self.ranks > 1 else self._by_rank
             # Gradients for the optimizer have the dtype of its parameters.
-            self._gradients = self._reduced if first.dtype == reduced else torch.zeros_like(self._shards)
+            self._gradients = self._reduced if first.dtype == reduced else self._reduced.to(first.dtype)
         self.buckets = [Bucket(0, 0)]
         self._matrices = []
         offset = 0
@@ -165,9 +175,10 @@ class FlatBuffers:
         """Create the views of the next parameter, with the values of its shard."""
         assert isinstance(parameter, DTensor)
         start, local = self.buckets[-1].stop, parameter.to_local()
-        mine = slice(start, start + local.numel())
-        shard = fsdp.dtensor_like(self._shards[mine].view(local.shape).copy_(local.detach()), parameter)
-        whole = self._whole[offset : offset + parameter.numel()].view(parameter.shape)
+        mine, shape = slice(start, start + local.numel()), torch.Size((_rows(parameter), *parameter.shape[1:]))
+        whole = self._whole[offset : offset + shape.numel()].view(shape)
+        own = self._shards[mine].view(local.shape) if self._apart else whole
+        shard = fsdp.dtensor_like(own.copy_(local.detach()), parameter)
         return Place(
             owners,
             nn.Parameter(whole, requires_grad=self.trained),
@@ -179,7 +190,11 @@ class FlatBuffers:
         """Write, or with `add` accumulate, the gradients of all parameters of a bucket."""
         width = bucket.stop - bucket.start
         place_WN = self._bucket(bucket).view(self.ranks, width)
-        if add:
+        if len(gradients) == 1 and gradients[0].numel() == place_WN.numel() and gradients[0].is_contiguous():
+            # As it is: an expert parameter is too large to be copied without need.
+            own_WN = gradients[0].view_as(place_WN)
+            place_WN.add_(own_WN) if add else place_WN.copy_(own_WN)
+        elif add:
             place_WN += torch._chunk_cat(list(gradients), 0, self.ranks, out=torch.empty_like(place_WN))
         else:
             torch._chunk_cat(list(gradients), 0, self.ranks, out=place_WN)
@@ -204,7 +219,6 @@ class FlatBuffers:
         if self.ranks > 1:
             work: dist.Work = _reduce_scatter(mine, self._bucket(bucket), group=self.group, async_op=True)
             return work
-        mine.copy_(self._bucket(bucket))
         return None
 
     def finish(self) -> None:
@@ -216,6 +230,8 @@ class FlatBuffers:
 
     def gather(self) -> None:
         """Write the whole parameters from the shards of all ranks, in place. Overwrites gradients by rank."""
+        if not self._apart:
+            return
         mine = self._shards.to(self._computed)
         if self.ranks > 1:
             size = self.ranks * self._columns
@@ -234,8 +250,9 @@ class Replicated:
 
     Args:
         model: its non-expert parameters are DTensors, `Shard(0)` on a mesh of `MESH_AXES`; experts are DTensors on
-            another mesh, of which modules then get this rank's part. Either may have hooks of FSDP instead. Afterwards
-            modules have plain parameters. Parameters must be frozen before.
+            another mesh, sharded as `FlatBuffers` says or held by one rank alone. Modules then get whole non-expert
+            parameters and this rank's experts, as plain parameters. Either may have hooks of FSDP instead. Parameters
+            must be frozen before.
         computed: the dtype of whole parameters; None: that of the model. Gradients are then accumulated in float32.
         bucket_bytes: size of a bucket of gradients that are reduced together.
 
@@ -246,11 +263,14 @@ class Replicated:
     def __init__(self, model: nn.Module, computed: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._shown = 0
         self._experts: list[Place] = []
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]] = {}
+        kinds: dict[tuple[Any, ...], list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]] = {}
+        order: dict[tuple[int, str], int] = {}
         for parameter, owners in _sharded(model):
             assert isinstance(parameter, DTensor)
-            if set(parameter.device_mesh.mesh_dim_names or ()) <= MESH_AXES:
-                kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append((parameter, owners))
+            axes = parameter.device_mesh.mesh_dim_names or ()
+            if set(axes) <= MESH_AXES or _is_shared(parameter, computed):
+                order[id(owners[0][0]), owners[0][1]] = len(order)
+                kinds.setdefault((parameter.dtype, parameter.requires_grad, axes), []).append((parameter, owners))
             else:
                 whole = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
                 self._experts.append(Place(owners, whole, parameter))
@@ -258,10 +278,12 @@ class Replicated:
             raise ValueError("no non-expert parameter of this model is sharded, so there is nothing to keep whole")
         self.buffers = [
             FlatBuffers(parameters, computed or dtype, torch.float32 if computed else dtype, bucket_bytes)
-            for (dtype, _), parameters in kinds.items()
+            for (dtype, *_), parameters in kinds.items()
         ]
         self._trained = [buffers for buffers in self.buffers if buffers.trained]
         self._buckets = [(buffers, bucket) for buffers in self._trained for bucket in buffers.buckets]
+        # The gradient that a bucket gets last is that of its first parameter in the model.
+        self._buckets.sort(key=lambda one: -min(order[id(p.owners[0][0]), p.owners[0][1]] for p in one[1].places))
         self._places = [place for buffers in self.buffers for bucket in buffers.buckets for place in bucket.places]
         self._places += self._experts
         self._last, self._at_once, self._next = True, 0, 0
@@ -288,7 +310,7 @@ class Replicated:
 
     @property
     def expert_shards(self) -> list[nn.Parameter]:
-        """The shards of experts, which share memory with the modules' parameters."""
+        """The shards of experts that this rank holds alone, which share memory with the modules' parameters."""
         return [place.shard for place in self._experts]
 
     def on_expert_gradient(self, take: Callable[[nn.Parameter], None]) -> None:
@@ -302,6 +324,12 @@ class Replicated:
     def places(self) -> set[tuple[int, str]]:
         """The managed parameters: id of the module and name there."""
         return {(id(module), name) for place in self._places for module, name in place.owners}
+
+    @property
+    def buffered(self) -> set[tuple[int, str]]:
+        """Those in flat buffers."""
+        found = (place for buffers in self.buffers for bucket in buffers.buckets for place in bucket.places)
+        return {(id(module), name) for place in found for module, name in place.owners}
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -334,7 +362,7 @@ class Replicated:
         self._take_expert(place.shard)
 
     def _take(self, number: int, index: int, parameter: torch.Tensor) -> None:
-        """Hook: the gradient of a non-expert parameter is complete."""
+        """Hook: the gradient of a parameter in buffers is complete."""
         buffers, bucket = self._buckets[number]
         assert self._at_once, "a backward without Replicated.begin"
         assert parameter.grad is not None
@@ -450,6 +478,31 @@ def sharded_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
         nullcontext() if offloaded is None else offloaded.shown(),
     ):
         yield
+
+
+def _shard_axis(parameter: DTensor) -> int | None:
+    """The axis of its mesh over which optimizer state is sharded; None: there is none."""
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    return next((axes.index(axis) for axis in SHARD_AXES if axis in axes), None)
+
+
+def _is_shared(parameter: DTensor, computed: torch.dtype | None) -> bool:
+    """Whether an expert parameter is to be in buffers: other ranks hold the same experts, or compute in another dtype.
+    Adapters of experts are small, and whole in the optimizer of each of these ranks."""
+    axis, mesh = _shard_axis(parameter), parameter.device_mesh
+    if axis is None or parameter.placements[axis].is_replicate():
+        return False
+    return math.prod(mesh.shape[: axis + 1]) > 1 or computed not in (None, parameter.dtype)
+
+
+def _rows(parameter: nn.Parameter) -> int:
+    """Of a whole parameter: those that this rank has of axes after that of `SHARD_AXES`."""
+    assert isinstance(parameter, DTensor)
+    mesh, axis, rows = parameter.device_mesh, _shard_axis(parameter), parameter.shape[0]
+    assert axis is not None
+    for later in range(axis + 1, mesh.ndim):
+        rows = chunks(rows, mesh.size(later))[mesh.get_local_rank(later)]
+    return rows
 
 
 def _sum_over_replicas(grad: torch.Tensor, shard: DTensor) -> None:

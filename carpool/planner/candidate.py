@@ -22,9 +22,9 @@ from carpool.planner.model.shape import LayerShape, ModelShape
 from carpool.planner.transports import preferred_transport, transport_class
 
 FSDP = "FSDP gathers parameters layer by layer from the host (parallelism.data_parallel)"
-FSDP_SHARDS = "FSDP gathers experts layer by layer from the host, as several ranks share one's (parallelism.ep_size)"
-FSDP_CASTS = "FSDP casts experts layer by layer from the host, as they are stored in float32 (model.dtype=bfloat16)"
-FSDP_AVERAGES = "FSDP averages gradients of experts layer by layer over replicas (parallelism.dp_replicate_size)"
+FSDP_SHARDS = (
+    "FSDP gathers experts layer by layer from the host, as tensor-parallel ranks share one's (parallelism.ep_size)"
+)
 PLANS = "this plan of spare slots reads loads on the host (moe.spare_plan)"
 LENGTHS = "this attention reads the lengths of documents on the host (model.attn_implementation)"
 SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_length makes all alike)"
@@ -95,7 +95,7 @@ class Candidate:
         micro_batch: sequences of a data-parallel rank in a micro-batch.
         accumulation: micro-batches of a step.
         transport, schedule: as in [moe]; "none", "chunks" or "two-batch" of the schedules.
-        data_parallel: "zero1" or "fsdp", of non-expert parameters.
+        data_parallel: "zero1" or "fsdp".
         policies: of saved activations, by item of `POLICIES`.
         moments: the dtype in which the optimizer has them.
         optimizer: a name of `carpool.optim.OPTIMIZERS`.
@@ -154,29 +154,34 @@ class Candidate:
         return self.degrees.tokens_per_rank(self.micro_tokens)
 
     @property
-    def gathers(self) -> bool:
-        """Whether FSDP gathers parameters layer by layer."""
-        experts = self.degrees.efsdp > 1 and not self.experts_as_dense
-        return experts or (self.data_parallel == "fsdp" and self.degrees.dp_cp > 1)
+    def whole(self) -> bool:
+        """Whether parameters are whole on each rank that computes with them, and the optimizer's state is sharded."""
+        return self.data_parallel == "zero1" and self.degrees.dp_cp > 1
 
     @property
-    def experts_as_dense(self) -> bool:
-        """Whether experts are whole on each rank, as non-expert parameters are."""
+    def experts_in_buffers(self) -> bool:
+        """Whether whole experts are in flat buffers as non-expert parameters are (`carpool.parallel.replicated`)."""
         degrees = self.degrees
-        return self.data_parallel == "zero1" and degrees.ep * degrees.etp == 1 and degrees.dp_cp > 1
+        return self.whole and (degrees.efsdp > 1 or degrees.dp_replicate > 1 or self.stored != self.computed)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP gathers parameters layer by layer."""
+        return not self.whole and (self.degrees.efsdp > 1 or self.degrees.dp_cp > 1)
 
     @property
     def copies_experts(self) -> bool:
         """Whether FSDP has a group of one rank for a layer's experts, and copies (`alone_bytes`): it casts them, or
         there are replicas of the model."""
         degrees, asked = self.degrees, self.stored != self.computed or self.degrees.dp_replicate > 1
-        return asked and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
+        return asked and not self.whole and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
 
     @property
     def experts_apart(self) -> bool:
         """Whether FSDP shards a layer's experts by themselves, with hooks on the inside of the layer."""
         degrees = self.degrees
-        return self.copies_experts or (degrees.expert_ranks > 1 and (degrees.efsdp > 1 or degrees.dp_replicate > 1))
+        shared = degrees.expert_ranks > 1 and (degrees.efsdp > 1 or degrees.dp_replicate > 1)
+        return self.copies_experts or (shared and not self.whole)
 
     @property
     def layers_compiled(self) -> bool:
@@ -205,11 +210,7 @@ class Candidate:
         """Why FSDP's hooks run layer by layer, which no graph can hold; None: it has no parameters."""
         if not (self.gathers or self.experts_apart):
             return None
-        if self.data_parallel == "fsdp" and self.degrees.dp_cp > 1:
-            return FSDP
-        if self.degrees.efsdp > 1:
-            return FSDP_SHARDS
-        return FSDP_CASTS if self.stored != self.computed else FSDP_AVERAGES
+        return FSDP if self.degrees.dp_cp > 1 else FSDP_SHARDS
 
     @property
     def why_eager_by_plan(self) -> str | None:

@@ -249,6 +249,8 @@ TOGETHER = {
         "memory.expert_inputs=offload", "memory.expert_activations=offload", "nvlink.capacity=0.125",
         "training.learning_rate=0.02",
     ),
+    # Experts in float32, and whole ones in bfloat16.
+    "cast": ("model.dtype=float32", "training.bf16=true", "training.gradient_accumulation_steps=2"),
     # Replicas over peer memory, two sets of slots in use at a time.
     "spare slots": ("moe.spare_slots=2", "moe.balance_limit=1"),
     "spare slots, two batches": (
@@ -258,8 +260,17 @@ TOGETHER = {
     # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
     "overflow": ("nvlink.capacity=0.125", "training.learning_rate=0.02"),
 }  # fmt: skip
+# Experts that two expert-parallel groups hold, whole on each rank.
+FOUR = {
+    "shared experts": ("parallelism.ep_size=2", "training.gradient_accumulation_steps=3"),
+    "shared experts, compiled": (
+        "parallelism.ep_size=2", "training.torch_compile=true", "memory.layer_activations=recompute",
+        "training.optimizer_state_dtype=int8",
+    ),
+    "shared experts, replicas of the model": ("parallelism.dp_replicate_size=2", "parallelism.ep_size=2"),
+}  # fmt: skip
 # A prompt after training on text; a model that is trained on conversations has none by default.
-for _ranks, _table in ((1, ALONE), (2, TOGETHER)):
+for _ranks, _table in ((1, ALONE), (2, TOGETHER), (4, FOUR)):
     for _name, _more in _table.items():
         _all = (*STEPS_OF_GRAPHS, "training.sample_tokens=4", *_more)
         _add(f"{_ranks} {_name} eager", _ranks, *_all, "training.cuda_graphs=off")

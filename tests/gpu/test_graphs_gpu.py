@@ -16,7 +16,7 @@ from carpool.activations.whole_layers import ActivationOffload
 from carpool.hf.decoder_layers import _ATTRIBUTE
 from carpool.hf.step_graphs import StepGraphs
 from tests.gpu.ranks import needs
-from tests.gpu.runs import ALONE, RUNS, TOGETHER, train
+from tests.gpu.runs import ALONE, FOUR, RUNS, TOGETHER, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
 COUNTED = ("loss", "grad_norm", "bytes_remote", "copies_per_token", "load_max_over_mean", "router_entropy")
@@ -49,6 +49,12 @@ def test_alone(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_captured_run_is_an_eager_one(tmp_path: Path, name: str) -> None:
     compare(tmp_path, f"2 {name}")
+
+
+@needs(4)
+@pytest.mark.parametrize("name", FOUR)
+def test_experts_that_several_groups_hold(tmp_path: Path, name: str) -> None:
+    compare(tmp_path, f"4 {name}")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -63,6 +63,15 @@ def experts_averaged_over_copies(right: Any, self: Any, factor: float) -> None:
     """Experts' gradients are averaged over the ranks that hold them, not over all that sent tokens: too large by ep."""
 
 
+@instead_of(replicated.FlatBuffers, "reduce")
+def shared_experts_of_own_tokens(right: Any, self: replicated.FlatBuffers, bucket: Any) -> Any:
+    """Of experts that several expert-parallel groups hold, each rank has the gradient of its own group's tokens."""
+    if "efsdp" not in (bucket.places[0].shard.device_mesh.mesh_dim_names or ()):
+        return right(self, bucket)
+    rows = self._bucket(bucket).view(self.ranks, -1)
+    self._reduced[bucket.start : bucket.stop] = rows[dist.get_rank(self.group)]
+
+
 @instead_of(Objective, "__init__")
 def whole_parameters_averaged(right: Any, self: Objective, *args: Any, **kwargs: Any) -> None:
     """Gradients of whole non-expert parameters are added, and the loss is one whose gradients are averaged."""
@@ -167,6 +176,7 @@ BREAKAGES: dict[str, Broken] = {
         Broken(fsdp_adds, Case(Degrees(fsdp=2), transport="local"), "q_proj"),
         Broken(fsdp_averages, Case(FSDP), "q_proj", "experts"),
         Broken(experts_averaged_over_copies, Case(Degrees(fsdp=4, ep=2)), "experts", "q_proj"),
+        Broken(shared_experts_of_own_tokens, Case(Degrees(fsdp=4, ep=2), dense="zero1"), "experts", "q_proj"),
         Broken(whole_parameters_averaged, Case(FSDP, dense="zero1"), "q_proj"),
         Broken(loss_of_each_rank, Case(FSDP, packing="examples"), "loss", "balance"),
         Broken(sequences_of_tensor_parallel_ranks, Case(TP), "q_proj"),

@@ -36,6 +36,13 @@ FEW = [
         packing="examples",
     ),
 ]  # fmt: skip
+# Experts of several expert-parallel groups, whole on each of their ranks.
+SHARED = [
+    Case(Degrees(fsdp=4, ep=2), dense="zero1", family="gpt_oss", layout="replicated", micro_batches=2),
+    Case(Degrees(fsdp=2, cp=2, ep=2), dense="zero1", family="qwen3_moe", layout="permuted", recompute="recompute"),
+    Case(Degrees(dp_replicate=2, fsdp=2, ep=2), dense="zero1", schedule="two-batch", micro_batches=2),
+    Case(Degrees(fsdp=4, etp=2), dense="zero1"),
+]  # fmt: skip
 # Rides before reductions, and layers whose activations go to host memory, in stages.
 STAGES = [
     Case(mesh, family="qwen3_moe" if schedule == "ZBVZeroBubble" else "olmoe", recompute="offload", micro_batches=4,
@@ -43,7 +50,8 @@ STAGES = [
     for mesh in (Degrees(pp=2, fsdp=2, ep=2), Degrees(pp=2, tp=2, ep=2))
     for schedule in ("1F1B", "ZBVZeroBubble")
 ]  # fmt: skip
-QUICK = ("copies_not_added", "parts_of_sequences_as_sequences", "fsdp_adds", "fsdp_averages", "travelling_rows_added")
+QUICK = ("copies_not_added", "parts_of_sequences_as_sequences", "fsdp_adds", "fsdp_averages", "travelling_rows_added",
+         "shared_experts_of_own_tokens")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +74,10 @@ def _check(pool: Ranks, some: list[Case], folder: Path) -> None:
 
 def test_a_few(two_ranks: Ranks, tmp_path: Path) -> None:
     _check(two_ranks, FEW, tmp_path)
+
+
+def test_experts_that_several_groups_hold(ranks: Ranks, tmp_path: Path) -> None:
+    _check(ranks, SHARED, tmp_path)
 
 
 @pytest.mark.slow

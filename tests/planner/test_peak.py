@@ -83,7 +83,7 @@ def test_gradients_in_buffers_take_no_place_that_a_graph_has_freed() -> None:
     shape = shape_of(QWEN, 4)
     # Pre-activations of a layer are larger than the gradients of its experts.
     alone, whole = (Candidate(Degrees(1, ranks), 8192, 8, compiled=False) for ranks in (1, 8))
-    assert alone.captured and whole.captured and whole.experts_as_dense
+    assert alone.captured and whole.captured and whole.experts_in_buffers
     for one, fewer in ((alone, True), (whole, False)):
         of_two = memory_of(shape, Candidate(**{**vars(one), "accumulation": 2})).parts["gradients"]
         assert (memory_of(shape, one).parts["gradients"] < of_two) == fewer

@@ -111,13 +111,19 @@ def test_the_setting_may_change_at_a_resume(
     [
         ["moe.schedule=two-batch", "memory.layer_activations=recompute"],
         ["parallelism.ep_size=2", "training.freeze=non_expert"],
+        [
+            "parallelism.ep_size=2",
+            "training.optimizer_in_backward=true",
+            "training.gradient_accumulation_steps=1",
+            "training.max_grad_norm=0",
+        ],
         pytest.param(
             ["placement.policy=migrate", "placement.every=1", "placement.solver=search"],
             marks=pytest.mark.slow,
         ),
         pytest.param(["parallelism.dp_replicate_size=2", "training.bf16=true"], marks=pytest.mark.slow),
     ],
-    ids=["two-batch", "efsdp", "placement", "hsdp"],
+    ids=["two-batch", "efsdp", "in-backward", "placement", "hsdp"],
 )
 def test_equals_fsdp_with(ranks: Ranks, two_ranks: Ranks, text: list[str], tmp_path: Path, settings: list[str]) -> None:
     few = [
@@ -141,6 +147,47 @@ def test_equals_fsdp_with(ranks: Ranks, two_ranks: Ranks, text: list[str], tmp_p
         for dense in ("zero1", "fsdp")
     ]
     assert near(losses(runs[0]), losses(runs[1]), 3e-3 if "training.bf16=true" in settings else 1e-5)
+
+
+SHARED = ["parallelism.ep_size=2", "training.sample_prompt=none", "training.save_pretrained=false"]
+
+
+@pytest.fixture(scope="module")
+def shared(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts of two expert-parallel groups, with moments in int8."""
+    settings = [*SHARED, "training.optimizer_state_dtype=int8", "model.dtype=bfloat16"]
+    output = start(ranks, tmp_path_factory.mktemp("runs") / "shared", *text, *settings)
+    record = json.loads((output / "run.json").read_text())["decisions"]["data_parallel"]
+    assert record["name"] == "zero1" and "whole parameters, experts too, fit" in record["why"]
+    return output
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        [],
+        ["parallelism.data_parallel=fsdp"],
+        ["parallelism.ep_size=4"],
+        pytest.param(["parallelism.ep_size=1"], marks=pytest.mark.slow),
+        pytest.param(["parallelism.dp_replicate_size=2"], marks=pytest.mark.slow),
+    ],
+    ids=["same", "fsdp", "ep4", "ep1", "hsdp"],
+)
+def test_shared_experts_go_on_on_another_mesh(
+    ranks: Ranks, text: list[str], shared: Path, tmp_path: Path, mesh: list[str]
+) -> None:
+    settings = [*SHARED, "training.optimizer_state_dtype=int8", "model.dtype=bfloat16", *mesh]
+    resume = f"training.resume_from_checkpoint={shared}/checkpoints/step-00000002"
+    there = start(ranks, tmp_path / "there", *text, *settings, resume)
+    expected = {step: value for step, value in losses(shared).items() if step > 2}
+    assert losses(there) == expected if not mesh else near(losses(there), expected, 2e-2)
+    if mesh == ["parallelism.data_parallel=fsdp"]:
+        further = [f"training.resume_from_checkpoint={there}/checkpoints/step-00000004", "training.max_steps=5"]
+        back = start(ranks, tmp_path / "back", *text, *settings, "parallelism.data_parallel=zero1", *further)
+        assert list(losses(back)) == [5]
+    elif not mesh:
+        ours, theirs = weights(there, 4), weights(shared, 4)
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from carpool.planner.candidate import FSDP, FSDP_AVERAGES, FSDP_CASTS, FSDP_SHARDS
+from carpool.planner.candidate import FSDP
 from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.start_checks import check_run
@@ -49,23 +49,19 @@ def test_what_was_sized_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    "settings",
     [
-        (["parallelism.data_parallel=fsdp"], FSDP),
-        (["parallelism.num_ranks=8"], FSDP_CASTS),
-        (["model.dtype=bfloat16", "parallelism.num_ranks=8", "parallelism.ep_size=4"], FSDP_SHARDS),
-        (["model.dtype=bfloat16", "parallelism.num_ranks=8", "parallelism.dp_replicate_size=2"], FSDP_AVERAGES),
+        [],
+        ["parallelism.num_ranks=8"],
+        ["model.dtype=bfloat16", "parallelism.num_ranks=8", "parallelism.ep_size=4"],
+        ["model.dtype=bfloat16", "parallelism.num_ranks=8", "parallelism.dp_replicate_size=2"],
     ],
+    ids=["", "casts", "efsdp", "hsdp"],
 )
-def test_fsdp_is_named_for_what_it_has(settings: list[str], why: str) -> None:
-    """A line that says "non-expert parameters: replicate" stands above."""
-    shown = dry_run(load_config(None, settings), gpu="h100")
-    assert f"# CUDA graphs: none, because {why}\n" in shown
-    assert ("# non-expert parameters: fsdp" in shown) == (why == FSDP)
-    graphs = [*settings, "parallelism.data_parallel=zero1", "model.dtype=bfloat16", "parallelism.ep_size=none"]
-    assert "# CUDA graphs: forward" in dry_run(
-        load_config(None, [*graphs, "parallelism.dp_replicate_size=1"]), gpu="h100"
-    )
+def test_steps_are_graphs_unless_fsdp_gathers(settings: list[str]) -> None:
+    for data_parallel, graphs in (("fsdp", f"none, because {FSDP}\n"), ("zero1", "forward and backward\n")):
+        shown = dry_run(load_config(None, [*settings, f"parallelism.data_parallel={data_parallel}"]), gpu="h100")
+        assert f"# CUDA graphs: {graphs}" in shown and f"# data parallelism: {data_parallel}" in shown
 
 
 DEMO_SHAPE = [

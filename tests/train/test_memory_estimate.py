@@ -159,7 +159,7 @@ def test_a_dry_run_for_a_cluster_that_is_not_here() -> None:
     assert f"would cost no time from {tokens:,.0f} tokens" in text
     config = load_config(None, [*QWEN, "moe.transport=hierarchical"]).model_dump()
     shape, h100 = ModelShape.read(read_keys("qwen3-30b-a3b")), find_gpu("h100")
-    config["parallelism"]["data_parallel"] = text.partition("# non-expert parameters: ")[2].partition(":")[0]
+    config["parallelism"]["data_parallel"] = text.partition("# data parallelism: ")[2].partition(":")[0]
     candidate, _ = candidate_of(config, Degrees(fsdp=64, ep=64), shape, h100, per_node=8)
     seconds = predict(shape, h100, candidate, per_node=8).seconds
     assert f"# time of a step: {1e3 * seconds.middle:,.0f} ms ({1e3 * seconds.low:,.0f} to" in text

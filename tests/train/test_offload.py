@@ -189,7 +189,10 @@ def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> N
     ("overrides", "message"),
     [
         ([], "the gradients of experts that are trained would be on the device all together"),
-        (["training.optimizer_in_backward=true", *FSDP, "parallelism.ep_size=1"], "FSDP shards or casts these experts"),
+        (
+            ["training.optimizer_in_backward=true", *FSDP, "parallelism.ep_size=1"],
+            "data-parallel ranks shard or cast these experts",
+        ),
         (["training.optimizer_in_backward=true", "training.bf16=true", "model.dtype=float32"], "stored in float32"),
     ],
 )

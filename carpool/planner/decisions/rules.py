@@ -1,8 +1,8 @@
-"""What a run decides by a rule: whether non-expert parameters are whole on each rank, which activations are saved, and
-whether decoder layers are compiled.
+"""What a run decides by a rule: whether parameters are whole on each rank that computes with them, which activations
+are saved, and whether decoder layers are compiled.
 
-Non-expert parameters are whole where they fit. That spares the gathers of each layer. What is predicted is less than
-all that a run needs, so they may take no more than `HEADROOM` of the memory.
+Parameters are whole where they fit. That spares the gathers of each layer. What is predicted is less than all that a
+run needs, so they may take no more than `HEADROOM` of the memory.
 
 Under `memory.budget`, policies of saved activations are those that fit and cost least time. What a policy costs depends
 on the others, because what is offloaded shares one link, and because copies hide behind what is computed. So all
@@ -61,12 +61,12 @@ def data_parallel_by_rule(
         return "fsdp", reason
     if memory is None:
         return "zero1", "the memory of a rank is not known"
-    size = needed()
+    size, what = needed(), "non-expert parameters" if degrees.efsdp == 1 else "parameters, experts too,"
     sizes = f"about {size / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
     if size > HEADROOM * memory:
         most = f", more than {HEADROOM:.0%}" if size <= memory else ""
-        return "fsdp", f"whole non-expert parameters do not fit: {sizes}{most}"
-    return "zero1", f"whole non-expert parameters fit: {sizes}"
+        return "fsdp", f"whole {what} do not fit: {sizes}{most}"
+    return "zero1", f"whole {what} fit: {sizes}"
 
 
 def combinations(given: Mapping[str, str | None]) -> list[Policies]:

@@ -51,12 +51,13 @@ def in_words(plan: Plan, per_node: int) -> list[str]:
         )
     shards = degrees.non_expert_shards // degrees.tp
     if one.gathers:
-        what = "Parameters are" if one.data_parallel == "fsdp" and degrees.efsdp > 1 else "Some parameters are"
+        what = "Parameters are" if degrees.efsdp > 1 else "Some parameters are"
         said.append(
             f"{what} sharded over up to {max(shards, degrees.efsdp):,} ranks, and gathered layer by layer (FSDP)."
         )
-    if one.data_parallel == "zero1":
-        said.append("Non-expert parameters are whole on each rank.")
+    if one.whole:
+        what = "Parameters, experts too," if degrees.efsdp > 1 else "Non-expert parameters"
+        said.append(f"{what} are whole on each rank, and the optimizer's state is sharded (ZeRO-1).")
     again = [item for item, policy in one.policies.items() if policy == "recompute"]
     if "layer_activations" in again:
         rides = ", with their experts" if "moe_outputs" in again else ""

@@ -290,9 +290,9 @@ class Lengths(Travel):
             yield Piece("optimizer", "optimizer", work.seconds(flops), *work.spread, work.latency)
         if not candidate.optimizer_in_backward:
             yield from _some(self.streamed_state(dense, experts))
-        if candidate.data_parallel == "zero1":
-            size = dense + (experts if candidate.experts_as_dense else 0)
-            yield from _some(self.collective("parameters", "all-gather", self.element * size, "fsdp and cp"))
+        if candidate.whole:
+            yield from _some(self.collective("parameters", "all-gather", self.element * dense, "fsdp and cp"))
+            yield from _some(self.collective("experts", "all-gather", self.element * experts, "efsdp"))
 
     def whole_matrices(self, layers: tuple[LayerShape, ...]) -> float:
         """Operations of a rank in an update that multiplies matrices (Muon), which ranks divide among them evenly."""
@@ -317,7 +317,7 @@ class Lengths(Travel):
             yield from _some(
                 self.collective("all-gather", "all-gather", self.element * self.dense_of(layer), "fsdp and cp")
             )
-        if layer.experts and not self.candidate.experts_as_dense:
+        if layer.experts and not self.candidate.whole:
             yield from _some(
                 self.collective("all-gather experts", "all-gather", self.element * self.experts_of_layer, "efsdp")
             )
@@ -325,13 +325,8 @@ class Lengths(Travel):
     def reductions(self, dense: float, experts: float) -> Iterator[Piece]:
         """Of gradients of so many parameters, to their shards and over copies of the model."""
         degrees = self.degrees
-        if self.candidate.experts_as_dense:
-            yield from _some(
-                self.collective("reduce", "reduction", REDUCED * (dense + experts), "fsdp and cp", REDUCTIONS)
-            )
-        else:
-            yield from _some(self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp", REDUCTIONS))
-            yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp", REDUCTIONS))
+        yield from _some(self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp", REDUCTIONS))
+        yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp", REDUCTIONS))
         if experts and self.candidate.copies_experts:
             # As they would be sent, divided, as they would arrive, and in the dtype of the parameters.
             moved = experts * (2 * self.element + 6 * REDUCED)

@@ -42,6 +42,7 @@ from carpool.planner.step.sizes import (
     BESIDE_TENSORS,
     INDEX_BYTES,
     MiB,
+    Parameters,
     RankSizes,
     alone_bytes,
     beside_tensors,
@@ -98,20 +99,23 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     """Of one rank of the pipeline. `every_layer` as of `memory_of`."""
     degrees, moe_layers, number = candidate.degrees, sizes.moe_layers, len(sizes.layers)
     computed, stored = candidate.computed, candidate.stored
-    replicated = candidate.data_parallel == "zero1" and degrees.dp_cp > 1
-    # With ep = 1 experts lie as non-expert parameters do.
-    together = replicated and degrees.expert_ranks == 1
-    whole, whole_trained = (
-        (dense + (experts if together else 0)) if replicated else 0
-        for dense, experts in zip(sizes.dense, sizes.experts, strict=True)
-    )
+    replicated, buffered = candidate.whole, candidate.experts_in_buffers
     dense_own, dense_trained = (one / degrees.non_expert_shards for one in sizes.dense)
     experts_own = sizes.expert_bytes / degrees.expert_shards
     experts_trained = sizes.experts.trained / degrees.expert_shards
     layer_total, layer_trained = (one / max(1, moe_layers) / degrees.expert_ranks for one in sizes.experts)
+    whole, of_whole = 0.0, 0.0
+    for parameters, ranks, there in (
+        (sizes.dense, degrees.non_expert_shards, replicated),
+        (Parameters(*(one / degrees.expert_ranks for one in sizes.experts)), degrees.efsdp, buffered),
+    ):
+        if there:
+            # Of one rank in one dtype, shards are whole.
+            whole += parameters.total * computed if ranks > 1 or stored != computed else 0.0
+            of_whole += gradient_buffers(parameters.trained, ranks, stored, sizes.reduced)
 
-    gathered, reducing = _on_their_way(sizes, candidate, 0 if together else layer_total, layer_trained)
-    reducing += min(BUCKET, whole_trained * sizes.reduced)
+    gathered, reducing = _on_their_way(sizes, candidate, 0 if replicated else layer_total, layer_trained)
+    reducing += min(BUCKET, sizes.dense.trained * sizes.reduced) if replicated else 0.0
     copied = waiting = at_once = 0.0
     if candidate.copies_experts:
         copied, *later = alone_bytes(layer_total, computed, sizes.reduced)
@@ -119,13 +123,12 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
 
     # Those of whole parameters have buffers of their own.
     own = 0.0 if replicated else dense_trained * stored
-    own += 0.0 if together else experts_trained * stored
+    own += 0.0 if buffered else experts_trained * stored
     if candidate.optimizer_in_backward:
         # Those whose update runs beside the backward, or waits for copies.
         beside = candidate.optimizer_offload != "none" or (sizes.cuda and sizes.here is None)
         largest = max(sizes.largest_adapter * sizes.adapter_stored, 0 if sizes.adapters else sizes.largest * stored)
         own = HELD * largest if beside else 0.0
-    own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
     own += 0 if candidate.optimizer_in_backward else sizes.adapter_stored * sizes.adapters
     host = 0.0
     of_ends = min(dense_trained, sizes.ends * sizes.words * sizes.hidden / degrees.non_expert_shards)
@@ -143,7 +146,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     # Attention's backward comes after that of the experts. Gradients of one layer's experts are among those that stay,
     # unless they are added to others, reduced, sent or used.
     used = candidate.optimizer_in_backward or candidate.accumulation > 1
-    used |= together or degrees.efsdp > 1 or candidate.copies_experts
+    used |= buffered or degrees.efsdp > 1 or candidate.copies_experts
     work = max(saved.products + sizes.dequantised, sizes.scores) + copied + reducing
     work += layer_trained * computed * used + saved.again
     here = experts_own if sizes.here is None else min(experts_own, sizes.here)
@@ -151,7 +154,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
         "parameters": sizes.adapter_stored * sizes.adapters
         + dense_own * stored
         + here
-        + whole * computed
+        + whole
         + gathered
         - sizes.quantised_away,
         "optimizer": state + sizes.adapter_state * sizes.adapters,
@@ -164,7 +167,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     if candidate.accumulation > 1:
         before = own
     elif candidate.captured and not candidate.optimizer_in_backward:
-        before = own = own - saved.reused(0.0 if together else layer_trained * stored, logits - work)
+        before = own = own - saved.reused(0.0 if buffered else layer_trained * stored, logits - work)
     moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
         moments += [
@@ -181,7 +184,6 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
             gradients = before + (own - before) * (number - 1 - i) / max(1, number - 1)
             of_loss = after_loss if i == number - 1 else 0.0
             moments.append((f"reduction of layer {i}", gradients, there + saved.again + at_once, of_loss))
-    of_whole = gradient_buffers(whole_trained, own_whole, stored, sizes.reduced)
     constant = sum(always.values()) + of_whole
     at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
     at_peak = {"gradients": gradients + of_whole, "activations": activations, "logits": of_loss}
@@ -337,7 +339,7 @@ def _on_their_way(
     """Bytes of parameters that FSDP has gathered, and of gradients on their way to shards.
 
     Args:
-        layer_total, layer_trained: parameters of one layer's experts, gathered; total 0: they lie as dense ones do."""
+        layer_total, layer_trained: parameters of one layer's experts, gathered; total 0: they are whole."""
     degrees, computed = candidate.degrees, candidate.computed
     gathered = reducing = 0.0
     if degrees.efsdp > 1 and degrees.dp_cp > 1 and layer_total:

@@ -62,14 +62,13 @@ def alone_bytes(layer: float, stored: int, reduced: int) -> tuple[float, float, 
     return layer * stored, layer * reduced, 3 * layer * reduced
 
 
-def gradient_buffers(whole: float, own: float, stored: int, reduced: int) -> float:
-    """Bytes of gradients of parameters that are whole on each rank, which are there all the time: all of them, the sums
-    of this rank's shards, and these in the dtype of the shards (`carpool.parallel.replicated`).
+def gradient_buffers(whole: float, ranks: int, stored: int, reduced: int) -> float:
+    """Bytes of gradients of parameters that are whole on each of so many ranks, which are there all the time: all of
+    them, the sums of this rank's shards, and these in the dtype of the shards (`carpool.parallel.replicated`).
 
     Args:
-        whole: parameters; own: those of them whose shards are this rank's.
         stored, reduced: bytes of an element of a parameter, and of a gradient as it is added up over ranks."""
-    return whole * reduced + own * (reduced + (stored if stored != reduced else 0))
+    return whole * reduced + whole / ranks * (reduced * (ranks > 1) + (stored if stored != reduced else 0))
 
 
 # Of one piece of the loss, as in `carpool.kernels.cross_entropy`.

@@ -97,9 +97,10 @@ class ParallelismSection(Section):
             instead={"parallelism.data_parallel": "fsdp"},
         ),
     ] = "auto"
-    """How non-expert parameters are placed. fsdp: sharded, and gathered for each layer. zero1: whole on each rank,
-    and only the optimizer's state is sharded; gradients are reduced while the backward computes, and parameters
-    gathered once after each step. auto: zero1, if the memory of a rank holds it."""
+    """How data-parallel ranks hold parameters, those of experts too where several hold the same ones (ep_size). fsdp:
+    sharded, and gathered for each layer. zero1: whole on each rank, and only the optimizer's state is sharded;
+    gradients are reduced while the backward computes, and parameters gathered once after each step. auto: zero1, if
+    the memory of a rank holds it."""
     ranks_per_node: int | None = Field(default=None, gt=0)
     """Consecutive ranks that share a node, for limits by node and for the placement of experts. Set it where the
     launcher does not tell, or to try on one machine what several would do. none: as the launcher says."""

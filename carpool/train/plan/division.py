@@ -1,7 +1,7 @@
 """How a model is divided over the ranks of a run: its parameters, its layers, its sequences, the tokens between
 its layers, and each micro-batch among ranks of different speeds.
 
-Non-expert parameters (see `carpool.planner.decisions.chosen` for when it is chosen):
+What data-parallel ranks share (see `carpool.planner.decisions.chosen` for when it is chosen):
 
     parallelism.data_parallel   a run that starts                                        a run that is resumed
     auto                zero1, if it fits into memory; otherwise fsdp            as recorded in run.json

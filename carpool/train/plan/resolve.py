@@ -172,7 +172,7 @@ class Plan:
             lines.append(f"sequence parallelism: {on}: {self.sequence_parallel.why}")
         if self.cut is not None:
             lines.append(f"context: {self.cut}")
-        lines.append(f"non-expert parameters: {self.data_parallel.answer}: {self.data_parallel.why}")
+        lines.append(f"data parallelism: {self.data_parallel.answer}: {self.data_parallel.why}")
         if machine.cuda or self.compiled.answer:
             lines.append(describe_compile(self.compiled))
         weight, why = self.balance_loss
