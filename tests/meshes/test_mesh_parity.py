@@ -38,7 +38,7 @@ FEW = [
 ]  # fmt: skip
 # Experts of several expert-parallel groups, whole on each of their ranks.
 SHARED = [
-    Case(Degrees(fsdp=4, ep=2), dense="zero1", family="gpt_oss", layout="replicated", micro_batches=2),
+    Case(Degrees(fsdp=4, ep=2), dense="zero1", family="gpt_oss", layout="permuted", micro_batches=2),
     Case(Degrees(fsdp=2, cp=2, ep=2), dense="zero1", family="qwen3_moe", layout="permuted", recompute="recompute"),
     Case(Degrees(dp_replicate=2, fsdp=2, ep=2), dense="zero1", schedule="two-batch", micro_batches=2),
     Case(Degrees(fsdp=4, etp=2), dense="zero1"),
