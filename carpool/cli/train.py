@@ -214,11 +214,13 @@ def read_data(config: Config) -> None:
     from carpool.train.data.corpus import corpus_of
     from carpool.train.data.loader import check_same_data
     from carpool.train.data.mixture import eval_sequences, train_sequences
+    from carpool.train.data.streaming import Streams
     from carpool.train.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(config)
     corpora = corpus_of(config, tokenizer)
-    train = train_sequences(corpora, config.data)
+    streams = Streams(config.data, tokenizer, config.model.path) if config.data.streaming else None
+    train = streams or train_sequences(corpora, config.data)
     eval_sequences(corpora, config.data)
     folder = config.training.folder
     resume = checkpoint_to_resume(config.training.resume_from_checkpoint, folder, CheckpointManager(folder))

@@ -92,7 +92,7 @@ def test_unknown_keys_name_the_nearest(tmp_path):
     assert error(None, "paralelism.num_ranks=1") == (
         "unknown section paralelism on the command line; did you mean parallelism?"
     )
-    assert "[data] knows train, eval," in error(None, "data.zzzzqq=1")
+    assert "[data] knows train, sources, allow_download," in error(None, "data.zzzzqq=1")
     # A section that is no table is refused also where the command line sets one of its keys.
     (tmp_path / "a.toml").write_text("training = 3")
     assert "training is a section; set its keys" in error(tmp_path / "a.toml", "training.max_steps=3")

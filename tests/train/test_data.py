@@ -693,6 +693,44 @@ def test_evaluation_can_be_limited_to_a_spread_of_sequences():
     assert EvalLoader(sequences, batch_size=2, max_sequences=99).num_sequences == 20
 
 
+def test_stores_and_the_hub_are_read_if_a_key_asks(tmp_path, monkeypatch):
+    import datasets
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    texts = ["one", "two"]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    store.pipe({"/in/a.jsonl": lines, "/in/b/c.jsonl.gz": gzip.compress(lines), "/odd/x.o": b"x"})
+    with fsspec.open("memory://in/d.parquet", "wb") as file:
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(file)
+    for named, count in (("memory://in/a.jsonl", 1), ("memory://in/*.jsonl", 1), ("memory://in", 3)):
+        got = corpus(tmp_path, train=[named], allow_download=True)
+        assert texts_of(got.train) == texts * count, named
+        with pytest.raises(ValueError, match=r"that is an address: .*, or set data\.allow_download=true"):
+            corpus(tmp_path, train=[named])
+    store.pipe({"/in/a.jsonl": lines * 2})
+    assert len(texts_of(corpus(tmp_path, train=["memory://in/a.jsonl"], allow_download=True).train)) == 4
+    for named, message in (
+        ("memory://no.txt", "there is no file at memory://no.txt"),
+        ("memory://odd/x.o", "is a file of a kind that is not read"),
+        ("nostore://a", "nostore://a cannot be read: Protocol not known"),
+        ("some-body/chats:other", "cannot be read from the Hugging Face Hub: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            corpora(tmp_path, train=[named], allow_download=True)
+    # A data set of the Hub has the form of a folder, which stands for it here.
+    (tmp_path / "hub").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "hub" / f"{split}.jsonl").write_bytes(lines if split == "train" else lines[:16])
+    builder = datasets.load_dataset_builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, *a, **k: builder(str(tmp_path / "hub"), *a))
+    data = {"train": ["some-body/chats"], "eval": ["some-body/chats@main"], "allow_download": True}
+    found = corpora(tmp_path, **data)
+    assert texts_of(found.sources[0].train) == texts and texts_of(found.held_out[0].train) == texts[:1]
+    with pytest.raises(ValueError, match=r"hf download some-body/chats .*, or set data\.allow_download=true"):
+        corpora(tmp_path, **data | {"allow_download": False})
+
+
 # ------------------------------------------------------------------------------------------------- tokens, plug-ins
 
 

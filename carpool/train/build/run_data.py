@@ -6,15 +6,18 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from carpool.train.data.corpus import Corpora, Corpus, corpus_of
-from carpool.train.data.loader import EvalLoader, Prefetch, train_loader
+from carpool.train.data.formats import are_packed
+from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader, step_size, train_loader
 from carpool.train.data.mixture import eval_sequences, train_sequences
 from carpool.train.data.sequences import Sequences
+from carpool.train.data.streaming import StreamLoader, Streams
 from carpool.train.data.tokenizer import Tokenizer
-from carpool.train.launch.ranks import patiently, together
+from carpool.train.launch.ranks import gather, patiently, together
 from carpool.train.plan.resolve import Plan
 from carpool.train.plan.start_checks import check_sequences
 
@@ -27,7 +30,7 @@ class RunData:
     epoch."""
 
     corpora: Corpora
-    sequences: Sequences
+    sequences: Sequences | Streams
     train: Prefetch
     held_out: dict[str, EvalLoader]
     steps_per_epoch: float
@@ -46,11 +49,18 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
     check_vocabulary(corpora, plan.blueprint.vocab_size)
     # Ranks that share a sequence cut it into 2 * cp equal parts at most.
     multiple = math.lcm(8, 2 * plan.degrees.cp)
-    sequences = train_sequences(corpora, config.data, multiple)
-    check_sequences(plan, sequences.packed)
+    check_sequences(plan, are_packed(config.data))
     dp_rank = plan.degrees.dp_rank(plan.machine.rank)
     share = {"dp_size": plan.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
-    train = train_loader(config, sequences, shares=plan.batch_sizes, alike=plan.degrees.pp > 1, **share)
+    how: dict[str, Any] = {"shares": plan.batch_sizes, "alike": plan.degrees.pp > 1, **share}
+    sequences: Sequences | Streams
+    train: TrainLoader | StreamLoader
+    if config.data.streaming:
+        sequences = Streams(config.data, tokenizer, config.model.path, multiple)
+        train = StreamLoader(sequences, **step_size(config), **how)
+    else:
+        sequences = train_sequences(corpora, config.data, multiple)
+        train = train_loader(config, sequences, **how)
     held_out = {
         name: EvalLoader(
             found,
@@ -60,8 +70,19 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
         )
         for name, found in eval_sequences(corpora, config.data, multiple).items()
     }
-    steps_per_epoch = train.num_sequences / train.global_batch_size
+    # A stream has no end.
+    steps_per_epoch = train.num_sequences / train.global_batch_size if isinstance(train, TrainLoader) else math.inf
     return RunData(corpora, sequences, Prefetch(train, device), held_out, steps_per_epoch)
+
+
+def loader_state(train: Prefetch) -> dict[str, Any]:
+    """The position in the data, for a checkpoint. Collective: of a stream each rank knows those lanes that it reads."""
+    state = train.state_dict()
+    if "lanes" in state:
+        found = [pair for lanes in gather(state["lanes"]) for pair in lanes.items()]
+        # Of a lane that it does not read, a rank has at most where it was at the last resume.
+        state["lanes"] = dict(sorted(found, key=lambda pair: pair[1]["count"]))
+    return state
 
 
 def read_corpora(plan: Plan, tokenizer: Tokenizer) -> Corpora:

@@ -12,7 +12,10 @@ from carpool.plugins.nearest import nearest
 from carpool.train.config.declarations import Demo, Excludes, Needs
 from carpool.train.config.schema_base import NONE_WORDS, Section, Texts, registered
 
-EVALUATES = Needs("data.eval or data.eval_fraction>0", "held-out data: data.eval, or data.eval_fraction above 0")
+EVALUATES = Needs(
+    "data.eval or data.eval_fraction>0 and data.eval or data.streaming=false",
+    "held-out data: data.eval, or data.eval_fraction above 0",
+)
 FORMAT = registered("data.format", "carpool.train.data.formats.FORMATS")
 _PROMPTS = Needs("data.format=prompt or none", "rows that are prompts (data.format)")
 # Which splits of a dataset folder are read, the first that is there.
@@ -78,6 +81,9 @@ class DataSection(Section):
     ] = None
     """A mixture instead of train: a table for each source, with path (as train), weight (its share of the sequences)
     or epochs (how often it is read in an epoch of the mixture), name and format."""
+    allow_download: bool = False
+    """Read addresses (s3://, hf://, https://, whatever fsspec reads) and data sets of the Hugging Face Hub (OWNER/NAME,
+    OWNER/NAME@REVISION, OWNER/NAME:CONFIG) that train, sources or eval name."""
     eval: Texts | dict[str, Texts] | None = None
     """Held-out data, given as train is, or several sets by name, each evaluated by itself. none: eval_fraction of
     train."""
@@ -85,6 +91,18 @@ class DataSection(Section):
         Field(default=0.05, ge=0, lt=1)
     )
     """Share of train's rows (documents, conversations) that is held out when eval is none."""
+    streaming: Annotated[
+        bool,
+        Excludes("training.num_train_epochs", "how long an epoch of a stream is is not known; set training.max_steps"),
+    ] = False
+    """Read, tokenize and pack the training data while the run goes on, and keep nothing of it on disk: for data that
+    is larger than the disk. Its end is not known, so that training.max_steps is needed; held-out data comes from eval
+    alone. Sequences of one example each are not grouped by length."""
+    stream_lanes: Annotated[int, Needs("data.streaming")] = Field(default=8, gt=0)
+    """Reading is divided into this many lanes, or the largest divisor of a step's sequences below. Each rank reads
+    those that its sequences are of; a multiple of the number of ranks divides all the work."""
+    stream_buffer: Annotated[int, Needs("data.streaming")] = Field(default=64, gt=0)
+    """Sequences of a source that a lane reads at once, and shuffles."""
     eval_max_sequences: Annotated[int | None, Demo(170), EVALUATES] = Field(default=170, gt=0)
     """The most held-out sequences that are evaluated, evenly spread over the held-out data. none: all."""
     format: Annotated[str, FORMAT] | None = None
@@ -152,13 +170,13 @@ class DataSection(Section):
         if not self.train:
             raise ValueError('data.train is empty: name files, folders or globs, or "stdlib"')
         if self.sources is not None:
-            _check_mixture(self.sources)
+            _check_mixture(self.sources, self.streaming)
         return self
 
     def train_sets(self) -> list[DataSet]:
         """What is trained on: each source of a mixture, or `train`."""
         alone: dict[str, Any] = {"sources": None}
-        if self.eval is not None:
+        if self.eval is not None or self.streaming:
             alone |= {"eval": None, "eval_fraction": 0.0}
         if self.sources is None:
             return [DataSet("train", "data.train", self.model_copy(update=alone))]
@@ -191,7 +209,7 @@ def source_name(source: DataSource) -> str:
     return source.name or Path(source.path[0]).name.split(".")[0]
 
 
-def _check_mixture(sources: tuple[DataSource, ...]) -> None:
+def _check_mixture(sources: tuple[DataSource, ...], streaming: bool) -> None:
     names = [source_name(source) for source in sources]
     if not sources:
         raise ValueError("data.sources is empty: give at least one source, or leave it out")
@@ -206,5 +224,7 @@ def _check_mixture(sources: tuple[DataSource, ...]) -> None:
             )
         if having and all(getattr(one, other) is not None for one in sources):
             raise ValueError("data.sources has weight and epochs: give one of them")
+    if streaming and len(sources) > 1 and any(source.weight is None for source in sources):
+        raise ValueError("data.sources with data.streaming needs weights, because how long a source is is not known")
     if all(source.weight == 0 for source in sources):
         raise ValueError("data.sources: every weight is 0, so nothing would be learned: give one source a weight")

@@ -38,7 +38,7 @@ from carpool.train.data.examples import Encoder
 from carpool.train.data.formats import FORMATS, fields_of, find_format
 from carpool.train.data.readers import Source, read_rows
 from carpool.train.data.rows import Row
-from carpool.train.data.sources import describe_sources, find_sources
+from carpool.train.data.sources import describe_sources, sources_of
 from carpool.train.data.tokenizer import Tokenizer
 
 # Part of every cache key: raised when the meaning of the files changes.
@@ -141,11 +141,13 @@ class Corpora:
 def prepare_all(
     data: DataSection, tokenizer: Tokenizer, model_path: str | None = None, *, build: bool = True
 ) -> Corpora:
-    """The tokens of `[data]`: see `prepare`."""
-    sources, held_out = (
-        tuple(prepare(one, tokenizer, model_path, build=build) for one in sets) for sets in data_sets(data)
-    )
-    return Corpora(sources, held_out)
+    """The tokens of `[data]`: see `prepare`. Of streamed data, those that are held out."""
+    sources, held_out = data_sets(data)
+    found = [
+        tuple(prepare(one, tokenizer, model_path, build=build) for one in sets)
+        for sets in ([] if data.streaming else sources, held_out)
+    ]
+    return Corpora(*found)
 
 
 def data_sets(data: DataSection) -> tuple[list[DataSet], list[DataSet]]:
@@ -163,7 +165,7 @@ def data_sets(data: DataSection) -> tuple[list[DataSet], list[DataSet]]:
 
 
 def _format(one: DataSet) -> tuple[str, list[Source]]:
-    sources = find_sources(one.data.train, one.key)
+    sources = sources_of(one)
     return find_format(one.data, sources, one.splits), sources
 
 
@@ -237,9 +239,9 @@ def prepare(
 def check_sources(data: DataSection) -> list[Source]:
     """The sources of the training data. Raises the ValueError that `prepare_all` would for paths where nothing is;
     reads no file, so it is quick."""
-    found = [source for one in data.train_sets() for source in find_sources(one.data.train, one.key)]
+    found = [source for one in data.train_sets() for source in sources_of(one)]
     for one in data.eval_sets():
-        find_sources(one.data.train, one.key)
+        sources_of(one)
     return found
 
 
@@ -403,7 +405,7 @@ def _split(one: DataSet, form: str, encoder: Encoder) -> Iterator[tuple[Row, boo
     Worked example: eval_fraction 0.4, rows 0..6: 2, 4 are held out, because floor(0.4 i) rises after them.
     """
     data = one.data
-    found = read_rows(find_sources(data.train, one.key), fields_of(data, form), one.splits)
+    found = read_rows(sources_of(one), fields_of(data, form), one.splits)
     train = _limited((row for row in found if encoder.size(row)), data, encoder)
     share = data.eval_fraction
     held = 0

@@ -42,7 +42,7 @@ from carpool.train.data.pretokenised import TokensFormat
 from carpool.train.data.readers import Source, field_names
 from carpool.train.data.rows import Fields
 from carpool.train.data.sharegpt import ShareGPT
-from carpool.train.data.sources import find_sources
+from carpool.train.data.sources import sources_of
 
 _BUILT_IN = (TextFormat, MessagesFormat, PromptFormat, ShareGPT, Alpaca, TokensFormat)
 FORMATS: Registry[type[Format]] = Registry(
@@ -86,7 +86,4 @@ def are_packed(data: DataSection) -> bool:
 
 def source_formats(data: DataSection) -> list[str]:
     """The format of each source of the training data. ValueError: as `find_format`."""
-    return [
-        find_format(one.data, [] if one.data.format is not None else find_sources(one.data.train, one.key))
-        for one in data.train_sets()
-    ]
+    return [find_format(one.data, [] if one.data.format is not None else sources_of(one)) for one in data.train_sets()]

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listed
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -83,10 +83,9 @@ class TrainLoader:
         shares: Listed[int] | None = None,
         alike: bool = False,
     ) -> None:
-        assert shares is None or (len(shares) == dp_size and sum(shares) == batch_size * dp_size)
-        self._shares = None if shares is None or len(set(shares)) == 1 else tuple(shares)
         self.sequences, self._seed, self._pad_id = sequences, seed, pad_id
-        self._batch_size, self._rank, self._ranks = batch_size, dp_rank, dp_size
+        self._micro_batch = batch_size * dp_size
+        self._slots_GN = own_slots(batch_size, accumulation, dp_rank, dp_size, shares)
         self.num_sequences = sequences.per_epoch
         self.global_batch_size, self._alike = batch_size * accumulation * dp_size, alike
         # Of how many sequences each step is a group of similar lengths; 0: of none. A resumed run goes on with it.
@@ -117,11 +116,8 @@ class TrainLoader:
         of_sources = self.sequences.source_tokens(indices)
         self.seen = {name: seen + of_sources[name] for name, seen in self.seen.items()}
         # N: of all ranks, sequences of each micro-batch.
-        all_GN = indices.reshape(-1, self._batch_size * self._ranks)
-        own_GN = all_GN[:, self._rank :: self._ranks]
-        if self._shares is not None:
-            first = sum(self._shares[: self._rank])
-            own_GN = all_GN[:, first : first + self._shares[self._rank]]
+        all_GN = indices.reshape(-1, self._micro_batch)
+        own_GN = indices[self._slots_GN]
         lengths = [self.sequences.batch_length(indices if self._alike else one_N) for one_N in all_GN]
         return [
             make_batch(self.sequences, [self.sequences[int(i)] for i in own_N], len(own_N), self._pad_id, length)
@@ -164,17 +160,31 @@ class TrainLoader:
         return int(self._order[1][index])
 
 
+def own_slots(
+    batch_size: int, accumulation: int, dp_rank: int, dp_size: int, shares: Listed[int] | None
+) -> NDArray[np.int64]:
+    """(micro-batches, own sequences): the places in a step that are this rank's. Arguments: of `TrainLoader`."""
+    assert shares is None or (len(shares) == dp_size and sum(shares) == batch_size * dp_size)
+    all_GN = np.arange(batch_size * accumulation * dp_size).reshape(accumulation, -1)
+    if shares is None or len(set(shares)) == 1:
+        return all_GN[:, dp_rank::dp_size]
+    first = sum(shares[:dp_rank])
+    return all_GN[:, first : first + shares[dp_rank]]
+
+
 def train_loader(config: Config, sequences: Sequences, dp_size: int, **options: Any) -> TrainLoader:
     """The `TrainLoader` that a run's settings ask for. `options`: further arguments of it."""
+    return TrainLoader(sequences, dp_size=dp_size, **step_size(config), **options)
+
+
+def step_size(config: Config) -> dict[str, Any]:
+    """Arguments of a loader that a run's settings say."""
     training = config.training
-    return TrainLoader(
-        sequences,
-        batch_size=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
-        seed=training.seed,
-        dp_size=dp_size,
-        **options,
-    )
+    return {
+        "batch_size": training.per_device_train_batch_size,
+        "accumulation": training.gradient_accumulation_steps,
+        "seed": training.seed,
+    }
 
 
 def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
@@ -250,7 +260,34 @@ class EvalLoader:
             yield make_batch(self._sequences, rows, self._batch_size, self._pad_id, length)
 
 
-def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pad_id: int, length: int) -> Batch:
+class Shape(Protocol):
+    """What batches need to know of sequences; as `Sequences`."""
+
+    @property
+    def documents(self) -> int: ...
+
+    @property
+    def padded(self) -> bool: ...
+
+    @property
+    def packed(self) -> bool: ...
+
+
+class Loader(Protocol):
+    """Makes the steps of a run: `TrainLoader`, or that of a stream, whose attributes mean the same."""
+
+    targets: int
+    tokens: int
+    global_batch_size: int
+
+    def __next__(self) -> list[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def make_batch(sequences: Shape, rows: Listed[Sequence], batch_size: int, pad_id: int, length: int) -> Batch:
     """A batch of these rows, filled up to `length` where they lack tokens, and by empty rows where they are fewer."""
     ids_BL = np.full((batch_size, length), pad_id, dtype=np.int64)
     labels_BL = np.full_like(ids_BL, IGNORED)
@@ -294,7 +331,7 @@ class Prefetch:
         targets, tokens: as `TrainLoader`'s, of the step handed out last.
     """
 
-    def __init__(self, loader: TrainLoader, device: torch.device) -> None:
+    def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._pin, self._state = loader, device.type == "cuda", loader.state_dict()
         # A thread begins on device 0, where other ranks are.
         begin = partial(torch.cuda.set_device, device) if self._pin else None

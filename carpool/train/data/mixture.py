@@ -22,6 +22,7 @@ from collections.abc import Sequence as Listed
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
 from carpool.train.config.schema_data import DataSource
@@ -44,7 +45,7 @@ class Mixture:
     def __init__(self, parts: dict[str, Sequences], sources: Listed[DataSource]) -> None:
         self._parts, self.names = list(parts.values()), tuple(parts)
         self._first = np.cumsum([0, *map(len, self._parts)])
-        self._shares = _shares([len(part) for part in self._parts], sources)
+        self._shares = shares_of([len(part) for part in self._parts], sources)
         for name, part, share, source in zip(self.names, self._parts, self._shares, sources, strict=True):
             if share == 0 and source.weight != 0:
                 raise ValueError(
@@ -63,8 +64,7 @@ class Mixture:
     def order(self, seed: int, epoch: int) -> Ids:
         """All sequences of an epoch, in order."""
         drawn = [self._drawn(i, seed, epoch) for i in range(len(self._parts))]
-        places = np.concatenate([(np.arange(share) + 0.5) / max(1, share) for share in self._shares])
-        return np.concatenate(drawn)[np.argsort(places, kind="stable")]
+        return np.concatenate(drawn)[np.argsort(_places(self._shares), kind="stable")]
 
     def _drawn(self, i: int, seed: int, epoch: int) -> Ids:
         """What an epoch has of source i."""
@@ -116,14 +116,24 @@ class Mixture:
         return {"sequences": len(self), "sequences_per_epoch": self.per_epoch, "shares": shares, "sources": of_each}
 
 
-def _shares(sizes: Listed[int], sources: Listed[DataSource]) -> list[int]:
-    """Sequences of each source in an epoch of the mixture."""
+def _places(shares: Listed[int]) -> NDArray[np.float64]:
+    """Where in an epoch the sequences of each source are, one source after the other."""
+    return np.concatenate([(np.arange(share) + 0.5) / max(1, share) for share in shares])
+
+
+def evenly(shares: Listed[int]) -> Ids:
+    """The number of the source at each place of an epoch that has so many sequences of each."""
+    return np.repeat(np.arange(len(shares)), shares)[np.argsort(_places(shares), kind="stable")]
+
+
+def shares_of(sizes: Listed[int], sources: Listed[DataSource], total: int | None = None) -> list[int]:
+    """Sequences of each source in an epoch of the mixture. `total`: of all; None: as many as the sources have."""
     if all(source.weight is None for source in sources):
         return [round(size * (source.epochs or 1.0)) for size, source in zip(sizes, sources, strict=True)]
     weights = [source.weight or 0.0 for source in sources]
     if empty := [i for i, size in enumerate(sizes) if not size and weights[i]]:
         weights = [0.0 if i in empty else weight for i, weight in enumerate(weights)]
-    total = sum(size for size, weight in zip(sizes, weights, strict=True) if weight)
+    total = total or sum(size for size, weight in zip(sizes, weights, strict=True) if weight)
     exact = [total * weight / (sum(weights) or 1.0) for weight in weights]
     shares = [int(one) for one in exact]
     # What is left over goes to the largest remainders.
@@ -143,7 +153,7 @@ def train_sequences(corpora: Corpora, data: DataSection, multiple: int = 8) -> S
 def eval_sequences(corpora: Corpora, data: DataSection, multiple: int = 8) -> dict[str, Sequences]:
     """What is held out, by name: as `data.eval` names it, otherwise of each source. `multiple`, ValueError: as
     `Examples`."""
-    if corpora.held_out:
+    if corpora.held_out or not corpora.sources:
         return {
             corpus.of.name: sequences_of(corpus, data, multiple, partial=True)
             for corpus in corpora.held_out

@@ -10,6 +10,8 @@
 | a folder saved by `Dataset.save_to_disk` | one row                                                     |
 | any other folder                         | those of its files whose ending is one of the above         |
 | a glob (`logs/**/*.c`)                   | every file that matches, whatever its ending                |
+| s3://bucket/*.parquet, https://..., with | as of a file here, read from there: what fsspec reads       |
+| `data.allow_download`; OWNER/NAME        | the files of a data set of the Hugging Face Hub             |
 
 Order is fixed: as named, and sorted by path within a folder or glob. `carpool.train.data.readers` reads them.
 """
@@ -18,17 +20,23 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
+import fsspec
+
 from carpool.train.config.published import download_hint
+from carpool.train.config.schema_data import DataSet
 from carpool.train.data.readers import READERS, Source, reader_name
-from carpool.train.data.rows import TextFile
+from carpool.train.data.rows import TextFile, Url
 from carpool.train.data.tables import SavedDataset
 
 STDLIB = "stdlib"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:[\w.-]+)?")
 
 # Not prose of Python: packages of others, test suites, and modules that are tables or generated text.
 _STDLIB_SKIPPED = frozenset(
@@ -36,12 +44,18 @@ _STDLIB_SKIPPED = frozenset(
 )
 
 
-def find_sources(named: Sequence[str], key: str) -> list[Source]:
+def sources_of(one: DataSet) -> list[Source]:
+    """As `find_sources`, of one source of a run, or one held-out set."""
+    return find_sources(one.data.train, one.key, one.splits if one.data.allow_download else None)
+
+
+def find_sources(named: Sequence[str], key: str, remote: Sequence[str] | None = None) -> list[Source]:
     """The files and dataset folders that `named` means, in reading order, each once.
 
     Args:
         named: Values of the configuration key: files, folders, globs, or "stdlib".
         key: That key, such as "data.train", for errors.
+        remote: Addresses and names of the Hub count, too; of a data set there, the first of these splits that it has.
 
     Raises:
         ValueError: nothing there, a folder in which nothing can be read, or a file of a kind that is not read.
@@ -52,6 +66,8 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
             raise ValueError(f'{key} has a name that is empty: name a file, a folder, a glob, or "stdlib"')
         if entry == STDLIB:
             sources = _stdlib()
+        elif remote is not None and "://" in entry:
+            sources = _on_store(entry, key)
         else:
             path = Path(entry).expanduser()
             if path.is_dir():
@@ -61,15 +77,18 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
             elif path.exists():
                 # Data is read by the agent and by ranks, from the start each time.
                 raise ValueError(f"{key}: {entry} is no file, but a pipe or a device; write what it holds to a file")
-            elif glob.has_magic(entry):
+            elif glob.has_magic(entry) and "://" not in entry:
                 matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
                 if not matches:
                     raise ValueError(f"{key}: no file matches {entry} (seen from {Path.cwd()})")
                 sources = [_named(match, key) for match in matches]
             elif (index := Path(f"{path}.idx")).is_file():  # as Megatron's options name a pair of files
                 sources = [_named(index, key)]
+            elif remote is not None and _HUB_NAME.fullmatch(entry):
+                sources = [_at(file, key) for file in _on_hub(entry, tuple(remote), key)]
             else:
-                hint = download_hint(entry, " --repo-type dataset")
+                if hint := download_hint(entry, " --repo-type dataset"):
+                    hint += ", or set data.allow_download=true"
                 raise ValueError(f"{key}: {entry} does not exist (seen from {Path.cwd()}){hint}")
         found.update(dict.fromkeys(sources))
     return list(found)
@@ -94,6 +113,47 @@ def _named(path: Path, key: str) -> Source:
 def _endings() -> str:
     """For errors: which files are read."""
     return ", ".join(ending for kind in READERS for ending in (*READERS[kind].endings, *READERS[kind].if_named))
+
+
+def _at(address: str, key: str) -> Source:
+    """A file on a store, or, where it has no protocol, on this machine."""
+    if "://" not in address:
+        return _named(Path(address), key)
+    kind = reader_name(Url(address))
+    if kind is None:
+        raise ValueError(f"{key}: {address} is a file of a kind that is not read ({_endings()})")
+    return Source(kind, Url(address))
+
+
+def _on_store(entry: str, key: str) -> list[Source]:
+    try:
+        files, place = fsspec.core.url_to_fs(entry)
+        if glob.has_magic(entry):
+            found = sorted(files.glob(place))
+        else:
+            found = sorted(files.find(place)) if files.isdir(place) else [place] if files.exists(place) else []
+    except Exception as error:  # of any store, and its package may be missing
+        raise ValueError(f"{key}: {entry} cannot be read: {error}") from None
+    if not found:
+        raise ValueError(f"{key}: there is no file at {entry}")
+    return [_at(files.unstrip_protocol(one), key) for one in found]
+
+
+@lru_cache
+def _on_hub(entry: str, splits: tuple[str, ...], key: str) -> list[str]:
+    """The files of a data set of the Hugging Face Hub, as `datasets` finds them: NAME, NAME@REVISION, NAME:CONFIG."""
+    import datasets
+
+    name, _, config = entry.partition(":")
+    name, _, revision = name.partition("@")
+    try:
+        files = datasets.load_dataset_builder(name, config or None, revision=revision or None).config.data_files or {}
+    except Exception as error:  # of the network, or of the data set
+        raise ValueError(f"{key}: {entry} cannot be read from the Hugging Face Hub: {error}") from None
+    split = next((one for one in splits if one in files), None)
+    if split is None:
+        raise ValueError(f"{key}: {entry} has no split {' or '.join(splits)}, but {', '.join(files) or 'no files'}")
+    return [str(file) for file in files[split]]
 
 
 def _stdlib() -> list[Source]:

@@ -110,7 +110,7 @@ def check_amount(plan: Plan, tokenizer: Tokenizer) -> None:
     the run will read it, and nothing is kept."""
     config = plan.config
     sources = check_sources(config.data)
-    if sum(size for source in sources for _, size, _ in source.signature()) > LITTLE:
+    if config.data.streaming or sum(size for source in sources for _, size, _ in source.signature()) > LITTLE:
         return
     with tempfile.TemporaryDirectory() as folder:
         data = config.data.model_copy(update={"cache_dir": folder})

@@ -36,6 +36,7 @@ from carpool.metrics.host import timed
 from carpool.report import text_block
 from carpool.report.read import read_run
 from carpool.report.record_types import Train, summarise_steps
+from carpool.train.build.run_data import loader_state
 from carpool.train.checkpoints.adapter_files import save_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint
@@ -142,7 +143,7 @@ def save(run: Run) -> Path | None:
     state = {
         "totals": run.totals,
         "losses": run.losses,
-        "loader": run.data.train.state_dict(),
+        "loader": loader_state(run.data.train),
         "placement": run.placement.state(),
         "norm": None if run.built.consumed is None else run.built.consumed.norm.item(),
     }

@@ -1,0 +1,148 @@
+"""Streamed data: the same batches on any number of ranks, after a resume and a kill, in shares, over several passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.train.config import load_config
+from carpool.train.config.declarations import check_effects
+from carpool.train.config.load import resolve_config
+from carpool.train.config.schema_data import DataSection
+from carpool.train.data.streaming import StreamLoader, Streams, lanes_for
+from carpool.train.data.tokenizer import BytesTokenizer
+from tests.ranks import Ranks
+from tests.train.test_kill import PATIENCE, output_of, pid_of_rank, started, wait_for_step
+from tests.train.test_loop import losses, records, start
+
+pytestmark = pytest.mark.timeout(900)
+L = 17
+
+
+def write(folder: Path, rows: int = 40, files: int = 3) -> list[dict[str, Any]]:
+    """Files of two sources, which say in each row what it is; their weights are 3 and 1."""
+    for letter in "ab":
+        (folder / letter).mkdir()
+        for file in range(files):
+            texts = [f"{letter}{file}.{row} " * (3 + row % 5) for row in range(rows)]
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+            (folder / letter / f"{file}.jsonl").write_text(lines)
+    return [{"path": str(folder / letter), "weight": weight} for letter, weight in (("a", 3), ("b", 1))]
+
+
+def streams(sources: list[dict[str, Any]], **settings: Any) -> Streams:
+    settings = {"stream_lanes": 4, "stream_buffer": 6, "sequence_length": L} | settings
+    return Streams(DataSection(streaming=True, sources=sources, **settings), BytesTokenizer(), None)
+
+
+def loaders(sources: list[dict[str, Any]], ranks: int, **settings: Any) -> list[StreamLoader]:
+    return [
+        StreamLoader(streams(sources, **settings), batch_size=12 // ranks, dp_rank=rank, dp_size=ranks, seed=2)
+        for rank in range(ranks)
+    ]
+
+
+def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """As `carpool.train.build.run_data.loader_state` merges those of ranks."""
+    lanes = sorted((pair for state in states for pair in state["lanes"].items()), key=lambda pair: pair[1]["count"])
+    return json.loads(json.dumps(states[0] | {"lanes": dict(lanes)}))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("packing", ["stream", "examples", "off"])
+def test_steps_are_the_same_on_any_number_of_ranks_and_after_a_resume(tmp_path: Path, packing: str) -> None:
+    sources = write(tmp_path)
+    settings: dict[str, Any] = {"packing": packing} | ({} if packing == "stream" else {"too_long": "split"})
+    (whole,), shared = loaders(sources, 1, **settings), loaders(sources, 2, **settings)
+    assert [len(shared[0]._slots_AN[0]), shared[0]._lanes] == [6, 4]
+    for step in range(90):
+        if step in (1, 31, 60):
+            state = merged([loader.state_dict() for loader in shared])
+            shared = loaders(sources, {1: 3, 31: 4, 60: 2}[step], **settings)
+            for loader in shared:
+                loader.load_state_dict(state)
+        (batch,), parts = next(whole), [next(loader)[0] for loader in shared]
+        for name in ("input_ids", "labels"):
+            expected = [row for rows in zip(*(part[name].tolist() for part in parts), strict=True) for row in rows]
+            assert batch[name].tolist() == expected, step
+        for loader in shared:
+            assert (loader.targets, loader.tokens, loader.seen) == (whole.targets, whole.tokens, whole.seen)
+        assert int((batch["labels"][:, 1:] != -100).sum()) == whole.targets
+    if packing == "stream":
+        assert whole.seen == {"a": 90 * 9 * (L - 1), "b": 90 * 3 * (L - 1)}
+        assert all(len(loader._open) == 2 for loader in shared), "each of two ranks reads two of the four lanes"
+
+
+def test_a_pass_has_every_row_once_before_it_begins_again(tmp_path: Path) -> None:
+    (source, _) = write(tmp_path)
+    data = streams([source | {"weight": None}], packing="off", too_long="truncate", stream_lanes=2, stream_buffer=7)
+    loader, seen = StreamLoader(data, batch_size=10), Counter[str]()
+    for step in range(24):
+        for row in next(loader)[0]["input_ids"].tolist():
+            seen[BytesTokenizer().decode(row).split()[0]] += 1
+        # A block may have the last rows of one pass and the first ones of the next.
+        if (passes := (step + 1) // 12) * 12 == step + 1:
+            assert Counter(seen.values())[passes] >= 108 and max(seen.values()) <= passes + 1
+
+
+def test_what_a_stream_does_not_take(tmp_path: Path) -> None:
+    sources = write(tmp_path, rows=2, files=1)
+    with pytest.raises(ValueError, match=r"lane 2 of 4 gets no row with text: lower data\.stream_lanes"):
+        next(loaders(sources, 1)[0])
+    for wrong, message in (
+        ([sources[0], {"path": "b", "epochs": 1}], "give all weight"),
+        ([{"path": "a"}, {"path": "b"}], r"data\.sources with data\.streaming needs weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            streams(wrong)
+    with pytest.raises(ValueError, match=r"less than 1/10,000 of the weight"):
+        streams([sources[0] | {"weight": 1e6}, sources[1]])
+    for overrides, message in (
+        (["data.streaming=true", "training.num_train_epochs=2"], r"set training\.max_steps"),
+        (["data.stream_lanes=2"], r"data\.stream_lanes = 2 .* changes nothing without data\.streaming"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolved = resolve_config(None, overrides)
+            check_effects(resolved)
+    (whole,) = loaders(sources, 1)
+    other = StreamLoader(streams(sources, stream_buffer=9), batch_size=12)
+    with pytest.raises(ValueError, match="trained on other data"):
+        other.load_state_dict(whole.state_dict())
+    assert [lanes_for(8, step) for step in (1, 6, 8, 12, 64)] == [1, 6, 8, 6, 8]
+
+
+def test_a_run_that_was_killed_and_one_on_a_single_rank_see_the_same(two_ranks: Ranks, tmp_path: Path) -> None:
+    tables = ", ".join(f'{{path = "{one["path"]}", weight = {one["weight"]}}}' for one in write(tmp_path))
+    settings = [
+        f"data.sources=[{tables}]", f"data.eval={tmp_path}/a/0.jsonl", f"data.cache_dir={tmp_path}/cache",
+        "data.streaming=true", "data.stream_buffer=5", "training.max_steps=1000", "training.eval_steps=none",
+        "training.sample_prompt=none",
+    ]  # fmt: skip
+    until = [*settings, "training.stop_at_step=8"]
+    assert start(two_ranks, tmp_path / "whole", [*until, "training.save_steps=none"]) == [""] * 2
+    killed = tmp_path / "killed"
+    process = started(killed, [*settings, "training.save_steps=2"])
+    try:
+        wait_for_step(killed, 5, lambda: output_of(process))
+        os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
+        process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    if max(losses(killed)) < 8:
+        assert start(two_ranks, killed, [*until, "training.resume_from_checkpoint=last"]) == [""] * 2
+    steps = losses(tmp_path / "whole")
+    assert {step: losses(killed)[step] for step in steps} == steps
+    one = [*until, "training.save_steps=none", "training.per_device_train_batch_size=4", "parallelism.num_ranks=1"]
+    process = started(tmp_path / "one", one)
+    shown, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, shown
+    assert "streamed from 6 files in 8 lanes" in shown
+    for step, line in records(tmp_path / "one").items():
+        assert line["loss"] == pytest.approx(steps[step][0], abs=2e-3)
+        assert line["source_tokens"] == records(killed)[step]["source_tokens"] == {"a": step * 93, "b": step * 31}
+    assert load_config(killed / "config.toml").data.streaming
