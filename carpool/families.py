@@ -118,6 +118,7 @@ class Family:
         output_bias: where attention has biases, its output projection has one.
         router_bias, expert_biases: routers and experts have biases.
         float_router: routers compute with float32 copies of their inputs and weights.
+        sigmoid_router: their scores are sigmoids of logits, and not a softmax.
         mxfp4: Transformers reads its experts from files in MXFP4.
         served: by name of the server; one that is not here has no adapters of this family's experts, or was not read.
     """
@@ -162,6 +163,7 @@ class Family:
     router_bias: bool = False
     expert_biases: bool = False
     float_router: bool = False
+    sigmoid_router: bool = False
     mxfp4: bool = False
     served: Mapping[str, ServedExperts] = field(default_factory=dict)
 
@@ -190,33 +192,37 @@ _W132 = ServedExperts("block_sparse_moe.experts", ("w1", "w3", "w2"))
 _BOTH = {"vllm": _MLP, "sglang": _MLP}
 
 _TABLE = (
-    Family("afmoe", masks_without_positions=True),
+    Family("afmoe", sigmoid_router=True, masks_without_positions=True),
     Family("aria", shared_after_routed=True),
-    Family("axk1", shared_after_routed=True),
-    Family("axk2", shared_after_routed=True),
-    Family("bailing_hybrid", shared_after_routed=True),
-    Family("beam", logits=Logits("other")),
+    Family("axk1", sigmoid_router=True, shared_after_routed=True),
+    Family("axk2", sigmoid_router=True, shared_after_routed=True),
+    Family("bailing_hybrid", sigmoid_router=True, shared_after_routed=True),
+    Family("beam", sigmoid_router=True, logits=Logits("other")),
     Family("cohere2_moe", shared_after_routed=True, logits=Logits("multiply", "logit_scale")),
     Family("deepseek_ocr2", shared_after_routed=True),
     Family("deepseek_v2", shared_after_routed=True, float_router=True, served=_BOTH),
-    Family("deepseek_v3", shared_after_routed=True, float_router=True, pipeline=True, served=_BOTH),
-    Family("deepseek_v32", shared_after_routed=True),
+    Family(
+        "deepseek_v3", sigmoid_router=True, shared_after_routed=True, float_router=True, pipeline=True, served=_BOTH,
+    ),
+    Family("deepseek_v32", sigmoid_router=True, shared_after_routed=True),
     Family("deepseek_v4", shared_after_routed=True),
     Family("diffusion_gemma", own_positions=True),
     Family("doge", more_in_mask=True),
-    Family("dots1", shared_after_routed=True, float_router=True, qk_norm="head"),
-    Family("dots3_note", shared_after_routed=True),
+    Family("dots1", sigmoid_router=True, shared_after_routed=True, float_router=True, qk_norm="head"),
+    Family("dots3_note", sigmoid_router=True, shared_after_routed=True),
     Family("ernie4_5_moe", float_router=True, router_bias=True, served=_BOTH),
     Family("ernie4_5_vl_moe", own_positions=True),
-    Family("exaone_moe", shared_after_routed=True, qk_norm="head"),
+    Family("exaone_moe", sigmoid_router=True, shared_after_routed=True, qk_norm="head"),
     Family("flex_olmo", qk_norm="all"),
-    Family("flint", shared_after_routed=True),
+    Family("flint", sigmoid_router=True, shared_after_routed=True),
     Family("gemma4", logits=Logits("cap", "final_logit_softcapping")),
-    Family("glm4_moe", shared_after_routed=True, float_router=True, output_bias=False, served=_BOTH),
-    Family("glm4_moe_lite", shared_after_routed=True, float_router=True),
-    Family("glm4v_moe", shared_after_routed=True, own_positions=True),
-    Family("glm5_next", shared_after_routed=True),
-    Family("glm_moe_dsa", shared_after_routed=True),
+    Family(
+        "glm4_moe", sigmoid_router=True, shared_after_routed=True, float_router=True, output_bias=False, served=_BOTH,
+    ),
+    Family("glm4_moe_lite", sigmoid_router=True, shared_after_routed=True, float_router=True),
+    Family("glm4v_moe", sigmoid_router=True, shared_after_routed=True, own_positions=True),
+    Family("glm5_next", sigmoid_router=True, shared_after_routed=True),
+    Family("glm_moe_dsa", sigmoid_router=True, shared_after_routed=True),
     Family(
         "gpt_oss", pipeline=True, gate=_CLAMPED, masks_without_positions=True, sinks=True, router_bias=True,
         expert_biases=True, mxfp4=True,
@@ -227,20 +233,25 @@ _TABLE = (
     Family("granitemoehybrid", logits=_DIVIDED),
     Family("granitemoeshared", logits=_DIVIDED),
     Family("hunyuan_v1_moe", qk_norm="head"),
-    Family("hy_v3", shared_after_routed=True),
-    Family("hy_v4", shared_after_routed=True),
-    Family("inkling", logits=Logits("other")),
+    Family("hy_v3", sigmoid_router=True, shared_after_routed=True),
+    Family("hy_v4", sigmoid_router=True, shared_after_routed=True),
+    Family("inkling", sigmoid_router=True, logits=Logits("other")),
     Family("inkling2", logits=Logits("other")),
     Family("jamba", served={"vllm": ServedExperts("feed_forward.experts")}),
-    Family("kimi_linear", shared_after_routed=True, float_router=True),
-    Family("kolibri1", shared_after_routed=True),
-    Family("lfm2_moe", served={"vllm": ServedExperts("feed_forward.experts", ("w1", "w3", "w2"))}),
-    Family("minimax_m2", qk_norm="all", served={"vllm": _W132, "sglang": _SPARSE}),
+    Family("kimi_linear", sigmoid_router=True, shared_after_routed=True, float_router=True),
+    Family("kolibri1", sigmoid_router=True, shared_after_routed=True),
+    Family("laguna", sigmoid_router=True),
+    Family("lfm2_moe", sigmoid_router=True, served={"vllm": ServedExperts("feed_forward.experts", ("w1", "w3", "w2"))}),
+    Family("llama4", sigmoid_router=True),
+    Family("mimo_v2_flash", sigmoid_router=True),
+    Family("minimax_m2", sigmoid_router=True, qk_norm="all", served={"vllm": _W132, "sglang": _SPARSE}),
+    Family("minimax_m3_vl", sigmoid_router=True),
     Family("mistral4", shared_after_routed=True),
     Family("mistral_large4", shared_after_routed=True),
     Family("mixtral", pipeline=True, served={"vllm": _W132, "sglang": _SPARSE}),
+    Family("muse_spark", sigmoid_router=True),
     Family(
-        "nemotron_h", shared_after_routed=True, gated=False,
+        "nemotron_h", sigmoid_router=True, shared_after_routed=True, gated=False,
         layer_keys={"mlp_hidden_act": "relu2", "moe_latent_size": None},
         served={"vllm": ServedExperts("mixer.experts", ("up_proj", "down_proj"))},
     ),
@@ -252,7 +263,8 @@ _TABLE = (
     Family("qwen3_moe", pipeline=True, qk_norm="head", served=_BOTH),
     Family("qwen3_next", qk_norm="head", query_gate=True),
     Family("qwen3_vl_moe", types=("qwen3_vl_moe_text",), qk_norm="head"),
-    Family("solar_open", shared_after_routed=True),
+    Family("solar_open", sigmoid_router=True, shared_after_routed=True),
+    Family("step3p7", sigmoid_router=True),
     Family("unlimited_ocr", shared_after_routed=True),
 )  # fmt: skip
 _OTHER = Family("")

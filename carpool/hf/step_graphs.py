@@ -105,12 +105,13 @@ class StepGraphs:
         consumed: ConsumedGradients | None = None,
         recorder: Callable[[], Recorder] = Recorder,
         at_once: int = 1,
+        sums: int = 2,
     ) -> None:
         self.model, self.layers, self.compute, self.known, self.required = model, layers, compute, known, required
         self.consumed, self.recorder, self.at_once = consumed, recorder, at_once
         device = next(model.parameters()).device
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(sums, dtype=torch.float64, device=device)
         self._failed = False
         self._offloaders: list[Offloader] = []
         self.forget()
@@ -139,7 +140,7 @@ class StepGraphs:
             before_backward: is captured, too, so it must not wait for the host.
 
         Returns:
-            (2,) float64 on the device: sums of losses, as `compute` adds them, valid until the next call. None: this
+            (sums,) float64 on the device: sums of losses, as `compute` adds them, valid until the next call. None: this
             step is to be computed eagerly.
 
         Raises:

@@ -149,6 +149,8 @@ class Train(Record):
     step: int
     loss: float | None = None
     aux_loss: float | None = None
+    z_loss: float | None = None
+    sequence_aux_loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     tokens: int | None = None

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 import carpool
 from carpool.hf import tensor_parallel as heads
 from carpool.hf.routing import router_balance as balance
+from carpool.hf.routing import router_losses
 from carpool.layout import expert_layout
 from carpool.optim import clip
 from carpool.parallel import fsdp, replicated, sequence
@@ -168,6 +169,10 @@ BREAKAGES: dict[str, Broken] = {
     "norm_of_one_rank": Broken(partial(_without, clip), Case(FSDP), "norm", "q_proj"),
     # Each rank balances its own tokens.
     "balance_of_one_rank": Broken(partial(_without, balance), Case(FSDP), "balance"),
+    # A rank balances its own parts of sequences.
+    "balance_of_parts": Broken(
+        partial(_without, router_losses), Case(Degrees(cp=2, ep=2), balance="sequence"), "balance2"
+    ),
     # Norms of queries and keys get the gradients of a rank's own heads.
     "norms_of_own_heads": Broken(partial(_without, heads), Case(TP, family="qwen3_moe", sequence="off"), "q_norm"),
 } | {

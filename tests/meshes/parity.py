@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import transformers
 
 from carpool.hf.build_model import build_model
+from carpool.hf.routing.router_balance import find_routers
 from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.hf.weights.model_config import make_config
 from carpool.layout import ExpertLayout
@@ -83,10 +84,11 @@ ORDER = [5, 2, 7, 0, 1, 6, 3, 4]
 
 
 class Found(NamedTuple):
-    """Loss and balance loss as means over the batch, the norm of the gradient, and each parameter's gradient."""
+    """Loss, balance loss and those of layers as means over the batch, the norm of the gradient, and each parameter's
+    gradient."""
 
     loss: float
-    balance: float
+    balance: list[float]
     norm: float
     gradients: dict[str, torch.Tensor]
 
@@ -117,8 +119,8 @@ def _measure(case: Case, folder: str, broken: str | None) -> dict[str, float] | 
 def compare(found: Found, expected: Found) -> dict[str, float]:
     """The errors of this rank's numbers, by what they are of."""
     errors = {"loss": abs(found.loss / expected.loss - 1), "norm": abs(found.norm / expected.norm - 1)}
-    if expected.balance:
-        errors["balance"] = abs(found.balance / expected.balance - 1)
+    pairs = enumerate(zip(found.balance, expected.balance, strict=True))
+    errors |= {f"balance{number or ''}": abs(ours / theirs - 1) for number, (ours, theirs) in pairs if theirs}
     floor = max(float(gradient.abs().max()) for gradient in expected.gradients.values()) / 1000
     for name, gradient in found.gradients.items():
         theirs = expected.gradients[name]
@@ -150,7 +152,7 @@ class Step:
         run, model = self.run, self.run.built.model
         batches = [run.to_device(batch) for batch in next(run.data.train)]
         means, norm = gradients(run, batches)
-        loss, balance = means[:2].tolist()
+        loss, *balance = means[: run.built.objective.sums].tolist()
         with sharded_parameters(model):
             whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if not is_logical(model):
@@ -220,40 +222,81 @@ def _reference(family: str, layers: int, packing: str, micro_batches: int, balan
     )
     batches = next(loader)
     tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    loss = torch.zeros(())
+    loss, counts = torch.zeros(()), None
     for batch in batches:
-        ce, aux = _loss(model, batch, balance)
-        (ce / tokens + COEF * aux / micro_batches).backward()
-        loss = loss + torch.stack([ce.detach() / tokens, aux.detach() / micro_batches])
+        ce, logits_L = _forward(model, batch)
+        losses, counts = _of_routers(logits_L, batch, balance, family == "deepseek_v3", counts)
+        (ce / tokens + sum(coef * one for coef, one in losses) / micro_batches).backward()
+        loss = loss + torch.stack([ce.detach() / tokens, *(one.detach() / micro_batches for _, one in losses)])
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
-    return Found(float(loss[0]), float(loss[1]), norm, gradients)
+    means = loss.tolist()
+    # Those of layers are means over them.
+    return Found(means[0], [means[1], *(one / len(logits_L) for one in means[2:])], norm, gradients)
 
 
-def _loss(model: Any, batch: dict[str, torch.Tensor], balance: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of cross-entropies and the balance loss of a micro-batch, document by document."""
-    ce, logits = torch.zeros(()), []
+def _forward(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """The sum of cross-entropies of a micro-batch, document by document, and for each MoE layer the router's logits of
+    the tokens of each sequence."""
+    logits: dict[str, list[list[torch.Tensor]]] = {name: [] for name in find_routers(model)}
+    hooks = [
+        router.register_forward_hook(lambda _, args, out, name=name, at=at: logits[name][-1].append(out[at]))
+        for name, (router, at) in find_routers(model).items()
+    ]
+    ce = torch.zeros(())
     for row in range(batch["input_ids"].shape[0]):
         ids, labels = batch["input_ids"][row], batch["labels"][row]
         starts = [0]
         if "position_ids" in batch:
             starts = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
+        for found in logits.values():
+            found.append([])
         for first, last in zip(starts, [*starts[1:], len(ids)], strict=True):
-            kwargs = {"output_router_logits": True} if balance != "none" else {}
-            out = model(input_ids=ids[None, first:last], use_cache=False, **kwargs)
+            out = model(input_ids=ids[None, first:last], use_cache=False)
             ce = ce + F.cross_entropy(out.logits[0, :-1].float(), labels[first + 1 : last], reduction="sum")
-            if balance != "none":
-                real = slice(None) if "padding" not in batch else ~batch["padding"][row, first:last]
-                logits.append([one.view(-1, EXPERTS)[real] for one in out.router_logits])
-    if balance == "none":
-        return ce, torch.zeros(())
-    layers = [torch.cat(parts) for parts in zip(*logits, strict=True)]
-    groups = layers if balance == "layer" else [torch.cat(layers)]
-    return ce, torch.stack([_balance(logits_TE) for logits_TE in groups]).mean()
+            if "padding" in batch:
+                for found in logits.values():
+                    found[-1][-1] = found[-1][-1].view(-1, EXPERTS)[~batch["padding"][row, first:last]]
+    for hook in hooks:
+        hook.remove()
+    return ce, [[torch.cat([part.view(-1, EXPERTS) for part in row]) for row in rows] for rows in logits.values()]
+
+
+def _of_routers(
+    logits_L: list[list[torch.Tensor]],
+    batch: dict[str, torch.Tensor],
+    balance: str,
+    sigmoid: bool,
+    counts: torch.Tensor | None,
+) -> tuple[list[tuple[float, torch.Tensor]], torch.Tensor | None]:
+    """Each loss with its weight, the balance loss first; and the choices of the step so far."""
+    layers = [torch.cat(rows) for rows in logits_L]
+    first = COEF, torch.zeros(())
+    if balance in ("model", "layer"):
+        groups = layers if balance == "layer" else [torch.cat(layers)]
+        first = COEF, torch.stack([_balance(logits_TE) for logits_TE in groups]).mean()
+    z = 0.02, torch.stack([logits_TE.logsumexp(-1).square().mean() for logits_TE in layers]).sum()
+    if balance == "step":
+        chosen_LE = torch.stack([_chosen(logits_TE).sum(0) for logits_TE in layers])
+        counts = chosen_LE if counts is None else counts + chosen_LE
+        f_LE = counts * TOP_K / counts.sum(1, keepdim=True)
+        prob_LE = torch.stack([logits_TE.softmax(-1).mean(0) for logits_TE in layers])
+        return [(COEF, EXPERTS * (f_LE * prob_LE).sum(1).mean()), z], counts
+    if balance != "sequence":
+        return [first], counts
+    rows = [row for layer in logits_L for row in layer if len(row)]
+    # Equations 17 to 20 of DeepSeek-V3, of each sequence of each layer.
+    share = [row.sigmoid() / row.sigmoid().sum(-1, keepdim=True) if sigmoid else row.softmax(-1) for row in rows]
+    f = [EXPERTS / TOP_K * _chosen(row).mean(0) for row in rows]
+    own = torch.stack([(f_E * share_TE.mean(0)).sum() for f_E, share_TE in zip(f, share, strict=True)])
+    return [first, z, (0.03, own.sum() / (len(rows) / len(layers)))], counts
+
+
+def _chosen(logits_TE: torch.Tensor) -> torch.Tensor:
+    """(T, E): 1 where a token chooses an expert."""
+    return torch.zeros_like(logits_TE).scatter(1, logits_TE.topk(TOP_K, dim=-1).indices, 1.0).detach()
 
 
 def _balance(logits_TE: torch.Tensor) -> torch.Tensor:
     """E * sum_e f_e * P_e (Switch Transformer, section 2.2)."""
-    probs_TE = logits_TE.softmax(-1)
-    chosen = torch.zeros_like(probs_TE).scatter(1, probs_TE.topk(TOP_K, dim=-1).indices, 1.0)
-    return EXPERTS * (chosen.mean(0) * probs_TE.mean(0)).sum()
+    return EXPERTS * (_chosen(logits_TE).mean(0) * logits_TE.softmax(-1).mean(0)).sum()

@@ -43,6 +43,23 @@ SHARED = [
     Case(Degrees(dp_replicate=2, fsdp=2, ep=2), dense="zero1", schedule="two-batch", micro_batches=2),
     Case(Degrees(fsdp=4, etp=2), dense="zero1"),
 ]  # fmt: skip
+# Losses of routers where sequences are divided, in stages, and beside what computes layers again.
+ROUTERS = [
+    Case(FSDP, packing="examples", dense="zero1", micro_batches=2, balance="sequence"),
+    Case(FSDP, family="deepseek_v3", packing="off", recompute="recompute", balance="sequence"),
+    Case(TP, family="qwen3_moe", packing="examples", recompute="recompute", micro_batches=2, balance="sequence"),
+    Case(TP, sequence="off", micro_batches=4, balance="step"),
+    Case(CP, family="mixtral", attention="ring", balance="sequence"),
+    Case(CP, family="deepseek_v3", packing="examples", micro_batches=2, balance="sequence"),
+    Case(Degrees(pp=2), transport="local", micro_batches=4, packing="off", recompute="recompute", balance="sequence"),
+    Case(Degrees(pp=2), transport="local", pipeline="DualPipeV", micro_batches=4, balance="step"),
+]  # fmt: skip
+ROUTERS_OF_FOUR = [
+    Case(Degrees(cp=2, tp=2, ep=4), micro_batches=2, balance="sequence"),
+    Case(Degrees(pp=2, tp=2, ep=2), micro_batches=2, packing="examples", balance="sequence"),
+    Case(Degrees(fsdp=4, ep=4), transport="alltoall", micro_batches=2, balance="step"),
+    Case(Degrees(pp=2, cp=2, ep=2), family="deepseek_v3", micro_batches=2, balance="sequence"),
+]
 # Rides before reductions, and layers whose activations go to host memory, in stages.
 STAGES = [
     Case(mesh, family="qwen3_moe" if schedule == "ZBVZeroBubble" else "olmoe", recompute="offload", micro_batches=4,
@@ -78,6 +95,11 @@ def test_a_few(two_ranks: Ranks, tmp_path: Path) -> None:
 
 def test_experts_that_several_groups_hold(ranks: Ranks, tmp_path: Path) -> None:
     _check(ranks, SHARED, tmp_path)
+
+
+def test_losses_of_routers(two_ranks: Ranks, ranks: Ranks, tmp_path: Path) -> None:
+    _check(two_ranks, ROUTERS, tmp_path / "two")
+    _check(ranks, ROUTERS_OF_FOUR, tmp_path / "four")
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ rank it punishes every rank for not being balanced by itself. Here f is summed o
 
 All layers together can be balanced while none is: expert 3 hot in one layer, cold in another. But ranks wait for each
 other in each layer. `per_layer` takes the mean of every layer's own loss, as in the papers.
+
+A step may have several micro-batches. With `StepCounts`, f is of all of them so far (Qwen, arXiv 2501.11873): a loss of
+few tokens keeps experts from specialising, and a micro-batch of one rank is often one document.
 """
 
 from __future__ import annotations
@@ -79,10 +82,33 @@ def router_statistics(
     return torch.stack(rows)
 
 
+class StepCounts:
+    """What routers have chosen so far in a step, over all ranks. It may be in a CUDA graph: its memory stays."""
+
+    def __init__(self) -> None:
+        self._sum_GS: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._sum_GS is not None:
+            self._sum_GS.zero_()
+
+    def add(self, total_GS: torch.Tensor) -> torch.Tensor:
+        """Statistics of the step so far, with those of one more micro-batch."""
+        if self._sum_GS is None:
+            self._sum_GS = torch.zeros_like(total_GS)
+        return self._sum_GS.add_(total_GS)
+
+
 def loss_of_statistics(
-    own_GS: torch.Tensor, group: dist.ProcessGroup | None = None, *, per_layer: bool = False
+    own_GS: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    per_layer: bool = False,
+    counts: StepCounts | None = None,
 ) -> torch.Tensor:
-    """`balance_loss`, of what `router_statistics` has returned for all layers."""
+    """`balance_loss`, of what `router_statistics` has returned for all layers. `counts`: choices are those of the step
+    so far; None: of this micro-batch."""
     # G: what is balanced by itself, each layer or all of them.
     if not per_layer:
         own_GS = own_GS.sum(0, keepdim=True)
@@ -95,6 +121,9 @@ def loss_of_statistics(
     count_GE, prob_all_GE, tokens_G1 = total_GS.split([num_experts, num_experts, 1], dim=1)
     tokens_G1 = tokens_G1.clamp(min=1.0)
     f_GE = count_GE / tokens_G1
+    if counts is not None:
+        count_GE, _, chosen_of_G1 = counts.add(total_GS).split([num_experts, num_experts, 1], dim=1)
+        f_GE = count_GE / chosen_of_G1.clamp(min=1.0)
     # Linear in P once f is global: each rank differentiates its own part and no gradient has to travel.
     own = num_experts * (f_GE * prob_GE / tokens_G1).sum(1).mean() * ranks
     value = num_experts * (f_GE * prob_all_GE / tokens_G1).sum(1).mean()

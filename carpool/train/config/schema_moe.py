@@ -191,6 +191,23 @@ class MoeSection(Section):
     ] = "model"
     """What the load-balancing loss balances. model: the tokens of all layers together, as transformers does; one
     layer may then be uneven if another makes up for it. layer: each layer by itself, as in the papers."""
+    balance_batch: Annotated[
+        Literal["micro", "global"],
+        Needs("moe.router_aux_loss_coef!=0", "moe.router_aux_loss_coef above 0"),
+        Excludes(
+            "moe.schedule=two-batch",
+            "two micro-batches at a time have no order in which their choices are counted",
+            own="moe.balance_batch=global",
+        ),
+    ] = "micro"
+    """Whose choices the load-balancing loss counts. micro: those of a micro-batch on all ranks. global: those of the
+    step so far, of all micro-batches too (global-batch balance, as Qwen), so that experts may specialise."""
+    router_z_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the router z-loss (ST-MoE), which keeps router logits small. ST-MoE takes 0.001. Each MoE layer
+    adds its own."""
+    sequence_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the sequence-wise balance loss of DeepSeek-V3, which takes 0.0001 beside moe.bias_update_rate. Each MoE
+    layer adds its own; a sequence has data.sequence_length tokens."""
     bias_update_rate: float | None = Field(default=None, ge=0)
     """Balance without a loss: how far the bias of each expert moves per step against the load of the whole batch, in
     models whose routers have one (DeepSeek-V3 and relatives). 0: biases stay as they are. none: 0.001, as

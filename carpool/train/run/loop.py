@@ -232,7 +232,7 @@ def update(run: Run) -> tuple[Losses, float, int]:
     run.fit_capacity()
     # Here alone the host waits for the device, and what follows depends on it.
     *found, norm = torch.cat([means, measured.to(means).view(1)]).tolist()
-    losses, asked = built.objective.losses(found, run.data.train.targets), found[2:]
+    losses, asked = built.objective.losses(found, run.data.train.targets), found[built.objective.sums :]
     # A ride that lacked a rank is known now, and what it gave is worth nothing.
     run.check_rides()
     if not (math.isfinite(losses.loss) and math.isfinite(norm)):

@@ -3,7 +3,7 @@
 Every rank of a pipeline reads the same batches, so labels, positions and padding need not travel. What does is
 
     hidden_BLH          what the layers so far have made
-    statistics_LS       of the routers so far (`router_statistics`), a row for each MoE layer
+    statistics_LS       of the routers so far (`Objective.statistics`), a row for each MoE layer
 
 and their gradients travel back. The last stage has the loss, the balance loss of all layers included: it is not the sum
 of the stages' balance losses, because all layers are balanced together, and a stage cannot know how often the others'
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from carpool.activations import Arena
 from carpool.hf.pipeline_stages import Part, Stages
-from carpool.hf.routing.router_balance import RouterLogits, loss_of_statistics, router_statistics
+from carpool.hf.routing.router_balance import RouterLogits
 from carpool.hf.step_graphs import Batch, BeforeBackward
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES
@@ -75,7 +75,8 @@ class PipelineObjective(Objective):
         # Tensor-parallel ranks may all have the same. Others have no head, and cannot know.
         self.copies, self.cross_entropy.copies = self.cross_entropy.copies, 1
         self.experts, layers = max(routers.values(), default=0), sorted(routers)
-        self.layers = len(layers)
+        self.moe_layers = len(layers)
+        self.columns = 2 * self.experts + 1 + len(self.layer_coefs)
         ends = [(part.layers.start, part.layers.stop) for part in parts]
         self.rows = {
             number: range(*(sum(layer < end for layer in layers) for end in both)) for number, both in enumerate(ends)
@@ -86,7 +87,7 @@ class PipelineObjective(Objective):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Without gradients: cross-entropy summed over this rank's tokens on the last stage, 0 on others."""
-        self.begin([batch], 0.0, torch.zeros(2, dtype=torch.float64, device=batch["input_ids"].device))
+        self.begin([batch], 0.0, torch.zeros(self.sums, dtype=torch.float64, device=batch["input_ids"].device))
         self.pipeline.forward_only(1, self.travels(batch))
         return self._sums[0].clone(), None
 
@@ -107,6 +108,8 @@ class PipelineObjective(Objective):
     def begin(self, batches: Sequence[Batch], factor: float | torch.Tensor, sums: torch.Tensor) -> None:
         """A step of these micro-batches begins. `factor`: of the loss of each; `sums`: where losses are added."""
         self._batches, self._factor, self._sums, self._first = batches, factor, sums, True
+        if self.counts is not None:
+            self.counts.begin()
 
     def end(self) -> None:
         """After the last backward of a step: what has come is reduced."""
@@ -139,13 +142,13 @@ class PipelineObjective(Objective):
         if self.shard is not None:
             shape = torch.Size((1, tokens_per_rank(shape.numel(), self.shard.group)))
         hidden = torch.empty(*shape, self.hidden, dtype=self.dtype, device="meta")
-        if not self.aux_coef:
+        if self.router_logits is None:
             return (hidden,)
-        return hidden, torch.empty(self.layers, 2 * self.experts + 1, dtype=torch.float32, device="meta")
+        return hidden, torch.empty(self.moe_layers, self.columns, dtype=torch.float32, device="meta")
 
     def compute(self, stage: int, number: int, received: Tensors) -> Tensors:
         """A stage's forward on a micro-batch: what travels; on the last one, the loss."""
-        part, aux = self.stages.parts[stage], bool(self.aux_coef)
+        part, aux = self.stages.parts[stage], self.router_logits is not None
         collected: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
         if self.router_logits is not None:
             collected = self.router_logits.collect(len(self.rows[stage]))
@@ -162,14 +165,14 @@ class PipelineObjective(Objective):
                     # Equally many on all ranks, also where the last ones have fewer tokens.
                     most = tokens_per_rank(batch["input_ids"].numel(), self.shard.group)
                     hidden_BLH = F.pad(hidden_BLH, (0, 0, 0, most - hidden_BLH.shape[1]))
-        found: Tensors = (self._add_statistics(stage, received, logits, self.padding(batch)),) if aux else ()
+        found: Tensors = (self._add_statistics(stage, received, logits, batch),) if aux else ()
         if not part.last:
             return (hidden_BLH, *found)
         self._sums[0] += ce.detach() / self.copies
         loss = ce * (self._factor.to(ce.dtype) if isinstance(self._factor, torch.Tensor) else self._factor)
         if aux and torch.is_grad_enabled():
-            balance = loss_of_statistics(found[0], self.stage_group, per_layer=self.balance_layers)
-            loss = self._with_balance(loss, balance, len(self._batches), self._sums)
+            routers = self.router_losses(found[0], self.stage_group)
+            loss = self._with_routers(loss, routers, len(self._batches), self._sums)
         return (loss,)
 
     def _whole(self, hidden: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -181,16 +184,16 @@ class PipelineObjective(Objective):
         return whole_TH[: shape.numel()].view(*shape, -1)
 
     def _add_statistics(
-        self, stage: int, received: Tensors, logits: Sequence[torch.Tensor], padding_T: torch.Tensor | None
+        self, stage: int, received: Tensors, logits: Sequence[torch.Tensor], batch: Batch
     ) -> torch.Tensor:
         """The routers' statistics of all layers up to this stage's; zeros for those to come."""
         rows = self.rows[stage]
         if received:
             before_LS = received[1]
         else:
-            shape = (self.layers, 2 * self.experts + 1)
+            shape = (self.moe_layers, self.columns)
             before_LS = torch.zeros(shape, device=self._sums.device, requires_grad=torch.is_grad_enabled())
         if not rows:
             return before_LS.clone()
-        own_LS = router_statistics(logits, self.top_k, padding_T)
+        own_LS = self.statistics(logits, batch, self.stage_group)
         return torch.cat([before_LS[: rows.start], own_LS, before_LS[rows.stop :]])

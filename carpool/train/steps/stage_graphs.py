@@ -57,7 +57,9 @@ class StageGraphs(StepGraphs):
     ) -> None:
         self.objective = objective
         self._anchor = torch.zeros((), requires_grad=True)
-        super().__init__(objective.model, layers, objective.run_together, known, required, recorder=recorder)
+        super().__init__(
+            objective.model, layers, objective.run_together, known, required, recorder=recorder, sums=objective.sums
+        )
 
     def forget(self) -> None:
         super().forget()

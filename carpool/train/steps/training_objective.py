@@ -22,7 +22,8 @@ from torch import nn
 from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.documents import fastest_attention, one_row_only, packed, packed_settings, unpacked
 from carpool.hf.loss_head import HeadLoss, next_tokens
-from carpool.hf.routing.router_balance import RouterLogits, balance_loss
+from carpool.hf.routing.router_balance import RouterLogits, StepCounts, loss_of_statistics, router_statistics
+from carpool.hf.routing.router_losses import RouterTokens, layer_losses
 from carpool.hf.seam.expert_rides import WithoutExperts, rides
 from carpool.hf.step_graphs import Batch, BeforeBackward, StepGraphs
 from carpool.hf.tensor_parallel import sequence_shard
@@ -33,19 +34,26 @@ from carpool.ride.two_batch import TwoBatch
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one step, over all ranks: mean cross-entropy per token, mean balance loss (None if off), tokens."""
+    """Of one step, over all ranks: mean cross-entropy per token, mean balance loss (None if off), tokens; z-loss and
+    balance loss of sequences, as means over layers (None if off)."""
 
     loss: float
     aux_loss: float | None
     tokens: int
+    z_loss: float | None = None
+    sequence_aux_loss: float | None = None
 
 
 class Objective:
-    """The loss that is minimised: cross-entropy plus `aux_coef` times the balance loss of the whole batch.
+    """The loss that is minimised: cross-entropy plus `aux_coef` times the balance loss of the whole batch, and what
+    each MoE layer adds (`carpool.hf.routing.router_losses`).
 
     Args:
         model: a causal language model of transformers.
-        aux_coef: 0 turns the balance loss off;  balance_layers: balance each layer by itself, not all together.
+        aux_coef: 0 turns the balance loss off;  balance_layers: balance each layer by itself, not all together;
+            balance_step: by the choices of all micro-batches of a step so far.
+        z_coef, sequence_coef: of each layer's z-loss and balance loss of sequences; 0: off.  sigmoid: scores of
+            routers are sigmoids.
         two_batch: two micro-batches run half a layer apart (`carpool.ride.two_batch`), and an odd last one by
             itself. If there is only one, its halves do; the balance loss is then of each half.
         rides_first: what reductions wait for (`carpool.ride.priority`).
@@ -67,6 +75,10 @@ class Objective:
         dp_size: int,
         autocast: torch.dtype | None,
         balance_layers: bool = False,
+        balance_step: bool = False,
+        z_coef: float = 0.0,
+        sequence_coef: float = 0.0,
+        sigmoid: bool = False,
         two_batch: bool = False,
         rides_first: RidesFirst | None = None,
         loss_chunk_size: int | None = None,
@@ -80,7 +92,13 @@ class Objective:
             )
         self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
         self.cross_entropy = HeadLoss(model, loss_chunk_size)
-        self.router_logits = self._collector() if aux_coef else None
+        self.z_coef, self.sequence_coef, self.sigmoid = z_coef, sequence_coef, sigmoid
+        # The losses that layers have for themselves, and what sums of a step there are: cross-entropy, balance, these.
+        self.layer_coefs = [coef for coef in (z_coef, sequence_coef) if coef]
+        self.sums = 2 + len(self.layer_coefs)
+        self.router_logits = self._collector() if aux_coef or self.layer_coefs else None
+        self.moe_layers = 0 if self.router_logits is None else self.router_logits.count
+        self.counts = StepCounts() if balance_step else None
         # A configuration may ask for them, and for a balance loss of this rank's tokens.
         self.settings = {"use_cache": False, **({"output_router_logits": False} if returns_logits else {})}
         self.balance_layers = balance_layers
@@ -106,7 +124,8 @@ class Objective:
         return RouterLogits(self.model)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
+        """Cross-entropy summed over this rank's tokens, and (1 + n,), the balance loss and means of those of layers;
+        float32."""
         routers, moves = self.router_logits, self.moving if self.model.training else None
         collected: AbstractContextManager[Any] = nullcontext() if routers is None else routers.collect()
         with (
@@ -117,7 +136,36 @@ class Objective:
             ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
         if self.router_logits is None:
             return ce, None
-        return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=self.padding(batch))
+        return ce, self.router_losses(self.statistics(logits, batch))
+
+    def statistics(
+        self, logits: Sequence[torch.Tensor], batch: Batch, group: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """(layers, S): what the balance loss needs of each layer, and in further columns the losses that it has for
+        itself. `batch`: as `inputs` has given it; `group`: all ranks with these layers."""
+        padding_T = self.padding(batch)
+        own_LS = router_statistics(logits, self.top_k, padding_T)
+        if not self.layer_coefs:
+            return own_LS
+        tokens = RouterTokens(padding_T)
+        if self.sequence_coef:
+            sequence_T = batch["sequence"].flatten()
+            divided: list[Any] = [] if self.context is None else [self.context.group]
+            if self.shard is not None:
+                sequence_T = self.shard.own(sequence_T)
+                divided.append(self.shard.group)
+            tokens = RouterTokens(padding_T, sequence_T == batch["sequences"].unsqueeze(1), divided)
+        uses: dict[str, bool] = {"z": bool(self.z_coef), "sequence": bool(self.sequence_coef)}
+        own_LN = layer_losses(logits, self.top_k, tokens, group, sigmoid=self.sigmoid, **uses)
+        return torch.cat([own_LS, own_LN], dim=1)
+
+    def router_losses(self, own_LS: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """What `forward` returns, of the statistics of all layers."""
+        ends = own_LS.shape[1] - len(self.layer_coefs)
+        balance = own_LS.new_zeros(())
+        if self.aux_coef:
+            balance = loss_of_statistics(own_LS[:, :ends], group, per_layer=self.balance_layers, counts=self.counts)
+        return torch.cat([balance.view(1), own_LS[:, ends:].mean(0)])
 
     def padding(self, batch: Batch) -> torch.Tensor | None:
         """(T,) of what `inputs` has given: true where a router of this rank sees no token but padding."""
@@ -129,9 +177,12 @@ class Objective:
         """Inside, the model computes as it is trained: this rank's part of a batch, with each position's target, and
         what the model's forward is told besides tokens. Padding chooses no experts."""
         batch = {**batch, "target": next_tokens(batch["labels"])}
+        number_S = torch.arange(len(batch["input_ids"]), device=batch["input_ids"].device)
+        if self.sequence_coef:
+            batch["sequence"] = number_S.unsqueeze(1).expand_as(batch["input_ids"])
         ends_BD = batch.pop("document_ends", None)
         if "position_ids" in batch and one_row_only(self.model):
-            batch = {name: value.view(1, -1) for name, value in batch.items()}
+            batch = {name: value.reshape(1, -1) for name, value in batch.items()}
         ids_BL, position_BL = batch["input_ids"], batch.get("position_ids")
         device, settings = ids_BL.device, self.settings
         if position_BL is not None:
@@ -142,6 +193,8 @@ class Objective:
             whole = self.context.whole(ids_BL.shape[1], position_BL)
             batch = {name: self.context.cut.part(value) for name, value in batch.items()}
         padding_T = self.padding(batch)
+        if self.sequence_coef:
+            batch["sequences"] = number_S
         for own in () if padding_T is None else self.riding:
             own.padded = True
         with (
@@ -174,7 +227,11 @@ class Objective:
 
     def losses(self, means: Sequence[float], tokens: int) -> Losses:
         """What `accumulate` has returned, on the host."""
-        return Losses(loss=means[0], aux_loss=means[1] if self.aux_coef else None, tokens=tokens)
+        own = dict(zip((name for name, coef in self._named_coefs() if coef), means[2 : self.sums], strict=True))
+        return Losses(loss=means[0], aux_loss=means[1] if self.aux_coef else None, tokens=tokens, **own)
+
+    def _named_coefs(self) -> tuple[tuple[str, float], ...]:
+        return ("z_loss", self.z_coef), ("sequence_aux_loss", self.sequence_coef)
 
     def accumulate(
         self,
@@ -190,15 +247,15 @@ class Objective:
             before_backward: of a single batch, is called with its loss between forward and backward.
 
         Returns:
-            (2 + n,) float64 on the device, over all ranks: mean cross-entropy per token, mean balance loss, and sums of
-            what is beside.
+            (sums + n,) float64 on the device, over all ranks: mean cross-entropy per token, mean balance loss, those of
+            layers, and sums of what is beside.
         """
         if tokens == 0:
             raise ValueError("a step's batch has no token to predict: all labels are -100")
         if self.two_batch is not None and len(batches) == 1:
             batches = in_two(batches[0])
-        sums = torch.zeros(2 + len(beside), dtype=torch.float64, device=batches[0]["input_ids"].device)
-        for place, number in enumerate(beside, 2):
+        sums = torch.zeros(self.sums + len(beside), dtype=torch.float64, device=batches[0]["input_ids"].device)
+        for place, number in enumerate(beside, self.sums):
             if number:
                 sums[place] = number
 
@@ -206,7 +263,7 @@ class Objective:
         # In the backward too: layers that are computed again there must save what they saved before.
         with fastest_attention(sums.device):
             if self.graphs is not None and (captured := self.graphs.run(batches, factor, before_backward)) is not None:
-                sums[:2] += captured
+                sums[: self.sums] += captured
             else:
                 self._accumulate(batches, factor, sums, before_backward)
         if self.shard is not None:
@@ -215,7 +272,7 @@ class Objective:
             dist.all_reduce(sums)
         sums[0] /= self.cross_entropy.copies
         sums[0] /= tokens
-        sums[1] /= self.dp_size * self.ranks_per_copy
+        sums[1 : self.sums] /= self.dp_size * self.ranks_per_copy
         return sums
 
     def _accumulate(
@@ -245,6 +302,8 @@ class Objective:
             before_backward: as of `accumulate`; not of two."""
         if self.kept is not None:
             self.kept.begin(first, last, len(batches))
+        if first and self.counts is not None:
+            self.counts.begin()
         losses = [partial(self._loss, batch, factor, number, sums) for batch in batches]
         if self.two_batch is not None and len(losses) == 2:
             self.two_batch.backward(losses, self._processors())
@@ -260,13 +319,17 @@ class Objective:
         ce, aux = self.forward(batch)
         loss = ce * (factor.to(ce.dtype) if isinstance(factor, torch.Tensor) else factor)
         sums[0] += ce.detach()
-        return loss if aux is None else self._with_balance(loss, aux, number, sums)
+        return loss if aux is None else self._with_routers(loss, aux, number, sums)
 
-    def _with_balance(self, loss: torch.Tensor, aux: torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
-        """A loss and the balance loss of one of a step's `number` micro-batches, which is added to `sums`."""
+    def _with_routers(self, loss: torch.Tensor, found_N: torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
+        """A loss and those of routers of one of a step's `number` micro-batches, which are added to `sums`."""
         ranks = 1 if self.shard is None else self.shard.ranks
-        sums[1] += aux.detach() / number
-        return loss + aux * (self.share * self.aux_coef / (number * ranks))
+        sums[1 : self.sums] += found_N.detach() / number
+        loss = loss + found_N[0] * (self.share * self.aux_coef / (number * ranks))
+        for place, coef in enumerate(self.layer_coefs, 1):
+            # Each layer adds its own.
+            loss = loss + found_N[place] * (self.share * coef * self.moe_layers / (number * ranks))
+        return loss
 
     def _processors(self) -> int:
         """Multiprocessors that the model's rides take."""
