@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
 
 from carpool.experts import Activation
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.experts_module import expert_function, fields_of, slices_of
-from carpool.hf.seam.find_modules import find_router
+from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.optim.base import Matrices
 
 # The last modules of adapters of peft and of Carpool, by their names' parts.
@@ -27,7 +28,10 @@ def layer_matrices(model: nn.Module) -> dict[str, Matrices]:
     found: dict[str, Matrices] = {}
     others: set[int] = set()
     layers = rides(model)
-    for name in layers:
+    experts = {name: own.experts for name, own in layers.items()}
+    if not layers and isinstance(model, PreTrainedModel):
+        experts = {name: model.get_submodule(name) for name in experts_modules(model)}
+    for name in experts:
         if (router := find_router(model, name)) is not None:
             others |= {id(parameter) for parameter in router.parameters()}
     for ends in ("get_input_embeddings", "get_output_embeddings"):
@@ -36,9 +40,9 @@ def layer_matrices(model: nn.Module) -> dict[str, Matrices]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ADAPTER not in name and min(module.weight.shape) > 1:
             found[f"{name}.weight"] = Matrices()
-    for name, own in layers.items():
-        order = tuple(row for rank in own.layout.homes for row in rank)
-        found |= {f"{name}.{key}": value for key, value in _of_experts(own.experts, order).items()}
+    for name, module in experts.items():
+        order = tuple(row for rank in layers[name].layout.homes for row in rank) if layers else ()
+        found |= {f"{name}.{key}": value for key, value in _of_experts(module, order).items()}
     named = dict(model.named_parameters())
     return {name: of for name, of in found.items() if name in named and id(named[name]) not in others}
 

@@ -189,8 +189,9 @@ class Muon(MuonFacts, AdamW):
         step = _Step(self, self._numbers(factor))
         self._exchange.run(step.take, step.orthogonal, step.change, meanwhile=lambda: self._alone(step))
         if zero_grads:
-            for grad in step.gradients.values():
-                grad.zero_()
+            for parameter in step.gradients:
+                assert parameter.grad is not None
+                local(parameter.grad).zero_()
         written = list(step.gradients)
         torch.autograd.graph.increment_version(written + [local(p) for p in written if isinstance(p, DTensor)])
 

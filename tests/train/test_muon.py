@@ -22,7 +22,9 @@ from carpool.optim.base import Matrices
 from carpool.optim.muon import orthogonalise
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters
+from carpool.train.build.assemble import make_optimizer
 from carpool.train.config import load_config
+from carpool.train.config.schema_training import TrainingSection
 from carpool.train.run.loop import gradients
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
@@ -31,6 +33,7 @@ from tests.meshes.parity import Step
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, run, start, start_two, weights
 from tests.train.test_memory import _estimate
+from tests.train.test_placement import PLACED, looks
 
 RANKS_IMPORT = ("tests.meshes.parity", "tests.train.test_loop")
 FLOAT32 = {"ns_dtype": "float32"}
@@ -313,10 +316,13 @@ def test_runs_equal_one_process(one_rank: Ranks, two_ranks: Ranks, tmp_path: Pat
         assert one_rank(run, str(tmp_path / f"one{seed}"), settings) == [""]
     assert one_rank(run, str(tmp_path / "one"), [*ONE, *EXACT]) == [""]
     fsdp = ["parallelism.ep_size=2", "parallelism.data_parallel=fsdp"]
-    for name, more in (("fsdp", [*EXACT, *fsdp]), ("etp", [*EXACT, "parallelism.etp_size=2"]), ("bf16", CHOSEN)):
+    ways = {"fsdp": [*EXACT, *fsdp], "etp": [*EXACT, "parallelism.etp_size=2"], "moved": [*EXACT, *PLACED]}
+    for name, more in {**ways, "bf16": CHOSEN}.items():
         assert start_two(two_ranks, tmp_path / name, more) == [""] * 2
-    close_to(tmp_path / "fsdp", tmp_path / "one")
-    close_to(tmp_path / "etp", tmp_path / "one")
+    for name in ways:
+        close_to(tmp_path / name, tmp_path / "one")
+    # Experts take their momentum with them.
+    assert any(look["event"] == "moved" for look in looks(tmp_path / "moved"))
     ours, one, other = (losses(tmp_path / name) for name in ("bf16", "one0", "one1"))
     assert abs(ours[6][0] - one[6][0]) < 0.2 * abs(other[6][0] - one[6][0])
 
@@ -361,6 +367,14 @@ def test_its_memory_and_time_are_predicted() -> None:
     # 5 steps of two products of 64 x 32 with 32 x 32, and of one of 32 x 32.
     assert OPTIMIZERS["muon"].update_flops(64, 32) == 5 * (2 * 2 * 64 * 32 * 32 + 2 * 32**3)
     assert OPTIMIZERS["one-pass"].update_flops(64, 32) == 0
+
+
+def test_rates_of_lora_plus() -> None:
+    training = TrainingSection(learning_rate=1e-3, loraplus_lr_ratio=16, learning_rates={"other.*": 5e-4})
+    pair = {"lora_A": nn.Linear(2, 3, bias=False), "lora_B": nn.Linear(3, 2, bias=False)}
+    model = nn.ModuleDict({"layer": nn.ModuleDict(pair), "other": nn.ModuleDict({"lora_B": nn.Linear(2, 2)})})
+    groups = make_optimizer(model, training).param_groups
+    assert [(group["lr_ratio"], len(group["params"])) for group in groups] == [(1, 1), (16, 1), (0.5, 1), (0.5, 1)]
 
 
 def test_rates_by_patterns(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -283,14 +283,14 @@ def _by_rate(named: list[tuple[str, nn.Parameter]], training: TrainingSection) -
     """Parameters by their learning rate, as a share of `training.learning_rate`. All ranks together, if there are
     patterns. ValueError: a pattern that fits nothing."""
     found: dict[float, list[Any]] = {}
-    met: set[str] = set()
+    ratios, met = training.lr_ratios, set[str]()
     for name, parameter in named:
-        pattern = next((one for one in training.learning_rates if fnmatchcase(name, one)), "")
+        pattern = next((one for one in ratios if fnmatchcase(name, one)), "")
         met.add(pattern)
-        found.setdefault(training.lr_ratio(pattern), []).append((name, parameter))
-    if training.learning_rates:
-        everywhere = set().union(*gather(met)) if dist.is_initialized() else met  # a stage has some layers
-        if missing := [one for one in training.learning_rates if one not in everywhere]:
+        found.setdefault(ratios.get(pattern, 1.0), []).append((name, parameter))
+    if ratios:
+        everywhere = set[str]().union(*gather(met))  # a stage has some layers
+        if missing := [one for one in ratios if one not in everywhere]:
             raise ValueError(
                 f"training.learning_rates: {missing[0]!r} fits no parameter that is trained and that no pattern before "
                 f"it fits; names are such as {named[0][0]}, and * stands for any part"

@@ -54,7 +54,11 @@ class TrainingSection(Section):
     """Peak learning rate."""
     learning_rates: dict[str, float] = Field(default_factory=dict)
     """Other peaks by patterns of parameters' names, in which * stands for any part: {"*.experts.*" = 1e-4}. The first
-    that fits counts. LoRA+: {"*.lora_B.*" = ...}, 16 times learning_rate. All follow the same schedule."""
+    that fits counts. All follow the same schedule."""
+    loraplus_lr_ratio: Annotated[float | None, Needs("adapter.kind", "an adapter: adapter.kind=lora")] = Field(
+        default=None, gt=0
+    )
+    """LoRA+ (arXiv 2402.12354): the learning rate of an adapter's lora_B by that of lora_A; the paper takes 16."""
     lr_scheduler_type: Annotated[
         str, Demo("cosine"), registered("training.lr_scheduler_type", "carpool.train.lr_schedules.LR_SCHEDULES")
     ] = "cosine"
@@ -277,10 +281,13 @@ class TrainingSection(Section):
         in_backward = self.optimizer_in_backward
         return find_optimizer(self.optimizer, dtype, self.optimizer_state_dtype, self.optimizer_offload, in_backward)
 
-    def lr_ratio(self, pattern: str) -> float:
-        """Of parameters that a pattern of `learning_rates` fits (none: "") by `learning_rate`."""
-        rate = self.learning_rates.get(pattern, self.learning_rate)
-        return rate / self.learning_rate if self.learning_rate else 1.0
+    @property
+    def lr_ratios(self) -> dict[str, float]:
+        """Learning rates by patterns of parameters' names, as shares of `learning_rate`; the first that fits counts."""
+        ratios = {
+            name: rate / self.learning_rate if self.learning_rate else 1.0 for name, rate in self.learning_rates.items()
+        }
+        return ratios | ({"*.lora_B.*": self.loraplus_lr_ratio} if self.loraplus_lr_ratio is not None else {})
 
     def state_bytes(self, dtype: str, matrix: bool = False) -> Mapping[str, float]:
         """What the optimizer keeps of each element of a parameter of this dtype (`carpool.optim.base`).
