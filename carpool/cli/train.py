@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,7 +58,9 @@ def train(
             help="Print the tokens of N training examples, those that are learned in green, and train nothing.",
         ),
     ] = 0,
-    help_config: Annotated[bool, typer.Option("--help-config", help="Explain every setting.")] = False,
+    help_config: Annotated[
+        bool, typer.Option("--help-config", help="Explain every setting, or those that mention the words that follow.")
+    ] = False,
     debug: RanksDebug = False,
 ) -> None:
     """Train a model. It starts one rank per GPU (or 4 processes on CPU), unless torchrun or Slurm started it.
@@ -65,7 +68,8 @@ def train(
     Without arguments: a small model on the source code of Python's standard library; nothing is downloaded.
     """
     if help_config:
-        _explain_config()
+        with errors(debug):
+            _explain_config(overrides or [])
         return
     with lasting_output(), errors(debug), leaves_setup():
         from carpool.train.config import resolve_config
@@ -152,17 +156,30 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _explain_config() -> None:
+def _explain_config(words: list[str]) -> None:
+    """Print settings; with words, those in which all of them occur, and what stands for names of Transformers."""
     from carpool.train.config import describe
+    from carpool.train.config.load import names_of_transformers
+
+    def plain(text: str) -> str:
+        return re.sub(r"[-_ ]", "", text).lower()
+
+    def mentions(*texts: str) -> bool:
+        return all(plain(word) in plain(" ".join(texts)) for word in words)
 
     console = Console()
-    section = ""
-    for name, kind, default, description in describe():
+    section, found = "", [one for one in describe() if mentions(one[0], one[1], one[3])]
+    theirs = {name: said for name, said in names_of_transformers().items() if words and mentions(name)}
+    if not found and not theirs:
+        raise ValueError(f"no setting mentions {' '.join(words)}; --help-config without a word explains all of them")
+    for name, kind, default, description in found:
         if name.split(".")[0] != section:
             section = name.split(".")[0]
             console.print(f"\n[bold]{escape(f'[{section}]')}[/]")
         console.print(f"  [bold]{name}[/] = {escape(default)}  [dim]({escape(kind)})[/]", highlight=False)
         console.print(f"      {escape(description)}", highlight=False)
+    for name, said in theirs.items():
+        console.print(f"\nTrainingArguments.{name}: {escape(said)}", highlight=False)
 
 
 def _recipe(name: str) -> Path:

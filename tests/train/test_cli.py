@@ -56,6 +56,29 @@ def test_every_setting_is_explained():
         assert description in shown
 
 
+SEARCHED = (
+    "muon|adamw|learning rate|warmup|wsd|cosine|polynomial|inverse_sqrt|min_lr|weight decay|clip|z_loss|z-loss",
+    "aux_loss|load balanc|sequence-wise|global-batch|epoch|checkpoint|resume|save_total_limit|eval|wandb|tensorboard",
+    "lora|dora|rslora|quantis|nf4|mxfp4|int8|fp8|bf16|packing|streaming|mixture|chat template|completion|tokenizer",
+    "seed|determinism|fsdp|zero1|tensor parallel|pipeline|context|ep_size|torch_compile|cuda_graph|offload|recompute",
+    "gradient_checkpointing|deepspeed|capacity|router|nvlink|all-to-all|batch size|accumulation|sequence_length|hub",
+    "max_steps|freeze|attention|mfu|timeout|logging|neftune|label smoothing|liger|early stopping|best model",
+)
+
+
+@pytest.mark.parametrize("word", [word for line in SEARCHED for word in line.split("|")])
+def test_settings_are_found_by_the_words_of_a_user(word: str) -> None:
+    shown = carpool_command("train", "--help-config", *word.split())
+    assert shown.exit_code == 0 and (
+        re.search(r"^  \w+\.\w+ = ", shown.stdout, re.M) or "TrainingArguments." in shown.stdout
+    )
+    assert shown.stdout.count("\n  ") < 200
+
+
+def test_a_word_of_no_setting_is_an_error() -> None:
+    assert error_of("train", "--help-config", "teleport").startswith("error: no setting mentions teleport")
+
+
 def test_errors_of_the_input_are_one_line(tmp_path):
     file = tmp_path / "my.toml"
     file.write_text("[training]\nmax_step = 3\n")

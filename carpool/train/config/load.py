@@ -357,10 +357,14 @@ def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str])
             raise ValueError(f"unknown key {section}.{key} {where}{f'; {theirs}' if theirs else hint}")
 
 
+def names_of_transformers() -> dict[str, str]:
+    """Names of TrainingArguments that are no keys: the key that stands for each, or why there is none."""
+    return tomllib.loads(Path(__file__).with_name("training_arguments.toml").read_text(encoding="utf-8"))
+
+
 def _in_our_words(name: str) -> str | None:
     """What to say where a name is one of Transformers' TrainingArguments, and no key; None: it is not."""
-    known = tomllib.loads(Path(__file__).with_name("training_arguments.toml").read_text(encoding="utf-8"))
-    if (said := known.get(name)) is None:
+    if (said := names_of_transformers().get(name)) is None:
         return None
     return f"Carpool has no {name}: {said}" if " " in said else f"what TrainingArguments call {name} is {said} here"
 
