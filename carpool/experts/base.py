@@ -184,7 +184,8 @@ class Experts(Protocol):
     `reads_packets` that is True get tokens and gradients as packets of FP8, if there are any. Only experts whose
     `computes_adapters` is True get weights with adapters, or quantised ones. CUDA graphs cannot contain experts whose
     `counts_on_host` is True. Forwards of those whose `can_defer` is True may get a list `deferred`, to which they then
-    add what writes the partial outputs."""
+    add what writes the partial outputs. Those whose `computes_ranges` is True may get weights in two ranges of slots
+    (`carpool.experts.slot_ranges`), and then return gradients by range."""
 
     name: str
 

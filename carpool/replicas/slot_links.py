@@ -2,9 +2,9 @@
 
     loads_WE = links.gather_loads(load_E)          every rank's choices of every expert, before the plan
     handle = links.take(plan)                      what further calls need of the plan, before the dispatch
-    coming = links.fetch(homes, handle)            beside the dispatch; wait() gives the parameters of all slots
+    coming = links.fetch(homes, handle)            beside dispatch and homes' products; wait() gives spare slots
     coming.release()                               after the experts that read them have been launched
-    dhomes = links.send_home(dslots, handle)       beside the last combine
+    links.send_home(dhomes, dspare, handle)        beside the last combine
 
 A transport that has a way of its own brings it (`carpool.transport.Transport.slot_links`).
 """
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
+from carpool.experts.slot_ranges import stack
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import Meter
 from carpool.metrics.host import ToHost
@@ -49,13 +51,16 @@ class SlotLinks(Protocol):
         ...
 
     def fetch(self, homes: Sequence[torch.Tensor], handle: Any) -> Fetched:
-        """Start to fetch. Each of `homes` is (homes of this rank, ...); `wait()` gives a list of (S, ...): first the
-        homes, up to the largest number of homes of a rank, then the spare slots. Empty slots hold anything finite."""
+        """Start to fetch. Each of `homes` is (homes of this rank, ...); `wait()` gives a list of (S, ...), the spare
+        slots. Empty slots hold anything finite."""
         ...
 
-    def send_home(self, dslots: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
-        """Gradients of homes, each (homes of this rank, ...), from those of slots, which may be overwritten. The terms
-        of an expert are added in float32, in order of (rank, slot)."""
+    def send_home(
+        self, dhomes: Sequence[torch.Tensor], dspare: Sequence[torch.Tensor], handle: Any
+    ) -> list[torch.Tensor]:
+        """Gradients of homes, each (homes of this rank, ...), from this rank's terms of them, which may be overwritten,
+        and those of its spare slots, (S, ...). The terms of an expert are added in float32, in order of (rank,
+        slot)."""
         ...
 
     def sent(self, handle: Any) -> tuple[int | torch.Tensor, int | torch.Tensor]:
@@ -94,11 +99,19 @@ class CollectiveLinks:
     def fetch(self, homes: Sequence[torch.Tensor], handle: ToHost) -> Fetched:
         fillers = self.fillers(handle)
         coming = [fillers[0].send_rows(home) for home in homes]
-        return Fetched(lambda: [_arrive(fillers, *one) for one in zip(homes, coming, strict=True)])
+        most = self.layout.slots_per_rank
+        return Fetched(lambda: [_arrive(fillers, *one, most) for one in zip(homes, coming, strict=True)])
 
-    def send_home(self, dslots: Sequence[torch.Tensor], handle: ToHost) -> list[torch.Tensor]:
-        rows = list(dslots)
-        for hop in reversed(self.fillers(handle)):
+    def send_home(
+        self, dhomes: Sequence[torch.Tensor], dspare: Sequence[torch.Tensor], handle: ToHost
+    ) -> list[torch.Tensor]:
+        most, (first, *further) = self.layout.slots_per_rank, self.fillers(handle)
+        # Unless a rank has a replica of a home of its own.
+        if not further and first.own_slots[-1:] < [most]:
+            coming = [first.send_gradients(one, most) for one in dspare]
+            return [first.add_to(one, transfer.wait()) for one, transfer in zip(dhomes, coming, strict=True)]
+        rows = [stack(home, most, spare) for home, spare in zip(dhomes, dspare, strict=True)]
+        for hop in (*reversed(further), first):
             coming = [hop.send_gradients(one) for one in rows]
             rows = [hop.homes(one, transfer.wait()) for one, transfer in zip(rows, coming, strict=True)]
         return rows
@@ -120,9 +133,10 @@ class CollectiveLinks:
         return make_fillers(self.layout.homes, slots, self.group, self.meter)
 
 
-def _arrive(fillers: Sequence[SlotFiller], home: torch.Tensor, coming: Transfer) -> torch.Tensor:
-    first, *further = fillers
-    rows = first.slots(home, first.wait(coming))
-    for hop in further:
-        rows = hop.slots(rows, hop.wait(hop.send_rows(rows)))
-    return rows
+def _arrive(fillers: Sequence[SlotFiller], home: torch.Tensor, coming: Transfer, first: int = 0) -> torch.Tensor:
+    """Slots from `first` on."""
+    rows, last = home, fillers[-1]
+    for hop, following in pairwise(fillers):
+        rows = hop.slots(rows, hop.wait(coming))
+        coming = following.send_rows(rows)
+    return last.slots(rows, last.wait(coming), first)

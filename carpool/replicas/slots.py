@@ -110,6 +110,7 @@ class SlotFiller:
         # If own rows have the same order in homes and slots, they are copied as one range.
         straight = list(range(len(own)))
         self.prefix = len(own) if lists[2] == straight == lists[3] else None
+        self.own_slots = lists[3]
         self.full = len(mine) == self.num_slots
         self._indices = _Indices._make(torch.tensor(one, dtype=torch.int64) for one in lists)
         self._on_device: dict[torch.device, _Indices] = {}
@@ -129,9 +130,12 @@ class SlotFiller:
         with self.meter.span("fill", transfer.out.device) if self.meter is not None else nullcontext():
             return transfer.wait()
 
-    def send_gradients(self, dslots: torch.Tensor) -> Transfer:
-        """Start to send the gradients of slots to homes on other ranks. They arrive in order of (rank, slot)."""
-        return self._exchange(dslots[self.indices(dslots.device).arrival_slots], self.receive, self.send)
+    def send_gradients(self, dslots: torch.Tensor, first: int = 0) -> Transfer:
+        """Start to send the gradients of slots to homes on other ranks. They arrive in order of (rank, slot).
+
+        Args:
+            dslots: from slot `first` on; none before is a replica."""
+        return self._exchange(dslots[self.indices(dslots.device).arrival_slots - first], self.receive, self.send)
 
     def add_up(self, back: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """The gradients of `summed_rows`, from the received ones and those of this rank's own slots."""
@@ -148,16 +152,25 @@ class SlotFiller:
             total = ordered_sum(rows[index.order_N], index.summed_N, count)
         return total.view(-1, *own.shape[1:]).to(own.dtype)
 
-    def slots(self, home: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-        """The parameters of this rank's slots, from those of its homes and those that arrived."""
-        index, shape = self.indices(home.device), (self.num_slots, *home.shape[1:])
+    def slots(self, home: torch.Tensor, arrived: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The parameters of this rank's slots from `first` on, from those of its homes and those that arrived; before
+        `first` there are only homes."""
+        index, shape = self.indices(home.device), (self.num_slots - first, *home.shape[1:])
         slots = home.new_empty(shape) if self.full else home.new_zeros(shape)
         if self.prefix is not None:
-            slots[: self.prefix] = home[: self.prefix]
+            slots[: max(0, self.prefix - first)] = home[first : self.prefix]
         else:
-            slots[index.own_slots] = home[index.own_rows]
-        slots[index.arrival_slots] = arrived
+            own = bisect_left(self.own_slots, first)
+            slots[index.own_slots[own:] - first] = home[index.own_rows[own:]]
+        slots[index.arrival_slots - first] = arrived
         return slots
+
+    def add_to(self, dhome: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        """As `homes`, in place, where the first slots are the homes in their order: `dhome` is their part."""
+        index = self.indices(dhome.device)
+        if len(index.summed_rows):
+            dhome[index.summed_rows] = self.add_up(back, dhome[index.summed_slots])
+        return dhome
 
     def homes(self, dslots: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
         """The gradients of this rank's homes, from those of its slots and those that came back."""

@@ -6,10 +6,11 @@
                                                      fetch replicas                      gradients of replicas go home
 
 The plan is made from the routing at hand (`carpool.replicas.slot_plan`), by every rank alike, and belongs to this ride:
-one layer, one micro-batch. Replicas are fetched while tokens travel, freed after the experts have computed, and fetched
-again in the backward, unless they are saved for it. The gradients of a replica are sent to its home, and added there
-in order of ranks, each time to the same bits. Nothing else changes: the routing, its losses and weights are those of
-homes, and homes alone have parameters, optimizer state and entries in checkpoints.
+one layer, one micro-batch. Replicas are fetched while tokens travel and experts at home compute, which use their
+parameters where these are (`carpool.experts.slot_ranges`); then replicas compute. They are freed after that, and
+fetched again in the backward, unless they are saved for it. The gradients of a replica are sent to its home, and added
+there in order of ranks, each time to the same bits. Nothing else changes: the routing, its losses and weights are those
+of homes, and homes alone have parameters, optimizer state and entries in checkpoints.
 
 `BalancedOrder` is an order around another one, so every schedule, policy of activations and way to run a ride (plain,
 compiled, in chunks, recomputed) has it. Pieces of a ride share one plan.
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from carpool.experts import ExpertWeights
-from carpool.experts.base import stand_in
+from carpool.experts.slot_ranges import RangeGradients, SlotRanges, travelling
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import in_recompute, new_counter
 from carpool.plugins import unknown
@@ -232,34 +233,15 @@ class _Ridden(NamedTuple):
     fetched: tuple[torch.Tensor, ...] | None
 
 
-class _Slots:
-    """The weights of all slots. Calling it gives them; the first call waits for those on their way. `release` is called
-    when the experts that read them have been launched."""
+class _Slots(NamedTuple):
+    """The weights of slots. `release` is called when the experts that read them have been launched."""
 
-    def __init__(self, homes: ExpertWeights, number: int, coming: Fetched) -> None:
-        self._homes, self._number, self._coming = homes, number, coming
-        self.release = coming.release
-        self._slots: ExpertWeights | None = None
-
-    def __call__(self) -> ExpertWeights:
-        if self._slots is None:
-            arrived = dict(zip(_travelling(self._homes), self._coming.wait(), strict=True))
-            found = list(self._homes)
-            for i, home in enumerate(found):
-                if home is not None:
-                    shape = self._number, *home.shape[1:]
-                    found[i] = arrived[i] if i in arrived else stand_in(shape, home.dtype, home.device)
-            self._slots = ExpertWeights._make(found)
-        return self._slots
-
-
-def _travelling(weights: ExpertWeights) -> dict[int, torch.Tensor]:
-    """What is fetched, by the number of its field. Of a quantised matrix, its codes and scales are."""
-    return {i: w for i, w in enumerate(weights) if w is not None and not (weights.quantised and i < 2)}
+    weights: SlotRanges
+    release: Callable[[], None]
 
 
 class _Started(NamedTuple):
-    """The state of the order inside, the plan's handle, and the weights of slots, which are on their way."""
+    """The state of the order inside, the plan's handle, and the weights of slots, some of which are on their way."""
 
     inner: Any
     handle: Any
@@ -294,8 +276,7 @@ class BalancedOrder:
         if activations is not None:
             first, fetched = activations[0], None
             if self.spare.saved:
-                slots = _travelling(started.slots())
-                fetched = tuple(rows[self.spare.homes :].clone() for rows in slots.values())
+                fetched = tuple(rows.clone() for rows in travelling(started.slots.weights.spare).values())
             ridden = _Ridden(first.route, started.handle, fetched)
             activations = first._replace(route=ridden), *activations[1:]
         started.slots.release()
@@ -317,11 +298,13 @@ class BalancedOrder:
         # Gradients of weights that are computed later read none.
         slots.release()
 
-        def homes(dslots: ExpertWeights) -> ExpertWeights:
-            given = {i: rows for i, rows in enumerate(dslots) if rows is not None}
-            self.spare.count_bytes(self.links.sent(ridden.handle)[1], list(given.values()))
-            found = dict(zip(given, self.links.send_home(list(given.values()), ridden.handle), strict=True))
-            return ExpertWeights._make(found.get(i) for i in range(len(dslots)))
+        def homes(dslots: ExpertWeights | RangeGradients) -> ExpertWeights:
+            dhomes, dspare = slots.weights.apart(dslots)
+            given = [i for i, rows in enumerate(dspare) if rows is not None]
+            of_homes, of_spare = ([rows for rows in one if rows is not None] for one in (dhomes, dspare))
+            self.spare.count_bytes(self.links.sent(ridden.handle)[1], of_spare)
+            found = dict(zip(given, self.links.send_home(of_homes, of_spare, ridden.handle), strict=True))
+            return ExpertWeights._make(found.get(i) for i in range(len(dhomes)))
 
         if dslots is None:
             return coming, None
@@ -331,18 +314,14 @@ class BalancedOrder:
         return coming, homes(dslots)
 
     def _fetch(self, weights: ExpertWeights, handle: Any, fetched: tuple[torch.Tensor, ...] | None = None) -> _Slots:
-        homes = list(_travelling(weights).values())
+        homes = list(travelling(weights).values())
         if fetched is None:
             coming = self.links.fetch(homes, handle)
             self.spare.count_bytes(self.links.sent(handle)[0], homes)
         else:
-            coming = Fetched(lambda: [self._join(*one) for one in zip(homes, fetched, strict=True)])
-        return _Slots(weights, self.spare.per_rank, coming)
-
-    def _join(self, home: torch.Tensor, fetched: torch.Tensor) -> torch.Tensor:
-        empty = home.new_zeros(self.spare.homes - len(home), *home.shape[1:])
-        return torch.cat([home, empty, fetched])
+            coming = Fetched(lambda: list(fetched))
+        return _Slots(SlotRanges(weights, self.spare.homes, self.spare.number, coming.wait), coming.release)
 
     def _weights(self, slots: _Slots) -> Any:
-        """Weights as the order inside takes them: to be waited for when experts need them, if it can."""
-        return slots if getattr(self.inner, "waits_for_weights", False) else slots()
+        """Weights as the order inside takes them: spare slots are waited for when experts need them, if it can."""
+        return slots.weights if getattr(self.inner, "takes_ranges", False) else slots.weights.stacked()

@@ -56,14 +56,16 @@ import torch
 from carpool.activations import Arena, Arrivals, HiddenStates, Offloaded
 from carpool.activations.whole_layers import offloaded
 from carpool.experts import ExpertWeights, reads_packets
+from carpool.experts.slot_ranges import RangeGradients, SlotRanges
 from carpool.kernels.device import reserved
 from carpool.metrics.counters import RideSpans
 from carpool.ride.setup import NO_HOOKS, RideSetup, SavedActivations
 from carpool.ride.turns import HALF, half_number, handover
 from carpool.transport import Pending, Transport
 
-# Waits for weights that are fetched.
-Fetch = Callable[[], ExpertWeights]
+# Of all slots, or of homes and spare slots.
+Weights = ExpertWeights | SlotRanges
+Gradients = ExpertWeights | RangeGradients
 
 
 class Started(NamedTuple):
@@ -100,8 +102,8 @@ class ChunkedOrder:
         together: pieces per chunk, in the forward and in the backward.
     """
 
-    # Weights may be a function, which is called when experts need them (`carpool.ride.balanced`).
-    waits_for_weights: ClassVar[bool] = True
+    # Weights may be `SlotRanges`, of which spare slots are waited for when experts need them.
+    takes_ranges: ClassVar[bool] = True
 
     chunks: int = 1
     backward_chunks: int = 1
@@ -147,7 +149,7 @@ class ChunkedOrder:
                     started.coming[other] = transport.dispatch(started.x_C[other], started.routes[other])
 
     def forward(
-        self, started: Started, weights: ExpertWeights | Fetch, setup: RideSetup, backward: bool, *deferred: Any
+        self, started: Started, weights: Weights, setup: RideSetup, backward: bool, *deferred: Any
     ) -> tuple[torch.Tensor, tuple[SavedActivations, ...] | None]:
         """As `Order`. `deferred`: of experts (`Experts`), where combine returns what these write."""
         x_C, routes, coming, spans = started
@@ -165,12 +167,13 @@ class ChunkedOrder:
             spans.begin("dispatch", piece)
             arrivals = coming.pop(piece).wait().readable(packets, x_TH.dtype)
             spans.begin("experts", piece)
-            if callable(weights):
-                weights = weights()
+            given: Any = weights
+            if isinstance(weights, SlotRanges) and not getattr(experts, "computes_ranges", False):
+                given = weights.stacked()
             with self._beside(transport):
                 partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
                 arena = arena_for("expert_activations", setup, backward)
-                saved = experts.forward(arrivals, weights, partial_RH, arena, backward, *deferred)
+                saved = experts.forward(arrivals, given, partial_RH, arena, backward, *deferred)
                 if backward:
                     activations.append(SavedActivations(route, saved_inputs(x_TH, arrivals, setup), saved))
             spans.begin("combine", piece)
@@ -190,7 +193,7 @@ class ChunkedOrder:
     def backward(
         self,
         dy_TH: torch.Tensor,
-        weights: ExpertWeights | Fetch,
+        weights: Weights,
         activations: tuple[SavedActivations, ...],
         setup: RideSetup,
         needs_dweights: bool,
@@ -200,7 +203,7 @@ class ChunkedOrder:
         packets, dtype = reads_packets(experts), dy_TH.dtype
         spans = setup.stats.meter.ride(dy_TH.device, "backward", self.pieces)
         dy_C: Sequence[torch.Tensor] = (dy_TH,) if self.pieces == 1 else dy_TH.tensor_split(self.pieces)
-        dweights: ExpertWeights | Callable[[], ExpertWeights] | None = None
+        dweights: Any = None
         combines: list[Pending] = []
         coming: dict[int, BackwardStarted] = {}
         for piece in reversed(range(self.pieces)):
@@ -224,11 +227,12 @@ class ChunkedOrder:
                 spans.end()
                 setup.hooks.before_experts()
             spans.begin("experts", piece)
-            if callable(weights):
-                weights = weights()
+            given: Any = weights
+            if isinstance(weights, SlotRanges) and not getattr(experts, "computes_ranges", False):
+                given = weights.stacked()
             with self._beside(transport):
                 dx_RH = route.new_partial(dy_TH.shape[1], dtype, dy_TH.device)
-                dweight_RJ, last = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
+                dweight_RJ, last = experts.backward(saved, x, given, dpartial, dx_RH, needs_dweights)
                 if again is not None and last is not None:
                     # These tokens are in a buffer of the transport, which later rides overwrite.
                     dweights, last = _sum(dweights, last()), None
@@ -249,7 +253,7 @@ PLAIN = ChunkedOrder()
 NOTHING_BESIDE = nullcontext()
 
 
-def _last_gradients(last: Callable[[], ExpertWeights], spans: RideSpans, piece: int, processors: int) -> ExpertWeights:
+def _last_gradients(last: Callable[[], Gradients], spans: RideSpans, piece: int, processors: int) -> Gradients:
     spans.begin("experts", piece)
     with spans.named("weight-gradients", piece), reserved(processors):
         dweights = last()
@@ -271,13 +275,15 @@ def _finish(combines: list[Pending], spans: RideSpans, dtype: torch.dtype) -> tu
     return dx_TH.to(dtype), dweight_TK
 
 
-def _sum(one: Any, other: ExpertWeights) -> ExpertWeights:
+def _sum(one: Any, other: Any) -> Any:
     if one is None:
         return other
     for total, more in zip(one, other, strict=True):
-        if total is not None and more is not None:
+        if isinstance(total, tuple):
+            _sum(total, more)
+        elif total is not None and more is not None:
             total.add_(more)
-    return one  # type: ignore[no-any-return]
+    return one
 
 
 def saved_inputs(x_TH: torch.Tensor, arrivals: Arrivals, setup: RideSetup) -> HiddenStates:

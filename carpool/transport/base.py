@@ -141,7 +141,7 @@ def _nothing() -> None:
 
 
 class Fetched(NamedTuple):
-    """Parameters of slots on their way (`slot_links`).
+    """Parameters of spare slots on their way (`slot_links`).
 
     Attributes:
         wait: lets the current stream wait for them, and returns a list of (S, ...). It may be called once.

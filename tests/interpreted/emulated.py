@@ -105,9 +105,9 @@ class Meeting:
         return receive
 
     def locked(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def alone(*args: Any) -> Any:
+        def alone(*args: Any, **settings: Any) -> Any:
             with self.lock:
-                return call(*args)
+                return call(*args, **settings)
 
         return alone
 

@@ -56,13 +56,12 @@ def plans(layout: ExpertLayout, spare: int, name: str) -> Callable[[torch.Tensor
 
 def work(links: SlotLinks, layout: ExpertLayout, rank: int, spare: int, fields: Rows, name: str) -> list[torch.Tensor]:
     """All that a rank gets in forwards of two micro-batches and their backwards, empty slots left out."""
-    make, held, number, got = plans(layout, spare, name), len(layout.homes[rank]), layout.slots_per_rank + spare, []
+    make, held, got = plans(layout, spare, name), len(layout.homes[rank]), []
     handles, homes_of = [], []
 
     def take(rows: list[torch.Tensor], plan: SlotPlan) -> list[torch.Tensor]:
-        filled = torch.arange(number) < held
-        filled[layout.slots_per_rank :] = plan.expert_WS[rank] >= 0
-        return [one[filled].clone() for one in rows]
+        assert all(len(one) == spare for one in rows)
+        return [one[plan.expert_WS[rank] >= 0].clone() for one in rows]
 
     for layer in range(LAYERS):
         under_way = []
@@ -86,10 +85,14 @@ def work(links: SlotLinks, layout: ExpertLayout, rank: int, spare: int, fields: 
         got += take(fetched.wait(), plan)
         fetched.release()
         trained = [(shape, dtype) for shape, dtype in fields if dtype.is_floating_point]
-        dslots = [draw((number, *shape), d, 7 * number_of + i + 50 * rank) for i, (shape, d) in enumerate(trained)]
+        dhomes, dspare = (
+            [draw((slots, *shape), d, 7 * number_of + i + 50 * rank + slots) for i, (shape, d) in enumerate(trained)]
+            for slots in (held, spare)
+        )
         # As products of a transposed matrix are.
-        dslots[0] = dslots[0].transpose(-1, -2).contiguous().transpose(-1, -2) if dslots[0].dim() > 2 else dslots[0]
-        got += [one.clone() for one in links.send_home(dslots, handle)]
+        for one in (dhomes, dspare):
+            one[0] = one[0].transpose(-1, -2).contiguous().transpose(-1, -2) if one[0].dim() > 2 else one[0]
+        got += [one.clone() for one in links.send_home(dhomes, dspare, handle)]
     return got
 
 

@@ -6,13 +6,18 @@ gradient equal those of one rank that holds all experts, whatever is kept for th
 
 from __future__ import annotations
 
+import gc
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from carpool.activations import ActivationPolicies, Arena, Offloader
-from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
+from carpool.experts import Choices, ExpertFunction, ExpertWeights, GroupedExperts, make_activation
+from carpool.experts.gemm import grouped
+from carpool.experts.gemm.grouped import GroupedProducts
 from carpool.layout import ExpertLayout
 from carpool.metrics.counters import LayerStats
 from carpool.replicas.slot_plan import Costs
@@ -24,8 +29,9 @@ from carpool.ride.setup import NO_HOOKS, Order, RideSetup
 from carpool.routing import Routing
 from carpool.transport import make_transport
 from tests.interpreted.emulated import Meeting, connect, emulate, on_threads
+from tests.interpreted.test_gemm import tiny_tiles
 
-TOKENS, TOP_K, SLOTS, HIDDEN, INNER = (7, 0, 5), 3, 2, 16, 12
+TOKENS, TOP_K, SLOTS, HIDDEN, INNER = (7, 0, 5), 3, 2, 16, 8
 RANKS = len(TOKENS)
 FUNCTION = ExpertFunction(make_activation("silu", gated=True))
 
@@ -39,6 +45,8 @@ FUNCTION = ExpertFunction(make_activation("silu", gated=True))
         *[("offload", False, 1), ("arena offload", False, 2), ("arena offload recompute", False, 1)],
         # In spare slots, fetched over peer memory, and in the backward again.
         *[("copy balanced", False, 1), ("resend balanced", False, 1), ("arena balanced", False, 3)],
+        # Homes where their parameters are, then what was fetched.
+        *[("copy balanced fused", False, 1), ("arena balanced fused", False, 2)],
     ],
 )
 def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool, chunks: int) -> None:
@@ -80,7 +88,8 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
                 links = transport.slot_links(layout, 1)
                 spare = SpareSlots(layout, rank, options_of_slots, links, lambda weights: Costs(), torch.zeros(RANKS))
                 order = BalancedOrder(order, spare)
-            experts_made = GroupedExperts(FUNCTION, recompute=policies.expert_activations == "recompute")
+            choices = Choices.all("wide") if "fused" in kept else None
+            experts_made = GroupedExperts(FUNCTION, choices, policies.expert_activations == "recompute")
             setup = RideSetup(transport, experts_made, stats, order, NO_HOOKS, policies, Offloader())
             y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
         y.backward(dy[mine])
@@ -96,7 +105,8 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
     # Sent and received by two launches, a combine gives its lease back only when it is waited for.
     options["num_leases"] = 2 * max(2, chunks)
     transports = emulate(RANKS, SLOTS + balanced, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
-    connect(transports, Meeting(RANKS))
+    meeting = Meeting(RANKS)
+    connect(transports, meeting)
     for transport in transports:
         for lease in transport.buffers._leases:
             lease.bytes[lease.regions.tokens :] = 0xFF  # NaN, in every place that nobody writes
@@ -110,7 +120,14 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
         homes = slice(rank * SLOTS, (rank + 1) * SLOTS)
         return forward_and_backward(transports[rank], mine, homes, LayerStats(experts, RANKS, rank), chunks, rank)
 
-    got = on_threads(RANKS, work)
+    with ExitStack() as patches:
+        if "fused" in kept:
+            patches.enter_context(tiny_tiles())
+            for name in ("up", "down", "dact", "dx", "dup", "ddown"):
+                locked = meeting.locked(getattr(GroupedProducts, name))
+                patches.enter_context(mock.patch.object(GroupedProducts, name, locked))
+            patches.enter_context(mock.patch.object(grouped, "sum_pairs", meeting.locked(grouped.sum_pairs)))
+        got = on_threads(RANKS, work)
     for number in range(5):
         together = torch.cat([result[number] for result in got])
         torch.testing.assert_close(together, want[number], rtol=1e-4, atol=1e-4)
@@ -119,4 +136,5 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
         used = [int(arena.needed) > 0 for arena in arenas]
         # Offloaded rows go through one of the staging arenas to the host's, and never into the layers' own.
         assert used == ([] if "arena" not in kept else [True] if "offload" not in kept else [False, True, False, True])
-        assert not any(held.alive for arena in arenas for _, held in arena._stack)
+        gc.collect()  # the interpreter leaves cycles
+    assert not any(held.alive for arena in arenas for _, held in arena._stack)

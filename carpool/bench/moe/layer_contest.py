@@ -161,9 +161,8 @@ def model_cases(settings: LayerSettings, cases: Sequence[CaseResult], hardware: 
         least = model("even", 0).seconds
         for spare in settings.slots if case is not even else ():
             one = model(case.routing, spare)
-            hidden = one.seconds - one.replica_seconds * 2 / 3
-            ratios, ms = (one.seconds / least, hidden / least), 1e3 * one.seconds
-            case.modelled.append(Modelled(hardware.name, spare, one.before, one.after, one.replicas, ms, *ratios))
+            ratio, ms = one.seconds / least, 1e3 * one.seconds
+            case.modelled.append(Modelled(hardware.name, spare, one.before, one.after, one.replicas, ms, ratio))
         times = {
             (row.transport, row.experts): row.sections["forward_backward"].ms_median
             for row in even.rows

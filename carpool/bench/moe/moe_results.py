@@ -85,7 +85,6 @@ class Modelled:
         before, after: load of the fullest rank over the mean, without and with spare slots, exactly.
         replicas: experts fetched by all ranks.
         ms: of forward and backward; of_forced: over those in forced balance.
-        of_forced_hidden: the same if computation hides the fetches, and only gradients of replicas take time.
     """
 
     hardware: str
@@ -95,7 +94,6 @@ class Modelled:
     replicas: int
     ms: float
     of_forced: float
-    of_forced_hidden: float
 
 
 @dataclass
@@ -144,7 +142,7 @@ def show(result: Result, console: Console | None = None) -> None:
             _print_balance(console, case)
         console.print(
             "forced: as many choices, spread evenly over experts. Modelled: loads, replicas and rows are exact, "
-            "times follow from rates, and replicas count in full; with fetches hidden, their gradients alone.",
+            "times follow from rates, and fetches count where they exceed the products of experts at home.",
             highlight=False,
         )
     if not any(case.rows for case in result.cases):
@@ -193,12 +191,12 @@ def _print_balance(console: Console, case: CaseResult) -> None:
     measured = {(row.label.partition(",")[0], row.spare): row.of_forced for row in case.rows if row.of_forced}
     ways = list(dict.fromkeys(way for way, _ in measured))
     headings = ["spare\nslots", "load of ranks\nbefore", "\nafter", "replicas", "modelled\nms"]
-    headings += ["modelled,\nof forced", "fetches\nhidden", *(f"measured,\n{way}" for way in ways)]
+    headings += ["modelled,\nof forced", *(f"measured,\n{way}" for way in ways)]
     rows = []
     for one in case.modelled:
         beside = [f"{measured[way, one.spare]:.3f}x" if (way, one.spare) in measured else "-" for way in ways]
         cells = [f"{one.before:.2f}", f"{one.after:.3f}", str(one.replicas), f"{one.ms:.2f}"]
-        rows.append([str(one.spare), *cells, f"{one.of_forced:.3f}x", f"{one.of_forced_hidden:.3f}x", *beside])
+        rows.append([str(one.spare), *cells, f"{one.of_forced:.3f}x", *beside])
     hardware = case.modelled[0].hardware
     title = f"Spare slots, {case.shape}, {case.routing} routing, {case.num_ranks} ranks; modelled: {hardware}"
     print_table(console, escape(title), headings, rows)

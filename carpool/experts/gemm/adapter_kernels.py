@@ -150,16 +150,24 @@ def _inner(  # type: ignore[no-untyped-def]
         tl.store(at_out, total.to(DTYPE), mask=live[:, None] & (q < Q)[None, :])
 
 
-def inner(rows: torch.Tensor, factor: torch.Tensor, q_last: bool, tiles_M4: torch.Tensor) -> torch.Tensor:
+def inner(
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    q_last: bool,
+    tiles_M4: torch.Tensor,
+    out_PQ: torch.Tensor | None = None,
+) -> torch.Tensor:
     """(P, Q): every row times its slot's factor, (S, K, Q) if `q_last`, else (S, Q, K).
 
     Args:
         rows: (P, K), in the order of pairs; or (P,) int64, their addresses (`table_kernels.row_addresses`), which are
             of rows in the factor's dtype.
         tiles_M4: of `table_kernels.tile_table`.
+        out_PQ: the output; None: allocated.
     """
     width, rank = factor.shape[1:] if q_last else factor.shape[:0:-1]
-    out_PQ = factor.new_empty(rows.shape[0], rank)
+    if out_PQ is None:
+        out_PQ = factor.new_empty(rows.shape[0], rank)
     _inner[programs(out_PQ, TILE_ROWS // SPLIT, rank, 4 * SPLIT)](
         rows, factor.contiguous(), out_PQ, tiles_M4, K=width, Q=rank, Q_LAST=q_last, GATHERED=rows.dim() == 1,
         BM=TILE_ROWS // SPLIT, BQ=padded(rank), SPLIT=SPLIT, num_warps=4, num_stages=3,

@@ -32,6 +32,13 @@ pass of its own. Gradients of adapters are four thin products; those of frozen w
 quantised base are dequantised for each product and freed after it (`carpool.experts.quantised`): for the fused side
 some experts at a time, with a launch for each, and for the library's all at once.
 
+Slots may be in two ranges (`carpool.experts.slot_ranges`): homes and spare slots. Each product is then two launches,
+which read and write other rows of the same tensors, all of homes before the weights of spare slots are waited for:
+
+    slots 0-2 are homes, 3 is spare, offsets [3, 3, 5, 9]    rows 0-4 are of homes, rows 5-8 of the spare slot
+    forward     up 0-4, down 0-4, wait, up 5-8, down 5-8, sums
+    backward    dact and dx likewise, sums, then gradients of the weights, a tensor for each range
+
 Only the device may know how many pairs there are. `arrivals.num_pairs` is then a bound: temporary tensors have that
 many rows, but only those that are there are read or written, h goes into an arena, and the host does not wait. With one
 exception on CUDA: products of dtypes or sizes that `torch.nn.functional.grouped_mm` does not take there (anything but
@@ -40,7 +47,7 @@ bfloat16 with widths that are multiples of 8) are a loop over slots, for which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +69,7 @@ from carpool.experts.pairs import (
     sum_pairs,
 )
 from carpool.experts.quantised import AT_ONCE, dequantise
+from carpool.experts.slot_ranges import RangeGradients, SlotRanges, stack
 
 # The gradients of an adapter's a and b.
 OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -69,6 +77,7 @@ OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
 if TYPE_CHECKING:
     from carpool.experts.gemm.adapter_kernels import Share
     from carpool.experts.gemm.gemm_tiles import Parts, Tiling
+    from carpool.experts.gemm.table_kernels import RowAddresses
 
 
 class GroupedExperts:
@@ -80,7 +89,7 @@ class GroupedExperts:
     """
 
     name = "grouped"
-    computes_adapters = can_defer = True
+    computes_adapters = can_defer = computes_ranges = True
     options = ("choices", "recompute")
 
     def __init__(self, function: ExpertFunction, choices: Choices | None = None, recompute: bool = False) -> None:
@@ -89,7 +98,7 @@ class GroupedExperts:
     def forward(
         self,
         arrivals: Arrivals,
-        weights: ExpertWeights,
+        weights: ExpertWeights | SlotRanges,
         partial_RH: torch.Tensor,
         arena: Arena | None = None,
         backward: bool = True,
@@ -97,58 +106,117 @@ class GroupedExperts:
     ) -> tuple[Any, ...]:
         weight_RJ = arrivals.weight_RJ.contiguous()
         num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
-        pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
-        products = GroupedProducts(self.function, weights, pairs, self.choices)
+        each: Iterable[GroupedProducts]
+        if isinstance(weights, SlotRanges):
+            pairs = sort_pairs(arrivals.slot_RJ, weights.num_slots, num_pairs)
+            each = self._by_range(weights, pairs, (arrivals.tokens,))
+        else:
+            pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
+            each = [GroupedProducts(self.function, weights, pairs, self.choices)]
 
         keep = backward and not self.recompute
-        a_PF, h = products.up(arrivals.tokens, arena, keep)
-        of_sums = pairs, partial_RH, not arrivals.tokens.gaps, weight_RJ, weights.down_bias_SH
-        if deferred is None:
-            sum_pairs(products.down(a_PF), *of_sums)
-        else:
+        up = y_PH = None
+        ranges: list[GroupedProducts] = []
+        for products in each:
+            ranges.append(products)
+            up = products.up(arrivals.tokens, arena, keep, out=up)
+            if deferred is None:
+                y_PH = products.down(up[0], out_PH=y_PH)
+        assert up is not None
+        a_PF, h = up
+        of_sums = pairs, partial_RH, not arrivals.tokens.gaps, weight_RJ, products.bias_SH
+        if y_PH is not None:
+            sum_pairs(y_PH, *of_sums)
+        elif deferred is not None:
+            assert len(ranges) == 1, "what is fetched is not there any more"
             products.inner_of_down(a_PF)
             deferred.append(lambda: sum_pairs(products.down(a_PF), *of_sums))
         inner = products.inner if backward else (None, None)
-        return weight_RJ, h if keep else None, *inner, *(products.tiles or (None, None)), *pairs
+        tiles: tuple[torch.Tensor | None, ...] = ()
+        for products in ranges:
+            tiles += products.tiles or (None, None)
+        return weight_RJ, h if keep else None, *inner, *pairs, *tiles
 
     def backward(
         self,
         saved: tuple[Any, ...],
         x: HiddenStates,
-        weights: ExpertWeights,
+        weights: ExpertWeights | SlotRanges,
         dpartial: HiddenStates,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
-    ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
-        weight_RJ, h, inner, tiles = *saved[:2], saved[2:4], saved[4:6]
-        pairs = Pairs._make(saved[6:])
-        products = GroupedProducts(
-            self.function, weights, pairs, self.choices, None if tiles[0] is None else tiles, inner
-        )
-
-        if h is None:
-            _, h = products.up(x, None, keep=True, wants_a=False)
-        needs_any = needs_dweights or weights.adapted
-        dh_PF1, scaled_a_PF, dweight_RJ = products.dact(h, dpartial, weight_RJ, needs_any)
-        del h
-        sum_pairs(products.dx(dh_PF1), pairs, dx_RH, not x.gaps)
+    ) -> tuple[torch.Tensor, Callable[[], ExpertWeights | RangeGradients] | None]:
+        weight_RJ, h, inner, pairs, tiles = *saved[:2], saved[2:4], Pairs._make(saved[4:8]), saved[8:]
+        each: Iterable[GroupedProducts]
+        if isinstance(weights, SlotRanges):
+            like, each = weights.homes, self._by_range(weights, pairs, (x, dpartial), tiles, inner)
+        else:
+            like, of_all = weights, None if tiles[0] is None else tiles
+            each = [GroupedProducts(self.function, weights, pairs, self.choices, of_all, inner)]
+        needs_any = needs_dweights or like.adapted
+        # With `recompute`, of all ranges.
+        again = out = dx_PH = None
+        ranges: list[GroupedProducts] = []
+        for products in each:
+            ranges.append(products)
+            if saved[1] is None:
+                again = products.up(x, None, keep=True, wants_a=False, out=again)
+                h = again[1]
+            out = products.dact(h, dpartial, weight_RJ, needs_any, out=out)
+            dx_PH = products.dx(out[0], out_PH=dx_PH)
+        assert out is not None and dx_PH is not None
+        dh_PF1, scaled_a_PF, dweight_RJ = out
+        del h, again, out
+        sum_pairs(dx_PH, pairs, dx_RH, not x.gaps)
+        del dx_PH
         if not needs_any:
             return dweight_RJ, None
 
-        of_down = products.down_adapter_gradients(dpartial, scaled_a_PF, weight_RJ)
-        ddown = ddown_bias = None
-        if needs_dweights:
-            ddown = products.ddown(dpartial, scaled_a_PF)
-            ddown_bias = None if weights.down_bias_SH is None else slot_sums(products.dy(dpartial), pairs, weight_RJ)
+        of_down, ddowns = [], []
+        for one in ranges:
+            of_down.append(one.down_adapter_gradients(dpartial, scaled_a_PF, weight_RJ))
+            ddowns.append(one.ddown(dpartial, scaled_a_PF) if needs_dweights else None)
+        ddown_bias = None
+        if needs_dweights and like.down_bias_SH is not None:
+            ddown_bias = slot_sums(products.dy(dpartial), pairs, weight_RJ)
+        # The gradients' memory may be reused from here on.
+        products.addresses.clear()
 
-        def finish() -> ExpertWeights:
-            of_up = products.up_adapter_gradients(dh_PF1, x)
-            if not needs_dweights:
-                return ExpertWeights.of((None,) * NUM_BASE + of_up + of_down)
-            dup_bias = None if weights.up_bias_SF is None else slot_sums(dh_PF1, pairs)
-            return ExpertWeights.of((products.dup(dh_PF1, x), ddown, dup_bias, ddown_bias, *of_up, *of_down))
+        def finish() -> ExpertWeights | RangeGradients:
+            dup_bias = slot_sums(dh_PF1, pairs) if needs_dweights and like.up_bias_SF is not None else None
+            found = []
+            for one, ddown, adapter in zip(ranges, ddowns, of_down, strict=True):
+                of_up = one.up_adapter_gradients(dh_PF1, x)
+                base: tuple[torch.Tensor | None, ...] = (None,) * NUM_BASE
+                if needs_dweights:
+                    of_up_bias = None if dup_bias is None else dup_bias[one.slots]
+                    of_down_bias = None if ddown_bias is None else ddown_bias[one.slots]
+                    base = one.dup(dh_PF1, x), ddown, of_up_bias, of_down_bias
+                found.append(ExpertWeights.of((*base, *of_up, *adapter)))
+            return found[0] if len(found) == 1 else RangeGradients(*found)
 
         return dweight_RJ, finish
+
+    def _by_range(
+        self,
+        weights: SlotRanges,
+        pairs: Pairs,
+        rows: Sequence[HiddenStates],
+        tiles: Sequence[torch.Tensor | None] = (),
+        inner: tuple[torch.Tensor | None, ...] = (None, None),
+    ) -> Iterator[GroupedProducts]:
+        """The products of homes, then those of spare slots, for which the current stream then waits. One for all where
+        some product of these rows is the library's, which takes no ranges."""
+        given = [None if a is None or b is None else (a, b) for a, b in zip(tiles[::2], tiles[1::2], strict=True)]
+        choices = _choices_of_ranges(self.choices, weights, pairs)
+        of_each = given if len(given) == 2 else [None, None]
+        homes = GroupedProducts(self.function, weights.homes, pairs, choices, of_each[0], inner)
+        if homes.take_ranges(rows):
+            yield homes
+            yield GroupedProducts(self.function, weights.spare, pairs, choices, of_each[1], inner, homes, weights.first)
+        else:
+            of_all = given[0] if len(given) == 1 else None
+            yield GroupedProducts(self.function, weights.stacked(), pairs, self.choices, of_all, inner)
 
 
 class GroupedProducts:
@@ -159,9 +227,15 @@ class GroupedProducts:
         tiles: of an earlier object for the same pairs, to be reused; see `table_kernels.tile_table`, or `part_table`
             for a dispatch in parts, where up, down, dact and dx must be fused.
         inner: likewise; see the attribute.
+        after: products of the slots before these, if weights are those of a range. What `up`, `down`, `dact` and `dx`
+            of both write is one tensor, which these get as `out`.
+        first: the slot where the range begins.
 
     Attributes:
         inner: rows times the a of up's adapter, and of down's, (P, Q) each; None until `up` and `down` have made them.
+        slots: the range of slots.
+        bias_SH: the biases of down of all slots, known to the last range.
+        addresses: of rows, for products that read them where they are; shared by ranges.
     """
 
     def __init__(
@@ -171,9 +245,18 @@ class GroupedProducts:
         pairs: Pairs,
         choices: Choices | None = None,
         tiles: tuple[torch.Tensor, ...] | None = None,
-        inner: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        inner: tuple[torch.Tensor | None, ...] = (None, None),
+        after: GroupedProducts | None = None,
+        first: int = 0,
     ) -> None:
         self.function, self.weights, self.pairs, self.tiles, self.inner = function, weights, pairs, tiles, inner
+        self.after, self.slots = after, slice(first, first + weights.up_SFH.shape[0])
+        self.offsets_S = pairs.offsets_S[self.slots]
+        self.last = self.slots.stop == pairs.offsets_S.shape[0]
+        self.bias_SH = weights.down_bias_SH
+        if after is not None and after.bias_SH is not None and self.bias_SH is not None:
+            self.bias_SH = stack(after.bias_SH, first, self.bias_SH)
+        self.addresses: dict[int, tuple[HiddenStates, Any]] = {} if after is None else after.addresses
         pairs_per_slot = pairs.order_P.shape[0] // max(1, weights.up_SFH.shape[0])
         self._up = weights.up_SFH, weights.up_code, weights.up_scale
         self._down = weights.down_SHF, weights.down_code, weights.down_scale
@@ -187,7 +270,13 @@ class GroupedProducts:
         self._dy_address_P: torch.Tensor | None = None
 
     def up(
-        self, x: HiddenStates, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
+        self,
+        x: HiddenStates,
+        arena: Arena | None,
+        keep: bool,
+        wants_a: bool = True,
+        ready: Ready | None = None,
+        out: tuple[torch.Tensor, HiddenStates] | None = None,
     ) -> tuple[torch.Tensor, HiddenStates]:
         """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only the fused kernel omits h
         unless `keep`, omits a unless `wants_a`, and waits for tokens in flight (`ready`)."""
@@ -195,17 +284,19 @@ class GroupedProducts:
         a_SQH, b_SFQ, bias_SF = weights.up_a_SQH, weights.up_b_SFQ, weights.up_bias_SF
         way = self._fused(self.choices.up, x)
         if way and isinstance(activation, Activation) and (a_SQH is None or _share_fits(a_SQH.shape[1])):
-            from carpool.experts.gemm import table_kernels, up_kernels
+            from carpool.experts.gemm import up_kernels
 
             width = weights.up_SFH.shape[2 if function.transposed else 1]
-            if not keep:
+            share = a_PF = None
+            if out is not None:
+                a_PF, h = out
+            elif not keep:
                 h = HiddenStates(x.data[:0], width)
             elif arena is None:
                 h = HiddenStates(x.data.new_empty(pairs.order_P.shape[0], width, dtype=self.dtype), width)
             else:
                 h = arena.reserve(width, self.dtype, pairs.count_1)
-            rows = table_kernels.row_addresses(x, *self._order)
-            share = a_PF = None
+            rows = self._addresses(x)
             if a_SQH is not None and b_SFQ is not None:
                 share = self._share(self._inner_of_up(rows.address_P, a_SQH), b_SFQ, turned=True)
             for slots, matrices, tiles_M4 in self._by_slots(of_up=True):
@@ -218,7 +309,7 @@ class GroupedProducts:
             assert a_PF is not None
             return a_PF, h
         x_PH = gather_rows(x, pairs, self.dtype)
-        h_PF = grouped_mm(x_PH, self._turned(self._matrices(of_up=True), not function.transposed), pairs.offsets_S)
+        h_PF = grouped_mm(x_PH, self._turned(self._matrices(of_up=True), not function.transposed), self.offsets_S)
         if a_SQH is not None and b_SFQ is not None:
             self._add_thin(h_PF, self._inner_of_up(x_PH, a_SQH), b_SFQ, turned=True)
         return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
@@ -233,7 +324,8 @@ class GroupedProducts:
     def inner_of_down(self, a_PF: torch.Tensor) -> torch.Tensor | None:
         """Rows times the a of down's adapter, for `inner`; None without one."""
         if (a_SQF := self.weights.down_a_SQF) is not None:
-            self.inner = self.inner[0], self._thin(a_PF, a_SQF, turned=True)
+            out_PQ = None if self.after is None else self.after.inner[1]
+            self.inner = self.inner[0], self._thin(a_PF, a_SQF, turned=True, out_PQ=out_PQ)
         return self.inner[1]
 
     def dy(self, dpartial: HiddenStates) -> torch.Tensor:
@@ -249,19 +341,21 @@ class GroupedProducts:
         weight_RJ: torch.Tensor,
         wants_scaled: bool,
         ready: Ready | None = None,
+        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
+        """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T. Of a range that is not
+        the last, instead of dweight_RJ the shares that the last one adds up."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
         down_a_SQF, down_b_SHQ = weights.down_a_SQF, weights.down_b_SHQ
         way = self._fused(self.choices.dact, dpartial)
         if way and isinstance(activation, Activation) and (down_a_SQF is None or _share_fits(down_a_SQF.shape[1])):
             from carpool.experts.gemm import dact_kernels, table_kernels
 
-            rows = table_kernels.row_addresses(dpartial, *self._order)
-            share = out = None
+            rows, share = self._addresses(dpartial), None
             if down_a_SQF is not None and down_b_SHQ is not None:
                 self._dy_address_P = rows.address_P
-                self._du_down_PQ = self._thin(rows.address_P, down_b_SHQ)
+                out_PQ = None if self.after is None else self.after._du_down_PQ
+                self._du_down_PQ = self._thin(rows.address_P, down_b_SHQ, out_PQ=out_PQ)
                 share = self._share(self._du_down_PQ, down_a_SQF)
             for slots, matrices, tiles_M4 in self._by_slots(of_up=False):
                 out = dact_kernels.down_backward(
@@ -270,13 +364,15 @@ class GroupedProducts:
                 )  # fmt: skip
             del matrices
             assert out is not None
+            if not self.last:
+                return out
             dh_PF1, scaled_PF, share_NP = out
-            bias_SH = weights.down_bias_SH
+            bias_SH = self.bias_SH
             dy_PH = None if bias_SH is None else self.dy(dpartial)
             dweight_RJ = table_kernels.sum_shares(share_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
             return dh_PF1, scaled_PF, dweight_RJ
         dy_PH = self.dy(dpartial)
-        dA_PF = grouped_mm(dy_PH, self._turned(self._matrices(of_up=False), function.transposed), pairs.offsets_S)
+        dA_PF = grouped_mm(dy_PH, self._turned(self._matrices(of_up=False), function.transposed), self.offsets_S)
         if down_a_SQF is not None and down_b_SHQ is not None:
             self._du_down_PQ = self._thin(dy_PH, down_b_SHQ)
             self._add_thin(dA_PF, self._du_down_PQ, down_a_SQF)
@@ -286,7 +382,7 @@ class GroupedProducts:
         """(P, H) = dh @ up^T; as `down`."""
         a_SQH, b_SFQ, thin = self.weights.up_a_SQH, self.weights.up_b_SFQ, None
         if a_SQH is not None and b_SFQ is not None:
-            self._du_up_PQ = self._thin(dh_PF1, b_SFQ)
+            self._du_up_PQ = self._thin(dh_PF1, b_SFQ, out_PQ=None if self.after is None else self.after._du_up_PQ)
             thin = (self._du_up_PQ, a_SQH, False)
         return self._product(self.choices.dx, dh_PF1, True, not self.function.transposed, part, out_PH, thin)
 
@@ -297,10 +393,7 @@ class GroupedProducts:
         assert self._du_up_PQ is not None
         rows: torch.Tensor
         if self._kernels_take(x):
-            from carpool.experts.gemm import table_kernels
-
-            found = table_kernels.row_addresses(x, *self._order)
-            rows = found.address_P
+            rows = self._addresses(x).address_P
         else:
             rows = gather_rows(x, self.pairs, self.dtype)
         u_PQ = self._inner_of_up(rows, self.weights.up_a_SQH)
@@ -324,17 +417,20 @@ class GroupedProducts:
         """Rows of x, (P, H) or by their addresses, times the a of up's adapter; once for forward and backward."""
         inner_PQ = self.inner[0]
         if inner_PQ is None:
-            inner_PQ = self._thin(rows, a_SQH, turned=True)
+            out_PQ = None if self.after is None else self.after.inner[0]
+            inner_PQ = self._thin(rows, a_SQH, turned=True, out_PQ=out_PQ)
             self.inner = inner_PQ, self.inner[1]
         return inner_PQ
 
-    def _thin(self, rows: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> torch.Tensor:
+    def _thin(
+        self, rows: torch.Tensor, factor: torch.Tensor, turned: bool = False, out_PQ: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rows, (P, I) or by their addresses, times an adapter's factor: (S, I, O), or if `turned` (S, O, I)."""
         if self._kernels_take():
             from carpool.experts.gemm import adapter_kernels
 
-            return adapter_kernels.inner(rows, factor, not turned, self._tiles()[0])
-        return grouped_mm(rows, factor.transpose(1, 2) if turned else factor, self.pairs.offsets_S)
+            return adapter_kernels.inner(rows, factor, not turned, self._tiles()[0], out_PQ)
+        return grouped_mm(rows, factor.transpose(1, 2) if turned else factor, self.offsets_S)
 
     def _thin_outer(
         self,
@@ -352,20 +448,20 @@ class GroupedProducts:
             weights = None if weight_RJ is None else (weight_RJ, self.pairs.order_P)
             return adapter_kernels.outer(inner_PQ, rows, width or rows.shape[1], turned, self._tiles()[1], weights)
         pair = (rows, inner_PQ) if turned else (inner_PQ, rows)
-        return grouped_outer(*pair, self.pairs.offsets_S)
+        return grouped_outer(*pair, self.offsets_S)
 
     def dup(self, dh_PF1: torch.Tensor, x: HiddenStates) -> torch.Tensor:
         """The gradient of up, in its shape."""
         if way := self._fused(self.choices.dup, x):
             return self._outer(way, x, dh_PF1, self.function.transposed)
-        dup = grouped_outer(dh_PF1, gather_rows(x, self.pairs, self.dtype), self.pairs.offsets_S)
+        dup = grouped_outer(dh_PF1, gather_rows(x, self.pairs, self.dtype), self.offsets_S)
         return dup.transpose(1, 2) if self.function.transposed else dup
 
     def ddown(self, dpartial: HiddenStates, scaled_a_PF: torch.Tensor) -> torch.Tensor:
         """The gradient of down, in its shape."""
         if way := self._fused(self.choices.ddown, dpartial):
             return self._outer(way, dpartial, scaled_a_PF, not self.function.transposed)
-        ddown = grouped_outer(self.dy(dpartial), scaled_a_PF, self.pairs.offsets_S)
+        ddown = grouped_outer(self.dy(dpartial), scaled_a_PF, self.offsets_S)
         return ddown.transpose(1, 2) if self.function.transposed else ddown
 
     def _add_thin(
@@ -423,16 +519,16 @@ class GroupedProducts:
             product_PN = out_PN
         else:
             assert part is None, "parts are fused"
-            product_PN = grouped_mm(rows_PK, self._turned(self._matrices(of_up), not in_first), self.pairs.offsets_S)
+            product_PN = grouped_mm(rows_PK, self._turned(self._matrices(of_up), not in_first), self.offsets_S)
         if thin is not None:
             self._add_thin(product_PN, *thin)
         return product_PN
 
     def _outer(self, way: str, gathered: HiddenStates, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
         """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
-        from carpool.experts.gemm import outer_kernels, table_kernels
+        from carpool.experts.gemm import outer_kernels
 
-        rows = table_kernels.row_addresses(gathered, *self._order)
+        rows = self._addresses(gathered)
         operands = [(rows.address_P, gathered.width), (values_PN, values_PN.shape[1])]
         (a, m), (b, n) = operands if gathered_first else reversed(operands)
         tiling = self._tiling(way)
@@ -446,16 +542,33 @@ class GroupedProducts:
         """Whether there are kernels for these sizes, and for rows where they lie."""
         hidden, inner = self.weights.down_SHF.shape[1:]
         ours = rows is None or rows.data.dtype == self.dtype
-        sizes = hidden % 8 == inner % 8 == 0 and self.pairs.order_P.shape[0] > 0 and self.pairs.offsets_S.shape[0] > 0
+        sizes = hidden % 8 == inner % 8 == 0 and self.pairs.order_P.shape[0] > 0 and self.offsets_S.shape[0] > 0
         return ours and sizes and has_kernels(self.weights.up_SFH)
+
+    def take_ranges(self, rows: Sequence[HiddenStates]) -> bool:
+        """Whether kernels compute all products of these rows; each takes a range of the slots."""
+        weights = self.weights
+        fit = all(a is None or _share_fits(a.shape[1]) for a in (weights.up_a_SQH, weights.down_a_SQF))
+        fused = LIBRARY not in self.choices.to_dict().values() and isinstance(self.function.activation, Activation)
+        return fit and fused and all(map(self._kernels_take, rows))
+
+    def _addresses(self, rows: HiddenStates) -> RowAddresses:
+        """Where each pair's row is. Ranges share it, of all pairs."""
+        from carpool.experts.gemm import table_kernels
+
+        if self.last and self.after is None:
+            return table_kernels.row_addresses(rows, *self._order)
+        if id(rows) not in self.addresses:
+            self.addresses[id(rows)] = rows, table_kernels.row_addresses(rows, *self._order)
+        found: RowAddresses = self.addresses[id(rows)][1]
+        return found
 
     def _tiles(self) -> tuple[torch.Tensor, ...]:
         if self.tiles is None:
             from carpool.experts.gemm import gemm_tiles, table_kernels
 
-            self.tiles = table_kernels.tile_table(
-                self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS
-            )
+            given = self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, 1, self.slots.start > 0
+            self.tiles = table_kernels.part_table(self.offsets_S, *given)[:2]
         return self.tiles
 
     def _tiling(self, way: str) -> Tiling:
@@ -477,7 +590,7 @@ class GroupedProducts:
     def _matrices(self, of_up: bool) -> torch.Tensor:
         """Up's or down's matrices as they are stored. Of a quantised base they are made here, for one product."""
         stored, code, scale = self._up if of_up else self._down
-        return stored if code is None or scale is None else dequantise(code, scale, self.dtype, self.pairs.offsets_S)
+        return stored if code is None or scale is None else dequantise(code, scale, self.dtype, self.offsets_S)
 
     def _by_slots(self, of_up: bool) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """(slots, their matrices, their tiles of pairs). Of a quantised base some slots at a time, whose matrices take
@@ -486,7 +599,7 @@ class GroupedProducts:
         made: torch.Tensor | None = None
         for slots, tiles_M4 in self._parts_of_slots:
             if code is not None and scale is not None:
-                stored = made = dequantise(code[slots], scale[slots], self.dtype, self.pairs.offsets_S[slots], out=made)
+                stored = made = dequantise(code[slots], scale[slots], self.dtype, self.offsets_S[slots], out=made)
             yield slots, stored, tiles_M4
 
     @cached_property
@@ -499,13 +612,25 @@ class GroupedProducts:
         from carpool.experts.gemm import gemm_tiles, table_kernels
 
         parts = [slice(first, first + each) for first in range(0, slots, each)]
-        offsets_S, given = self.pairs.offsets_S, (self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, 1)
-        return [(part, table_kernels.part_table(offsets_S[part], *given, part.start > 0)[0]) for part in parts]
+        offsets_S, given = self.offsets_S, (self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, 1)
+        return [
+            (part, table_kernels.part_table(offsets_S[part], *given, self.slots.start + part.start > 0)[0])
+            for part in parts
+        ]
 
     @staticmethod
     def _turned(weight: torch.Tensor, turn: bool) -> torch.Tensor:
         """(S, in, out), which is how grouped products read them."""
         return weight.transpose(1, 2) if turn else weight
+
+
+def _choices_of_ranges(choices: Choices | None, weights: SlotRanges, pairs: Pairs) -> Choices:
+    """As without ranges, but fused, where a device has that: the library's products take no range of slots."""
+    given = weights.homes.up_SFH.device, pairs.order_P.shape[0] // weights.num_slots
+    fused = default_choices(*given, True)
+    choices = choices or default_choices(*given, weights.homes.adapted or weights.homes.quantised)
+    ways = {stage: way for stage, way in choices.to_dict().items() if way != LIBRARY}
+    return Choices(**(fused.to_dict() | ways))
 
 
 def _share_fits(rank: int) -> bool:

@@ -5,7 +5,8 @@
     modelled.seconds                     of forward and backward, by `carpool.planner.machine.cost`
 
 Loads, replicas and rows are exact: they are those of the plan that a ride would make of these choices
-(`carpool.replicas.slot_plan`). Seconds follow from rates. Fetching counts in full, as if nothing hid it.
+(`carpool.replicas.slot_plan`). Seconds follow from rates. A fetch is beside the products of experts at home, forward
+and backward: what exceeds the time of these counts, and so do gradients of replicas.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from carpool.planner.machine.cost import RIDES, CostModel, slot_costs
+from carpool.planner.machine.cost import GEMM_PASSES, RIDES, CostModel, slot_costs
 from carpool.planner.transports import transport_class
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class ModelledLayer:
     """Attributes:
     before, after: load of the fullest rank over the mean, without and with spare slots.
     replicas: experts fetched by all ranks.
-    seconds: of one layer, forward and backward: computation of the fullest rank, rides, and what replicas take.
+    seconds: of one layer, forward and backward: computation of the fullest rank, rides, and what replicas take that
+        no product hides.
     """
 
     before: float
@@ -93,13 +95,19 @@ def model_layer(
             if expert >= 0:
                 sent_WW[int(home_E[expert]), rank] += cost.expert_bytes
     mean = max(1, int(load_WE.sum())) / ranks
-    # There in the forward and in the backward, and the gradient home.
-    fetched = 2 * cost.transfer_seconds(sent_WW, topology) + cost.transfer_seconds(sent_WW.T, topology)
+    replica_seconds = 0.0
+    if sent_WW.any():
+        # A third of the work at home is before replicas compute, on the rank that fetches and has least of it.
+        home_W = (plan.load_W - plan.choices_WS.sum(1))[(plan.expert_WS >= 0).any(1)]
+        beside = float(home_W.min()) * cost.pair_seconds / GEMM_PASSES
+        fetch = cost.transfer_seconds(sent_WW, topology)
+        # There in the forward and in the backward, and the gradient home.
+        replica_seconds = 2 * max(0.0, fetch - beside) + cost.transfer_seconds(sent_WW.T, topology)
     return ModelledLayer(
         float(before_W.max()) / mean,
         float(plan.load_W.max()) / mean,
         int((plan.expert_WS >= 0).sum()),
         cost.compute_seconds(plan.load_W.numpy()),
         cost.ride_seconds(rows_WW, topology),
-        fetched if sent_WW.any() else 0.0,
+        replica_seconds,
     )

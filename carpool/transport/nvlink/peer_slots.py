@@ -2,7 +2,7 @@
 
     loads        each rank writes its choices of every expert into the memory of all ranks, and waits for theirs
     fetch        homes write the experts that the plan names into spare slots of other ranks, by a few programs on a
-                 stream of their own, while tokens travel; a rank's stream waits for them before its experts compute
+                 stream of their own, while tokens travel and homes compute; a rank's stream waits before replicas do
     gradients    stay in the memory of the rank that computed them; homes read them, and add them in float32 in order of
                  (rank, slot), their own in its place
 
@@ -11,8 +11,8 @@
     gradients    rank 0: own term + slot 0 of rank 2
 
 Shapes are static, signals carry an epoch that is counted on the device, and no call reads the device: so CUDA graphs
-contain them. The parameters of all slots lie in one piece, as the experts' kernels read them: a fetch copies the homes
-beside the spare slots. This costs a pass over the homes' memory, on the stream of the fetch.
+contain them. Only spare slots have memory here: experts at home read their parameters where these are, and compute
+before the spare slots are waited for (`carpool.experts.slot_ranges`).
 
 **Two sets of slots suffice,** for all layers of the same shapes. A set is taken by a fetch and released after the
 experts that read it were launched; what overlaps rides decides how many are taken at a time:
@@ -79,7 +79,7 @@ class PeerSlots:
     ) -> None:
         self.transport, self.buffers, self.spare = transport, transport.buffers, spare
         self.meter, self.pairs = meter, pairs
-        self.homes, self.held = layout.slots_per_rank, len(layout.homes[self.buffers.rank])
+        self.homes = layout.slots_per_rank
         places = [rank * self.homes + row for rank, row in layout.home_of]
         self._home_E = torch.tensor(places, dtype=torch.int32, device=self.buffers.device)
         self._came_at = _pages(self.buffers.num_ranks * MAX_CTAS * 4)
@@ -107,22 +107,17 @@ class PeerSlots:
         from carpool.transport.nvlink.launch import FETCH_CTAS, launch_gate, launch_push
 
         self.buffers.check()
-        number = self.homes + self.spare
-        memory, places = self._memory("fetch", [number * _row_bytes(home) for home in homes], homes, SETS)
+        memory, places = self._memory("fetch", [self.spare * _row_bytes(home) for home in homes], homes, SETS)
         memory.busy = True
-        slots = [_view(memory, at, number, home) for at, home in zip(places, homes, strict=True)]
+        slots = [_view(memory, at, self.spare, home) for at, home in zip(places, homes, strict=True)]
         rows = [home.detach().contiguous() for home in homes]
 
         def launch(send: bool, receive: bool) -> None:
             if send:
                 launch_gate(memory, self.buffers, FETCH, wait_at=FREE_AT, following=True)
-                for i, (row, into, at) in enumerate(zip(rows, slots, places, strict=True)):
-                    target = at + self.homes * _row_bytes(row)
+                for i, (row, at) in enumerate(zip(rows, places, strict=True)):
                     last = i == len(rows) - 1
-                    launch_push(
-                        row, handle, self._home_E, memory, self.buffers, self.homes, target, self._came_at, last
-                    )
-                    into[: self.held].copy_(row)
+                    launch_push(row, handle, self._home_E, memory, self.buffers, self.homes, at, self._came_at, last)
             if receive:
                 launch_gate(memory, self.buffers, FETCH, wait_at=self._came_at, each=FETCH_CTAS)
 
@@ -143,18 +138,20 @@ class PeerSlots:
 
         return Fetched(wait, release)
 
-    def send_home(self, dslots: Sequence[torch.Tensor], handle: torch.Tensor) -> list[torch.Tensor]:
+    def send_home(
+        self, dhomes: Sequence[torch.Tensor], dspare: Sequence[torch.Tensor], handle: torch.Tensor
+    ) -> list[torch.Tensor]:
         from carpool.transport.nvlink.launch import SUM_CTAS, launch_gate, launch_sum
 
         self.buffers.check()
-        memory, places = self._memory("sum", [self.spare * _row_bytes(dslot) for dslot in dslots], dslots)
-        rows = [dslot.contiguous() for dslot in dslots]
+        memory, places = self._memory("sum", [self.spare * _row_bytes(one) for one in dspare], dspare)
+        rows = [one.contiguous() for one in dhomes]
 
         def launch(send: bool, receive: bool) -> None:
             if send:
                 launch_gate(memory, self.buffers, SUM, wait_at=FREE_AT, each=SUM_CTAS, following=True)
-                for row, at in zip(rows, places, strict=True):
-                    _view(memory, at, self.spare, row).copy_(row[self.homes :])
+                for one, at in zip(dspare, places, strict=True):
+                    _view(memory, at, self.spare, one).copy_(one)
                 launch_gate(memory, self.buffers, SUM, send_at=self._came_at)
             if receive:
                 for i, (row, at) in enumerate(zip(rows, places, strict=True)):
@@ -165,7 +162,7 @@ class PeerSlots:
 
         if rows:
             self.transport._run_here(launch)()
-        return [row[: self.held] for row in rows]
+        return rows
 
     def sent(self, handle: torch.Tensor) -> tuple[int | torch.Tensor, int | torch.Tensor]:
         replicas = (handle >= 0).sum() if self.buffers.rank == 0 else 0

@@ -1,0 +1,132 @@
+"""Experts over two ranges of slots in Triton's interpreter: bit by bit those over one tensor of all slots.
+
+Spare slots are waited for when homes have been computed, and are overwritten as soon as the experts have returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from carpool.experts import ExpertWeights, GroupedExperts
+from carpool.experts.gemm.choices import Choices
+from carpool.experts.gemm.grouped import GroupedProducts
+from carpool.experts.slot_ranges import RangeGradients, SlotRanges, stack, travelling
+from tests.experts_problem import ACTIVATIONS, ExpertProblem
+from tests.interpreted.test_experts import nan_in_fresh_memory  # noqa: F401
+from tests.interpreted.test_gemm import few_rows, tiny_tiles
+
+PRODUCTS = ("up", "down", "dact", "dx")
+
+
+class InRanges(GroupedExperts):
+    """Gets the weights of all slots, and computes homes and spare slots apart.
+
+    Attributes:
+        held, first: homes, and where spare slots begin.
+        launched: of each forward and backward, the products before the spare slots were waited for; "apart" if their
+            gradients came by ranges."""
+
+    held, first = 3, 3
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.launched: list[str] = []
+
+    def ranges(self, weights: ExpertWeights) -> tuple[SlotRanges, Callable[[], None]]:
+        rows = [one[self.first :].clone() for one in travelling(weights).values()]
+        homes = ExpertWeights._make(None if one is None else one[: self.held] for one in weights)
+
+        def fetched() -> list[torch.Tensor]:
+            self.launched.append("wait")
+            return rows
+
+        def release() -> None:
+            for one in rows:
+                one.view(torch.uint8).fill_(255)
+
+        return SlotRanges(homes, self.first, len(weights.up_SFH) - self.first, fetched), release
+
+    def forward(self, arrivals: Any, weights: Any, *rest: Any) -> Any:
+        weights, release = self.ranges(weights)
+        saved = super().forward(arrivals, weights, *rest)
+        release()
+        return saved
+
+    def backward(self, saved: Any, x: Any, weights: Any, *rest: Any) -> Any:
+        weights, release = self.ranges(weights)
+        dweight_RJ, finish = super().backward(saved, x, weights, *rest)
+        release()
+        assert finish is not None
+
+        def stacked() -> ExpertWeights:
+            found = finish()
+            self.launched += ["apart"] * isinstance(found, RangeGradients)
+            homes, spare = weights.apart(found)
+            pairs = zip(homes, spare, strict=True)
+            return ExpertWeights._make(None if a is None or b is None else stack(a, self.first, b) for a, b in pairs)
+
+        return dweight_RJ, stacked
+
+
+@pytest.mark.parametrize(
+    ("name", "transposed", "ranks", "quantised", "held", "way", "recompute"),
+    [
+        ("gpt-oss", False, (0, 0), False, 3, "flat", False),
+        ("SwiGLU", True, (0, 0), False, 2, "square", True),
+        ("relu2", False, (8, 4), False, 1, "wide", False),
+        ("gpt-oss", True, (0, 19), False, 3, "flat", True),
+        ("SwiGLU", False, (3, 8), True, 3, "wide", False),
+        # All at once, from one tensor: no home, an adapter too large for the fused products, and the library's.
+        ("SwiGLU", False, (0, 0), False, 0, "flat", False),
+        ("SwiGLU", False, (129, 8), False, 3, "flat", False),
+        ("SwiGLU", True, (4, 0), True, 2, "library", False),
+    ],
+)
+def test_ranges_have_the_bits_of_one_tensor(
+    name: str, transposed: bool, ranks: tuple[int, int], quantised: bool, held: int, way: str, recompute: bool
+) -> None:
+    slot_RJ, slots = few_rows("random", 3)
+    # A rank with fewer homes than another has slots that are always empty.
+    slot_RJ = torch.where((slot_RJ >= held) & (slot_RJ < 3), -1, slot_RJ)
+    hidden, inner = (64, 128) if quantised else (24, 40)
+    problem = ExpertProblem(
+        (slot_RJ, slots), hidden, inner, ACTIVATIONS[name], True, torch.float32, transposed, ranks, frozen=quantised
+    )
+    if quantised:
+        problem.quantise("nf4")
+    given = problem.function, Choices.all(way), recompute
+    ours = InRanges(*given)
+    ours.held = held
+    apart = held > 0 and max(ranks) <= 128 and way != "library"
+
+    def watched(product: str) -> Any:
+        right = getattr(GroupedProducts, product)
+
+        def launch(self: Any, *rest: Any, **settings: Any) -> Any:
+            ours.launched.append(product)
+            return right(self, *rest, **settings)
+
+        return mock.patch.object(GroupedProducts, product, launch)
+
+    with tiny_tiles():
+        want = problem.run(GroupedExperts(*given), use_arena=transposed, all_rows=False)
+        with watched("up"), watched("down"), watched("dact"), watched("dx"):
+            got = problem.run(ours, use_arena=transposed, all_rows=False)
+    assert set(got) == set(want)
+    for field, tensor in got.items():
+        other = want[field]
+        if field in ("partial", "dx"):
+            tensor, other = tensor[problem.wanted_R], other[problem.wanted_R]
+        elif field.startswith("d") and field != "dweight":
+            assert not tensor[held:3].any()
+        assert torch.equal(tensor, other), field
+    forward, backward = ["up", "down"], [*["up"] * recompute, "dact", "dx"]
+    if apart:
+        assert ours.launched == [*forward, "wait", *forward, *backward, "wait", *backward, "apart"]
+    else:
+        assert ours.launched == ["wait", *forward, "wait", *backward]
