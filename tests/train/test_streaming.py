@@ -59,7 +59,7 @@ def test_steps_are_the_same_on_any_number_of_ranks_and_after_a_resume(tmp_path: 
     sources = write(tmp_path)
     settings: dict[str, Any] = {"packing": packing} | ({} if packing == "stream" else {"too_long": "split"})
     (whole,), shared = loaders(sources, 1, **settings), loaders(sources, 2, **settings)
-    assert [len(shared[0]._slots_AN[0]), shared[0]._lanes] == [6, 4]
+    assert [len(shared[0]._slots_GN[0]), shared[0]._lanes] == [6, 4]
     for step in range(90):
         if step in (1, 31, 60):
             state = merged([loader.state_dict() for loader in shared])

@@ -12,7 +12,7 @@ import torch
 
 from carpool.train.data.corpus import Corpora, Corpus, corpus_of
 from carpool.train.data.formats import are_packed
-from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader, step_size, train_loader
+from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader, step_size
 from carpool.train.data.mixture import eval_sequences, train_sequences
 from carpool.train.data.sequences import Sequences
 from carpool.train.data.streaming import StreamLoader, Streams
@@ -54,13 +54,12 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
     share = {"dp_size": plan.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
     how: dict[str, Any] = {"shares": plan.batch_sizes, "alike": plan.degrees.pp > 1, **share}
     sequences: Sequences | Streams
-    train: TrainLoader | StreamLoader
     if config.data.streaming:
         sequences = Streams(config.data, tokenizer, config.model.path, multiple)
-        train = StreamLoader(sequences, **step_size(config), **how)
+        train: TrainLoader = StreamLoader(sequences, **step_size(config), **how)
     else:
         sequences = train_sequences(corpora, config.data, multiple)
-        train = train_loader(config, sequences, **how)
+        train = TrainLoader(sequences, **step_size(config), **how)
     held_out = {
         name: EvalLoader(
             found,
@@ -70,8 +69,7 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
         )
         for name, found in eval_sequences(corpora, config.data, multiple).items()
     }
-    # A stream has no end.
-    steps_per_epoch = train.num_sequences / train.global_batch_size if isinstance(train, TrainLoader) else math.inf
+    steps_per_epoch = train.num_sequences / train.global_batch_size
     return RunData(corpora, sequences, Prefetch(train, device), held_out, steps_per_epoch)
 
 

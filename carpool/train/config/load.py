@@ -30,6 +30,7 @@ from carpool.train.config.fine_tuning import FROM_DEMO, defaults, source_of_defa
 from carpool.train.config.published import FROM
 from carpool.train.config.schema import DEMO_MODEL, Config, config_type, keys
 from carpool.train.config.schema_base import NONE_WORDS, toml_value
+from carpool.train.config.schema_data import DataSource
 
 # Keys of the [model] section that name a model; any of them displaces the demo's.
 _MODEL_SOURCES = ("path", "architecture", "model_type")
@@ -413,7 +414,10 @@ def _type_name(field: FieldInfo) -> str:
         if origin is typing.Literal:
             words.extend(map(str, typing.get_args(arg)))
         elif origin is typing.Annotated or origin is tuple:
-            words.append("list of numbers" if float in typing.get_args(typing.get_args(arg)[0]) else "text or list")
+            inner = typing.get_args(arg)[0]
+            kinds: dict[Any, str] = {float: "list of numbers", DataSource: "list of tables"}
+            item = next(iter(typing.get_args(inner)), None)
+            words.append(names.get(inner) or kinds.get(item, "text or list"))
         elif origin is dict:
             words.append("table")
         else:

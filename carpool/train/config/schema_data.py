@@ -16,6 +16,10 @@ EVALUATES = Needs(
     "data.eval or data.eval_fraction>0 and data.eval or data.streaming=false",
     "held-out data: data.eval, or data.eval_fraction above 0",
 )
+_HOLDS_OUT = Needs(
+    "data.eval=none or data.eval_fraction=0 and data.streaming=false or data.eval_fraction=0",
+    "data.eval=none and data.streaming=false",
+)
 FORMAT = registered("data.format", "carpool.train.data.formats.FORMATS")
 _PROMPTS = Needs("data.format=prompt or none", "rows that are prompts (data.format)")
 # Which splits of a dataset folder are read, the first that is there.
@@ -87,9 +91,7 @@ class DataSection(Section):
     eval: Texts | dict[str, Texts] | None = None
     """Held-out data, given as train is, or several sets by name, each evaluated by itself. none: eval_fraction of
     train."""
-    eval_fraction: Annotated[float, Demo(0.05), Needs("data.eval=none or data.eval_fraction=0", "data.eval=none")] = (
-        Field(default=0.05, ge=0, lt=1)
-    )
+    eval_fraction: Annotated[float, Demo(0.05), _HOLDS_OUT] = Field(default=0.05, ge=0, lt=1)
     """Share of train's rows (documents, conversations) that is held out when eval is none."""
     streaming: Annotated[
         bool,
@@ -160,7 +162,7 @@ class DataSection(Section):
     its parts are examples."""
     sequence_length: Annotated[int, Demo()] = Field(default=96, ge=2)
     """Tokens in one sequence. Documents or examples are packed into these."""
-    max_bytes: int | None = Field(default=None, gt=0)
+    max_bytes: Annotated[int | None, Needs("data.streaming=false")] = Field(default=None, gt=0)
     """Read at most this many bytes of train's text, in whole documents. none: all."""
     cache_dir: str | None = None
     """Where tokens are kept between runs. none: $XDG_CACHE_HOME/carpool or ~/.cache/carpool."""

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listed
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,9 +83,15 @@ class TrainLoader:
         shares: Listed[int] | None = None,
         alike: bool = False,
     ) -> None:
+        assert shares is None or (len(shares) == dp_size and sum(shares) == batch_size * dp_size)
         self.sequences, self._seed, self._pad_id = sequences, seed, pad_id
         self._micro_batch = batch_size * dp_size
-        self._slots_GN = own_slots(batch_size, accumulation, dp_rank, dp_size, shares)
+        # This rank's places in a step, of each micro-batch.
+        all_GN = np.arange(self._micro_batch * accumulation).reshape(accumulation, -1)
+        self._slots_GN = all_GN[:, dp_rank::dp_size]
+        if shares is not None and len(set(shares)) > 1:
+            first = sum(shares[:dp_rank])
+            self._slots_GN = all_GN[:, first : first + shares[dp_rank]]
         self.num_sequences = sequences.per_epoch
         self.global_batch_size, self._alike = batch_size * accumulation * dp_size, alike
         # Of how many sequences each step is a group of similar lengths; 0: of none. A resumed run goes on with it.
@@ -109,20 +115,23 @@ class TrainLoader:
         return self
 
     def __next__(self) -> list[Batch]:
-        places = range(self._position, self._position + self.global_batch_size)
-        indices = np.array([self._at(place) for place in places], dtype=np.int64)
+        sequences, indices = self._draw(np.arange(self._position, self._position + self.global_batch_size))
         self._position += self.global_batch_size
-        self.targets, self.tokens = self.sequences.targets(indices), self.sequences.tokens(indices)
-        of_sources = self.sequences.source_tokens(indices)
+        self.targets, self.tokens = sequences.targets(indices), sequences.tokens(indices)
+        of_sources = sequences.source_tokens(indices)
         self.seen = {name: seen + of_sources[name] for name, seen in self.seen.items()}
         # N: of all ranks, sequences of each micro-batch.
         all_GN = indices.reshape(-1, self._micro_batch)
         own_GN = indices[self._slots_GN]
-        lengths = [self.sequences.batch_length(indices if self._alike else one_N) for one_N in all_GN]
+        lengths = [sequences.batch_length(indices if self._alike else one_N) for one_N in all_GN]
         return [
-            make_batch(self.sequences, [self.sequences[int(i)] for i in own_N], len(own_N), self._pad_id, length)
+            make_batch(sequences, [sequences[int(i)] for i in own_N], len(own_N), self._pad_id, length)
             for own_N, length in zip(own_GN, lengths, strict=True)
         ]
+
+    def _draw(self, places: NDArray[np.int64]) -> tuple[Sequences, NDArray[np.int64]]:
+        """What is at these places of the endless stream: which of which sequences."""
+        return self.sequences, np.array([self._at(place) for place in places.tolist()], dtype=np.int64)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, equal on all ranks: plain numbers and text."""
@@ -158,23 +167,6 @@ class TrainLoader:
                 order = group_by_length(order, lengths, self._group, rest, self._seed, epoch)
             self._order = (epoch, order)
         return int(self._order[1][index])
-
-
-def own_slots(
-    batch_size: int, accumulation: int, dp_rank: int, dp_size: int, shares: Listed[int] | None
-) -> NDArray[np.int64]:
-    """(micro-batches, own sequences): the places in a step that are this rank's. Arguments: of `TrainLoader`."""
-    assert shares is None or (len(shares) == dp_size and sum(shares) == batch_size * dp_size)
-    all_GN = np.arange(batch_size * accumulation * dp_size).reshape(accumulation, -1)
-    if shares is None or len(set(shares)) == 1:
-        return all_GN[:, dp_rank::dp_size]
-    first = sum(shares[:dp_rank])
-    return all_GN[:, first : first + shares[dp_rank]]
-
-
-def train_loader(config: Config, sequences: Sequences, dp_size: int, **options: Any) -> TrainLoader:
-    """The `TrainLoader` that a run's settings ask for. `options`: further arguments of it."""
-    return TrainLoader(sequences, dp_size=dp_size, **step_size(config), **options)
 
 
 def step_size(config: Config) -> dict[str, Any]:
@@ -260,34 +252,7 @@ class EvalLoader:
             yield make_batch(self._sequences, rows, self._batch_size, self._pad_id, length)
 
 
-class Shape(Protocol):
-    """What batches need to know of sequences; as `Sequences`."""
-
-    @property
-    def documents(self) -> int: ...
-
-    @property
-    def padded(self) -> bool: ...
-
-    @property
-    def packed(self) -> bool: ...
-
-
-class Loader(Protocol):
-    """Makes the steps of a run: `TrainLoader`, or that of a stream, whose attributes mean the same."""
-
-    targets: int
-    tokens: int
-    global_batch_size: int
-
-    def __next__(self) -> list[Batch]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def make_batch(sequences: Shape, rows: Listed[Sequence], batch_size: int, pad_id: int, length: int) -> Batch:
+def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pad_id: int, length: int) -> Batch:
     """A batch of these rows, filled up to `length` where they lack tokens, and by empty rows where they are fewer."""
     ids_BL = np.full((batch_size, length), pad_id, dtype=np.int64)
     labels_BL = np.full_like(ids_BL, IGNORED)
@@ -331,7 +296,7 @@ class Prefetch:
         targets, tokens: as `TrainLoader`'s, of the step handed out last.
     """
 
-    def __init__(self, loader: Loader, device: torch.device) -> None:
+    def __init__(self, loader: TrainLoader, device: torch.device) -> None:
         self._loader, self._pin, self._state = loader, device.type == "cuda", loader.state_dict()
         # A thread begins on device 0, where other ranks are.
         begin = partial(torch.cuda.set_device, device) if self._pin else None

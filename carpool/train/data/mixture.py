@@ -47,7 +47,7 @@ class Mixture:
         self._first = np.cumsum([0, *map(len, self._parts)])
         self._shares = shares_of([len(part) for part in self._parts], sources)
         for name, part, share, source in zip(self.names, self._parts, self._shares, sources, strict=True):
-            if share == 0 and source.weight != 0:
+            if source.weight != 0 and (share == 0 or not len(part)):
                 raise ValueError(
                     f"data.sources: an epoch of the mixture has {sum(self._shares):,} sequences, of which {name} gets "
                     f"none (it has {part.describe()}): raise its weight, or give more data"
@@ -131,8 +131,6 @@ def shares_of(sizes: Listed[int], sources: Listed[DataSource], total: int | None
     if all(source.weight is None for source in sources):
         return [round(size * (source.epochs or 1.0)) for size, source in zip(sizes, sources, strict=True)]
     weights = [source.weight or 0.0 for source in sources]
-    if empty := [i for i, size in enumerate(sizes) if not size and weights[i]]:
-        weights = [0.0 if i in empty else weight for i, weight in enumerate(weights)]
     total = total or sum(size for size, weight in zip(sizes, weights, strict=True) if weight)
     exact = [total * weight / (sum(weights) or 1.0) for weight in weights]
     shares = [int(one) for one in exact]

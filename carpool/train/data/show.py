@@ -23,7 +23,8 @@ _GIVEN = ("default on grey23", "default on grey35")
 
 
 def show(config: Config, count: int, console: Console) -> None:
-    """Print the first examples of `data.train`, as many as asked, as they are trained on; of a stream, sequences.
+    """Print the first examples of `data.train`, as many as asked, as they are trained on; of a stream, sequences; of a
+    mixture, what a run begins with.
 
     Raises:
         ValueError: as `carpool.train.data.corpus.prepare`.
@@ -37,8 +38,9 @@ def show(config: Config, count: int, console: Console) -> None:
     streams = all(corpus.train_marks is None for corpus in corpora.sources)
     sequences = train_sequences(corpora, data if streams else data.model_copy(update={"packing": "off"}))
     decode = partial(tokenizer.decode, special=True)
-    for number in range(min(count, len(sequences))):
-        ids, labels, _ = sequences[number]
+    order = sequences.order(config.training.seed, 0) if sequences.names else range(len(sequences))
+    for number, place in enumerate(order[:count]):
+        ids, labels, _ = sequences[int(place)]
         # Nothing predicts the first token, although a stream has a label there.
         learned = [False, *(labels[1:] != IGNORED).tolist()]
         title = f"example {number + 1}: {len(ids)} tokens, {sum(learned)} learned"

@@ -16,7 +16,7 @@ block begins the next one. A lane's first block is shorter, by the number of the
 step.
 
 Mixtures. Which source a place has says a fixed pattern of 10,000 places with the sources' weights, as in
-`carpool.train.data.mixture`. A source that ends begins again, with its files in another order.
+`carpool.train.data.mixture`. A source that ends begins again; each time its files come in another order.
 
 Position. Of each lane and source: the state of the IterableDataset at the begin of its block, what was left then, and
 how many of the block's sequences were handed out. A resumed run reads the block again.
@@ -25,23 +25,24 @@ how many of the block's sequences were handed out. A resumed run reads the block
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
-from collections.abc import Sequence as Listed
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
 from carpool.train.config.schema_data import DataSet
 from carpool.train.data.corpus import Corpus, Marks, data_sets, make_encoder
 from carpool.train.data.examples import Encoder
 from carpool.train.data.formats import fields_of
-from carpool.train.data.loader import Batch, check_same_data, check_same_order, make_batch, own_slots
+from carpool.train.data.loader import TrainLoader
 from carpool.train.data.mixture import evenly, sequences_of, shares_of
 from carpool.train.data.order import permutation
 from carpool.train.data.readers import Source, read_rows
 from carpool.train.data.rows import Row
-from carpool.train.data.sequences import IGNORED, Sequence
+from carpool.train.data.sequences import IGNORED, Ids, Sequence, Sequences
 from carpool.train.data.sources import describe_sources
 from carpool.train.data.tokenizer import Tokenizer
 
@@ -59,7 +60,7 @@ class _Opened(NamedTuple):
 
 
 class Streams:
-    """What a streamed run trains on.
+    """What a streamed run trains on. It has no end, hence no epochs.
 
     Args:
         data: `[data]`.
@@ -69,13 +70,15 @@ class Streams:
         ValueError: as `carpool.train.data.corpus.prepare`, as far as first rows tell.
     """
 
+    lengths = None
+    per_epoch = sys.maxsize
+
     def __init__(self, data: DataSection, tokenizer: Tokenizer, model_path: str | None, multiple: int = 8) -> None:
         self.data, self.multiple, self.length = data, multiple, data.sequence_length
         self.opened = []
         for one in data_sets(data)[0]:
             encoder, form, sources = make_encoder(one, tokenizer, model_path)
             self.opened.append(_Opened(one, sources, form, encoder))
-        self.documents = 1  # of a stream; where sequences are packed, the loader counts them
         self.padded = any(each.encoder.marks for each in self.opened)
         self.packed = self.padded and data.packing != "off"
         self.names = tuple(each.one.name for each in self.opened) if data.sources is not None else ()
@@ -108,12 +111,6 @@ class Streams:
     def source(self) -> str:
         """For people: where the data comes from."""
         return "; ".join(describe_sources(each.one.data.train) for each in self.opened)
-
-    def batch_length(self, lengths: Listed[int]) -> int:
-        """How long a batch of sequences of these lengths is."""
-        if not self.padded or self.packed or self.data.pad_to != "longest":
-            return self.length
-        return min(self.length, -(-max(lengths) // self.multiple) * self.multiple)
 
 
 class Lane:
@@ -229,7 +226,7 @@ class _Blocks:
         from datasets.distributed import split_dataset_by_node
 
         one, sources = self._opened.one, self._opened.sources
-        order = permutation(len(sources), self._seed, number) if number else range(len(sources))
+        order = permutation(len(sources), self._seed, number)
         wanted = fields_of(one.data, self._opened.form)
 
         def rows(files: list[Source]) -> Iterator[dict[str, Row]]:
@@ -251,111 +248,78 @@ def lanes_for(wanted: int, step: int) -> int:
     return max(lanes for lanes in range(1, min(wanted, step) + 1) if step % lanes == 0)
 
 
-def count_learned(one: Sequence) -> int:
-    """How many tokens of a sequence are predicted."""
-    return int((one.labels[1:] != IGNORED).sum())
-
-
-class StreamLoader:
-    """Endless iterator over optimizer steps, as `carpool.train.data.loader.TrainLoader`, whose arguments and attributes
-    it has.
+class StreamLoader(TrainLoader):
+    """The steps of a run on a stream. `options`: as `TrainLoader`.
 
     Raises:
         ValueError: rows that cannot be used, when they are read.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        *,
-        batch_size: int,
-        accumulation: int = 1,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        seed: int = 0,
-        pad_id: int = 0,
-        shares: Listed[int] | None = None,
-        alike: bool = False,
-    ) -> None:
-        self.sequences, self._seed, self._pad_id, self._alike = streams, seed, pad_id, alike
-        self.global_batch_size = batch_size * accumulation * dp_size
-        self._slots_AN = own_slots(batch_size, accumulation, dp_rank, dp_size, shares)
-        self._micro_batch = batch_size * dp_size
-        self.targets = self.tokens = self._position = 0
-        self.seen = dict.fromkeys(streams.names, 0)
+    def __init__(self, streams: Streams, **options: Any) -> None:
+        super().__init__(cast(Sequences, streams), **options)
+        self._streams = streams
         self._lanes = lanes_for(streams.data.stream_lanes, self.global_batch_size)
         self._open: dict[int, Lane] = {}
         self._saved: dict[str, Any] = {}
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
-
-    def __next__(self) -> list[Batch]:
-        streams, step = self.sequences, self.global_batch_size
-        places = np.arange(self._position, self._position + step)
-        own = self._slots_AN.ravel()
-        # Without marks all sequences are alike, and only those of this rank, and before them in their lanes, are read.
-        all_alike = not streams.padded
-        whole_lanes = step % self._lanes == 0
-        needed = set((places[own] if all_alike and whole_lanes else places) % self._lanes)
-        found = {
-            i: next(self._lane(int(place % self._lanes)))
-            for i, place in enumerate(places)
-            if place % self._lanes in needed
-        }
+    def _draw(self, places: NDArray[np.int64]) -> tuple[Sequences, NDArray[np.int64]]:
+        lanes, streams = places % self._lanes, self._streams
+        # Without marks all sequences are alike, and only this rank's are read, with those between them in their lanes.
+        some = not streams.padded and len(places) % self._lanes == 0
+        needed = set(lanes[self._slots_GN.ravel()] if some else lanes)
+        found = {i: next(self._lane(int(lane))) for i, lane in enumerate(lanes) if lane in needed}
         sources = streams.pattern[places % len(streams.pattern)]
-        predicted = streams.length - 1
-        sizes = [predicted if all_alike else len(found[i].ids) for i in range(step)]
-        self.tokens = sum(sizes)
-        self.targets = self.tokens if all_alike else sum(count_learned(one) for one in found.values())
-        for i, name in enumerate(streams.names):
-            self.seen = self.seen | {name: self.seen[name] + sum(np.asarray(sizes)[sources == i].tolist())}
-        self._position += step
-        shape = streams if not streams.packed else _Packed(_documents(list(found.values())))
-        lengths = [
-            streams.batch_length(sizes if self._alike else sizes[a * self._micro_batch : (a + 1) * self._micro_batch])
-            for a in range(len(self._slots_AN))
-        ]
-        return [
-            make_batch(shape, [found[int(i)] for i in own_N], len(own_N), self._pad_id, length)
-            for own_N, length in zip(self._slots_AN, lengths, strict=True)
-        ]
+        return cast(Sequences, _Step(streams, found, sources)), np.arange(len(places))
 
     def _lane(self, number: int) -> Lane:
         if number not in self._open:
             saved = self._saved.get(str(number))
-            self._open[number] = Lane(self.sequences, number, self._lanes, self._seed, saved)
+            self._open[number] = Lane(self._streams, number, self._lanes, self._seed, saved)
         return self._open[number]
 
     def state_dict(self) -> dict[str, Any]:
         """The position. `lanes` has those that this rank reads; a checkpoint needs those of all ranks."""
-        return {
-            "position": self._position,
-            "sequence_length": self.sequences.length,
-            "seed": self._seed,
-            "fingerprint": self.sequences.fingerprint,
-            "seen": self.seen,
-            "num_lanes": self._lanes,
-            "lanes": {**self._saved, **{str(number): lane.state() for number, lane in self._open.items()}},
-        }
+        lanes = {**self._saved, **{str(number): lane.state() for number, lane in self._open.items()}}
+        return {**super().state_dict(), "num_lanes": self._lanes, "lanes": lanes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `TrainLoader.load_state_dict`."""
-        check_same_data(state, self.sequences.fingerprint)
-        check_same_order(state, self.sequences.length, self._seed)
-        self._position, self.seen = int(state["position"]), dict(state["seen"])
+        super().load_state_dict(state)
         self._lanes, self._saved, self._open = int(state["num_lanes"]), dict(state["lanes"]), {}
 
 
-class _Packed(NamedTuple):
-    """What `make_batch` asks of sequences."""
+class _Step:
+    """The sequences of a step by their places in it, as far as they were read: those of a stream without marks are
+    alike.
 
-    documents: int
-    padded: bool = True
-    packed: bool = True
+    Args:
+        found: those that were read.
+        sources: (places,) the number of each one's source.
+    """
 
+    def __init__(self, streams: Streams, found: dict[int, Sequence], sources: Ids) -> None:
+        self._streams, self._found, self._sources = streams, found, sources
+        self.padded, self.packed = streams.padded, streams.packed
+        starts = [int((one.positions == 0).sum()) for one in found.values() if one.positions is not None]
+        # Rounded up, so that few shapes occur; padding is a document, too.
+        self.documents = -(-(max(starts) + 1) // 16) * 16 if starts else 1
 
-def _documents(found: Listed[Sequence]) -> int:
-    """The most that one of these sequences has, padding included; rounded up, so that few shapes occur."""
-    most = max(int((one.positions == 0).sum()) for one in found if one.positions is not None)
-    return -(-(most + 1) // 16) * 16
+    def __getitem__(self, index: int) -> Sequence:
+        return self._found[index]
+
+    def targets(self, indices: Ids) -> int:
+        if not self.padded:
+            return self.tokens(indices)
+        return sum(int((self._found[int(i)].labels[1:] != IGNORED).sum()) for i in indices)
+
+    def tokens(self, indices: Ids) -> int:
+        return sum(len(self._found[int(i)].ids) if self.padded else self._streams.length - 1 for i in indices)
+
+    def source_tokens(self, indices: Ids) -> dict[str, int]:
+        of = self._sources[indices]
+        return {name: self.tokens(indices[of == number]) for number, name in enumerate(self._streams.names)}
+
+    def batch_length(self, indices: Ids) -> int:
+        data, length, multiple = self._streams.data, self._streams.length, self._streams.multiple
+        if not self.padded or self.packed or data.pad_to != "longest":
+            return length
+        return min(length, -(-max(len(self._found[int(i)].ids) for i in indices) // multiple) * multiple)

@@ -76,12 +76,8 @@ class Parquet(Reader):
 
     def _open(self, path: Path | Url, splits: Sequence[str]) -> Any:
         """A dataset, whose rows have yet to be read."""
-        try:
-            import datasets
-        except ImportError:
-            raise ValueError(
-                f"{path} is read by the package datasets, which is missing: pip install datasets"
-            ) from None
+        import datasets
+
         try:
             return self._dataset(datasets, path, splits)
         except Exception as error:  # whatever a damaged file makes it raise

@@ -30,7 +30,7 @@ from carpool.train.config.fine_tuning import adapter_folder, of_adapter
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpora, check_encoder, check_sources, prepare_all
 from carpool.train.data.formats import are_packed
-from carpool.train.data.loader import train_loader
+from carpool.train.data.loader import TrainLoader, step_size
 from carpool.train.data.mixture import train_sequences
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.extensions import extensions_in_use
@@ -115,7 +115,7 @@ def check_amount(plan: Plan, tokenizer: Tokenizer) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = config.data.model_copy(update={"cache_dir": folder})
         sequences = train_sequences(prepare_all(data, tokenizer, config.model.path), data)
-        train_loader(config, sequences, plan.degrees.dp)
+        TrainLoader(sequences, dp_size=plan.degrees.dp, **step_size(config))
 
 
 def check_sequences(plan: Plan, packed: bool) -> None:
