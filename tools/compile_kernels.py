@@ -233,6 +233,16 @@ def optimizer(moments: torch.dtype, weight: torch.dtype) -> None:
     )  # fmt: skip
 
 
+def muon(moments: torch.dtype, weight: torch.dtype) -> None:
+    from carpool.optim import muon_kernel
+
+    size, numbers = (4, 768, 2048), torch.empty(4)
+    value, update = torch.empty(size, dtype=weight), torch.empty(size, dtype=BF16)
+    muon_kernel.take_gradient(value, torch.empty(size, dtype=moments), update, numbers, True)
+    low_bits = torch.empty(size, dtype=torch.int16) if weight == BF16 else None
+    muon_kernel.change(value, low_bits, update, numbers, 9.0)
+
+
 def router(num_experts: int, top_k: int, **rule: Any) -> None:
     from carpool.routing import kernel, logits
     from carpool.routing.routing import Rule
@@ -298,6 +308,8 @@ def problems(capability: tuple[int, int], all_shapes: bool) -> dict[str, Callabl
         "AdamW, 8 bits": lambda: optimizer(torch.uint8, BF16),
         "AdamW, bf16": lambda: optimizer(BF16, BF16),
         "AdamW, float32": lambda: optimizer(torch.float32, torch.float32),
+        "Muon, bf16": lambda: muon(BF16, BF16),
+        "Muon, float32": lambda: muon(torch.float32, torch.float32),
         "router": lambda: router(128, 8),
         "router with groups": lambda: router(256, 8, score="sigmoid", num_groups=8, topk_groups=4),
         "one launch each": the_rest,
