@@ -19,7 +19,7 @@ backward, and its gradients three times in float32, so these are left out (`keep
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from carpool.experts import ExpertFunction
 from carpool.experts.slices import check_slices, cut
 from carpool.hf.seam.experts_module import expert_function, fields_of
+from carpool.hf.seam.find_modules import decoder_layers
 from carpool.layout import ExpertLayout
 from carpool.parallel import fsdp
 from carpool.parallel.degrees import chunks
@@ -74,7 +75,15 @@ def replicate_dense(model: nn.Module, bfloat16: bool, **options: Any) -> Replica
         bfloat16: compute in bfloat16, and add gradients in float32.
         options: of `Replicated`.
     """
-    return Replicated(model, torch.bfloat16 if bfloat16 else None, **options)
+    return Replicated(model, torch.bfloat16 if bfloat16 else None, layers=_layers(model), **options)
+
+
+def _layers(model: nn.Module) -> Sequence[nn.Module]:
+    """The decoder layers; none where they cannot be found."""
+    try:
+        return decoder_layers(model)
+    except ValueError:
+        return ()
 
 
 def keep_experts(model: nn.Module) -> Replicated | None:

@@ -169,6 +169,8 @@ class StepGraphs:
         self._sums.zero_()
         self._replay(batches)
         self._restart_arenas()
+        if (kept := replicated(self.model)) is not None:
+            kept.written()
         if self.consumed is not None:
             self.consumed.replayed()
         for parameter, gradient in self._gradients:
@@ -238,6 +240,8 @@ class StepGraphs:
             def work(place: Place = place) -> None:
                 first, last, number = place
                 self._restart_arenas()
+                if first and kept is not None:
+                    kept.expire()
                 inputs = self._inputs[:number]
                 self.compute(inputs, self._factor, len(batches), self._sums, first, last, before_backward)
                 if kept is not None:

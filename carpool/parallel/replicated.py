@@ -8,7 +8,8 @@ several expert-parallel groups hold are treated alike, over the ranks that hold 
     backward     the gradients of a bucket are complete -> reduce-scatter, overlapped with the rest of the backward
     finish()     each rank has the gradients of its shards, summed over all ranks
     optimizer    updates its shards, and has moments of these alone
-    write()      one all-gather per dtype writes all whole parameters, in place: addresses never change
+    write()      one all-gather per dtype writes all whole parameters, in place: addresses never change. With `beside`,
+                 experts of several groups are written beside the next forward, before it comes to their layer
 
 Shards are DTensors with FSDP2's placement: `Shard(0)`, rank r of W has the rows [r * c, (r + 1) * c) of a parameter of
 n rows, c = ceil(n / W); the last ranks may have fewer, or none. Of experts, n are the rows of an expert-parallel rank,
@@ -128,6 +129,7 @@ class FlatBuffers:
 
     Attributes:
         buckets: in the order of a backward: the last parameters first.
+        of_experts: on a mesh with the axis efsdp.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class FlatBuffers:
         first = parameters[0][0]
         assert isinstance(first, DTensor)
         mesh, device, self.trained = first.device_mesh, first.device, first.requires_grad
+        self.device, self.of_experts = device, "efsdp" in (mesh.mesh_dim_names or ())
         sharding = _shard_axis(first)
         assert sharding is not None
         self.group, self.ranks = mesh.get_group(sharding), mesh.size(sharding)
@@ -241,6 +244,25 @@ class FlatBuffers:
         rows_WN = mine.view(self.ranks, self._columns)
         torch.split_with_sizes_copy(rows_WN, self._sizes, dim=1, out=self._matrices)
 
+    @torch.no_grad()
+    def gather_bucket(self, bucket: Bucket) -> None:
+        """As `gather`, of the parameters of one bucket. Autograd is not told, which has saved others of the buffers."""
+        if not self._apart:
+            return
+        mine, places = self._shards[bucket.start : bucket.stop].to(self._computed), bucket.places
+        if len(places) == 1 and places[0].whole.numel() == self.ranks * len(mine):
+            # Ranks have equally many rows, which come in order.
+            whole = places[0].whole.data.view(-1)
+            _all_gather(whole, mine, group=self.group) if self.ranks > 1 else whole.copy_(mine)
+            return
+        size, first = self.ranks * len(mine), sum(len(one.places) for one in self.buckets[: self.buckets.index(bucket)])
+        arrived = mine
+        if self.ranks > 1:
+            arrived = self._bucket(bucket).view(self._computed)[:size]
+            _all_gather(arrived, mine, group=self.group)
+        sizes, matrices = (of[first : first + len(places)] for of in (self._sizes, self._matrices))
+        torch.split_with_sizes_copy(arrived.view(self.ranks, -1), sizes, dim=1, out=[one.data for one in matrices])
+
     def _bucket(self, bucket: Bucket) -> torch.Tensor:
         return self._by_rank[self.ranks * bucket.start : self.ranks * bucket.stop]
 
@@ -255,13 +277,23 @@ class Replicated:
             must be frozen before.
         computed: the dtype of whole parameters; None: that of the model. Gradients are then accumulated in float32.
         bucket_bytes: size of a bucket of gradients that are reduced together.
+        layers: of the model, in the order of a forward, which each call runs once.
+
+    Attributes:
+        beside: `write` leaves trained experts in buffers to the next forward, whose layers wait for their own.
 
     Raises:
         ValueError: the model is not sharded.
     """
 
-    def __init__(self, model: nn.Module, computed: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._shown = 0
+    def __init__(
+        self,
+        model: nn.Module,
+        computed: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        layers: Sequence[nn.Module] = (),
+    ) -> None:
+        self._shown, self.beside = 0, False
         self._experts: list[Place] = []
         kinds: dict[tuple[Any, ...], list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]] = {}
         order: dict[tuple[int, str], int] = {}
@@ -296,6 +328,7 @@ class Replicated:
         self._set(shards=False)
         for buffers in self.buffers:
             buffers.gather()
+        self._late = _Late(self._buckets, layers)
         object.__setattr__(model, _ATTRIBUTE, self)
         # So that state dicts always have the entries and names of FSDP2's.
         model.register_state_dict_pre_hook(lambda *_: self._show())
@@ -424,7 +457,17 @@ class Replicated:
     def write(self) -> None:
         """After the optimizer step: update the whole parameters from the trained shards."""
         for buffers in self._trained:
-            buffers.gather()
+            if not (self.beside and buffers in self._late.buffers):
+                buffers.gather()
+        self.expire()
+
+    def expire(self) -> None:
+        """Let the next forward write what is written `beside` it: after a step, and where one is captured."""
+        self._late.stale = self.beside
+
+    def written(self) -> None:
+        """A replayed forward has written them."""
+        self._late.stale = False
 
     # -- shards in place of whole parameters ----------------------------------------------------------------------
 
@@ -451,6 +494,7 @@ class Replicated:
         if self._shown == 0:
             self._set(shards=False)
         if write:
+            self._late.stale = False
             for buffers in self.buffers:
                 buffers.gather()
 
@@ -458,6 +502,63 @@ class Replicated:
         for place in self._places:
             for module, name in place.owners:
                 module._parameters[name] = place.shard if shards else place.whole
+
+
+class _Late:
+    """Writes experts in buffers beside a forward, by hooks of its layers, on a stream of its own:
+
+        layer 0    all-gathers of all layers begin
+        layer i    waits for its own
+        the last   waits for all
+
+    Attributes:
+        stale: the next forward is to do so.
+        buffers: of these experts.
+    """
+
+    def __init__(self, buckets: Sequence[tuple[FlatBuffers, Bucket]], layers: Sequence[nn.Module]) -> None:
+        self.stale, self._side = False, None
+        inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
+        self._buckets: dict[int, list[tuple[FlatBuffers, Bucket]]] = {}
+        for buffers, bucket in buckets:
+            owners = [id(module) for place in bucket.places for module, _ in place.owners]
+            if buffers.of_experts and all(owner in inside for owner in owners):
+                self._buckets.setdefault(min(inside[owner] for owner in owners), []).append((buffers, bucket))
+        self.buffers = [buffers for some in self._buckets.values() for buffers, _ in some]
+        self._events: dict[int, torch.cuda.Event | None] = {}
+        if self._buckets:
+            for number, layer in enumerate(layers):
+                layer.register_forward_pre_hook(lambda *_, number=number: self._before(number))
+            layers[-1].register_forward_hook(lambda *_: self._end())
+
+    def _before(self, number: int) -> None:
+        """Hook: before a layer's forward."""
+        if not self.stale:
+            return
+        device = self.buffers[0].device
+        if device.type != "cuda":
+            self._gather(number)
+            return
+        if not self._events:
+            self._side = self._side or torch.cuda.Stream(device)
+            self._side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._side):
+                for one in sorted(self._buckets):
+                    self._gather(one)
+                    self._events[one] = self._side.record_event()
+        if (event := self._events.get(number)) is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def _gather(self, number: int) -> None:
+        for buffers, bucket in self._buckets.get(number, ()):
+            buffers.gather_bucket(bucket)
+
+    def _end(self) -> None:
+        """Hook: after the last layer's forward."""
+        if self._side is not None and self._events:
+            torch.cuda.current_stream(self.buffers[0].device).wait_stream(self._side)
+        self._events.clear()
+        self.stale = False
 
 
 def replicated(model: nn.Module) -> Replicated | None:

@@ -165,6 +165,11 @@ class Candidate:
         return self.whole and (degrees.efsdp > 1 or degrees.dp_replicate > 1 or self.stored != self.computed)
 
     @property
+    def experts_beside(self) -> bool:
+        """Whether experts in buffers are written beside the next forward, and not after the update."""
+        return self.experts_in_buffers and self.degrees.expert_ranks > 1 and self.degrees.pp == self.at_once == 1
+
+    @property
     def gathers(self) -> bool:
         """Whether FSDP gathers parameters layer by layer."""
         return not self.whole and (self.degrees.efsdp > 1 or self.degrees.dp_cp > 1)

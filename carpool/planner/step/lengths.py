@@ -292,7 +292,8 @@ class Lengths(Travel):
             yield from _some(self.streamed_state(dense, experts))
         if candidate.whole:
             yield from _some(self.collective("parameters", "all-gather", self.element * dense, "fsdp and cp"))
-            yield from _some(self.collective("experts", "all-gather", self.element * experts, "efsdp"))
+            if not candidate.experts_beside:
+                yield from _some(self.collective("experts", "all-gather", self.element * experts, "efsdp"))
 
     def whole_matrices(self, layers: tuple[LayerShape, ...]) -> float:
         """Operations of a rank in an update that multiplies matrices (Muon), which ranks divide among them evenly."""
@@ -321,6 +322,12 @@ class Lengths(Travel):
             yield from _some(
                 self.collective("all-gather experts", "all-gather", self.element * self.experts_of_layer, "efsdp")
             )
+
+    def written_beside(self, layer: LayerShape) -> Piece | None:
+        """A layer's whole experts, that the first forward of a step gathers ahead of it."""
+        if not (layer.experts and self.candidate.experts_beside):
+            return None
+        return self.collective("experts", "all-gather", self.element * self.experts_of_layer, "efsdp")
 
     def reductions(self, dense: float, experts: float) -> Iterator[Piece]:
         """Of gradients of so many parameters, to their shards and over copies of the model."""

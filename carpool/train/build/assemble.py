@@ -51,7 +51,7 @@ from carpool.metrics.counters import NSIGHT
 from carpool.optim import OptimizerBase, OptimizerSettings
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.meshes import Meshes
-from carpool.parallel.replicated import sharded_parameters
+from carpool.parallel.replicated import replicated, sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
 from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
@@ -162,6 +162,9 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     transport, options, kernels, schedule = _set_rides(plan, model, own)
     two_batch = schedule.answer.name == "two-batch"
     objective = _objective(plan, model, meshes, two_batch)
+    if (kept := replicated(model)) is not None:
+        # Of two batches, or two stages, another thread or a later action may be the first to need them.
+        kept.beside = plan.pipeline is None and not two_batch
     with sharded_parameters(model):
         parameters = list(model.parameters())
         on_disk = plan.candidate.optimizer_offload == "disk"
