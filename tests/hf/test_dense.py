@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-import carpool.hf  # noqa: F401  registers the layers
+import carpool.hf
+from carpool.hf import set_transport
 from carpool.hf.build_model import build_model
 from carpool.hf.sharding import replicate_dense
+from carpool.hf.step_graphs import EAGER_STEPS, StepGraphs
 from carpool.hf.weights.model_config import make_config
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
+from tests.replayed import Again
 
 TINY: dict[str, Any] = {
     "vocab_size": 60,
@@ -57,6 +61,64 @@ def test_save_pretrained_writes_whole_weights(ranks: Ranks, tmp_path: Path) -> N
     whole = ranks(_saved, str(tmp_path))[0]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(parameter, whole[name]) for name, parameter in plain.named_parameters())
+
+
+def _steps(way: str) -> tuple[list[torch.Tensor], list[str | None], bool]:
+    """Losses and parameters of steps of two micro-batches with experts of two groups, why they are not captured, and
+    whether the update left experts as they were.
+
+    Args:
+        way: experts are gathered "after" the update, "beside" the next forward, or there in a "replay"."""
+    reuse_meshes()
+    config = DistributedConfig(fsdp_size=4, ep_size=2, ep_implementation="carpool")
+    sizes = make_config("olmoe", TINY | MODELS["olmoe"])
+    model: Any = build_model(sizes, distributed_config=config, dtype=torch.float32, seed=0, dense="zero1")
+    carpool.hf.install(model)
+    set_transport(model, "dedup")
+    kept = replicate_dense(model, bfloat16=True)
+    kept.beside = way != "after"
+    with kept.shards():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def compute(
+        batches: Any, factor: torch.Tensor, _: int, sums: torch.Tensor, first: bool, last: bool, *rest: Any
+    ) -> None:
+        kept.begin(first, last)
+        (batch,) = batches
+        loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss
+        (loss * factor / dist.get_world_size()).backward()
+        sums[0] += loss.detach()
+
+    told: list[str | None] = []
+    graphs = StepGraphs(model, list(carpool.hf.rides(model).values()), compute, told.append, True, recorder=Again)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    experts, found, late = model.model.layers[1].mlp.experts, [], False
+    for _ in range(EAGER_STEPS + 3):
+        batches = [{"input_ids": torch.randint(2, 60, (2, 8), generator=generator)} for _ in range(2)]
+        sums = graphs.run(batches, 0.5) if way == "replay" else None
+        if sums is None:
+            sums = torch.zeros(2, dtype=torch.float64)
+            for number, batch in enumerate(batches):
+                compute([batch], torch.tensor(0.5), 2, sums, number == 0, number == 1)
+        kept.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = experts.down_proj.detach().clone()
+        kept.write()
+        late = torch.equal(before, experts.down_proj)
+        found += [sums.clone(), *(full_tensor(shard).detach().clone() for shard in kept.shard_parameters)]
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())], told, late
+
+
+def test_shared_experts_are_gathered_beside_the_next_forward(ranks: Ranks) -> None:
+    """The same bits, also where the first micro-batch of a step is a graph."""
+    after, beside, replayed = (ranks(_steps, way) for way in ("after", "beside", "replay"))
+    for (want, _, at_once), (ours, _, late), (again, told, _) in zip(after, beside, replayed, strict=True):
+        assert late and not at_once and told == [None]
+        for other in (ours, again):
+            assert len(other) == len(want) and all(map(torch.equal, other, want))
 
 
 def _adapted() -> str:
