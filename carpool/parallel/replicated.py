@@ -260,8 +260,9 @@ class FlatBuffers:
         if self.ranks > 1:
             arrived = self._bucket(bucket).view(self._computed)[:size]
             _all_gather(arrived, mine, group=self.group)
-        sizes, matrices = (of[first : first + len(places)] for of in (self._sizes, self._matrices))
-        torch.split_with_sizes_copy(arrived.view(self.ranks, -1), sizes, dim=1, out=[one.data for one in matrices])
+        these = slice(first, first + len(places))
+        out = [matrix.data for matrix in self._matrices[these]]
+        torch.split_with_sizes_copy(arrived.view(self.ranks, -1), self._sizes[these], dim=1, out=out)
 
     def _bucket(self, bucket: Bucket) -> torch.Tensor:
         return self._by_rank[self.ranks * bucket.start : self.ranks * bucket.stop]
@@ -517,7 +518,8 @@ class _Late:
     """
 
     def __init__(self, buckets: Sequence[tuple[FlatBuffers, Bucket]], layers: Sequence[nn.Module]) -> None:
-        self.stale, self._side = False, None
+        self.stale = False
+        self._side: torch.cuda.Stream | None = None
         inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
         self._buckets: dict[int, list[tuple[FlatBuffers, Bucket]]] = {}
         for buffers, bucket in buckets:

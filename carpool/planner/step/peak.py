@@ -105,11 +105,11 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     experts_trained = sizes.experts.trained / degrees.expert_shards
     layer_total, layer_trained = (one / max(1, moe_layers) / degrees.expert_ranks for one in sizes.experts)
     whole, of_whole = 0.0, 0.0
-    for parameters, ranks, there in (
+    for parameters, ranks, buffers in (
         (sizes.dense, degrees.non_expert_shards, replicated),
         (Parameters(*(one / degrees.expert_ranks for one in sizes.experts)), degrees.efsdp, buffered),
     ):
-        if there:
+        if buffers:
             # Of one rank in one dtype, shards are whole.
             whole += parameters.total * computed if ranks > 1 or stored != computed else 0.0
             of_whole += gradient_buffers(parameters.trained, ranks, stored, sizes.reduced)
