@@ -185,7 +185,8 @@ class ExpertLayout:
         # Of versions whose layouts had replicas.
         if _freeze(data.get("slots", ())) not in ((), homes):
             raise ValueError(
-                "its slots hold replicas, which follow each micro-batch now: leave out slots, and set moe.spare_slots"
+                "its slots hold replicas, which follow each micro-batch now: give homes alone, and set moe.spare_slots "
+                "(spare_slots of a layer in a script)"
             )
         return cls(homes, index(data.get("slices", 1)))
 

@@ -103,7 +103,7 @@ def test_unknown_keys_name_the_nearest(tmp_path):
 def test_settings_that_are_gone_are_explained_and_read_in_old_runs(tmp_path):
     assert "placement.prefetch on the command line is no setting any more" in error(None, "placement.prefetch=true")
     path = tmp_path / "config.toml"
-    path.write_text("[placement]\nprefetch = false\nevery = 3\n")
+    path.write_text("[placement]\nprefetch = false\nreplicas = 2\nevery = 3\n")
     assert "is no setting any more" in error(path)
     (tmp_path / "run.json").write_text("{}")
     assert load_config(path, []).placement.every == 3
