@@ -314,6 +314,8 @@ class Summary(Record):
     final_loss: float | None = None
     final_eval_loss: float | None = None
     first_eval_loss: float | None = None
+    best_step: int | None = None
+    best_eval_loss: float | None = None
     bytes_remote: int | None = None
     bytes_remote_alltoall: int | None = None
     bytes_network: int | None = None

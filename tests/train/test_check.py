@@ -195,8 +195,8 @@ def test_what_stands_for_training_arguments_exists() -> None:
         assert f"training.{name}" not in OURS
         mentioned = re.findall(r"\b(?:model|data|training|parallelism|moe|memory)\.[a-z_0-9]+", said)
         assert set(mentioned) <= OURS and (" " in said or mentioned == [said]), (name, said)
-    message = error_of("train", "training.early_stopping_patience=3")
-    assert "Carpool has no early_stopping_patience: a run ends after" in message
+    message = error_of("train", "training.label_smoothing_factor=0.1")
+    assert "Carpool has no label_smoothing_factor: the loss is cross-entropy" in message
 
 
 @pytest.mark.parametrize("kind", ["endless", "pipe", "large", "deep"])

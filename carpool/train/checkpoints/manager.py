@@ -92,6 +92,8 @@ class CheckpointManager:
             raise ValueError(f"save_total_limit is {save_total_limit}, but at least one checkpoint must be kept")
         self.folder = Path(output_dir) / "checkpoints"
         self.save_total_limit = save_total_limit
+        # A step whose checkpoint is kept, whatever its age.
+        self.best: int | None = None
 
     def list(self) -> Paths:
         """Complete checkpoints in the order in which they were saved, the newest last.
@@ -100,6 +102,10 @@ class CheckpointManager:
         from before the rewind come first, whatever their step.
         """
         return [path for _, path in sorted(self._ordered())]
+
+    def has(self, step: int | None) -> bool:
+        """Whether there is a checkpoint of this step."""
+        return step is not None and (self.folder / checkpoint_name(step) / STATE_FILE).is_file()
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are all there in full size, or None. (`load` also checks their content.)"""
@@ -243,8 +249,10 @@ class CheckpointManager:
     def _prune(self, keep: Path) -> None:
         if self.save_total_limit is None:
             return
-        older = [path for path in self.list() if path != keep]
-        for path in older[: max(0, len(older) + 1 - self.save_total_limit)]:
+        others = [path for path in self.list() if path != keep]
+        older = [path for path in others if step_of(path) != self.best]
+        newest = max(0, self.save_total_limit - 1 - (len(others) - len(older)))
+        for path in older[: len(older) - newest]:
             try:
                 # Away under its name first: a writer that dies here leaves no half of a checkpoint.
                 path = path.rename(self.folder / f".tmp-{path.name}-{secrets.token_hex(4)}")

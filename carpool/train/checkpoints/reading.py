@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from carpool.hf.seam.moved_experts import is_logical, logical_like, physical_order
 from carpool.optim.adamw_reference import can_be_blocks
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.checkpoint_files import (
@@ -110,6 +112,13 @@ def load(
         elif rank() == 0:
             logger.info("%s is of %d ranks: random generators are not restored", folder, content["world_size"])
     return {**content["state"], "step": content["step"]}
+
+
+def layout_hooks(model: Any) -> dict[str, Any]:
+    """What `load` is given for a model whose experts may not be in logical order."""
+    if is_logical(model):
+        return {}
+    return {"from_logical": partial(physical_order, model), "logical_like": partial(logical_like, model)}
 
 
 def check_model(path: Path, model: nn.Module) -> None:

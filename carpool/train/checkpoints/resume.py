@@ -71,11 +71,22 @@ class Moved(_Strict):
     measured: dict[str, FiniteFloat]
 
 
+class BestStep(_Strict):
+    """So far, by held-out loss (`carpool.train.run.best_model.Best`)."""
+
+    step: int | None = Field(ge=0)
+    loss: float | None
+    waited: int = Field(ge=0)
+    than: float | None
+    evaluated: int | None
+
+
 class RunState(_Strict):
     """`state` in the state.json of a run's checkpoint."""
 
     totals: Totals
     losses: Losses
+    best: BestStep | None = None
     loader: Position
     placement: Moved
 

@@ -21,10 +21,10 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from carpool.hf.seam.moved_experts import is_logical, logical_like, logical_order, physical_order
+from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.reading import load
+from carpool.train.checkpoints.reading import layout_hooks, load
 from carpool.train.checkpoints.run_source import SOURCE, keep_source
 from carpool.train.launch.ranks import rank, together
 
@@ -113,13 +113,7 @@ class ShardedCheckpoints:
         self._load(self.state.best_model_checkpoint, None)
 
     def _load(self, checkpoint: str, optimizer: Any) -> dict[str, Any]:
-        hooks: dict[str, Any] = {}
-        if not is_logical(self.model):
-            hooks = {
-                "from_logical": partial(physical_order, self.model),
-                "logical_like": partial(logical_like, self.model),
-            }
-        return load(_newest(checkpoint), self.model, optimizer, restore_rng=False, **hooks)
+        return load(_newest(checkpoint), self.model, optimizer, restore_rng=False, **layout_hooks(self.model))
 
 
 class CarpoolTrainer(ShardedCheckpoints, Trainer):

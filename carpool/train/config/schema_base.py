@@ -25,6 +25,8 @@ def _texts(value: Any) -> Any:
 
 # For a setting one of whose words is "none": files and the command line mean no value by it.
 NONE_IS_A_WORD = BeforeValidator(lambda value: NONE_WORDS[0] if value is None else value)
+# The same where that word is "no", as in Transformers; TOML also reads it as false.
+NONE_IS_NO = BeforeValidator(lambda value: "no" if value is None or value is False else value)
 # For a setting of "auto", "on" and "off" that was, or that reads well as, true or false.
 SWITCH = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]

@@ -13,6 +13,7 @@ from carpool.optim import OPTIMIZERS, OptimizerBase, find_optimizer
 from carpool.train.config.declarations import Demo, Excludes, Needs, Settings, Was
 from carpool.train.config.schema_base import (
     NONE_IS_A_WORD,
+    NONE_IS_NO,
     SWITCH,
     Section,
     Texts,
@@ -205,6 +206,12 @@ class TrainingSection(Section):
         ),
     ] = Field(default=90, gt=0)
     """Steps between evaluations; there is one more at the end. none: only at the end."""
+    eval_strategy: Annotated[
+        Literal["no", "steps", "epoch"],
+        NONE_IS_NO,
+        Excludes("data.streaming", "a stream has no epochs", own="training.eval_strategy=epoch"),
+    ] = "steps"
+    """When to evaluate. steps: every eval_steps; epoch: after each epoch; no: only at the end."""
     eval_on_start: bool = True
     """Evaluate before the first step too."""
     sample_prompt: Annotated[
@@ -217,8 +224,30 @@ class TrainingSection(Section):
     """Length of that sample in tokens."""
     save_steps: Annotated[int | None, Demo(200)] = Field(default=90, gt=0)
     """Steps between checkpoints; there is one more at the end. none: only at the end."""
+    save_strategy: Annotated[
+        Literal["no", "steps", "epoch"],
+        NONE_IS_NO,
+        Excludes("data.streaming", "a stream has no epochs", own="training.save_strategy=epoch"),
+    ] = "steps"
+    """When to write a checkpoint. steps: every save_steps; epoch: after each epoch; no: only at the end."""
     save_total_limit: int | None = Field(default=2, gt=0)
-    """How many of the newest checkpoints are kept. none: all."""
+    """How many of the newest checkpoints are kept; with load_best_model_at_end the best one is among them, or beside a
+    single one. none: all."""
+    load_best_model_at_end: Annotated[bool, EVALUATES] = False
+    """Write a checkpoint whenever the held-out loss is the lowest so far (the best model), keep it, and end with it:
+    the model and the adapter that the run writes are those of that step."""
+    metric_for_best_model: Annotated[
+        str | None,
+        Needs(
+            "training.load_best_model_at_end or training.early_stopping_patience",
+            "training.load_best_model_at_end or training.early_stopping_patience",
+        ),
+    ] = None
+    """The held-out set whose loss says which model is best, by its name. none: the mean over the tokens of all sets."""
+    early_stopping_patience: Annotated[int | None, EVALUATES] = Field(default=None, gt=0)
+    """Early stopping: end the run after so many evaluations without a lower held-out loss. none: no."""
+    early_stopping_threshold: Annotated[float, Needs("training.early_stopping_patience")] = Field(default=0.0, ge=0)
+    """How much lower a loss must be to count for early_stopping_patience."""
     save_pretrained: bool = True
     """At the end, also write the model as a plain transformers checkpoint, into the folder model of output_dir."""
     resume_from_checkpoint: str | None = Field(default=None, min_length=1)

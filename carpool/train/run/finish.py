@@ -15,6 +15,7 @@ import signal
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,14 @@ from carpool.train.checkpoints.adapter_files import save_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.manager import checkpoint_name
+from carpool.train.checkpoints.reading import layout_hooks, load
 from carpool.train.data.loader import EvalLoader, count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed
 from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text
+from carpool.train.run.best_model import metric
 from carpool.train.steps.capacity import full_capacity
 from carpool.train.steps.training_objective import Losses
 from carpool.transport import TransportOptions
@@ -55,9 +58,16 @@ if TYPE_CHECKING:
     from carpool.train.run.loop import Run
 
 
-def evaluate(run: Run) -> None:
-    """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
-    training, built = run.config.training, run.built
+def compares_models(run: Run) -> bool:
+    """Whether held-out losses decide something."""
+    training = run.config.training
+    return training.load_best_model_at_end or training.early_stopping_patience is not None
+
+
+def evaluate(run: Run) -> bool:
+    """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective.
+    Whether the loss is the lowest so far, where models are compared by it."""
+    training, built, better = run.config.training, run.built, False
     with full_capacity(capacities_of_rides(built.rides)):
         if any(map(len, run.data.held_out.values())):
             of_sets = {name: _held_out(run, batches) for name, batches in run.data.held_out.items() if len(batches)}
@@ -69,6 +79,9 @@ def evaluate(run: Run) -> None:
             if run.losses["first_eval_loss"] is None:
                 run.losses["first_eval_loss"] = loss
             run.losses["final_eval_loss"] = loss
+            if compares_models(run) and run.step > 0:
+                better = run.best.add(run.step, metric(training, loss, sets), training.early_stopping_threshold)
+                run.checkpoints.best = run.best.step if training.load_best_model_at_end else None
             of_each = f" ({', '.join(f'{name} {one:.4f}' for name, one in sets.items())})" if sets else ""
             run.records.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens{of_each}")
         # The stages of a pipeline do not generate.
@@ -80,6 +93,7 @@ def evaluate(run: Run) -> None:
                     seed=training.seed, context=run.plan.sequence_length,
                 )  # fmt: skip
             run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
+    return better
 
 
 def _held_out(run: Run, batches: EvalLoader) -> tuple[float, int]:
@@ -143,6 +157,7 @@ def save(run: Run) -> Path | None:
     state = {
         "totals": run.totals,
         "losses": run.losses,
+        "best": asdict(run.best),
         "loader": loader_state(run.data.train),
         "placement": run.placement.state(),
         "norm": None if run.built.consumed is None else run.built.consumed.norm.item(),
@@ -191,8 +206,11 @@ def finish(run: Run) -> None:
         save(run)
     elif run.built.adapted and run.start == run.step:
         _save_adapter(run)  # whoever took the last step may have ended between the two
+    ended = run.step == training.steps or run.best.patience_is_over(training)
+    if ended and training.load_best_model_at_end and run.best.step not in (None, run.step):
+        _load_best(run)
     loadable = not run.built.adapted and not why_not_in_transformers(run.built.model.config)
-    if training.save_pretrained and loadable and run.step == training.steps:
+    if training.save_pretrained and loadable and ended:
         _export(run)
     comparison = _compare(run)
     if run.built.offloaded is not None:
@@ -228,12 +246,27 @@ def _save_adapter(run: Run) -> None:
         run.records.missed("adapter", error)
 
 
-def _export(run: Run) -> None:
-    target = run.folder / "model"
+def _load_best(run: Run) -> None:
+    """The weights of the best step, for what the run writes last."""
+    folder = run.checkpoints.folder / checkpoint_name(run.best.step or 0)
     try:
-        if run.saved_at != run.step:
+        load(folder, run.built.model, restore_rng=False, **layout_hooks(run.built.model))
+    except CheckpointError as error:
+        run.records.missed("best model", error)
+        return
+    run.records.say(f"the best model is that of step {run.best.step}: held-out loss {run.best.loss:.4f}")
+    if run.built.adapted:
+        _save_adapter(run)
+
+
+def _export(run: Run) -> None:
+    target, step = run.folder / "model", run.step
+    if run.config.training.load_best_model_at_end and run.best.step is not None:
+        step = run.best.step
+    try:
+        if step == run.step and run.saved_at != run.step:
             raise CheckpointWriteError(f"{target} was not written: there is no checkpoint of step {run.step}")
-        checkpoint = run.checkpoints.folder / checkpoint_name(run.step)
+        checkpoint = run.checkpoints.folder / checkpoint_name(step)
         run.records.say(f"model for transformers: {export_checkpoint(run.folder, checkpoint, target, replace=True)}")
     except (CheckpointError, CheckpointWriteError) as error:
         run.records.missed("model", error)
@@ -269,6 +302,7 @@ def _summary(run: Run, comparison: dict[str, Any] | None) -> dict[str, Any]:
         "steps": run.step,
         **run.totals,
         **run.losses,
+        **({"best_step": run.best.step, "best_eval_loss": run.best.loss} if run.best.step is not None else {}),
         **summarise_steps([Train.model_validate(r) for r in run.records.steps], {start + 1}),
         "num_experts_per_tok": run.plan.blueprint.top_k,
         "compare": comparison,

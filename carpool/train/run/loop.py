@@ -45,7 +45,8 @@ from carpool.train.lr_schedules import learning_rate
 from carpool.train.moving.runtime import Placement
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
-from carpool.train.run.finish import evaluate, leave, save
+from carpool.train.run.best_model import Best, is_due
+from carpool.train.run.finish import compares_models, evaluate, leave, save
 from carpool.train.run.run_records import Records, record_plan, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.diagnose import NonFiniteError, explain
@@ -79,6 +80,7 @@ class Run:
         totals, losses: of the whole run, resumed parts included; both go into checkpoints.
         unrecorded: the step that was done last; None: its numbers are recorded.
         rode, measured: rides and plug-ins' metrics of the latest step, on their way to the host.
+        best: the step with the lowest held-out loss so far.
         metrics: those of plug-ins.
     """
 
@@ -96,6 +98,7 @@ class Run:
     losses: dict[str, float | None] = field(
         default_factory=lambda: dict.fromkeys(("final_loss", "first_eval_loss", "final_eval_loss"))
     )
+    best: Best = field(default_factory=Best)
     stop: StopRequest = field(default_factory=StopRequest)
     unrecorded: StepNumbers | None = None
     rode: LaterRecord = field(init=False)
@@ -197,18 +200,26 @@ def loop(run: Run) -> None:
         run.unrecorded = step_numbers(run, losses, norm, begin)
         begin = time.perf_counter()
         last = run.step == run.last_step
-        evaluates = training.eval_steps is not None and run.step % training.eval_steps == 0 and not last
-        saves = training.save_steps is not None and run.step % training.save_steps == 0
+        epoch = run.data.steps_per_epoch
+        evaluates = is_due(training.eval_strategy, training.eval_steps, run.step, epoch) and not last
+        saves = is_due(training.save_strategy, training.save_steps, run.step, epoch)
         pauses = signum or evaluates or saves or run.placement.decides(run.step)
         if pauses or last:
             record(run)
         run.placement.after_step(run.step)
-        if signum and not last:
+        stops = bool(signum) and not last
+        # What a checkpoint says of the best step includes this one, also where the run is left.
+        better = evaluates and (not stops or compares_models(run)) and evaluate(run)
+        if stops:
             leave(run, signum)
-        if evaluates:
-            evaluate(run)
-        if saves:
+        if saves or (better and training.load_best_model_at_end):
             save(run)
+        if run.best.patience_is_over(training):
+            run.records.say(
+                f"step {run.step}: early stopping after {run.best.waited} evaluations without a lower held-out loss; "
+                f"the best was at step {run.best.step}"
+            )
+            run.last_step = run.step
         if pauses:
             run.built.metrics.reset()
             begin = time.perf_counter()

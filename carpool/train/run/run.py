@@ -23,7 +23,6 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.seam.expert_rides import buffers_of_rides
-from carpool.hf.seam.moved_experts import is_logical, logical_like, physical_order
 from carpool.metrics.host import peak_memory
 from carpool.planner.machine.cost import CostModel
 from carpool.train.blueprint import Blueprint
@@ -32,7 +31,7 @@ from carpool.train.build.policy_times import measure_on_small_model
 from carpool.train.build.run_data import MakeCorpus, RunData, read_data
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.reading import load
+from carpool.train.checkpoints.reading import layout_hooks, load
 from carpool.train.checkpoints.resume import check_base, check_steps_left
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
@@ -52,6 +51,7 @@ from carpool.train.plan.start_checks import (
     find_checkpoint,
 )
 from carpool.train.records.run_folder import why_not_writable
+from carpool.train.run.best_model import Best, check_metric
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import Run, loop, record
 from carpool.train.run.run_records import open_records, record_graphs
@@ -114,6 +114,7 @@ def start_run(
         check_transport(compare_with, built.rides[0].group)
         if compare_with != "auto":
             check_codecs(compare_with, built.options.codecs)
+    check_metric(plan.config.training, data.held_out)
     run = Run(plan, built, data, tokenizer, compare_with, memory_before)
     run.checkpoints = CheckpointManager(run.folder, plan.config.training.save_total_limit)
     _load_checkpoint(run, resume)
@@ -165,18 +166,23 @@ def _load_checkpoint(run: Run, resume: Path | None) -> None:
     """What changes from step to step: from the start, or as the checkpoint has it."""
     training, built = run.config.training, run.built
     if resume is not None:
-        ways = {} if is_logical(built.model) else {"from_logical": physical_order, "logical_like": logical_like}
-        hooks: dict[str, Any] = {name: partial(way, built.model) for name, way in ways.items()}
         try:
-            state = load(resume, built.model, built.optimizer, **hooks)
+            state = load(resume, built.model, built.optimizer, **layout_hooks(built.model))
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_older(run.checkpoints, resume)}") from error
         run.step, run.totals, run.losses = state["step"], state["totals"], state["losses"]
+        run.best = Best(**(state.get("best") or {}))
+        # A run that goes on from another's checkpoint has none of that one's best step.
+        if not from_rank_0(lambda: run.checkpoints.has(run.best.step)):
+            run.best.step = run.best.loss = None
+        run.checkpoints.best = run.best.step if training.load_best_model_at_end else None
         run.data.train.load_state_dict(state["loader"])
         if built.consumed is not None and state.get("norm") is not None:
             built.consumed.norm.fill_(state["norm"])
     run.start = run.saved_at = run.step
     run.last_step = min(training.steps, training.stop_at_step or training.steps)
+    if run.best.patience_is_over(training):
+        run.last_step = run.step
     if resume is not None:
         # Now with the steps of an epoch.
         check_steps_left(resume, run.step, training)

@@ -1,0 +1,89 @@
+"""The best checkpoint, early stopping, and what happens each epoch. Killed runs end as those that nothing stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from carpool.train.checkpoints.manager import CheckpointManager, step_of
+from carpool.train.config import load_config
+from carpool.train.run.best_model import Best, is_due
+from tests.ranks import Ranks
+from tests.train.test_loop import losses, records, start_two, weights
+
+# The rate grows until steps make the model worse.
+WORSE = [
+    "training.learning_rate=1.0", "training.warmup_steps=40", "training.max_steps=40", "training.eval_steps=1",
+    "training.save_strategy=no", "training.save_total_limit=1", "training.load_best_model_at_end=true",
+    "training.early_stopping_patience=3", "training.save_pretrained=true",
+]  # fmt: skip
+
+
+def test_what_is_best_and_when_to_stop() -> None:
+    best = Best()
+    better = [best.add(step, loss, 0.0) for step, loss in enumerate([3.1, 2.8, 2.9, 2.7, 2.75, math.nan], 1)]
+    assert better == [True, True, False, True, False, False] and best == Best(4, 2.7, 2, 2.7, 6)
+    assert not best.add(6, 1.0, 0.0) and best.waited == 2, "the same step counts once"
+    slow = Best()
+    assert [slow.add(step, 3.0 - step / 100, 0.1) for step in range(3)] == [True] * 3
+    assert (slow.step, slow.waited, slow.than) == (2, 2, 3.0)
+
+
+def test_an_epoch_ends_within_a_step() -> None:
+    assert [step for step in range(1, 32) if is_due("epoch", 1, step, 10.25)] == [11, 21, 31]
+    assert [step for step in range(1, 9) if is_due("epoch", None, step, 0.5)] == list(range(1, 9))
+    assert not is_due("no", 1, 1, 1.0) and not is_due("epoch", 1, 1, math.inf)
+
+
+@pytest.mark.timeout(900)
+def test_a_run_ends_with_its_best_model(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert start_two(two_ranks, whole, [*text, *WORSE]) == [""] * 2
+    evals = {step: line["loss"] for step, line in records(whole, "eval").items() if step}
+    best, last = min(evals, key=lambda step: evals[step]), max(evals)
+    assert 0 < best == last - 3 and last < 40
+    summary = json.loads((whole / "summary.json").read_text())
+    assert (summary["best_step"], summary["best_eval_loss"]) == (best, evals[best])
+    assert sorted(map(step_of, CheckpointManager(whole).list())) == [best, last]
+    saved = weights(whole, best)
+    for name, value in AutoModelForCausalLM.from_pretrained(whole / "model").state_dict().items():
+        if "experts" not in name:
+            assert torch.equal(value, saved[f"model/{name}"]), name
+    for stop in (best, last - 1):  # with its best step behind it, too
+        resume = ["training.resume_from_checkpoint=auto", f"training.stop_at_step={stop}"]
+        assert start_two(two_ranks, parts, [*text, *WORSE, *resume]) == [""] * 2
+    assert start_two(two_ranks, parts, [*text, *WORSE, "training.resume_from_checkpoint=last"]) == [""] * 2
+    assert losses(parts) == losses(whole)
+    assert sorted(map(step_of, CheckpointManager(parts).list())) == [best, last]
+    assert json.loads((parts / "summary.json").read_text())["best_step"] == best
+
+
+def test_each_epoch_is_evaluated_and_saved(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    epochs = ["training.max_steps=none", "training.num_train_epochs=3", "data.max_bytes=2000", "data.eval_fraction=0.2"]
+    epochs += ["training.eval_strategy=epoch", "training.save_strategy=epoch", "training.save_total_limit=none"]
+    assert start_two(two_ranks, tmp_path / "run", [*text, *epochs]) == [""] * 2
+    last = max(records(tmp_path / "run"))
+    ends = [math.ceil(last * epoch / 3) for epoch in (1, 2, 3)]
+    evaluated, saved = records(tmp_path / "run", "eval"), records(tmp_path / "run", "checkpoint")
+    assert len(evaluated) == 4 and len(saved) == 3
+    for found in (sorted(evaluated)[1:], sorted(saved)):
+        assert all(abs(step - end) <= 1 for step, end in zip(found, ends, strict=True)), (found, ends)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["eval_strategy=epochs"], "did you mean epoch?"),
+        (["greater_is_better=true"], "of which the lowest is best"),
+        (["early_stopping_patience=0"], "a number above 0"),
+    ],
+)
+def test_bad_settings_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load_config(None, [f"training.{one}" for one in settings])
+    assert message in str(error.value)
