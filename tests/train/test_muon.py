@@ -22,6 +22,9 @@ from carpool.optim.base import Matrices
 from carpool.optim.muon import orthogonalise
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters
+from carpool.planner.candidate import Candidate
+from carpool.planner.machine.hardware import HARDWARE
+from carpool.planner.step.lengths import Lengths
 from carpool.train.build.assemble import make_optimizer
 from carpool.train.config import load_config
 from carpool.train.config.schema_training import TrainingSection
@@ -30,6 +33,7 @@ from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.meshes.cases import Case
 from tests.meshes.parity import Step
+from tests.planner import step_problem
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, run, start, start_two, weights
 from tests.train.test_memory import _estimate
@@ -367,6 +371,14 @@ def test_its_memory_and_time_are_predicted() -> None:
     # 5 steps of two products of 64 x 32 with 32 x 32, and of one of 32 x 32.
     assert OPTIMIZERS["muon"].update_flops(64, 32) == 5 * (2 * 2 * 64 * 32 * 32 + 2 * 32**3)
     assert OPTIMIZERS["one-pass"].update_flops(64, 32) == 0
+    # Four ranks with a replica each divide matrices as four that shard them do.
+    model = step_problem.shape("qwen3-30b-a3b", 2)
+    one, shards, copies = (
+        Lengths(model, HARDWARE["H200"], Candidate(degrees, 4096, 1, optimizer="muon"), 8).whole_matrices(model.layers)
+        for degrees in (Degrees(), Degrees(fsdp=4, ep=4), Degrees(dp_replicate=2, fsdp=2, ep=2))
+    )
+    assert one == pytest.approx(4 * shards) == pytest.approx(4 * copies)
+    assert one > 2 * 128 * 3 * OPTIMIZERS["muon"].update_flops(2048, 768)
 
 
 def test_rates_of_lora_plus() -> None:
