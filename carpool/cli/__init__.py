@@ -17,7 +17,7 @@ import typer
 
 from carpool.cli.bench import bench
 from carpool.cli.common import UNEXPECTED
-from carpool.cli.of_runs import adapter, export, merge, profile, report
+from carpool.cli.of_runs import adapter, average, export, merge, profile, report
 from carpool.cli.placement import place, trace
 from carpool.cli.planning import plan
 from carpool.cli.recipes import recipes
@@ -32,7 +32,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for function in (train, plan, profile, report, generate, chat, export, merge, adapter, trace, place, simulate, doctor):
+for function in (
+    train, plan, profile, report, generate, chat, export, average, merge, adapter, trace, place, simulate, doctor,
+):  # fmt: skip
     app.command()(function)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -130,17 +132,47 @@ def export(
         from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
 
         checkpoint = find_checkpoint(run, step)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("", total=None)
-            exported = export_checkpoint(
-                run,
-                checkpoint,
-                out,
-                begin=lambda what, total: progress.reset(task, description=what, total=total),
-                advance=lambda size: progress.advance(task, size),
-            )
+        with _shown() as shown:
+            exported = export_checkpoint(run, checkpoint, out, **shown)
         typer.echo(f"model of {checkpoint}: {exported._replace(folder=out)}\n{exported.checked}")
+
+
+def average(
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of checkpoints (RUN/checkpoints/step-...), or of runs, whose newest is meant."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
+    debug: Debug = False,
+) -> None:
+    """Average the weights of checkpoints, and write the mean as a model folder, as `carpool export` does.
+
+    They may be of one run or of several (a model soup), of the same model. What was written is read back and compared.
+    """
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        check_new_folder("--out", out)
+        from carpool.train.checkpoints.export import export_average, find_checkpoint
+
+        for path in checkpoints:
+            if not (path / "state.json").is_file():
+                check_run(path)
+        found = [path if (path / "state.json").is_file() else find_checkpoint(path, None) for path in checkpoints]
+        with _shown() as shown:
+            exported = export_average(found, out, **shown)
+        typer.echo(f"mean of {len(found)} checkpoints: {exported._replace(folder=out)}\n{exported.checked}")
+
+
+@contextmanager
+def _shown() -> Iterator[dict[str, Any]]:
+    """Inside, a bar on the terminal; what an export says to it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield {
+            "begin": lambda what, total: progress.reset(task, description=what, total=total),
+            "advance": lambda size: progress.advance(task, size),
+        }
 
 
 def merge(

@@ -247,6 +247,28 @@ def test_the_command(finished: Path, tmp_path: Path) -> None:
     assert "is not empty" in error_of("export", str(finished), "--out", str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_an_average_is_the_mean_of_checkpoints(family: str, tmp_path: Path) -> None:
+    _, run, model = trained_run(tmp_path, family)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5).add_(0.01)
+    CheckpointManager(run).save(5, model, torch.optim.SGD(model.parameters()), {})
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_((first[name] + value) / 2)
+    steps = [str(run / "checkpoints" / f"step-0000000{step}") for step in (3, 5)]
+    result = carpool_command("average", *steps, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert "mean of 2 checkpoints" in result.stdout and "read back: " in result.stdout
+    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), _logits(model))
+    assert "two checkpoints at least" in error_of("average", steps[0], steps[0], "--out", str(tmp_path / "no"))
+    other = trained_run(tmp_path / "other", "olmoe")[1]
+    assert "is of another model than" in error_of("average", steps[0], str(other), "--out", str(tmp_path / "no"))
+    assert not (tmp_path / "no").exists()
+
+
 def test_tensor_files_are_written_in_order(tmp_path: Path) -> None:
     one, two = torch.randn(3, 5), torch.arange(7, dtype=torch.int64)
     entries = {

@@ -19,7 +19,7 @@ import errno
 import json
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,6 +188,48 @@ def export_checkpoint(
     return write_model(
         target, source, layout, lambda name: _read(parts, name), checkpoint / MODEL, begin=begin, advance=advance
     )
+
+
+def export_average(
+    checkpoints: Sequence[Path],
+    target: Path,
+    *,
+    begin: Callable[[str, int], None] = lambda _, __: None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Exported:
+    """As `export_checkpoint`, of the mean of several checkpoints' weights, which are computed in float32.
+
+    Args:
+        checkpoints: two at least, of the same model; the first one's run says what is copied of its source.
+
+    Raises:
+        CheckpointError, CheckpointWriteError: as `export_checkpoint`; or weights of another shape."""
+    target = target.absolute()
+    with together(CheckpointWriteError, ""):
+        check_target(target, replace=False)
+    with together(CheckpointError, ""):
+        if len({path.resolve() for path in checkpoints}) < 2:
+            raise CheckpointError("an average is of two checkpoints at least, and not of the same one")
+        found = [_plan(path.absolute().parent.parent, path, begin, advance) for path in checkpoints]
+        shapes = [{name: tuple(stored.size) for name, (stored, _) in parts.items()} for _, _, parts in found]
+        for path, other in zip(checkpoints, shapes, strict=True):
+            if wrong := sorted(
+                name for name in other.keys() | shapes[0].keys() if other.get(name) != shapes[0].get(name)
+            ):
+                raise CheckpointError(f"{path} is of another model than {checkpoints[0]}: {wrong[0]} differs")
+    source, layout, _ = found[0]
+
+    def mean(name: str) -> torch.Tensor:
+        values = (_read(parts, name) for _, _, parts in found)
+        total = next(values)
+        if not total.is_floating_point():
+            return total
+        dtype, total = total.dtype, total.float()
+        for value in values:
+            total += value
+        return (total / len(found)).to(dtype)
+
+    return write_model(target, source, layout, mean, checkpoints[0] / MODEL, begin=begin, advance=advance)
 
 
 def write_model(
