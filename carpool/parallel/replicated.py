@@ -142,6 +142,7 @@ class FlatBuffers:
         first = parameters[0][0]
         assert isinstance(first, DTensor)
         mesh, device, self.trained = first.device_mesh, first.device, first.requires_grad
+        self._side: torch.cuda.Stream | None = None
         self.device, self.of_experts = device, "efsdp" in (mesh.mesh_dim_names or ())
         sharding = _shard_axis(first)
         assert sharding is not None
@@ -217,17 +218,37 @@ class FlatBuffers:
         bucket.came, bucket.done = 0, True
 
     def reduce(self, bucket: Bucket) -> dist.Work | None:
-        """Start to reduce a bucket over the ranks."""
-        mine = self._reduced[bucket.start : bucket.stop]
+        """Start to reduce a bucket over the ranks, and then over data-parallel replicas (HSDP)."""
+        mine, work = self._reduced[bucket.start : bucket.stop], None
         if self.ranks > 1:
-            work: dist.Work = _reduce_scatter(mine, self._bucket(bucket), group=self.group, async_op=True)
+            work = _reduce_scatter(mine, self._bucket(bucket), group=self.group, async_op=True)
+        if not self.replica_groups:
             return work
-        return None
+        with self._beside():
+            for group in self.replica_groups:
+                if work is not None:
+                    work.wait()
+                work = dist.all_reduce(mine, group=group, async_op=True)
+        return work
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Inside, what waits for a reduction is not the computation."""
+        if self.device.type != "cuda":
+            yield
+            return
+        self._side = self._side or torch.cuda.Stream(self.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        """Wait, on the device, for what `reduce` has put on a stream of its own."""
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def finish(self) -> None:
-        """After all buckets are reduced: sum over data-parallel replicas (HSDP), and cast to the shards' dtype."""
-        for group in self.replica_groups:
-            dist.all_reduce(self._reduced, group=group)
+        """After all buckets are reduced: cast to the shards' dtype."""
         if self._gradients is not self._reduced:
             self._gradients.copy_(self._reduced)
 
@@ -425,6 +446,9 @@ class Replicated:
     def _wait(self) -> None:
         for work in self._works:
             work.wait()
+        if self._works:
+            for buffers in self._trained:
+                buffers.join()
         self._works.clear()
 
     def drain(self) -> None:
