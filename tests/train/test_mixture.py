@@ -130,7 +130,7 @@ def test_sources_of_several_formats_are_packed_as_examples(tmp_path: Path) -> No
             "a has weight, b has none: give all weight, or all epochs",
         ),
         ([{"path": "a.txt", "weight": 1, "epochs": 1}], "has weight and epochs"),
-        ([{"path": "a.txt"}, {"path": "x/a.txt"}], "two sources of the name 'a': give them names"),
+        ([{"path": "a/*.txt"}, {"path": "x/a.txt"}], "two sources of the name 'a': give them names"),
         ([{"path": "a.txt", "wieght": 1}], "unknown key wieght of a source in data.sources; did you mean weight"),
         ([{"weight": 1}], "has no path"),
         (["a.txt"], "write tables"),

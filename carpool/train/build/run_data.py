@@ -57,6 +57,9 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
     if config.data.streaming:
         sequences = Streams(config.data, tokenizer, config.model.path, multiple)
         train: TrainLoader = StreamLoader(sequences, **step_size(config), **how)
+        # What cannot be used of the first rows ends the run before a model is loaded.
+        with together(ValueError, ""):
+            next(StreamLoader(sequences, **step_size(config), **how))
     else:
         sequences = train_sequences(corpora, config.data, multiple)
         train = TrainLoader(sequences, **step_size(config), **how)

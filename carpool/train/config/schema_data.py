@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from glob import has_magic
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -207,8 +208,9 @@ class DataSection(Section):
 
 
 def source_name(source: DataSource) -> str:
-    """Of a source, in logs and reports."""
-    return source.name or Path(source.path[0]).name.split(".")[0]
+    """Of a source, in logs and reports: without an ending, and of a glob, the folder before it."""
+    parts = [part for part in Path(source.path[0]).parts if not has_magic(part)]
+    return source.name or (parts[-1].split(".")[0] if parts else source.path[0])
 
 
 def _check_mixture(sources: tuple[DataSource, ...], streaming: bool) -> None:
