@@ -22,6 +22,7 @@ and alone is never sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -99,6 +100,16 @@ class _Item:
         """Of what a holder has."""
         rows, columns = self.holders[rank]
         return self.count, _length(rows), _length(columns)
+
+    def tiles(self, rank: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """(places in the wholes, places in what a holder has) of its rectangles."""
+        for whole_rows, rows in _slices(self.holders[rank][0]):
+            for whole_columns, columns in _slices(self.holders[rank][1]):
+                yield (slice(None), whole_rows, whole_columns), (slice(None), rows, columns)
+
+
+# Of a message: whose part it is, of what, and the memory.
+_Message = tuple[int, _Item, torch.Tensor]
 
 
 def parts_of(parameter: DTensor, of: Matrices) -> Part | None:
@@ -209,58 +220,40 @@ class Exchange:
 
     def _gather(
         self, items: list[_Item], take: Callable[[str, int, int, torch.Tensor], None]
-    ) -> tuple[list[torch.Tensor], dist.Work]:
-        """Send this rank's parts to the owners. Returns what arrives, by sender and item."""
-        sent = [item for to in range(self.ranks) for item in items if item.owner == to and self.rank in item.senders]
-        received = self._arriving(items)
-        out = [0] * self.ranks
-        for item in sent:
-            out[item.owner] += _elements(item.size(self.rank))
-        come = [0] * self.ranks
-        for sender, item in received:
-            come[sender] += _elements(item.size(sender))
-        leaving = torch.empty(sum(out), dtype=self.dtype, device=self.device)
-        slots = dict(zip(map(id, sent), leaving.split([_elements(item.size(self.rank)) for item in sent]), strict=True))
+    ) -> tuple[list[_Message], dist.Work]:
+        """Send this rank's parts to the owners. Returns what arrives."""
+        mine = [item for item in items if item.owner == self.rank]
+        sent = [(item.owner, self.rank, item) for item in _by_owner(items) if self.rank in item.senders]
+        leaving, out, messages = self._buffer(sent)
+        there = {id(item): part for _, item, part in messages}
         for item in items:
             if self.rank in item.holders:
-                slot = slots.get(id(item))
-                # Of what another replica sends this rank's momentum needs its gradient too.
-                size = item.size(self.rank)
-                target = torch.empty(size, dtype=self.dtype, device=self.device) if slot is None else slot.view(size)
-                take(item.name, item.first, item.stop, target)
-        arriving = leaving.new_empty(sum(come))
-        work = dist.all_to_all_single(arriving, leaving, come, out, async_op=True)
+                part = there.get(id(item))
+                if part is None:  # another replica sends it, and the momentum here needs its gradient too
+                    part = torch.empty(item.size(self.rank), dtype=self.dtype, device=self.device)
+                take(item.name, item.first, item.stop, part)
+        come = [(rank, rank, item) for rank in range(self.ranks) for item in mine if rank in item.senders]
+        arriving, sizes, arrived = self._buffer(come)
+        work = dist.all_to_all_single(arriving, leaving, sizes, out, async_op=True)
         assert work is not None
-        return list(arriving.split([_elements(item.size(sender)) for sender, item in received])), work
-
-    def _arriving(self, items: list[_Item]) -> list[tuple[int, _Item]]:
-        """What this rank, an owner, gets: sender and item, in the order in which it comes."""
-        own = [item for item in items if item.owner == self.rank]
-        return [(sender, item) for sender in range(self.ranks) for item in own if sender in item.senders]
+        return arrived, work
 
     def _orthogonalise(
-        self, items: list[_Item], arrived: list[torch.Tensor], orthogonal: Callable[[Shape, torch.Tensor], torch.Tensor]
+        self, items: list[_Item], arrived: list[_Message], orthogonal: Callable[[Shape, torch.Tensor], torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """The results of the items that this rank owns, by their ids; those of one shape as one batch."""
-        batches: dict[Shape, list[_Item]] = {}
-        for item in items:
-            if item.owner == self.rank:
-                batches.setdefault(item.shape, []).append(item)
-        wholes: dict[int, torch.Tensor] = {}
-        at_once: dict[Shape, torch.Tensor] = {}
-        for shape, some in batches.items():
-            counts = [item.count for item in some]
-            at_once[shape] = torch.empty(sum(counts), shape.rows, shape.columns, dtype=self.dtype, device=self.device)
-            wholes |= dict(zip(map(id, some), at_once[shape].split(counts), strict=True))
-        for (sender, item), message in zip(self._arriving(items), arrived, strict=True):
-            part = message.view(item.size(sender))
-            for whole_rows, rows in _slices(item.holders[sender][0]):
-                for whole_columns, columns in _slices(item.holders[sender][1]):
-                    wholes[id(item)][:, whole_rows, whole_columns] = part[:, rows, columns]
         found: dict[int, torch.Tensor] = {}
-        for shape, some in batches.items():
-            results = orthogonal(shape, at_once.pop(shape)).split([item.count for item in some])
-            found |= dict(zip(map(id, some), results, strict=True))
+        mine = [item for item in items if item.owner == self.rank]
+        for shape in dict.fromkeys(item.shape for item in mine):
+            some = [item for item in mine if item.shape == shape]
+            counts = [item.count for item in some]
+            batch = torch.empty(sum(counts), shape.rows, shape.columns, dtype=self.dtype, device=self.device)
+            wholes = dict(zip(map(id, some), batch.split(counts), strict=True))
+            for rank, item, part in arrived:
+                if item.shape == shape:
+                    for place, own in item.tiles(rank):
+                        wholes[id(item)][place] = part[own]
+            found |= dict(zip(map(id, some), orthogonal(shape, batch).split(counts), strict=True))
         return found
 
     def _scatter(
@@ -270,30 +263,34 @@ class Exchange:
         change: Callable[[str, int, int, torch.Tensor, Shape], None],
     ) -> None:
         """Send results to all holders, and use those that arrive."""
-        sent = [(to, item) for to in range(self.ranks) for item in items if id(item) in found and to in item.holders]
-        received = [item for owner in range(self.ranks) for item in items if item.owner == owner]
-        received = [item for item in received if self.rank in item.holders]
-        out, come = [0] * self.ranks, [0] * self.ranks
-        for to, item in sent:
-            out[to] += _elements(item.size(to))
-        for item in received:
-            come[item.owner] += _elements(item.size(self.rank))
-        leaving = torch.empty(sum(out), dtype=self.dtype, device=self.device)
-        for (to, item), slot in zip(sent, leaving.split([_elements(item.size(to)) for to, item in sent]), strict=True):
-            part = slot.view(item.size(to))
-            for whole_rows, rows in _slices(item.holders[to][0]):
-                for whole_columns, columns in _slices(item.holders[to][1]):
-                    part[:, rows, columns] = found[id(item)][:, whole_rows, whole_columns]
-        arriving = leaving.new_empty(sum(come))
-        dist.all_to_all_single(arriving, leaving, come, out)
-        for item, update in zip(
-            received, arriving.split([_elements(i.size(self.rank)) for i in received]), strict=True
-        ):
-            change(item.name, item.first, item.stop, update.view(item.size(self.rank)), item.shape)
+        ranks = range(self.ranks)
+        leaving, out, messages = self._buffer(
+            [(to, to, item) for to in ranks for item in items if id(item) in found and to in item.holders]
+        )
+        for to, item, part in messages:
+            for place, own in item.tiles(to):
+                part[own] = found[id(item)][place]
+        arriving, sizes, arrived = self._buffer(
+            [(item.owner, self.rank, item) for item in _by_owner(items) if self.rank in item.holders]
+        )
+        dist.all_to_all_single(arriving, leaving, sizes, out)
+        for _, item, part in arrived:
+            change(item.name, item.first, item.stop, part, item.shape)
+
+    def _buffer(self, messages: list[tuple[int, int, _Item]]) -> tuple[torch.Tensor, list[int], list[_Message]]:
+        """Memory of messages in the order of peers: (peer, rank whose part it is, item). Returns all of it, how many
+        elements go to or come from each peer, and each message."""
+        sizes, splits = [item.size(rank) for _, rank, item in messages], [0] * self.ranks
+        for (peer, *_), size in zip(messages, sizes, strict=True):
+            splits[peer] += math.prod(size)
+        memory = torch.empty(sum(splits), dtype=self.dtype, device=self.device)
+        parts = memory.split([math.prod(size) for size in sizes])
+        shown = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+        return memory, splits, [(rank, item, part) for (_, rank, item), part in zip(messages, shown, strict=True)]
 
 
-def _elements(size: tuple[int, int, int]) -> int:
-    return size[0] * size[1] * size[2]
+def _by_owner(items: list[_Item]) -> list[_Item]:
+    return sorted(items, key=lambda item: item.owner)
 
 
 def _plan(everyone: list[Mapping[str, Part]]) -> list[_Item]:
@@ -326,7 +323,7 @@ def _senders(item: _Item, ranks: int) -> list[int]:
     nearest: dict[tuple[Runs, Runs], int] = {}
     for rank in sorted(item.holders, key=lambda rank: (rank - item.owner) % ranks):
         nearest.setdefault(item.holders[rank], rank)
-    elements = sum(_elements(item.size(rank)) for rank in nearest.values())
+    elements = sum(math.prod(item.size(rank)) for rank in nearest.values())
     assert elements == item.count * item.shape.rows * item.shape.columns, f"{item.name} is not there as a whole"
     return sorted(nearest.values())
 
@@ -336,6 +333,6 @@ def _set_rounds(items: list[_Item], ranks: int) -> None:
     total = [0] * ranks
     for item in items:
         for rank in item.holders:
-            total[rank] += _elements(item.size(rank))
+            total[rank] += math.prod(item.size(rank))
         total[item.owner] += item.count * item.shape.rows * item.shape.columns
         item.round = max(total[rank] // ROUND for rank in item.holders)
