@@ -146,6 +146,7 @@ def test_a_known_measurement() -> None:
     }
     beside = sizes["context"] + sizes["nccl"] + sizes["fragments"]
     assert (sizes["total"] - beside) * 2**20 == pytest.approx(112e9, rel=0.1)
+    assert "in host memory would cost" not in text, "this optimizer's state cannot be there"
 
 
 def test_a_dry_run_for_a_cluster_that_is_not_here() -> None:

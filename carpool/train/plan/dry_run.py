@@ -142,7 +142,8 @@ def _needed(plan: Plan) -> tuple[list[str], list[str]]:
     ]
     if host := plan.estimate.host_bytes(plan.transport.answer):
         lines.append(f"host memory of one rank: {_mib(host)}")
-    if cuda and (state := plan.estimate.trained * state_bytes(plan.config)):
+    streams = "host" in plan.config.training.ablest_optimizer().places
+    if cuda and streams and (state := plan.estimate.trained * state_bytes(plan.config)):
         tokens = break_even_tokens(state, plan.flops_per_token, plan.machine.hardware, "in the backward")
         lines.append(
             f"optimizer state of {state / 1e9:,.1f} GB in host memory would cost no time from {tokens:,.0f} tokens of "
