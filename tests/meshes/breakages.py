@@ -23,7 +23,7 @@ from carpool.hf.routing import router_balance as balance
 from carpool.hf.routing import router_losses
 from carpool.layout import expert_layout
 from carpool.optim import clip
-from carpool.parallel import fsdp, replicated, sequence
+from carpool.parallel import flat_buffers, fsdp, replicated, sequence
 from carpool.parallel.degrees import Degrees
 from carpool.replicas import slots
 from carpool.train.steps import pipeline_objective
@@ -64,8 +64,8 @@ def experts_averaged_over_copies(right: Any, self: Any, factor: float) -> None:
     """Experts' gradients are averaged over the ranks that hold them, not over all that sent tokens: too large by ep."""
 
 
-@instead_of(replicated.FlatBuffers, "reduce")
-def shared_experts_of_own_tokens(right: Any, self: replicated.FlatBuffers, bucket: Any) -> Any:
+@instead_of(flat_buffers.FlatBuffers, "reduce")
+def shared_experts_of_own_tokens(right: Any, self: flat_buffers.FlatBuffers, bucket: Any) -> Any:
     """Of experts that several expert-parallel groups hold, each rank has the gradient of its own group's tokens."""
     if "efsdp" not in (bucket.places[0].shard.device_mesh.mesh_dim_names or ()):
         return right(self, bucket)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from carpool.parallel.replicated import FlatBuffers, Replicated, replicated, sharded_parameters
+from carpool.parallel.flat_buffers import FlatBuffers
+from carpool.parallel.replicated import Replicated, replicated, sharded_parameters
 from tests.ranks import Ranks, mesh
 
 HIDDEN, LAYERS = 6, 3
