@@ -70,6 +70,12 @@ def memory_of(one: Measurement, gpu: str | None = None) -> tuple[float, float]:
     return plan.needs["total"], plan.memory
 
 
+def ran_out(found: dict[str, Any]) -> bool:
+    """Whether a row has no number because memory did not suffice, as far as one can tell."""
+    cases = found.get("written", {}).get("model.json", {}).get("cases", ())
+    return found["status"] == "failed" or any(row["unavailable"] for case in cases for row in case["rows"])
+
+
 def with_fewer_layers(one: Measurement, needs: float, has: float) -> Measurement:
     """The same row with the layers that fit."""
     layers = read_keys(MODELS[one.name.rpartition(", ")[0]])["num_hidden_layers"]
@@ -128,7 +134,7 @@ def main() -> None:
             break
         needs, has = memory_of(one)
         found = measure(one, 1, left) if needs <= CLEARLY * has else None
-        if found is None or (found["status"] == "failed" and needs > FILL * has):
+        if found is None or (ran_out(found) and needs > FILL * has):
             fewer = with_fewer_layers(one, needs, has)
             found = {**measure(fewer, 1, max(1.0, end - time.monotonic())), "needs": needs / 2**30}
         results.append({"name": one.name, **found})

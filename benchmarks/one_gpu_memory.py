@@ -9,7 +9,8 @@ A row is a run of the trainer with a file of examples/one_gpu, in a process of i
 `--limit-gb` of the GPU (`torch.cuda.set_per_process_memory_fraction`). Weights have a published model's shapes; they
 are drawn and quantised layer by layer, so nothing large is downloaded or written. Data are Python's standard library.
 
-    reserved     the most that PyTorch's allocator held, in GB of 1e9 bytes, evaluation included; tensors: its tensors
+    reserved     the most that PyTorch's allocator held once weights were there, in GB of 1e9 bytes, evaluation
+                 included; tensors: its tensors
     used         what the device says is in use at the end, as nvidia-smi does: with CUDA's context
     predicted    the same as `carpool train --dry-run` says: without the context, for reserved; and with it
     loading      the most that was reserved before the first step
@@ -144,7 +145,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     dist.init_process_group(backend, store=store, rank=0, world_size=1, **group)
     settings = [f"model.path={base}", *settings_of(args.row, folder, args.steps, args.tiny), *args.settings]
     run = start_run(load_config(file_of(args.row), settings), None, "benchmarks.one_gpu_memory")
-    loading = torch.cuda.max_memory_reserved() if device.type == "cuda" else 0
+    loading = 0
+    if device.type == "cuda":
+        # Weights that are drawn have been there in 16 bits, a layer at a time; those of files in 4 bits never are.
+        loading = torch.cuda.max_memory_reserved()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     try:
         loop(run)
         memory = run.records.info["predicted"]["memory_per_rank_bytes"]

@@ -106,7 +106,7 @@ PENDING = [
     Measurement(
         "layers with spare slots", "measurements.md, spare slots: a layer over nvlink beside forced balance", 4, 150,
         "-m carpool bench layer --model qwen3-30b-a3b --routing zipf --zipf-exponent 1.2 --spare-slots 0,1,2,4 "
-        "--transports nvlink --experts grouped --ranks {ranks} --out {out}",
+        "--transports nvlink --experts grouped --captured --ranks {ranks} --out {out}",
         least=2,
     ),
     Measurement(
@@ -291,6 +291,10 @@ PENDING = [
     Measurement(
         "resumed with moving experts", "measurements.md: tests/gpu/test_resume_gpu.py has not been run whole", 2, 240,
         "-m pytest -q -p no:cacheprovider tests/gpu/test_resume_gpu.py", least=2,
+    ),
+    Measurement(
+        "matrices of parity", "measurements.md: matrices over nccl and nvlink since there are spare slots", 1, 300,
+        "-m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_gpu.py tests/gpu/test_nvlink_gpu.py -k parity_matrix",
     ),
     # Peers that were published since the comparison in README: nothing here calls them yet.
     *(

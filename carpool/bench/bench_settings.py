@@ -274,6 +274,9 @@ class LayerSettings(_LayerShapeOptions, RankOptions):
     )
     transports: tuple[str, ...] = asked("--transports", TRANSPORTS_HELP, (), kind=str, metavar="NAME,...")
     iterations: int = asked("--iterations", "Layers back to back in one repetition.", 5)
+    captured: bool = asked(
+        "--captured", "On GPUs, as CUDA graphs, as steps of training are, over transports that allow it.", False
+    )
     out: str = asked("--out", "Folder for layer.json and layer.png, which are overwritten.", "runs/bench/layer")
 
     def __post_init__(self) -> None:

@@ -10,7 +10,8 @@ Every rank holds its share of the experts and its own tokens; the routing is giv
 The baseline, and some transports, ask the device how many rows will come, in the middle of each layer. A delay in front
 would hide the launches of those that do not ask and nothing of those that do, so there is none: after all ranks have
 met, the host launches `iterations` layers back to back, and the time from the first event to the last is divided by
-their number. What the host makes the device wait for counts, for every contender alike.
+their number. What the host makes the device wait for counts, for every contender alike. With --captured these layers
+are one CUDA graph over transports that never wait for the host, and only the device counts.
 
     forward            with what it takes to be differentiated later
     forward_backward   gradients of rows, routing weights and parameters included; nothing is reduced over data-parallel
@@ -22,7 +23,7 @@ Files: DIR/layer.json, every repetition and where it ran; DIR/layer.png.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -43,6 +44,7 @@ from carpool.bench.result_files import Result, now, publish
 from carpool.bench.timing import Clock
 from carpool.hf import CarpoolEP
 from carpool.hf.seam.expert_rides import buffers_of_rides
+from carpool.kernels.capture import Recorder
 from carpool.planner.machine.balanced_layer import ModelledLayer, model_layer
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import Hardware, find_hardware, hardware_of
@@ -65,7 +67,13 @@ class LayerBenchmark(Contest):
         self.ep_mesh, self.tp_mesh, self.iterations = mesh["ep"], mesh["tp"], settings.iterations
         experts, transports = settings.experts or fast_experts(), settings.transports or between_ranks()
         spares = settings.slots or (0,)
-        ours = [Contender(name, way, spare=spare) for way in transports for name in experts for spare in spares]
+        graphs = {
+            way: settings.captured and device.type == "cuda" and find_transport(way).graphable for way in transports
+        }
+        ours = [
+            Contender(name, way, spare=spare, captured=graphs[way])
+            for way in transports for name in experts for spare in spares
+        ]  # fmt: skip
         super().__init__(settings, device, [*ours, BASELINE], BASELINE, self.ep_mesh.get_group())
 
     def _case(self, shape: LayerShape, kind: str) -> Case:
@@ -92,12 +100,10 @@ class LayerBenchmark(Contest):
         return answer
 
     def _time(self, clock: Clock, label: str, forward: Forward, case: Case) -> None:
-        with clock.section(label, "forward"):
-            for _ in range(self.iterations):
-                forward()
-        with clock.section(label, "forward_backward"):
-            for _ in range(self.iterations):
-                torch.autograd.grad(forward(), case.leaves, case.dy_TH)
+        assert isinstance(forward, Layer)
+        for name, run in forward.passes(case, self.iterations).items():
+            with clock.section(label, name):
+                run()
 
     def _weigh(self, row: ContenderResult, forward: Forward, case: Case) -> None:
         assert isinstance(forward, Layer)
@@ -180,6 +186,28 @@ BENCHMARK = RankBenchmark("layer", LayerSettings, measure, show, "write_experts"
 class Layer(ABC):
     """A contender at work on this rank's tokens."""
 
+    captured = False
+    _recorded: dict[str, Callable[[], None]] | None = None
+
+    def passes(self, case: Case, iterations: int) -> dict[str, Callable[[], None]]:
+        """What is timed, by its name: so many layers back to back. All contenders have computed before."""
+
+        def forward() -> None:
+            for _ in range(iterations):
+                self()
+
+        def forward_backward() -> None:
+            for _ in range(iterations):
+                torch.autograd.grad(self(), case.leaves, case.dy_TH)
+
+        if not self.captured:
+            return {"forward": forward, "forward_backward": forward_backward}
+        if self._recorded is None:
+            torch.cuda.synchronize()
+            recorder = Recorder()
+            self._recorded = {run.__name__: recorder.record(run) for run in (forward, forward_backward)}
+        return self._recorded
+
     @abstractmethod
     def __call__(self) -> torch.Tensor:
         """Its output for the case's tokens, differentiable."""
@@ -237,7 +265,7 @@ class OurLayer(Layer):
     """
 
     def __init__(self, layer: CarpoolEP, case: Case, contender: Contender, options: NVLinkOptions | None) -> None:
-        self.layer, self.case, self.rides = layer, case, layer.rides
+        self.layer, self.case, self.rides, self.captured = layer, case, layer.rides, contender.captured
         assert contender.transport is not None
         self.rides.set_transport(contender.transport, options)
         self.rides.set_experts(contender.experts)

@@ -52,19 +52,22 @@ class Contender:
     transport: how rows travel; None if they do not.
     theirs: all of it is transformers'.
     spare: spare slots of each rank.
+    captured: its passes are CUDA graphs.
     """
 
     experts: str
     transport: str | None = None
     theirs: bool = False
     spare: int = 0
+    captured: bool = False
 
     @property
     def label(self) -> str:
         if self.transport is None:
             return f"{'transformers' if self.theirs else 'carpool'} {self.experts}"
         spare = f", {self.spare} spare slot{'s' if self.spare > 1 else ''}" if self.spare else ""
-        return f"{'transformers ' if self.theirs else ''}{self.transport} + {self.experts}{spare}"
+        captured = ", captured" if self.captured else ""
+        return f"{'transformers ' if self.theirs else ''}{self.transport} + {self.experts}{spare}{captured}"
 
     @property
     def lossy(self) -> tuple[str, ...]:
