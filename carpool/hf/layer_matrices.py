@@ -19,8 +19,8 @@ from carpool.hf.seam.experts_module import expert_function, fields_of, slices_of
 from carpool.hf.seam.find_modules import experts_modules, find_router
 from carpool.optim.base import Matrices
 
-# The last modules of adapters of peft and of Carpool, by their names' parts.
-ADAPTER = "lora_"
+# Parts of the names of linear modules that are none: of adapters, routers, and embeddings of patches and the like.
+OTHERS = ("lora_", "router", "embed")
 
 
 def layer_matrices(model: nn.Module) -> dict[str, Matrices]:
@@ -38,7 +38,7 @@ def layer_matrices(model: nn.Module) -> dict[str, Matrices]:
         module = getattr(model, ends, lambda: None)()
         others |= {id(parameter) for parameter in module.parameters()} if module is not None else set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ADAPTER not in name and min(module.weight.shape) > 1:
+        if isinstance(module, nn.Linear) and min(module.weight.shape) > 1 and not any(one in name for one in OTHERS):
             found[f"{name}.weight"] = Matrices()
     for name, module in experts.items():
         order = tuple(row for rank in layers[name].layout.homes for row in rank) if layers else ()

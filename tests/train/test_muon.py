@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 
+from carpool.hf.layer_matrices import layer_matrices
 from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.optim import OPTIMIZERS, Muon, muon
 from carpool.optim.adamw_reference import join
@@ -31,6 +32,7 @@ from carpool.train.config.schema_training import TrainingSection
 from carpool.train.run.loop import gradients
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
+from tests.hf.tiny_models import discover, tiny_model
 from tests.meshes.cases import Case
 from tests.meshes.parity import Step
 from tests.planner import step_problem
@@ -160,6 +162,17 @@ def test_singular_values_and_updates_are_as_large_as_said() -> None:
     assert not orthogonalise(torch.zeros(1, 8, 8)).any()
     # sqrt(64 / (64 * 256)) * 0.2 sqrt(256) = 0.2, AdamW's.
     assert (0.2 * 256**0.5 * found).square().mean().sqrt() == pytest.approx(0.2, rel=0.2)
+
+
+@pytest.mark.parametrize("family", ["diffusion_gemma", "jamba", "qwen2_moe", "gpt_oss"])
+def test_routers_and_embeddings_are_no_matrices_of_layers(family: str) -> None:
+    """Routers that are linear layers, and embeddings of patches, too. One process, without Carpool's layers."""
+    model = tiny_model(discover()[family])
+    found = layer_matrices(model)
+    experts = {name: of for name, of in found.items() if of.stacked}
+    assert experts and not any(word in name for name in found for word in ("router", "embed", "lm_head", ".gate."))
+    assert all((of.halves > 0) == ("gate_up" in name) for name, of in experts.items())
+    assert len(found) > len(experts) and not any(name.endswith("bias") for name in found)
 
 
 # ----------------------------------------------------------------------------------------------------------- meshes
