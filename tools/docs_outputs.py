@@ -70,10 +70,6 @@ NOT_RUN = {
 # Blocks without a language that are the output of no block of commands, by the page and the words they begin with.
 NO_EXAMPLE = {
     ("finetune.md", "example 2:"): "one of the examples that --show-examples prints",
-    (
-        "finetune.md",
-        "error: chats.jsonl, line 2",
-    ): "a message about a file of the reader's own; the tests of data have it",
     ("finetune.md", "prefill 21 tokens"): "a line of any run of carpool generate",
     ("multi-node.md", "RanksLostError: rank 1 on node 1"): "needs a cluster that loses a rank",
     ("multi-node.md", "RanksLostError: a collective failed"): "needs a cluster with a slow link",

@@ -100,7 +100,8 @@ def _check_carpool(arguments: list[str]) -> None:
 def _check_script(module: str, arguments: list[str]) -> None:
     """Build the parser that the script builds, and let it parse; nothing after that is reached."""
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"there is no script {module}"
-    script, parse = importlib.import_module(module), argparse.ArgumentParser.parse_args
+    script = importlib.import_module(module)
+    parse, mixed = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args
     if not arguments:
         return
 
@@ -108,11 +109,16 @@ def _check_script(module: str, arguments: list[str]) -> None:
         parse(parser, arguments)
         raise _ParsedError
 
+    def parse_mixed_and_leave(parser: argparse.ArgumentParser, *_: object, **__: object) -> argparse.Namespace:
+        mixed(parser, arguments)
+        raise _ParsedError
+
     def refuse(parser: argparse.ArgumentParser, message: str) -> None:
         raise AssertionError(f"{module}: {message}")
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(_ParsedError):
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_leave)
+        patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", parse_mixed_and_leave)
         patch.setattr(argparse.ArgumentParser, "error", refuse)
         script.main()
         raise AssertionError(f"{module} parses no options")

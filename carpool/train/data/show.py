@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from carpool.train.config.schema import Config
-from carpool.train.data.corpus import prepare_all
+from carpool.train.data.corpus import corpus_of
 from carpool.train.data.mixture import train_sequences
 from carpool.train.data.sequences import IGNORED
 from carpool.train.data.tokenizer import tokenizer_of
@@ -33,7 +33,7 @@ def show(config: Config, count: int, console: Console) -> None:
     if data.streaming:  # the begin of it
         data = data.model_copy(update={"streaming": False, "max_bytes": data.max_bytes or 1 << 20})
     tokenizer = tokenizer_of(config)
-    corpora = prepare_all(data, tokenizer, config.model.path)
+    corpora = corpus_of(config.model_copy(update={"data": data}), tokenizer)
     # One example in a sequence, in the order of the files.
     streams = all(corpus.train_marks is None for corpus in corpora.sources)
     sequences = train_sequences(corpora, data if streams else data.model_copy(update={"packing": "off"}))
