@@ -104,6 +104,10 @@ PENDING = [
         "-m benchmarks.slot_plan --names --out {out}/slot_plan.json",
     ),
     Measurement(
+        "fetches into spare slots", "measurements.md, spare slots: GB/s of parameters and gradients", 4, 60,
+        TORCHRUN + " -m benchmarks.slot_fetch --out {out}/slot_fetch.json", least=2,
+    ),
+    Measurement(
         "layers with spare slots", "measurements.md, spare slots: a layer over nvlink beside forced balance", 4, 150,
         "-m carpool bench layer --model qwen3-30b-a3b --routing zipf --zipf-exponent 1.2 --spare-slots 0,1,2,4 "
         "--transports nvlink --experts grouped --captured --ranks {ranks} --out {out}",

@@ -193,6 +193,7 @@ def test_options_parse(script: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("overlap", "--model tiny --transport dedup --sequence 32 --layers 2 --steps 2 --chunks 2"),
         ("priority", "--model tiny --transport dedup --sequence 32 --layers 2 --steps 2"),
         ("bubbles", "--micro-batches 4 --steps 1 --sleep 2"),
+        ("slot_fetch", "--transport dedup --shapes 64,32,16,2 --repetitions 2"),
         ("latency", "--transports dedup --tokens 8 --hidden 16 --experts 8 --top-k 2 --verbs 3 --delays 1"),
     ],
 )
