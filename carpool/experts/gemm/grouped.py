@@ -193,7 +193,10 @@ class GroupedExperts:
                     of_down_bias = None if ddown_bias is None else ddown_bias[one.slots]
                     base = one.dup(dh_PF1, x), ddown, of_up_bias, of_down_bias
                 found.append(ExpertWeights.of((*base, *of_up, *adapter)))
-            return found[0] if len(found) == 1 else RangeGradients(*found)
+            if len(found) == 2:
+                return RangeGradients(*found)
+            # Also of a piece without pairs, whose sum with others' is taken.
+            return weights.apart(found[0]) if isinstance(weights, SlotRanges) else found[0]
 
         return dweight_RJ, finish
 
@@ -547,10 +550,12 @@ class GroupedProducts:
 
     def take_ranges(self, rows: Sequence[HiddenStates]) -> bool:
         """Whether kernels compute all products of these rows; each takes a range of the slots."""
-        weights = self.weights
-        fit = all(a is None or _share_fits(a.shape[1]) for a in (weights.up_a_SQH, weights.down_a_SQF))
         fused = LIBRARY not in self.choices.to_dict().values() and isinstance(self.function.activation, Activation)
-        return fit and fused and all(map(self._kernels_take, rows))
+        # Last, for it imports kernels.
+        factors = self.weights.up_a_SQH, self.weights.down_a_SQF
+        return (
+            fused and all(map(self._kernels_take, rows)) and all(a is None or _share_fits(a.shape[1]) for a in factors)
+        )
 
     def _addresses(self, rows: HiddenStates) -> RowAddresses:
         """Where each pair's row is. Ranges share it, of all pairs."""
@@ -625,12 +630,13 @@ class GroupedProducts:
 
 
 def _choices_of_ranges(choices: Choices | None, weights: SlotRanges, pairs: Pairs) -> Choices:
-    """As without ranges, but fused, where a device has that: the library's products take no range of slots."""
+    """As without ranges, but fused, where a device has that: the library's products take no range of slots. Who chose
+    the library for all products has it."""
     given = weights.homes.up_SFH.device, pairs.order_P.shape[0] // weights.num_slots
     fused = default_choices(*given, True)
     choices = choices or default_choices(*given, weights.homes.adapted or weights.homes.quantised)
     ways = {stage: way for stage, way in choices.to_dict().items() if way != LIBRARY}
-    return Choices(**(fused.to_dict() | ways))
+    return Choices(**(fused.to_dict() | ways)) if ways else choices
 
 
 def _share_fits(rank: int) -> bool:
