@@ -25,6 +25,8 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf.build_model import build_model
 from carpool.hf.weights.model_config import make_config
+from carpool.layout import ExpertLayout
+from carpool.layout.layouts import Layouts
 from carpool.optim import AdamW
 from carpool.train.checkpoints.checkpoint_files import (
     STATE_FILE,
@@ -684,6 +686,18 @@ def test_a_runs_state_that_is_malformed(tmp_path: Path, where: tuple[str, ...]) 
         _signed(path, ("state", *where), value)
         with pytest.raises(CheckpointError, match=rf"state\.json is damaged \(state\.{'.'.join(where)}"):
             read_run_state(path)
+
+
+def test_a_run_goes_on_without_the_replicas_that_its_layouts_had(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    old = {"layers": {"a": {"homes": [[1], [0]], "slots": [[1, -1], [0, 1]]}}, "about": {}}
+    answer: dict[str, Any] = {"why": "", "solver": "search", "solve_seconds": None, "before": {}, "predicted": {}}
+    placed = {"layouts": old, "pending": {"asked": 1, "answer": {**answer, "layouts": {"a": old}}}}
+    state = {**RUN_STATE, "placement": {**RUN_STATE["placement"], **placed}}
+    path = CheckpointManager(tmp_path).save(1, model, torch.optim.AdamW(model.parameters()), state).path
+    found = read_run_state(path)["placement"]
+    assert found["pending"]["answer"]["layouts"] == {"a": found["layouts"]}
+    assert Layouts.from_dict(found["layouts"])["a"] == ExpertLayout(((1,), (0,)))
 
 
 def test_what_a_run_cannot_go_on_from_is_said_before_weights_are_read(tmp_path: Path) -> None:

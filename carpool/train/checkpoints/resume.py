@@ -103,7 +103,14 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{checkpoint / STATE_FILE} is damaged (state.{explain(error)}); use an older checkpoint"
         ) from error
-    return state
+    return {**state, "placement": _homes_alone(state["placement"])}
+
+
+def _homes_alone(placed: Any) -> Any:
+    """Without the replicas that layouts had once: parameters are at home, and sums are the same without them."""
+    if not isinstance(placed, dict):
+        return placed
+    return {key: _homes_alone(one) for key, one in placed.items() if not (key == "slots" and "homes" in placed)}
 
 
 def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) -> None:
