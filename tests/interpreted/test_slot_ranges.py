@@ -6,6 +6,7 @@ Spare slots are waited for when homes have been computed, and are overwritten as
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from carpool.experts import ExpertWeights, GroupedExperts
+from carpool.experts.gemm import grouped
 from carpool.experts.gemm.choices import Choices
 from carpool.experts.gemm.grouped import GroupedProducts
+from carpool.experts.pairs import sort_pairs
 from carpool.experts.slot_ranges import RangeGradients, SlotRanges, stack, travelling
 from tests.experts_problem import ACTIVATIONS, ExpertProblem
 from tests.interpreted.test_experts import nan_in_fresh_memory  # noqa: F401
@@ -135,3 +138,12 @@ def test_ranges_have_the_bits_of_one_tensor(
         assert ours.launched == [*forward, "wait", *forward, *backward, "wait", *backward]
     else:
         assert ours.launched == ["wait", *forward, "wait", *backward]
+
+
+def test_only_who_chose_the_library_for_all_products_has_it() -> None:
+    problem = ExpertProblem("random", 8, 8, ACTIVATIONS["silu"], False, torch.float32)
+    weights, _ = InRanges(problem.function).ranges(problem.weights)
+    pairs = sort_pairs(problem.slot_RJ, 5, 100)
+    with mock.patch.object(grouped, "default_choices", lambda *shape: Choices.all("square" if shape[-1] else "wide")):
+        used = [grouped._choices_of_ranges(one, weights, pairs) for one in (None, Choices(up="flat"), Choices())]
+    assert used == [Choices.all("wide"), replace(Choices.all("square"), up="flat"), Choices()]

@@ -114,7 +114,8 @@ class MoeSection(Section):
     """Which kernel computes each product of grouped experts (up, down, dact, dx, dup, ddown): PyTorch's library, or
     a fused kernel with the tiling wide, flat or square. default: by the sizes. measure: all are timed before the
     first step, on GPUs in bfloat16. A table such as {up = "flat"}: these, and the rest by the sizes. A resumed run
-    keeps what run.json records, except for what a table names."""
+    keeps what run.json records, except for what a table names. With moe.spare_slots fused kernels take the library's
+    place, unless the library computes all products."""
     expert_options: dict[str, Any] = Field(default_factory=dict)
     """Options of an expert computation from outside the package, which moe.experts names."""
     fp8_cache_weights: Annotated[bool, Was("moe.fp8_hold_weights"), Needs("moe.experts=fp8")] = False
