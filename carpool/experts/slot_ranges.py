@@ -63,6 +63,11 @@ class SlotRanges:
             self._stacked = self._of(self.num_slots, rows)
         return self._stacked
 
+    def release(self) -> None:
+        """After the last product that reads them has been launched: delayed gradients of weights hold none."""
+        self._spare = self._stacked = None
+        self._fetched = _released
+
     def apart(self, dslots: ExpertWeights | RangeGradients) -> RangeGradients:
         """Gradients by range, from those of all slots: views."""
         if isinstance(dslots, RangeGradients):
@@ -80,6 +85,10 @@ class SlotRanges:
             else stand_in((slots, *home.shape[1:]), home.dtype, home.device)
             for i, home in enumerate(self.homes)
         )
+
+
+def _released() -> Sequence[torch.Tensor]:
+    raise RuntimeError("the spare slots of this ride were released, and others may have them")
 
 
 def travelling(weights: ExpertWeights) -> dict[int, torch.Tensor]:

@@ -237,7 +237,11 @@ class _Slots(NamedTuple):
     """The weights of slots. `release` is called when the experts that read them have been launched."""
 
     weights: SlotRanges
-    release: Callable[[], None]
+    coming: Fetched
+
+    def release(self) -> None:
+        self.weights.release()
+        self.coming.release()
 
 
 class _Started(NamedTuple):
@@ -291,19 +295,21 @@ class BalancedOrder:
         needs_dweights: bool,
     ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
         first = activations[0]
-        ridden: _Ridden = first.route
-        activations = first._replace(route=ridden.route), *activations[1:]
-        slots = self._fetch(weights, ridden.handle, ridden.fetched)
+        route, handle, fetched = first.route
+        activations = first._replace(route=route), *activations[1:]
+        slots = self._fetch(weights, handle, fetched)
+        del fetched
         coming, dslots = self.inner.backward(dy_TH, self._weights(slots), activations, setup, needs_dweights)
         # Gradients of weights that are computed later read none.
         slots.release()
+        ranges = slots.weights
 
         def homes(dslots: ExpertWeights | RangeGradients) -> ExpertWeights:
-            dhomes, dspare = slots.weights.apart(dslots)
+            dhomes, dspare = ranges.apart(dslots)
             given = [i for i, rows in enumerate(dspare) if rows is not None]
             of_homes, of_spare = ([rows for rows in one if rows is not None] for one in (dhomes, dspare))
-            self.spare.count_bytes(self.links.sent(ridden.handle)[1], of_spare)
-            found = dict(zip(given, self.links.send_home(of_homes, of_spare, ridden.handle), strict=True))
+            self.spare.count_bytes(self.links.sent(handle)[1], of_spare)
+            found = dict(zip(given, self.links.send_home(of_homes, of_spare, handle), strict=True))
             return ExpertWeights._make(found.get(i) for i in range(len(dhomes)))
 
         if dslots is None:
@@ -320,7 +326,7 @@ class BalancedOrder:
             self.spare.count_bytes(self.links.sent(handle)[0], homes)
         else:
             coming = Fetched(lambda: list(fetched))
-        return _Slots(SlotRanges(weights, self.spare.homes, self.spare.number, coming.wait), coming.release)
+        return _Slots(SlotRanges(weights, self.spare.homes, self.spare.number, coming.wait), coming)
 
     def _weights(self, slots: _Slots) -> Any:
         """Weights as the order inside takes them: spare slots are waited for when experts need them, if it can."""

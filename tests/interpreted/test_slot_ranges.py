@@ -5,10 +5,12 @@ Spare slots are waited for when homes have been computed, and are overwritten as
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -138,6 +140,30 @@ def test_ranges_have_the_bits_of_one_tensor(
         assert ours.launched == [*forward, "wait", *forward, *backward, "wait", *backward]
     else:
         assert ours.launched == ["wait", *forward, "wait", *backward]
+
+
+@pytest.mark.parametrize("way", ["flat", "library"])
+def test_delayed_gradients_hold_no_fetched_weight(way: str) -> None:
+    problem = ExpertProblem(few_rows("random", 3), 24, 40, ACTIVATIONS["SwiGLU"], True, torch.float32, ranks=(8, 4))
+    held = []
+
+    class Watched(InRanges):
+        def ranges(self, weights: ExpertWeights) -> tuple[SlotRanges, Callable[[], None]]:
+            homes = ExpertWeights._make(None if one is None else one[:3] for one in weights)
+            coming = [[one[3:].clone() for one in travelling(weights).values()]]
+            ranges = SlotRanges(homes, 3, 2, coming.pop)
+            held[:] = [ref(one) for one in coming[0]]
+
+            def release() -> None:
+                ranges.release()
+                gc.collect()
+                assert not any(one() is not None for one in held)
+
+            return ranges, release
+
+    with tiny_tiles():
+        problem.run(Watched(problem.function, Choices.all(way)), use_arena=False, all_rows=False)
+    assert held
 
 
 def test_only_who_chose_the_library_for_all_products_has_it() -> None:

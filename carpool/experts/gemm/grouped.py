@@ -179,8 +179,11 @@ class GroupedExperts:
         ddown_bias = None
         if needs_dweights and like.down_bias_SH is not None:
             ddown_bias = slot_sums(products.dy(dpartial), pairs, weight_RJ)
-        # The gradients' memory may be reused from here on.
+        # The gradients' memory may be reused from here on, and that of weights that were fetched.
         products.addresses.clear()
+        if isinstance(weights, SlotRanges):
+            for one in ranges:
+                one.drop_weights()
 
         def finish() -> ExpertWeights | RangeGradients:
             dup_bias = slot_sums(dh_PF1, pairs) if needs_dweights and like.up_bias_SF is not None else None
@@ -389,6 +392,11 @@ class GroupedProducts:
             thin = (self._du_up_PQ, a_SQH, False)
         return self._product(self.choices.dx, dh_PF1, True, not self.function.transposed, part, out_PH, thin)
 
+    def drop_weights(self) -> None:
+        """What follows `dx` and `down_adapter_gradients` needs their shapes alone."""
+        self.weights = ExpertWeights._make(None if w is None else w.new_empty(()).expand_as(w) for w in self.weights)
+        del self._up, self._down
+
     def up_adapter_gradients(self, dh_PF1: torch.Tensor, x: HiddenStates) -> OfAdapter:
         """Of up's adapter, in the shapes of a and b, after `dx`; Nones without an adapter."""
         if self.weights.up_a_SQH is None:
@@ -399,7 +407,8 @@ class GroupedProducts:
             rows = self._addresses(x).address_P
         else:
             rows = gather_rows(x, self.pairs, self.dtype)
-        u_PQ = self._inner_of_up(rows, self.weights.up_a_SQH)
+        u_PQ = self.inner[0]
+        assert u_PQ is not None, "kept from the forward"
         return self._thin_outer(self._du_up_PQ, rows, x.width), self._thin_outer(u_PQ, dh_PF1, turned=True)
 
     def down_adapter_gradients(
