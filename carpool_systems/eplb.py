@@ -13,31 +13,21 @@ from __future__ import annotations
 import numpy as np
 
 from carpool.layout import ExpertLayout
-from carpool.layout.topology import Topology
 from carpool.placement.solvers.plain import pack
 from carpool.placement.solvers.problem import Problem
-from carpool.placement.trace import Array
 
 
 def eplb(problem: Problem) -> ExpertLayout:
-    """Loads packed into equal ranks."""
-    return from_loads(problem.expected_E, problem.capacity_W, problem.topology, problem.expert_groups)
-
-
-def from_loads(load_E: Array, capacity_W: Array, topology: Topology, expert_groups: int | None = None) -> ExpertLayout:
-    """The same from loads alone, which may be a prediction.
-
-    Args:
-        load_E: (E,) expected choices of each expert.
-        capacity_W: (W,) experts that each rank owns; their sum is at least E.
-        topology, expert_groups: see `Problem`.
+    """Loads packed into equal ranks.
 
     Raises:
         ValueError: with `expert_groups`, nodes that own unequal numbers of experts."""
+    load_E = np.asarray(problem.expected_E, dtype=np.float64)
+    capacity_W, topology = problem.capacity_W, problem.topology
     num_experts, num_nodes, node_W = len(load_E), topology.num_nodes, np.array(topology.node_of)
     room_N = np.bincount(node_W, weights=capacity_W).astype(np.int64)
-    groups = expert_groups or num_experts
-    load_G = np.asarray(load_E, dtype=np.float64).reshape(groups, -1).sum(1)
+    groups = problem.expert_groups or num_experts
+    load_G = load_E.reshape(groups, -1).sum(1)
     size = num_experts // groups
     if size > 1 and (room_N != num_experts // num_nodes).any():
         raise ValueError("EPLB with expert_groups needs equally many experts per node")
@@ -45,7 +35,7 @@ def from_loads(load_E: Array, capacity_W: Array, topology: Topology, expert_grou
     homes: list[tuple[int, ...]] = [()] * len(capacity_W)
     for node in range(num_nodes):
         experts, ranks = np.flatnonzero(node_E == node), np.flatnonzero(node_W == node)
-        rank_N = pack(np.asarray(load_E, dtype=np.float64)[experts], capacity_W[ranks])
+        rank_N = pack(load_E[experts], capacity_W[ranks])
         for number, rank in enumerate(ranks):
             homes[rank] = tuple(experts[rank_N == number].tolist())
     return ExpertLayout(tuple(homes))
