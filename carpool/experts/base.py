@@ -217,7 +217,8 @@ class Experts(Protocol):
         """Write the gradients of tokens into `dx_RH`; return dweight_RJ (float32), and a function that computes the
         gradients of the weights: None if there are none. Gradients of adapters are always computed.
 
-        So the gradients of tokens can be sent first. The function may still read x, but not dpartial.
+        So the gradients of tokens can be sent first. The function may still read x, but neither dpartial nor spare
+        slots.
 
         Args:
             saved: the result of `forward`: tensors, `HiddenStates`, or None.
