@@ -13,6 +13,7 @@ from carpool.planner.machine.cost import slot_costs
 from carpool.planner.machine.hardware import find_hardware
 from carpool.replicas.slot_plan import Costs
 from carpool.ride.balanced import Load, SpareSlotOptions
+from carpool.ride.split_backward import SplitBackward
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 H, F, EXPERTS, K = 16, 24, 12, 3
@@ -89,6 +90,34 @@ def test_each_backward_has_the_plan_of_its_forward(ranks: Ranks) -> None:
         assert worst < 1e-6
         first, second = fetched[:2]
         assert first != second and fetched[2:4] == [second, first]
+
+
+def _delayed() -> list[bool]:
+    layer, late = _layer(FREE), []
+
+    def backward(seed: int) -> None:
+        layer(_tokens(seed)).square().sum().backward()
+
+    def gradients() -> list[torch.Tensor]:
+        found = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+        layer.zero_grad()
+        return found
+
+    backward(1)
+    backward(2)
+    expected = gradients()
+    with SplitBackward(layer, [layer.core]) as split:
+        for seed in (1, 2):
+            backward(seed)
+            late.append(split.weights())
+        assert layer.up_proj.grad is None
+        for weights in late:
+            weights()
+    return [torch.equal(*pair) for pair in zip(gradients(), expected, strict=True)]
+
+
+def test_delayed_gradients_are_the_same(ranks: Ranks) -> None:
+    assert all(all(equal) and len(equal) == 5 for equal in ranks(_delayed))
 
 
 def _on_this_machine() -> Load:
