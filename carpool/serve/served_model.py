@@ -1,8 +1,9 @@
 """What is asked: a checkpoint folder of Transformers, or the folder of a run; and its model on this rank.
 
     a checkpoint      config.json, safetensors, a tokenizer             as it is
-    a run             config.toml, checkpoints/step-00000100/, ...      its newest checkpoint; without one, model/,
-                                                                        which it exported; the adapter that it trained,
+    a run             config.toml, checkpoints/step-00000100/, ...      its newest checkpoint, or the best one if it has
+                                                                        ended with that; without one, model/, which it
+                                                                        exported; the adapter that it trained,
                                                                         beside the model that was adapted
 
 Over several ranks each keeps the non-expert parameters whole, for prompts of its own, and E / W of the experts.
@@ -10,6 +11,8 @@ Over several ranks each keeps the non-expert parameters whole, for prompts of it
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from carpool.serve import check_folder
 from carpool.serve.prompts import Text
 from carpool.serve.serve_memory import ON_DEVICE, ExpertTier, check_room
 from carpool.train.blueprint import model_source, top_k_of
-from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.manager import CheckpointManager, checkpoint_name, step_of
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.run_source import SOURCE
 from carpool.train.checkpoints.trained_base import kept_in, recorded_base
@@ -40,7 +43,7 @@ from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.lora import attach_adapter
-from carpool.train.records.run_folder import ADAPTER
+from carpool.train.records.run_folder import ADAPTER, SUMMARY
 from carpool.transport import HierarchicalOptions
 
 
@@ -106,10 +109,20 @@ def find_source(path: Path) -> Source:
     # Not training.output_dir: the run may have been moved since.
     if (latest := CheckpointManager(path).latest()) is not None:
         tokenizer = tokenizer_of(config)
-        return Source(path, model_source(config, tokenizer), latest, config, text)
+        return Source(path, model_source(config, tokenizer), _ended_with(path, config, latest), config, text)
     if (path / "model" / "config.json").is_file():
         return Source(path, path / "model", None, config, text)
     raise ValueError(f"{path} has no checkpoint yet: let it train on, or lower training.save_steps")
+
+
+def _ended_with(run: Path, config: Config, latest: Path) -> Path:
+    """The best checkpoint of a run that has ended with it (training.load_best_model_at_end); else the latest."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        if config.training.load_best_model_at_end and summary["steps"] == step_of(latest):
+            best = latest.with_name(checkpoint_name(summary["best_step"]))
+            return best if best.is_dir() else latest
+    return latest
 
 
 def open_model(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import unittest.mock
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from carpool.serve.served_model import find_source
 from carpool.train.checkpoints.manager import CheckpointManager, step_of
-from carpool.train.config import load_config
+from carpool.train.config import TrainingSection, load_config
+from carpool.train.run import finish, loop
 from carpool.train.run.best_model import Best, is_due
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, records, start_two, weights
+from tests.train.test_loop import TWO, losses, records, run, start_two, weights
 
 # The rate grows until steps make the model worse.
 WORSE = [
@@ -32,12 +35,35 @@ def test_what_is_best_and_when_to_stop() -> None:
     slow = Best()
     assert [slow.add(step, 3.0 - step / 100, 0.1) for step in range(3)] == [True] * 3
     assert (slow.step, slow.waited, slow.than) == (2, 2, 3.0)
+    odd = Best()
+    assert [odd.add(step, loss, 0.0) for step, loss in enumerate([math.nan, 3.0, 2.9], 1)] == [False, True, True]
+    assert odd == Best(3, 2.9, 0, 2.9, 3), "what comes after a loss that is no number is compared"
 
 
 def test_an_epoch_ends_within_a_step() -> None:
     assert [step for step in range(1, 32) if is_due("epoch", 1, step, 10.25)] == [11, 21, 31]
     assert [step for step in range(1, 9) if is_due("epoch", None, step, 0.5)] == list(range(1, 9))
     assert not is_due("no", 1, 1, 1.0) and not is_due("epoch", 1, 1, math.inf)
+    # 9 / (9 / 7) is 6.999..., and 7 * (29 / 7) is 29.000...04.
+    assert is_due("epoch", 1, 9, 9 / 7) and not is_due("epoch", 1, 30, 29 / 1)
+    assert TrainingSection(num_train_epochs=7).in_steps(29 / 7).steps == 29
+
+
+def test_parts_of_a_run_stop_where_it_stops(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    """A part may end at a step at which the whole run does not evaluate."""
+    # Nothing is learned, so that the second evaluation is no better.
+    settings = [*text, "training.learning_rate=0", "training.eval_steps=2", "training.early_stopping_patience=1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert start_two(two_ranks, whole, settings) == [""] * 2
+    assert start_two(two_ranks, parts, [*settings, "training.stop_at_step=3"]) == [""] * 2
+    assert start_two(two_ranks, parts, [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2, 4], "each step once"
+    assert losses(parts) == losses(whole) and max(losses(whole)) == 4
+    ends = [json.loads((folder / "summary.json").read_text()) for folder in (whole, parts)]
+    for key in ("steps", "best_step", "best_eval_loss", "final_eval_loss"):
+        assert ends[0][key] == ends[1][key], key
+    assert ends[0]["best_step"] == 2
 
 
 @pytest.mark.timeout(900)
@@ -50,6 +76,7 @@ def test_a_run_ends_with_its_best_model(two_ranks: Ranks, text: list[str], tmp_p
     summary = json.loads((whole / "summary.json").read_text())
     assert (summary["best_step"], summary["best_eval_loss"]) == (best, evals[best])
     assert sorted(map(step_of, CheckpointManager(whole).list())) == [best, last]
+    assert find_source(whole).checkpoint == CheckpointManager(whole).list()[0], "generate and eval take it, too"
     saved = weights(whole, best)
     for name, value in AutoModelForCausalLM.from_pretrained(whole / "model").state_dict().items():
         if "experts" not in name:
@@ -61,6 +88,25 @@ def test_a_run_ends_with_its_best_model(two_ranks: Ranks, text: list[str], tmp_p
     assert losses(parts) == losses(whole)
     assert sorted(map(step_of, CheckpointManager(parts).list())) == [best, last]
     assert json.loads((parts / "summary.json").read_text())["best_step"] == best
+
+
+def _without_a_save(output: str, settings: list[str], failing: int) -> str:
+    """On a rank: a run whose held-out losses are known, and which cannot write one of its checkpoints."""
+    losses = unittest.mock.Mock(side_effect=[3.0, 2.0, 2.5, 2.6])
+    patched = unittest.mock.patch.object
+    with (
+        patched(finish, "metric", losses),
+        patched(loop, "save", lambda run: None if run.step == failing else finish.save(run)),
+    ):
+        return run(output, settings)
+
+
+def test_the_best_model_is_one_on_the_disk(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    settings = [*TWO, *text, "training.max_steps=4", "training.eval_steps=1", "training.load_best_model_at_end=true"]
+    settings += ["training.save_strategy=no", "training.save_pretrained=true"]
+    assert two_ranks(_without_a_save, str(tmp_path), settings, 2) == [""] * 2
+    assert json.loads((tmp_path / "summary.json").read_text())["best_step"] == 3
+    assert sorted(map(step_of, CheckpointManager(tmp_path).list())) == [3, 4] and (tmp_path / "model").is_dir()
 
 
 def test_each_epoch_is_evaluated_and_saved(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:

@@ -167,6 +167,8 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
         (["adapter.rank=8"], "adapter.kind"),
         (["training.grad_clipping=delayed"], "training.optimizer_in_backward=true"),
         (["training.stop_at_step=181"], "a training.max_steps"),
+        (["training.early_stopping_patience=2", "training.eval_strategy=no"], "evaluations before the end"),
+        (["training.load_best_model_at_end=true", "training.eval_steps=none"], "evaluations before the end"),
         (["training.min_lr_ratio=0.5", "training.lr_scheduler_type=constant"], "training.lr_scheduler_type"),
         (["training.torch_compile_backend=eager", "training.torch_compile=false"], "training.torch_compile"),
         (["training.sample_tokens=3", "training.sample_prompt=none"], "training.sample_prompt"),

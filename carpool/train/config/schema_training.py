@@ -23,6 +23,12 @@ from carpool.train.config.schema_base import (
 )
 from carpool.train.config.schema_data import EVALUATES
 
+# Models are compared by losses on the way.
+_COMPARES = Needs(
+    f"{EVALUATES.when} and training.eval_strategy!=no and training.eval_strategy=epoch or training.eval_steps!=none",
+    f"{EVALUATES.says}, and evaluations before the end: training.eval_steps, or training.eval_strategy=epoch",
+)
+
 
 def _within(settings: Settings) -> bool:
     """Whether a run gets to the step at which it is to stop."""
@@ -233,7 +239,7 @@ class TrainingSection(Section):
     save_total_limit: int | None = Field(default=2, gt=0)
     """How many of the newest checkpoints are kept; with load_best_model_at_end the best one is among them, or beside a
     single one. none: all."""
-    load_best_model_at_end: Annotated[bool, EVALUATES] = False
+    load_best_model_at_end: Annotated[bool, _COMPARES] = False
     """Write a checkpoint whenever the held-out loss is the lowest so far (the best model), keep it, and end with it:
     the model and the adapter that the run writes are those of that step."""
     metric_for_best_model: Annotated[
@@ -244,7 +250,7 @@ class TrainingSection(Section):
         ),
     ] = None
     """The held-out set whose loss says which model is best, by its name. none: the mean over the tokens of all sets."""
-    early_stopping_patience: Annotated[int | None, EVALUATES] = Field(default=None, gt=0)
+    early_stopping_patience: Annotated[int | None, _COMPARES] = Field(default=None, gt=0)
     """Early stopping: end the run after so many evaluations without a lower held-out loss. none: no."""
     early_stopping_threshold: Annotated[float, Needs("training.early_stopping_patience")] = Field(default=0.0, ge=0)
     """How much lower a loss must be to count for early_stopping_patience."""
@@ -287,7 +293,8 @@ class TrainingSection(Section):
             ValueError: warm-up would take more steps than there are."""
         if self.num_train_epochs is None:
             return self
-        steps = max(1, math.ceil(self.num_train_epochs * steps_per_epoch))
+        # Seven epochs of 29/7 steps each are 29.000...04 in floating point.
+        steps = max(1, math.ceil(self.num_train_epochs * steps_per_epoch - 1e-9))
         return self.model_validate({**self.model_dump(), "max_steps": steps, "num_train_epochs": None})
 
     @property

@@ -38,7 +38,7 @@ class Best:
         if self.evaluated == step:
             return self.step == step
         self.evaluated = step
-        lower = self.than is None or loss < self.than - threshold
+        lower = not math.isnan(loss) and (self.than is None or loss < self.than - threshold)
         self.waited, self.than = (0, loss) if lower else (self.waited + 1, self.than)
         if math.isnan(loss) or (self.loss is not None and loss >= self.loss):
             return False
@@ -69,5 +69,6 @@ def check_metric(training: TrainingSection, sets: Collection[str]) -> None:
 def is_due(strategy: str, every: int | None, step: int, steps_per_epoch: float) -> bool:
     """Whether something that happens by this strategy does after this step. An epoch ends within a step, after it."""
     if strategy == "epoch":
-        return math.floor(step / steps_per_epoch) > math.floor((step - 1) / steps_per_epoch)
+        # With 9/7 steps in an epoch, nine steps are 6.999... epochs in floating point.
+        return math.floor(step / steps_per_epoch + 1e-9) > math.floor((step - 1) / steps_per_epoch + 1e-9)
     return strategy == "steps" and every is not None and step % every == 0

@@ -49,7 +49,7 @@ from carpool.train.launch.ranks import gather
 from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text
-from carpool.train.run.best_model import metric
+from carpool.train.run.best_model import is_due, metric
 from carpool.train.steps.capacity import full_capacity
 from carpool.train.steps.training_objective import Losses
 from carpool.transport import TransportOptions
@@ -79,7 +79,9 @@ def evaluate(run: Run) -> bool:
             if run.losses["first_eval_loss"] is None:
                 run.losses["first_eval_loss"] = loss
             run.losses["final_eval_loss"] = loss
-            if compares_models(run) and run.step > 0:
+            # Where a part of a run ends, the whole run would not have evaluated.
+            due = is_due(training.eval_strategy, training.eval_steps, run.step, run.data.steps_per_epoch)
+            if compares_models(run) and run.step > 0 and (due or run.step == training.steps):
                 better = run.best.add(run.step, metric(training, loss, sets), training.early_stopping_threshold)
                 run.checkpoints.best = run.best.step if training.load_best_model_at_end else None
             of_each = f" ({', '.join(f'{name} {one:.4f}' for name, one in sets.items())})" if sets else ""
@@ -201,7 +203,8 @@ def finish(run: Run) -> None:
     could be is."""
     training = run.config.training
     run.placement.finish(run.step)
-    evaluate(run)
+    if run.best.evaluated != run.step:  # else the run has stopped early, and was evaluated before
+        evaluate(run)
     if run.saved_at != run.step:
         save(run)
     elif run.built.adapted and run.start == run.step:

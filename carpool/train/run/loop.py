@@ -209,11 +209,15 @@ def loop(run: Run) -> None:
         run.placement.after_step(run.step)
         stops = bool(signum) and not last
         # What a checkpoint says of the best step includes this one, also where the run is left.
+        before = run.best.step, run.best.loss
         better = evaluates and (not stops or compares_models(run)) and evaluate(run)
         if stops:
             leave(run, signum)
-        if saves or (better and training.load_best_model_at_end):
-            save(run)
+        keeps = better and training.load_best_model_at_end
+        if (saves or keeps) and save(run) is None and keeps:
+            # The best model that is on the disk.
+            run.best.step, run.best.loss = before
+            run.checkpoints.best = run.best.step
         if run.best.patience_is_over(training):
             run.records.say(
                 f"step {run.step}: early stopping after {run.best.waited} evaluations without a lower held-out loss; "

@@ -172,10 +172,11 @@ def _load_checkpoint(run: Run, resume: Path | None) -> None:
             raise CheckpointError(f"{error}{_older(run.checkpoints, resume)}") from error
         run.step, run.totals, run.losses = state["step"], state["totals"], state["losses"]
         run.best = Best(**(state.get("best") or {}))
-        # A run that goes on from another's checkpoint has none of that one's best step.
-        if not from_rank_0(lambda: run.checkpoints.has(run.best.step)):
-            run.best.step = run.best.loss = None
-        run.checkpoints.best = run.best.step if training.load_best_model_at_end else None
+        if training.load_best_model_at_end:
+            # A run that goes on from another's checkpoint has none of that one's best step.
+            if not from_rank_0(lambda: run.checkpoints.has(run.best.step)):
+                run.best.step = run.best.loss = None
+            run.checkpoints.best = run.best.step
         run.data.train.load_state_dict(state["loader"])
         if built.consumed is not None and state.get("norm") is not None:
             built.consumed.norm.fill_(state["norm"])
