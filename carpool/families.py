@@ -119,6 +119,7 @@ class Family:
         router_bias, expert_biases: routers and experts have biases.
         float_router: routers compute with float32 copies of their inputs and weights.
         sigmoid_router: their scores are sigmoids of logits, and not a softmax.
+        scores_key: of the configuration, which names the function that makes their scores.
         mxfp4: Transformers reads its experts from files in MXFP4.
         served: by name of the server; one that is not here has no adapters of this family's experts, or was not read.
     """
@@ -164,6 +165,7 @@ class Family:
     expert_biases: bool = False
     float_router: bool = False
     sigmoid_router: bool = False
+    scores_key: str = ""
     mxfp4: bool = False
     served: Mapping[str, ServedExperts] = field(default_factory=dict)
 
@@ -198,14 +200,17 @@ _TABLE = (
     Family("axk2", sigmoid_router=True, shared_after_routed=True),
     Family("bailing_hybrid", sigmoid_router=True, shared_after_routed=True),
     Family("beam", sigmoid_router=True, logits=Logits("other")),
-    Family("cohere2_moe", shared_after_routed=True, logits=Logits("multiply", "logit_scale")),
+    Family(
+        "cohere2_moe", scores_key="expert_selection_fn", shared_after_routed=True,
+        logits=Logits("multiply", "logit_scale"),
+    ),
     Family("deepseek_ocr2", shared_after_routed=True),
     Family("deepseek_v2", shared_after_routed=True, float_router=True, served=_BOTH),
     Family(
         "deepseek_v3", sigmoid_router=True, shared_after_routed=True, float_router=True, pipeline=True, served=_BOTH,
     ),
     Family("deepseek_v32", sigmoid_router=True, shared_after_routed=True),
-    Family("deepseek_v4", shared_after_routed=True),
+    Family("deepseek_v4", scores_key="scoring_func", shared_after_routed=True),
     Family("diffusion_gemma", own_positions=True),
     Family("doge", more_in_mask=True),
     Family("dots1", sigmoid_router=True, shared_after_routed=True, float_router=True, qk_norm="head"),
@@ -236,7 +241,7 @@ _TABLE = (
     Family("hy_v3", sigmoid_router=True, shared_after_routed=True),
     Family("hy_v4", sigmoid_router=True, shared_after_routed=True),
     Family("inkling", sigmoid_router=True, logits=Logits("other")),
-    Family("inkling2", logits=Logits("other")),
+    Family("inkling2", scores_key="scoring_func", logits=Logits("other")),
     Family("jamba", served={"vllm": ServedExperts("feed_forward.experts")}),
     Family("kimi_linear", sigmoid_router=True, shared_after_routed=True, float_router=True),
     Family("kolibri1", sigmoid_router=True, shared_after_routed=True),

@@ -53,6 +53,7 @@ REFUSED = [
     ),
     ("moe.schedule=two-batch training.per_device_train_batch_size=1", "moe.schedule = 'two-batch' cuts each rank's"),
     ("moe.bias_update_rate=0.1", "OlmoeForCausalLM has no bias per expert"),
+    ("moe.balance_batch=global model.config.router_aux_loss_coef=0.0", "balance_batch = 'global' changes nothing"),
     ("moe.random_second=true", "random_second drops second choices of two, but a token has 4"),
     ("parallelism.etp_size=2 model.config.intermediate_size=33", "a hidden dimension of 33, which 2 slices do not"),
     (

@@ -5,18 +5,23 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers.utils.output_capturing import OutputRecorder
 
 from carpool.families import family
+from carpool.hf.routing.router_balance import router_scores
+from carpool.parallel.degrees import Degrees
 from carpool.train.config import load_config
-from tests.hf.tiny_models import discover
+from carpool.train.plan.resolve import _check_model_has
+from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, start_two
 
 # What a router does by its configuration, or what is no score: a choice by hashes, a sampler.
-BY_CONFIG = {"cohere2_moe": "softmax", "inkling2": "softmax", "deepseek_v4": "sqrtsoftplus", "phimoe": "softmax"}
+BY_CONFIG = {"cohere2_moe": "softmax", "inkling2": "sigmoid", "deepseek_v4": "sqrtsoftplus", "phimoe": "softmax"}
 LOSSES = ["moe.balance_batch=global", "moe.router_z_loss_coef=0.01", "moe.sequence_aux_loss_coef=0.02"]
 
 
@@ -34,6 +39,8 @@ def test_scores_of_routers_are_what_families_say() -> None:
         ):
             wrong.append(folder)
     assert not wrong
+    for folder, expected in BY_CONFIG.items():
+        assert router_scores(tiny_model(discover()[folder])) == expected
 
 
 def test_a_run_records_and_resumes_them(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
@@ -52,3 +59,7 @@ def test_a_run_records_and_resumes_them(two_ranks: Ranks, text: list[str], tmp_p
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="two micro-batches at a time have no order"):
         load_config(None, ["moe.balance_batch=global", "moe.schedule=two-batch"])
+    model = tiny_model(discover()["deepseek_v4"])
+    blueprint: Any = SimpleNamespace(model=model, expert_counts={}, top_k=2, balance_loss=lambda weight: (0.0, ""))
+    with pytest.raises(ValueError, match="have sqrtsoftplus: set it to 0"):
+        _check_model_has(load_config(None, ["moe.sequence_aux_loss_coef=0.1"]), blueprint, Degrees())

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from carpool.families import family_of
+from carpool.families import family_of, family_of_class
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import list_number
 from carpool.parallel.replicated import sharded_parameters
@@ -353,3 +353,12 @@ def find_routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
             if recorder.target_class is not None and isinstance(module, recorder.target_class) and within:
                 found[name] = module, recorder.index
     return found
+
+
+def router_scores(model: PreTrainedModel) -> str:
+    """Which function makes scores of the logits of a model's routers: softmax, sigmoid or another one."""
+    families = [family_of_class(type(router)) for router, _ in find_routers(model).values()]
+    keys = [one.scores_key for one in families if one.scores_key]
+    if keys:
+        return str(getattr(model.config.get_text_config(), keys[0]))
+    return "sigmoid" if any(one.sigmoid_router for one in families) else "softmax"

@@ -59,18 +59,17 @@ def layer_losses(
     if tokens.padding_T is not None:
         one_T = (~tokens.padding_T).float()
     # Of this rank, to be differentiated; with the values of all its sequences; over what they are a mean.
-    own, whole, number, sharing = [], [], [], []
+    own, whole, number = [], [], []
     if z:
         own.append(torch.stack([(one_T * logits_TE.logsumexp(-1) ** 2).sum() for logits_TE in logits_LTE]))
         whole.append(own[-1].detach())
         number.append(one_T.sum())
-        sharing.append(1)
     if sequence:
         own_L, whole_L, rows = _in_sequences(logits_LTE, one_T, top_k, tokens, sigmoid)
-        own.append(own_L)
+        # Each sequence is counted by all ranks that have a part of it.
+        own.append(own_L * _sharing(tokens.divided))
         whole.append(whole_L)
         number.append(rows)
-        sharing.append(_sharing(tokens.divided))
     own_LN, all_LN = torch.stack(own, dim=1), torch.stack(whole, dim=1)
     # One row more: how many tokens, and sequences, there are.
     all_LN, ranks = torch.cat([all_LN, torch.stack(number).unsqueeze(0)]), 1
@@ -78,7 +77,7 @@ def layer_losses(
         dist.all_reduce(all_LN, group=group)
         ranks = dist.get_world_size(group)
     number_N = all_LN[-1].clamp(min=1.0)
-    own_LN = own_LN * (ranks * own_LN.new_tensor(sharing) if len(set(sharing)) > 1 else ranks * sharing[0]) / number_N
+    own_LN = own_LN * ranks / number_N
     return own_LN + (all_LN[:-1] / number_N - own_LN).detach()
 
 

@@ -27,7 +27,6 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.experts import Choices
 from carpool.experts.host_experts import HostExperts
-from carpool.families import family_of_class
 from carpool.hf import install, rides, set_activation_policies, set_experts, set_transport
 from carpool.hf.build_model import build_model
 from carpool.hf.context_parallel import ContextParallel
@@ -35,7 +34,7 @@ from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_
 from carpool.hf.held_experts import keep_experts_in_host_memory
 from carpool.hf.layer_matrices import layer_matrices
 from carpool.hf.ride_metrics import RideMetrics
-from carpool.hf.routing.router_balance import BiasBalance, find_biases, find_routers
+from carpool.hf.routing.router_balance import BiasBalance, find_biases, router_scores
 from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
 from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.hf.seam.find_modules import experts_modules, freeze_experts, freeze_non_experts, name_layers
@@ -355,7 +354,7 @@ def _objective(plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bo
         top_k=plan.blueprint.top_k, aux_coef=plan.balance_loss[0], dp_size=degrees.dp_cp, autocast=autocast,
         balance_layers=moe.balance_scope == "layer", balance_step=moe.balance_batch == "global", two_batch=two_batch,
         z_coef=moe.router_z_loss_coef, sequence_coef=moe.sequence_aux_loss_coef,
-        sigmoid=any(family_of_class(type(router)).sigmoid_router for router, _ in find_routers(model).values()),
+        sigmoid=router_scores(model) == "sigmoid",
         rides_first=rides_first(model, moe, degrees.fsdp * degrees.cp),
         loss_chunk_size=config.training.loss_chunk_size,
         context=None if plan.cut is None or group is None else ContextParallel(model, plan.cut, group),

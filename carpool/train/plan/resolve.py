@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from carpool.activations.host_memory import check_host_memory
 from carpool.hf.build_model import check_parallelism
-from carpool.hf.routing.router_balance import check_biases, find_biases
+from carpool.hf.routing.router_balance import check_biases, find_biases, router_scores
 from carpool.hf.seam.moved_experts import lies_logically
 from carpool.hf.sharding import SlicedExperts
 from carpool.hf.weights.mxfp4_files import is_packed
@@ -290,6 +290,17 @@ def _check_model_has(config: Config, blueprint: Blueprint, degrees: Degrees) -> 
     """What settings of routing and of slices ask of a model."""
     model, counts = blueprint.model, blueprint.expert_counts
     config.moe.drops.check(blueprint.top_k)
+    weight, why = blueprint.balance_loss(config.moe.router_aux_loss_coef)
+    if config.moe.balance_batch == "global" and not weight:
+        raise ValueError(
+            f"moe.balance_batch = 'global' changes nothing, because there is no balance loss ({why}); set "
+            "moe.router_aux_loss_coef above 0, or leave it out"
+        )
+    if config.moe.sequence_aux_loss_coef and (scores := router_scores(model)) not in ("softmax", "sigmoid"):
+        raise ValueError(
+            f"moe.sequence_aux_loss_coef = {config.moe.sequence_aux_loss_coef:g} is of softmax or sigmoid scores, and "
+            f"the routers of {type(model).__name__} have {scores}: set it to 0; moe.bias_update_rate balances without"
+        )
     if config.adapter.is_used and config.training.optimizer_in_backward and degrees.world_size > 1:
         raise ValueError(
             "training.optimizer_in_backward = true with adapters needs one rank: gradients of adapters are added up "
