@@ -161,11 +161,11 @@ def _explain_config(words: list[str]) -> None:
     from carpool.train.config import describe
     from carpool.train.config.load import names_of_transformers
 
-    def plain(text: str) -> str:
-        return re.sub(r"[-_ ]", "", text).lower()
+    # From the beginning of a word of the text on, whatever is between its letters: zloss, z-loss, z_loss.
+    wanted = [r"(?<![^\W_])" + "[-_ ]?".join(map(re.escape, re.sub(r"[-_ ]", "", word))) for word in words]
 
     def mentions(*texts: str) -> bool:
-        return all(plain(word) in plain(" ".join(texts)) for word in words)
+        return all(re.search(one, " ".join(texts), re.IGNORECASE) for one in wanted)
 
     console = Console()
     section, found = "", [one for one in describe() if mentions(one[0], one[1], one[3])]

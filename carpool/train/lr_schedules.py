@@ -74,7 +74,7 @@ def cosine_with_restarts(step: int, warmup: int, steps: int, minimum: float, *, 
 
 def polynomial(step: int, warmup: int, steps: int, minimum: float, *, power: float = 1.0) -> float:
     """(1 - done) ** power."""
-    if power <= 0:
+    if not power > 0:
         raise ValueError(f"power = {power:g}: expected a number above 0")
     return _fallen((1 - _done(step, warmup, steps)) ** power, minimum)
 

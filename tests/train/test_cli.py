@@ -76,7 +76,8 @@ def test_settings_are_found_by_the_words_of_a_user(word: str) -> None:
 
 
 def test_a_word_of_no_setting_is_an_error() -> None:
-    assert error_of("train", "--help-config", "teleport").startswith("error: no setting mentions teleport")
+    for word in ("teleport", "swa"):  # the latter is in "as warm-up"
+        assert error_of("train", "--help-config", word).startswith(f"error: no setting mentions {word}")
 
 
 def test_errors_of_the_input_are_one_line(tmp_path):

@@ -57,6 +57,7 @@ def test_no_rate_is_below_the_minimum(name: str) -> None:
         (["lr_scheduler_type=polinomial"], "did you mean polynomial?"),
         (["lr_scheduler_kwargs.power=2"], "schedule 'cosine' has no options"),
         (["lr_scheduler_type=polynomial", "lr_scheduler_kwargs.power=0"], "lr_scheduler_kwargs: power = 0"),
+        (["lr_scheduler_type=polynomial", "lr_scheduler_kwargs.power=nan"], "lr_scheduler_kwargs: power = nan"),
         (["lr_scheduler_type=polynomial", "lr_scheduler_kwargs.lr_end=0"], "is training.min_lr_ratio"),
         (["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs.decay_type=sqrt"], "'1-sqrt'"),
         (["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs.num_decay_steps=170"], "before warm-up ends"),
