@@ -266,6 +266,10 @@ def test_an_average_is_the_mean_of_checkpoints(family: str, tmp_path: Path) -> N
     assert "two checkpoints at least" in error_of("average", steps[0], steps[0], "--out", str(tmp_path / "no"))
     other = trained_run(tmp_path / "other", "olmoe")[1]
     assert "is of another model than" in error_of("average", steps[0], str(other), "--out", str(tmp_path / "no"))
+    model.config.attention_dropout, model.config.rms_norm_eps = 0.5, 0.25
+    CheckpointManager(run).save(7, model, torch.optim.SGD(model.parameters()), {})
+    refused = error_of("average", steps[0], str(run), "--out", str(tmp_path / "no"))
+    assert "its configuration has rms_norm_eps = 0.25, and not" in refused
     assert not (tmp_path / "no").exists()
 
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.filesize import decimal
@@ -52,6 +53,10 @@ from carpool.train.records.run_folder import ADAPTER
 
 # Values that are compared at once.
 _PIECE = 1 << 22
+# Keys of configurations that say how a model is trained or stored, and not what it computes.
+_OF_TRAINING = re.compile(
+    r"drop|loss|coef|jitter|initializer|use_cache|dtype|version|path|^output_|token_id|architectures"
+)
 
 
 class ReadBack:
@@ -217,6 +222,13 @@ def export_average(
                 name for name in other.keys() | shapes[0].keys() if other.get(name) != shapes[0].get(name)
             ):
                 raise CheckpointError(f"{path} is of another model than {checkpoints[0]}: {wrong[0]} differs")
+        configs = [_computed(read_config(path / MODEL).to_dict()) for path in checkpoints]
+        for path, config in zip(checkpoints, configs, strict=True):
+            if wrong := sorted(key for key in config | configs[0] if config.get(key) != configs[0].get(key)):
+                raise CheckpointError(
+                    f"{path} is of another model than {checkpoints[0]}: its configuration has {wrong[0]} = "
+                    f"{config.get(wrong[0])!r}, and not {configs[0].get(wrong[0])!r}"
+                )
     source, layout, _ = found[0]
 
     def mean(name: str) -> torch.Tensor:
@@ -230,6 +242,11 @@ def export_average(
         return (total / len(found)).to(dtype)
 
     return write_model(target, source, layout, mean, checkpoints[0] / MODEL, begin=begin, advance=advance)
+
+
+def _computed(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a configuration changes what a trained model computes."""
+    return {key: value for key, value in config.items() if not _OF_TRAINING.search(key)}
 
 
 def write_model(
