@@ -65,13 +65,14 @@ OUR_EXPERTS = frozenset({
     "_gemm", "_inner", "_add",
 })  # fmt: skip
 OUR_PACKING = frozenset({
-    "plan_kernel", "choices_kernel", "quantise_kernel", "dequantise_kernel", "_assign", "_reserve", "_copy_slabs",
+    "plan_kernel", "choices_kernel", "quantise_kernel", "dequantise_kernel", "_look_up", "_reserve", "_copy_slabs",
+    "_plan", "_share", "_place",
 })  # fmt: skip
 _ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.I)
 _GROUPED = re.compile(r"grouped|GroupProblem", re.I)
 _PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitK|aten::(mm|bmm|addmm|baddbmm|mv|dot|linear|matmul)$", re.I)
 _LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax", re.I)
-_OPTIMIZER = re.compile(r"multi_tensor_apply|adam", re.I)
+_OPTIMIZER = re.compile(r"multi_tensor_apply|adam|^_(take_gradient|change)$", re.I)
 _COPY = re.compile(
     r"^Mem(cpy|set)|direct_copy|CatArray|chunk_cat|aten::(copy_|cat|_to_copy|zero_|clone)$|^fsdp::|split_with_sizes_copy",
     re.I,

@@ -254,7 +254,9 @@ def test_down_is_not_computed_again_where_nobody_reads_it(
     folder = {"shared experts": "qwen2_moe", "its output is read": "gemma4"}.get(kind, "qwen3_moe")
     seen: list[bool] = []
     down = GroupedProducts.down
-    monkeypatch.setattr(GroupedProducts, "down", lambda *given: seen.append(in_recompute()) or down(*given))
+    monkeypatch.setattr(
+        GroupedProducts, "down", lambda *given, **named: seen.append(in_recompute()) or down(*given, **named)
+    )
     quiet()
     found = []
     for again in (None, checkpoint):
