@@ -233,12 +233,14 @@ class Replicated:
 
     def drain(self) -> None:
         """Finish all reductions of a backward. Called at the end of the capture of a CUDA graph."""
+        self._late.join()
         self._end_pass()
         self._wait()
 
     def abandon(self) -> None:
-        """Discard the reductions of a failed capture."""
+        """Discard what a failed capture has begun. It has reduced and written nothing."""
         self._works.clear()
+        self.expire()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -268,7 +270,7 @@ class Replicated:
 
     def expire(self) -> None:
         """Let the next forward write what is written `beside` it: after a step, and where one is captured."""
-        self._late.stale = self.beside
+        self._late.expire(self.beside)
 
     def written(self) -> None:
         """A replayed forward has written them."""
@@ -299,7 +301,7 @@ class Replicated:
         if self._shown == 0:
             self._set(shards=False)
         if write:
-            self._late.stale = False
+            self._late.expire(False)
             for buffers in self.buffers:
                 buffers.gather()
 
@@ -312,9 +314,8 @@ class Replicated:
 class _Late:
     """Writes experts in buffers beside a forward, by hooks of its layers, on a stream of its own:
 
-        layer 0    all-gathers of all layers begin
-        layer i    waits for its own
-        the last   waits for all
+        first layer    all-gathers of all layers begin
+        layer i        waits for its own
 
     Attributes:
         stale: the next forward is to do so.
@@ -325,46 +326,51 @@ class _Late:
         self.stale = False
         self._side: torch.cuda.Stream | None = None
         inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
+        owners = {bucket: [id(one) for place in bucket.places for one, _ in place.owners] for _, bucket in buckets}
+        # All buckets of a buffer, or none: `Replicated.write` writes whole buffers.
+        outside = {buffers for buffers, bucket in buckets if not inside.keys() >= set(owners[bucket])}
         self._buckets: dict[int, list[tuple[FlatBuffers, Bucket]]] = {}
         for buffers, bucket in buckets:
-            owners = [id(module) for place in bucket.places for module, _ in place.owners]
-            if buffers.of_experts and all(owner in inside for owner in owners):
-                self._buckets.setdefault(min(inside[owner] for owner in owners), []).append((buffers, bucket))
+            if buffers.of_experts and buffers not in outside:
+                number = min(inside[owner] for owner in owners[bucket])
+                self._buckets.setdefault(number, []).append((buffers, bucket))
         self.buffers = [buffers for some in self._buckets.values() for buffers, _ in some]
-        self._events: dict[int, torch.cuda.Event | None] = {}
-        if self._buckets:
-            for number, layer in enumerate(layers):
-                layer.register_forward_pre_hook(lambda *_, number=number: self._before(number))
-            layers[-1].register_forward_hook(lambda *_: self._end())
+        # Of layers that have not waited for theirs.
+        self._events: dict[int, torch.cuda.Event] = {}
+        for number, layer in enumerate(layers if self._buckets else ()):
+            layer.register_forward_pre_hook(lambda *_, number=number: self._before(number))
+
+    def expire(self, stale: bool) -> None:
+        """Let the next forward gather, or not. Events may be those of a capture, for which nobody can wait."""
+        self.stale = stale
+        self._events.clear()
 
     def _before(self, number: int) -> None:
         """Hook: before a layer's forward."""
-        if not self.stale:
-            return
+        if self.stale:
+            self._gather()
+            self.stale = False
+        if (event := self._events.pop(number, None)) is not None:
+            torch.cuda.current_stream(self.buffers[0].device).wait_event(event)
+
+    def _gather(self) -> None:
         device = self.buffers[0].device
-        if device.type != "cuda":
-            self._gather(number)
-            return
-        if not self._events:
+        if device.type == "cuda":
             self._side = self._side or torch.cuda.Stream(device)
             self._side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self._side):
-                for one in sorted(self._buckets):
-                    self._gather(one)
-                    self._events[one] = self._side.record_event()
-        if (event := self._events.get(number)) is not None:
-            torch.cuda.current_stream(device).wait_event(event)
+        # (On a CPU there is no stream to enter.)
+        with torch.cuda.stream(self._side):
+            for number in sorted(self._buckets):
+                for buffers, bucket in self._buckets[number]:
+                    buffers.gather_bucket(bucket)
+                if self._side is not None:
+                    self._events[number] = self._side.record_event()
 
-    def _gather(self, number: int) -> None:
-        for buffers, bucket in self._buckets.get(number, ()):
-            buffers.gather_bucket(bucket)
-
-    def _end(self) -> None:
-        """Hook: after the last layer's forward."""
+    def join(self) -> None:
+        """Wait, on the device, for experts of layers that this forward has not called."""
         if self._side is not None and self._events:
             torch.cuda.current_stream(self.buffers[0].device).wait_stream(self._side)
         self._events.clear()
-        self.stale = False
 
 
 def replicated(model: nn.Module) -> Replicated | None:

@@ -3,6 +3,7 @@ tests/meshes; whole runs: tests/train/test_dense.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def _steps(way: str) -> tuple[list[torch.Tensor], list[str | None], bool]:
     whether the update left experts as they were.
 
     Args:
-        way: experts are gathered "after" the update, "beside" the next forward, or there in a "replay"."""
+        way: experts are gathered "after" the update, "beside" the next forward, or there in a "replay"; or a capture
+            has "failed", after its forward."""
     reuse_meshes()
     config = DistributedConfig(fsdp_size=4, ep_size=2, ep_implementation="carpool")
     sizes = make_config("olmoe", TINY | MODELS["olmoe"])
@@ -89,13 +91,22 @@ def _steps(way: str) -> tuple[list[torch.Tensor], list[str | None], bool]:
         (loss * factor / dist.get_world_size()).backward()
         sums[0] += loss.detach()
 
+    class Failing(Again):
+        def record(self, work: Callable[[], None]) -> Callable[[], None]:
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            work()
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.data.copy_(value)  # a capture writes nothing
+            raise RuntimeError("no")
+
     told: list[str | None] = []
-    graphs = StepGraphs(model, list(carpool.hf.rides(model).values()), compute, told.append, True, recorder=Again)
+    layers, recorder = list(carpool.hf.rides(model).values()), Failing if way == "failed" else Again
+    graphs = StepGraphs(model, layers, compute, told.append, way == "replay", recorder=recorder)
     generator = torch.Generator().manual_seed(dist.get_rank())
     experts, found, late = model.model.layers[1].mlp.experts, [], False
     for _ in range(EAGER_STEPS + 3):
         batches = [{"input_ids": torch.randint(2, 60, (2, 8), generator=generator)} for _ in range(2)]
-        sums = graphs.run(batches, 0.5) if way == "replay" else None
+        sums = graphs.run(batches, 0.5) if way in ("replay", "failed") else None
         if sums is None:
             sums = torch.zeros(2, dtype=torch.float64)
             for number, batch in enumerate(batches):
@@ -113,11 +124,11 @@ def _steps(way: str) -> tuple[list[torch.Tensor], list[str | None], bool]:
 
 
 def test_shared_experts_are_gathered_beside_the_next_forward(ranks: Ranks) -> None:
-    """The same bits, also where the first micro-batch of a step is a graph."""
-    after, beside, replayed = (ranks(_steps, way) for way in ("after", "beside", "replay"))
-    for (want, _, at_once), (ours, _, late), (again, told, _) in zip(after, beside, replayed, strict=True):
-        assert late and not at_once and told == [None]
-        for other in (ours, again):
+    """The same bits, also where the first micro-batch of a step is a graph, or was to be one."""
+    every = zip(*(ranks(_steps, way) for way in ("after", "beside", "replay", "failed")), strict=True)
+    for (want, _, at_once), (ours, _, late), (again, told, _), (eager, why, _) in every:
+        assert late and not at_once and told == [None] and why == ["RuntimeError: no"]
+        for other in (ours, again, eager):
             assert len(other) == len(want) and all(map(torch.equal, other, want))
 
 

@@ -43,10 +43,10 @@ def make_net(dtype: torch.dtype = torch.float64) -> Net:
     return Net().to(dtype)
 
 
-def shard_net(net: Net, copies: int = 1) -> Net:
+def shard_net(net: Net, copies: int = 1, experts: bool = False) -> Net:
     """As transformers gives parameters to FSDP2."""
-    world = dist.get_world_size()
-    names = ("fsdp",) if copies == 1 else ("dp_replicate", "fsdp")
+    world, shards = dist.get_world_size(), "efsdp" if experts else "fsdp"
+    names = (shards,) if copies == 1 else ("dp_replicate", shards)
     axes = mesh((world,) if copies == 1 else (copies, world // copies), names)
     placements = [Shard(0)] if copies == 1 else [Replicate(), Shard(0)]
     made: dict[int, nn.Parameter] = {}
@@ -83,10 +83,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _train(
-    copies: int = 1, broken: str = "", steps: int = 3, bucket_bytes: int = 4 * 8 * 60
+    copies: int = 1, broken: str = "", steps: int = 3, bucket_bytes: int = 4 * 8 * 60, experts: bool = False
 ) -> dict[str, torch.Tensor]:
-    net = shard_net(make_net(), copies)
-    kept = Replicated(net, bucket_bytes=bucket_bytes)
+    """`experts`: parameters are those of experts, in and outside of layers, and written beside the next forward."""
+    net = shard_net(make_net(), copies, experts)
+    layers = net.layers if experts else ()
+    kept = Replicated(net, bucket_bytes=bucket_bytes // (8 if experts else 1), layers=layers)  # or no bucket is theirs
+    kept.beside = experts
     assert replicated(net) is kept and not any(isinstance(p, DTensor) for p in net.parameters())
     if broken == "rank":
         # One rank's gradients are counted twice.
@@ -112,6 +115,8 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         kept.write()
+    with torch.no_grad():
+        net(batch[dist.get_rank()])
     assert addresses == [p.data_ptr() for p in net.parameters()] and net.twice is net.again
     found |= {f"after {name}": p.detach().clone() for name, p in net.named_parameters()}
     return found
@@ -122,15 +127,17 @@ def _worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> fl
     return max((ours[name] - value).abs().max().item() for name, value in theirs.items())
 
 
-@pytest.mark.parametrize("copies", [1, 2, 4])
-def test_gradients_and_steps_are_those_of_one_process(ranks: Ranks, copies: int) -> None:
-    of_ranks = ranks(_train, copies)
+@pytest.mark.parametrize(("copies", "experts"), [(1, False), (2, False), (4, False), (2, True)])
+def test_gradients_and_steps_are_those_of_one_process(ranks: Ranks, copies: int, experts: bool) -> None:
+    of_ranks = ranks(_train, copies, experts=experts)
     theirs = _reference()
     assert "1 rare" in theirs and "0 rare" not in theirs and "2 never" not in theirs
     for ours in of_ranks:
         assert _worst(ours, theirs) < 1e-11
         assert all(torch.equal(value, of_ranks[0][name]) for name, value in ours.items())
-    assert all(torch.equal(value, of_ranks[0][name]) for name, value in ranks(_train, copies)[0].items())
+    assert all(
+        torch.equal(value, of_ranks[0][name]) for name, value in ranks(_train, copies, experts=experts)[0].items()
+    )
 
 
 @pytest.mark.parametrize("broken", ["rank", "bucket"])
