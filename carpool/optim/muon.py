@@ -272,7 +272,8 @@ class _Step:
         momentum = _stack(local(state["momentum_buffer"]), matrix.of)[first:stop]
         numbers, gradient = self.numbers[matrix.group], self.gradients.get(parameter)
         if gradient is None:
-            gradient, numbers = momentum, torch.full_like(numbers, math.nan)
+            gradient, numbers = momentum, numbers.clone()
+            numbers[0] = math.nan
         else:
             gradient = _stack(gradient, matrix.of)[first:stop]
         if on_gpu(update):

@@ -135,6 +135,16 @@ def test_it_equals_its_definition(dtype: torch.dtype, nesterov: bool, monkeypatc
             torch.testing.assert_close(momentum, m)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_without_a_gradient_a_rank_sends_its_momentum(nesterov: bool) -> None:
+    """Of a matrix that others have a gradient of."""
+    p = nn.Parameter(drawn(8, 4))
+    optimizer = Muon(Muon.groups([("p", p)], DECAY, {"p": Matrices()}), lr=RATE, nesterov=nesterov)
+    momentum, update = optimizer.state[p]["momentum_buffer"].copy_(drawn(8, 4, seed=1)), torch.empty(1, 8, 4)
+    muon._Step(optimizer, optimizer._numbers(None)).take("p", 0, 1, update)
+    assert torch.equal(update[0], momentum) and torch.equal(momentum, drawn(8, 4, seed=1))
+
+
 @pytest.mark.parametrize("shape", [(64, 160), (160, 64), (96, 96)])
 def test_it_equals_pytorchs(shape: tuple[int, int]) -> None:
     """In bfloat16, with equal settings."""
