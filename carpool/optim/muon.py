@@ -43,7 +43,8 @@ from carpool.optim.whole_matrices import Exchange, Shape, parts_of
 # Of the polynomial a x + b x^3 + c x^5 (K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
-# Elements that are orthogonalised at once: 256 MiB in bfloat16, of which there are less than four at a time.
+# Elements that are orthogonalised at once: 256 MiB in bfloat16. There are two of these, a copy where gate and up are
+# taken apart, and two of the shorter side's products at a time.
 BATCH = 2**27
 
 
@@ -53,11 +54,12 @@ def orthogonalise(x_BNM: torch.Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> torc
     a, b, c = COEFFICIENTS
     norm = torch.linalg.vector_norm(x_BNM, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x = x_BNM.div_(norm.clamp_(min=EPSILON).to(x_BNM.dtype))
-    tall = x.shape[1] > x.shape[2]
+    tall, other = x.shape[1] > x.shape[2], torch.empty_like(x)
     for _ in range(steps):
         gram = x.mT @ x if tall else x @ x.mT  # of the shorter side
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, x, polynomial, beta=a) if tall else torch.baddbmm(x, polynomial, x, beta=a)
+        torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=a, out=other)
+        x, other = other, x
     return x
 
 
