@@ -33,6 +33,7 @@ otherwise counted bytes could not equal predicted ones.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -138,6 +139,14 @@ class ExpertLayout:
     def slots_per_rank(self) -> int:
         """S: the largest number of homes of a rank; global slot ids count in steps of it."""
         return max(len(rank) for rank in self.homes)
+
+    @property
+    def slices_together(self) -> bool:
+        """Whether each rank has one slice of all of its experts, and the ranks of an expert have the same experts in
+        one order, as by `sliced`."""
+        ranks = Counter(tuple(row // self.slices for row in rank) for rank in self.homes if rank)
+        one = all(len({row % self.slices for row in rank}) <= 1 for rank in self.homes)
+        return one and set(ranks.values()) == {self.slices}
 
     @property
     def kind(self) -> str:

@@ -102,6 +102,7 @@ class OptimizerBase(_Optimizer):
         captured_places: of `places`, those with which an update in the backward can be in a CUDA graph.
         starts_at_zero: its state is zeros before the first gradient.
         updates_shards: it updates a shard of a parameter without the others.
+        whole_matrices: ranks put their shards of a matrix together for its update.
         zero_if_absent: state that is zero where a checkpoint of another optimizer lacks it.
         refusals: why it does not have a setting, half a sentence by "section.key".
     """
@@ -116,6 +117,7 @@ class OptimizerBase(_Optimizer):
     captured_places: ClassVar[tuple[str, ...]] = ()
     starts_at_zero: ClassVar[bool] = True
     updates_shards: ClassVar[bool] = True
+    whole_matrices: ClassVar[bool] = False
     zero_if_absent: ClassVar[frozenset[str]] = frozenset()
     refusals: ClassVar[Mapping[str, str]] = {}
 
@@ -281,6 +283,7 @@ class MuonFacts(AdamWFacts):
     }  # fmt: skip
     moments = ("float32", "bfloat16")
     places = ("none",)
+    whole_matrices = True
     in_backward = False
     captured_places = ()
     refusals: ClassVar[Mapping[str, str]] = {

@@ -303,7 +303,9 @@ def _plan(everyone: list[Mapping[str, Part]]) -> list[_Item]:
     for (name, experts), held in holders.items():
         (shape,), count = {part.shape for part in held.values()}, _length(experts)
         if len(held) == 1:
-            load[next(iter(held))] += count * shape.cost
+            ((rank, part),) = held.items()
+            assert (_length(part.rows), _length(part.columns)) == shape[:2], f"{name} is not there as a whole"
+            load[rank] += count * shape.cost
             continue
         runs = min(len(held), count)
         ends = [count * (i + 1) // runs for i in range(runs)]

@@ -15,8 +15,10 @@ import torch
 import transformers
 from torch import nn
 
+from carpool import ExpertLayout
 from carpool.hf.layer_matrices import layer_matrices
 from carpool.hf.seam.moved_experts import is_logical, logical_order
+from carpool.layout.layouts import Layouts
 from carpool.optim import OPTIMIZERS, Muon, muon
 from carpool.optim.adamw_reference import join
 from carpool.optim.base import Matrices
@@ -29,6 +31,7 @@ from carpool.planner.step.lengths import Lengths
 from carpool.train.build.assemble import make_optimizer
 from carpool.train.config import load_config
 from carpool.train.config.schema_training import TrainingSection
+from carpool.train.plan.resolve import check_layout_file
 from carpool.train.run.loop import gradients
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
@@ -376,6 +379,21 @@ def test_runs_equal_one_process(one_rank: Ranks, two_ranks: Ranks, tmp_path: Pat
 def test_what_it_cannot_have_is_refused_before_anything_is_read(settings: list[str], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         load_config(None, [*CHOSEN, *settings])
+
+
+def test_slices_of_experts_that_cannot_be_put_together_are_refused(tmp_path: Path) -> None:
+    """A layout whose ranks have an expert's slices at different places, or several slices."""
+    together = ((0, 6), (1, 7), (2, 4), (3, 5))
+    for number, homes in enumerate([together, ((0, 2), (3, 1), (4, 6), (5, 7)), ((0, 3), (1, 2), (4, 6), (5, 7))]):
+        file = tmp_path / f"{number}.json"
+        Layouts({"experts": ExpertLayout(homes, 2)}).save(file)
+        config = load_config(None, [*CHOSEN, f"moe.layout={file}"])
+        degrees = Degrees(fsdp=4, ep=2, etp=2)
+        if homes is together:
+            assert check_layout_file(config, "olmoe", {"experts": 4}, degrees)
+            continue
+        with pytest.raises(ValueError, match="'muon' needs whole experts, so ranks of an expert hold"):
+            check_layout_file(config, "olmoe", {"experts": 4}, degrees)
 
 
 def test_nothing_to_orthogonalise_is_refused() -> None:

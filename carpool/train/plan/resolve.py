@@ -356,6 +356,12 @@ def check_layout_file(
                 f"{file}: layer {name}: the layout cuts each expert into {layouts[name].slices} slices, but "
                 f"parallelism.etp_size = {degrees.etp}"
             )
+        optimizer = config.training.optimizer_class(config.model.stored_dtype)
+        if optimizer.whole_matrices and not layouts[name].slices_together:
+            raise ValueError(
+                f"{file}: layer {name}: training.optimizer = {optimizer.name!r} needs whole experts, so ranks of an "
+                "expert hold the same experts in the same order, and each rank one slice of them"
+            )
     found = [layouts[name] for name in experts]
     if config.placement.policy != "place":
         return found
