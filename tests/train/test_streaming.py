@@ -90,10 +90,42 @@ def test_a_pass_has_every_row_once_before_it_begins_again(tmp_path: Path) -> Non
             assert Counter(seen.values())[passes] >= 108 and max(seen.values()) <= passes + 1
 
 
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 15)])
+def test_all_rows_of_a_mixture_are_seen(tmp_path: Path, weights: tuple[int, int]) -> None:
+    sources = [one | {"weight": weight} for one, weight in zip(write(tmp_path), weights, strict=True)]
+    (loader,) = loaders(sources, 1, packing="off", too_long="truncate")
+    seen = Counter[str]()
+    while loader.state_dict()["position"] < 5 * 120 * sum(weights) // min(weights):
+        for row in next(loader)[0]["input_ids"].tolist():
+            seen[BytesTokenizer().decode(row).split()[0]] += 1
+    assert len(seen) == 240, "three files of each source, of 40 rows each"
+    for letter, weight in zip("ab", weights, strict=True):
+        counts = [count for name, count in seen.items() if name[0] == letter]
+        assert sum(counts) == loader.state_dict()["position"] * weight // sum(weights)
+        assert max(counts) - min(counts) <= 4 + 0.2 * max(counts), "lanes read about equally much"
+
+
+def test_blocks_without_a_token_to_learn_are_passed_over(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1] * 17, "labels": [1 if row == 37 else -100] * 17} for row in range(40)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = [{"path": str(tmp_path / "t.jsonl"), "weight": 1}]
+    for lanes in (1, 2):
+        loader = StreamLoader(streams(source, packing="off", stream_lanes=lanes, stream_buffer=2), batch_size=2)
+        if lanes == 2:  # of which one has no other rows
+            with pytest.raises(ValueError, match=r"none of its .* examples has a token to learn"):
+                next(loader)
+        else:
+            assert (next(loader)[0]["labels"][:, 1:] == 1).all()
+
+
 def test_what_a_stream_does_not_take(tmp_path: Path) -> None:
     sources = write(tmp_path, rows=2, files=1)
     with pytest.raises(ValueError, match=r"lane 2 of 4 gets no row with text: lower data\.stream_lanes"):
-        next(loaders(sources, 1)[0])
+        loaders(sources, 1)[0].check()
+    (tmp_path / "more").mkdir()
+    often = write(tmp_path / "more")[0] | {"weight": 9999}
+    with pytest.raises(ValueError, match=r"data\.sources \(b\): lane 2 of 4 gets no row with text"):
+        loaders([often, sources[1]], 1)[0].check()
     for wrong, message in (
         ([sources[0], {"path": "b", "epochs": 1}], "give all weight"),
         ([{"path": "a"}, {"path": "b"}], r"data\.sources with data\.streaming needs weights"),
@@ -141,7 +173,7 @@ def test_a_run_that_was_killed_and_one_on_a_single_rank_see_the_same(two_ranks: 
     process = started(tmp_path / "one", one)
     shown, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, shown
-    assert "streamed from 6 files in 8 lanes" in shown
+    assert "streamed from 6 files in up to 8 lanes" in shown
     for step, line in records(tmp_path / "one").items():
         assert line["loss"] == pytest.approx(steps[step][0], abs=2e-3)
         assert line["source_tokens"] == records(killed)[step]["source_tokens"] == {"a": step * 93, "b": step * 31}

@@ -59,7 +59,7 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
         train: TrainLoader = StreamLoader(sequences, **step_size(config), **how)
         # What cannot be used of the first rows ends the run before a model is loaded.
         with together(ValueError, ""):
-            next(StreamLoader(sequences, **step_size(config), **how))
+            StreamLoader(sequences, **step_size(config), **how).check()
     else:
         sequences = train_sequences(corpora, config.data, multiple)
         train = TrainLoader(sequences, **step_size(config), **how)

@@ -43,6 +43,10 @@ from carpool.train.data.order import permutation
 TooLong = Literal["refuse", "truncate", "split"]
 
 
+class NothingToLearn(ValueError):
+    """No example has a token to learn."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pieces:
     """Stretches of the array of tokens that are documents in a sequence.
@@ -73,7 +77,8 @@ def cut(marks: Marks, length: int, too_long: TooLong, key: str) -> Pieces:
         key: where the data comes from, such as "data.train", for errors.
 
     Raises:
-        ValueError: an example is too long and that is refused, or there is nothing to learn.
+        ValueError: an example is too long and that is refused.
+        NothingToLearn: no example has a token to learn.
     """
     end = np.asarray(marks.ends)
     start = np.concatenate([np.zeros(1, dtype=np.int64), end[:-1]]) if len(end) else end
@@ -98,7 +103,7 @@ def cut(marks: Marks, length: int, too_long: TooLong, key: str) -> Pieces:
     targets = _targets(marks.learned, start, sizes)
     learns = targets > 0
     if not learns.any():
-        raise ValueError(
+        raise NothingToLearn(
             f"{key}: none of its {len(marks.ends):,} examples has a token to learn within data.sequence_length = "
             f"{length}"
         )

@@ -16,7 +16,9 @@ block begins the next one. A lane's first block is shorter, by the number of the
 step.
 
 Mixtures. Which source a place has says a fixed pattern of 10,000 places with the sources' weights, as in
-`carpool.train.data.mixture`. A source that ends begins again; each time its files come in another order.
+`carpool.train.data.mixture`. Each V places are permuted by themselves: weights of 1 and 1 would otherwise give every
+other lane one source alone, and what the other lanes have of that source would never be seen. A source that ends begins
+again; each time its files come in another order.
 
 Position. Of each lane and source: the state of the IterableDataset at the begin of its block, what was left then, and
 how many of the block's sequences were handed out. A resumed run reads the block again.
@@ -42,7 +44,7 @@ from carpool.train.data.mixture import evenly, sequences_of, shares_of
 from carpool.train.data.order import permutation
 from carpool.train.data.readers import Source, read_rows
 from carpool.train.data.rows import Row
-from carpool.train.data.sequences import IGNORED, Ids, Sequence, Sequences
+from carpool.train.data.sequences import IGNORED, Ids, NothingToLearn, Sequence, Sequences
 from carpool.train.data.sources import describe_sources
 from carpool.train.data.tokenizer import Tokenizer
 
@@ -83,8 +85,8 @@ class Streams:
         self.packed = self.padded and data.packing != "off"
         self.names = tuple(each.one.name for each in self.opened) if data.sources is not None else ()
         shares = [1] if data.sources is None else shares_of([PATTERN] * len(data.sources), data.sources, PATTERN)
-        for each, share in zip(self.opened, shares, strict=True):
-            if share == 0 and data.sources is not None and any(source.weight for source in data.sources):
+        for each, share, source in zip(self.opened, shares, data.sources or (), strict=False):
+            if share == 0 and source.weight != 0:
                 raise ValueError(f"data.sources: {each.one.name} has less than 1/{PATTERN:,} of the weight: raise it")
         self.pattern = evenly(shares)
         parts = [
@@ -95,10 +97,17 @@ class Streams:
         settings = [data.packing, data.too_long, data.stream_buffer, shares]
         self.fingerprint = hashlib.sha256(repr([parts, settings]).encode()).hexdigest()
 
+    def source_at(self, place: int, lanes: int) -> int:
+        """The number of the source at this place of the endless stream."""
+        if len(self.opened) == 1:
+            return 0
+        turn, lane = divmod(place, lanes)
+        return int(self.pattern[(turn * lanes + int(permutation(lanes, 0, turn)[lane])) % len(self.pattern)])
+
     def describe(self) -> str:
         """What is read, for people."""
         files = sum(len(each.sources) for each in self.opened)
-        return f"streamed from {files:,} files in {self.data.stream_lanes} lanes"
+        return f"streamed from {files:,} files in up to {self.data.stream_lanes} lanes"
 
     def numbers(self) -> dict[str, Any]:
         """The same for programs."""
@@ -122,7 +131,7 @@ class Lane:
     """
 
     def __init__(self, streams: Streams, lane: int, lanes: int, seed: int, state: dict[str, Any] | None = None) -> None:
-        self._pattern, self._lane, self._lanes = streams.pattern, lane, lanes
+        self._streams, self._lane, self._lanes = streams, lane, lanes
         self._count = 0 if state is None else int(state["count"])
         self._sources = [
             _Blocks(streams, i, lane, lanes, seed, None if state is None else state["sources"][i])
@@ -132,7 +141,13 @@ class Lane:
     def __next__(self) -> Sequence:
         place = self._count * self._lanes + self._lane
         self._count += 1
-        return next(self._sources[int(self._pattern[place % len(self._pattern)])])
+        return next(self._sources[self._streams.source_at(place, self._lanes)])
+
+    def check(self) -> None:
+        """Raise ValueError if it gets no row of a source, which it may need only later."""
+        for number, blocks in enumerate(self._sources):
+            if number in self._streams.pattern:
+                blocks.check()
 
     def state(self) -> dict[str, Any]:
         """Plain numbers and text."""
@@ -154,6 +169,7 @@ class _Blocks:
         self._block: list[Sequence] | None = None
         if state is not None:
             self._at, self._used = state["at"], int(state["used"])
+        self._fruitful = int(self._at["pass"])
         self._rows: Iterator[Row] | None = None
         self._dataset: Any = None
         self._pass, self._empty = 0, True
@@ -169,6 +185,12 @@ class _Blocks:
             self._block, self._next = self._read(self._at)
         self._used += 1
         return self._block[self._used - 1]
+
+    def check(self) -> None:
+        """Raise ValueError if there is no row with text. Nothing can be read after it."""
+        if self._rows is None:
+            self._open(0, None)
+            self._group(1)
 
     def _read(self, at: dict[str, Any]) -> tuple[list[Sequence], dict[str, Any]]:
         """The block that begins here, and where the next one does."""
@@ -190,10 +212,17 @@ class _Blocks:
         array = np.concatenate(tokens)
         all_marks = Marks(np.concatenate(learned), np.array(ends, dtype=np.int64)) if encoder.marks else None
         corpus = Corpus(array, array[:0], len(ends), 0, "", "", all_marks, of=self._opened.one)
-        found = sequences_of(corpus, data, self._streams.multiple)
+        after = {"pass": self._pass, "block": at["block"] + 1, "rows": self._dataset.state_dict(), "left": []}
+        try:
+            found = sequences_of(corpus, data, self._streams.multiple)
+        except NothingToLearn:
+            if self._pass > self._fruitful + 1:  # nor has all that was read of the pass between
+                raise
+            return [], after
+        self._fruitful = self._pass
         order = permutation(len(found), self._seed, at["block"] * self._lanes + self._lane)
-        rest = [] if encoder.marks else array[len(found) * (length - 1) :].tolist()
-        after = {"pass": self._pass, "block": at["block"] + 1, "rows": self._dataset.state_dict(), "left": rest}
+        if not encoder.marks:
+            after["left"] = array[len(found) * (length - 1) :].tolist()
         return [found[int(i)] for i in order], after
 
     def _group(self, least: int) -> list[Row]:
@@ -268,7 +297,7 @@ class StreamLoader(TrainLoader):
         some = not streams.padded and len(places) % self._lanes == 0
         needed = set(lanes[self._slots_GN.ravel()] if some else lanes)
         found = {i: next(self._lane(int(lane))) for i, lane in enumerate(lanes) if lane in needed}
-        sources = streams.pattern[places % len(streams.pattern)]
+        sources = np.array([streams.source_at(place, self._lanes) for place in places.tolist()])
         return cast(Sequences, _Step(streams, found, sources)), np.arange(len(places))
 
     def _lane(self, number: int) -> Lane:
@@ -276,6 +305,13 @@ class StreamLoader(TrainLoader):
             saved = self._saved.get(str(number))
             self._open[number] = Lane(self._streams, number, self._lanes, self._seed, saved)
         return self._open[number]
+
+    def check(self) -> None:
+        """Raise ValueError for rows of the first step that cannot be used, or a lane without rows. Nothing can be read
+        after it."""
+        next(self)
+        for lane in self._open.values():
+            lane.check()
 
     def state_dict(self) -> dict[str, Any]:
         """The position. `lanes` has those that this rank reads; a checkpoint needs those of all ranks."""
