@@ -103,10 +103,21 @@ def test_the_same_batches_on_any_number_of_ranks_and_after_a_resume(tmp_path: Pa
 
 def test_another_mixture_does_not_continue_a_position(tmp_path: Path) -> None:
     sources = write(tmp_path)
-    state = TrainLoader(mixed(tmp_path, weighted(sources, "weight", 2, 1, 1)), batch_size=8).state_dict()
+    same = weighted(sources, "weight", 2, 1, 1)
+    next(before := TrainLoader(mixed(tmp_path, same), batch_size=8))
+    state = json.loads(json.dumps(before.state_dict(), sort_keys=True))
+    renamed = TrainLoader(mixed(tmp_path, weighted(same, "name", *"zyx")), batch_size=8)
+    renamed.load_state_dict(state)
+    assert letters(next(renamed)) == letters(next(before))
+    assert list(renamed.seen.items()) == [(name, before.seen[old]) for name, old in zip("zyx", LETTERS, strict=True)]
     other = TrainLoader(mixed(tmp_path, weighted(sources, "weight", 1, 1, 1)), batch_size=8)
     with pytest.raises(ValueError, match="trained on other data"):
         other.load_state_dict(state)
+
+
+def test_a_source_of_weight_0_may_have_no_sequence(tmp_path: Path) -> None:
+    sequences = mixed(tmp_path, weighted(write(tmp_path, (80, 3)), "weight", 1, 0))
+    assert (len(sequences), sequences.order(0, 3).max()) == (10, 9)
 
 
 def test_sources_of_several_formats_are_packed_as_examples(tmp_path: Path) -> None:
@@ -153,6 +164,9 @@ def test_held_out_sets_have_names(tmp_path: Path) -> None:
     corpora, data = prepared(tmp_path, sources, eval=named)
     held = eval_sequences(corpora, data)
     assert {name: len(found) for name, found in held.items()} == {"one": 40, "two": 8}
+    for empty in ({}, (), {"one": ()}):
+        with pytest.raises(ValueError, match=r"data\.eval is empty"):
+            prepared(tmp_path, sources, eval=empty)
     # A share of each source, where none is named.
     for letter in LETTERS:
         (tmp_path / f"{letter}.jsonl").write_text("".join(json.dumps({"text": letter * 50}) + "\n" for _ in range(10)))

@@ -172,6 +172,9 @@ class DataSection(Section):
     def _has_train(self) -> Self:
         if not self.train:
             raise ValueError('data.train is empty: name files, folders or globs, or "stdlib"')
+        held = self.eval.values() if isinstance(self.eval, dict) else [self.eval]
+        if self.eval is not None and not (held and all(held)):
+            raise ValueError("data.eval is empty: name files, folders or globs, or leave it out")
         if self.sources is not None:
             _check_mixture(self.sources, self.streaming)
         return self

@@ -100,8 +100,9 @@ class TrainLoader:
         self.seen = dict.fromkeys(sequences.names, 0)
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
         if self.num_sequences < self.global_batch_size:
+            key = "data.sources" if sequences.names else "data.train"
             raise ValueError(
-                f"data.train has {sequences.describe()}, but one step takes {self.global_batch_size} sequences "
+                f"{key} has {sequences.describe()}, but one step takes {self.global_batch_size} sequences "
                 f"(per_device_train_batch_size {batch_size} * gradient_accumulation_steps {accumulation} * {dp_size} "
                 "ranks): give more data, or lower one of these"
             )
@@ -143,7 +144,7 @@ class TrainLoader:
             "seed": self._seed,
             "group": self._group,
             "fingerprint": self.sequences.fingerprint,
-            **({"seen": self.seen} if self.seen else {}),
+            **({"seen": self.seen, "sources": list(self.seen)} if self.seen else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,7 +156,10 @@ class TrainLoader:
         check_same_data(state, self.sequences.fingerprint)
         check_same_order(state, self.sequences.length, self._seed)
         self._position, self._group = int(state["position"]), int(state.get("group", 0))
-        self.seen = dict(state.get("seen", self.seen))
+        # Sources may have been renamed since; a checkpoint keeps the order in `sources` alone.
+        seen = state.get("seen", self.seen)
+        before = state.get("sources", self.sequences.names)
+        self.seen = {name: seen[old] for name, old in zip(self.sequences.names, before, strict=True)}
 
     def _at(self, place: int) -> int:
         """The sequence at this place of the endless stream."""
@@ -183,9 +187,9 @@ def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
     """Raise ValueError if a loader's state is of other data than sequences of this fingerprint."""
     if state.get("fingerprint") != fingerprint:
         raise ValueError(
-            "the checkpoint was trained on other data than data.train is now (the tokens differ, or how they are "
-            "packed), so its position means nothing here; restore the data, the tokenizer and [data], or start a "
-            "new run from the checkpoint's weights (earlier versions put no BOS before plain text, and had "
+            "the checkpoint was trained on other data than [data] names now (the tokens, how they are packed, or the "
+            "shares of a mixture), so its position means nothing here; restore the data, the tokenizer and [data], "
+            "or start a new run from the checkpoint's weights (earlier versions put no BOS before plain text, and had "
             "data.group_by_length=false)"
         )
 

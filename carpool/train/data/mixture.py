@@ -9,6 +9,8 @@ shares are right to about one sequence of each source:
 
     k = 4, 2        a a b a a b -> places 1/8 3/8 5/8 7/8 and 1/4 3/4:    a b a a b a
 
+Where steps are of similar lengths (`carpool.train.data.order`), only stretches of up to 50 steps have the shares.
+
 Which sequence of the source that is says the source's own endless order, a permutation for each time it is read: every
 sequence of it is seen n times before one is seen n + 1 times. All of this follows from the seed and the number of the
 epoch, so that the position in the data is one number, on any number of ranks.
@@ -70,7 +72,7 @@ class Mixture:
         """What an epoch has of source i."""
         size, share, found = len(self._parts[i]), self._shares[i], [np.empty(0, dtype=np.int64)]
         start, end = epoch * share, (epoch + 1) * share
-        for time in range(start // size, -(-end // size)):
+        for time in range(start // size, -(-end // size)) if share else ():
             order = permutation(size, seed, time * len(self._parts) + i)
             found.append(order[max(0, start - time * size) : end - time * size])
         return np.concatenate(found) + self._first[i]
