@@ -271,11 +271,7 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
         ([{"messages": []}], {}, "line 1: the field 'messages' is empty"),
         ([{"messages": "hi"}], {}, "'messages' holds str; a list of messages"),
         ([{"messages": ["hi"]}], {}, "message 1 of 'messages' is str; an object"),
-        (
-            [{"messages": [{"from": "human", "value": "hi"}]}],
-            {},
-            'has no role, but from, value; set data.format="sharegpt"',
-        ),
+        ([{"messages": [{"speaker": "human"}]}], {}, "message 1 of 'messages' has no role, but speaker"),
         ([{"messages": [ONE, USER]}], {}, "the first message is an answer"),
         (
             [{"messages": [{"role": "critic", "content": "x"}, ONE]}],
@@ -285,7 +281,7 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
         ([{"messages": [USER, ONE], "tools": "{"}], {}, "the text in the field 'tools' is not JSON"),
         ([{"messages": [USER, ONE], "tools": 3}], {}, "'tools' holds int, not a list"),
         ([{"messages": [USER, ONE], "text": "a"}], {}, r"several formats \(text, messages\): set data\.format"),
-        ([{"messages": [USER, ONE]}], {"packing": "stream"}, 'data.packing = "stream" lays documents end to end'),
+        ([{"messages": [USER, ONE]}], {"packing": "stream"}, "messages rows, which are not laid end to end"),
         (
             [{"messages": [USER, ONE]}],
             {"chat_template": "no.jinja"},
@@ -392,6 +388,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ({1: {"train": False}}, {}, ["Nothing."]),
         ({1: {"weight": 0}, 3: {"weight": 1}}, {}, ["Nothing."]),
         ({3: {"train": False}}, {"loss": "last"}, []),
+        ({1: {"train": False}, 3: {"weight": 0}}, {"loss": "all"}, ["user\nHello?", "user\nWhat's up?"]),
         ({}, {"loss": "last", "turns": "apart"}, ["Nothing."]),
         ({}, {"roles_to_train": ("user",)}, ["user\nHello?", "user\nWhat's up?"]),
         ({2: {"train": True}, 1: {"train": False}}, {"loss": "last"}, ["user\nWhat's up?", "Nothing."]),
@@ -434,6 +431,8 @@ def test_sharegpt_and_alpaca_are_conversations(folder: Path, tmp_path: Path) -> 
     ]  # fmt: skip
     expected = examples(corpus(folder, lines(tmp_path / "a.jsonl", *wanted)))
     assert examples(corpus(folder, lines(tmp_path / "b.jsonl", *given))) == expected
+    renamed = {"messages": given[1]["conversations"]}
+    assert examples(corpus(folder, lines(tmp_path / "b2.jsonl", renamed))) == expected[1:]
     asked = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Ho"]]}
     turns = [("user", "Hi"), ("assistant", "Ho"), ("user", "Add.\n1 2"), ("assistant", "3")]
     same = {"messages": [SYSTEM, *({"role": role, "content": text} for role, text in turns)]}
@@ -446,7 +445,10 @@ def test_sharegpt_and_alpaca_are_conversations(folder: Path, tmp_path: Path) -> 
     assert examples(corpus(folder, tmp_path / "e.csv")) == expected[1:]
     for row, message in (
         ({"conversations": [{"from": "cat", "value": "x"}]}, "line 1: a message is from 'cat', which is none of human"),
+        ({"conversations": [{"from": ["cat"], "value": "x"}]}, "a message is from .'cat'., which is none of human"),
         ({"instruction": "a", "output": "b", "history": "c"}, "'history' holds no list of pairs"),
+        ({"instruction": 3, "output": "b"}, "line 1: the field 'instruction' holds int, not text"),
+        ({"instruction": "a", "output": None}, "the field 'output' holds NoneType, not text"),
     ):
         with pytest.raises(ValueError, match=message):
             corpus(folder, lines(tmp_path / "f.jsonl", row))

@@ -30,6 +30,9 @@ class Alpaca(Format):
 
 def _messages(row: Row) -> Messages:
     said = row.fields
+    for name in (_INSTRUCTION, _OUTPUT, "input", "system"):
+        if not isinstance(value := said.get(name), str) and (value is not None or name in (_INSTRUCTION, _OUTPUT)):
+            raise ValueError(f"{row.where}: the field {name!r} holds {type(value).__name__}, not text")
     history = said.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise ValueError(f"{row.where}: the field 'history' holds no list of pairs of a question and its answer")

@@ -16,9 +16,9 @@ The answer is the tokens of `after` that `before` has not. That is right only if
 thinking (Qwen3's) write an answer otherwise once another follows; with `data.turns = "apart"` each answer is then an
 example of its own, with the conversation up to it, which is what the model sees when it gives that answer.
 
-Which messages. Those of `data.roles_to_train`; of these, with `data.loss = "last"`, the last one. A message that has
-`"train": true` or false, or `"weight": 1` or 0, says it itself. Marks hold for all answers, so that prefixes are used
-where not all answers are learned, or something else.
+Which messages. Those of `data.roles_to_train`; of these, with `data.loss = "last"`, the last one; with "all", the whole
+text. A message that has `"train": true` or false, or `"weight": 1` or 0, says it itself. Marks hold for all answers, so
+that prefixes are used where not all answers are learned, or something else.
 
 Tool calls. Data has their arguments as an object or, as OpenAI's interface answers, as the text of one. Templates
 differ, too:
@@ -45,7 +45,13 @@ from carpool.train.data.tokenizer import fingerprint_of
 Messages = list[dict[str, Any]]
 ANSWERS = "assistant"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SHAREGPT = {"from", "value"}
+# Who speaks, as ShareGPT names them.
+_ROLES = {
+    "human": "user", "user": "user", "prompter": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "function_call": "assistant", "system": "system", "observation": "tool",
+    "function_response": "tool", "tool": "tool",
+}  # fmt: skip
 _FLAGS = ("train", "weight")
 
 
@@ -139,22 +145,34 @@ def check_messages(messages: Any, field: str, where: str) -> Messages:
     if not isinstance(messages, list) or not messages:
         what = "is empty" if isinstance(messages, list) else f"holds {type(messages).__name__}"
         raise ValueError(f"{where}: the field {field!r} {what}; a list of messages is needed")
-    for number, message in enumerate(messages, 1):
+    for number, message in enumerate((_with_role(one, where) for one in messages), 1):
         if not isinstance(message, dict):
             raise ValueError(
                 f"{where}: message {number} of {field!r} is {type(message).__name__}; an object with role and content "
                 "is needed"
             )
         if not isinstance(message.get("role"), str):
-            hint = ""
-            if set(message) >= _SHAREGPT:
-                hint = '; set data.format="sharegpt"'
-            raise ValueError(f"{where}: message {number} of {field!r} has no role, but {', '.join(message)}{hint}")
+            raise ValueError(f"{where}: message {number} of {field!r} has no role, but {', '.join(message)}")
         told = {name: value for name, value in message.items() if value is not None}
         if "content" not in told and not any(told[name] for name in told.keys() - {"role", "name"}):
             raise ValueError(f"{where}: message {number} of {field!r} has no content: give it a text, or leave it out")
         found.append(told)
     return found
+
+
+def _with_role(turn: Any, where: str) -> Any:
+    """A message, also if it is written as ShareGPT has it: from and value."""
+    if not isinstance(turn, dict) or "role" in turn or "from" not in turn:
+        return turn
+    role, text = _ROLES.get(str(turn["from"])), turn.get("value")
+    if role is None:
+        raise ValueError(f"{where}: a message is from {turn['from']!r}, which is none of {', '.join(_ROLES)}")
+    rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    if turn["from"] != "function_call":
+        return {"role": role, "content": text, **rest}
+    calls = parse_json(str(text), f"{where}: a function_call")
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": role, "tool_calls": [{"type": "function", "function": call} for call in calls], **rest}
 
 
 class Conversation(NamedTuple):
@@ -167,8 +185,8 @@ class Conversation(NamedTuple):
 
 
 class _Example(NamedTuple):
-    """What is known of an example before there are tokens: which messages are learned, whether by the template's marks,
-    and texts to be tokenized."""
+    """What is known of an example before there are tokens: which messages are learned (with `data.loss = "all"`, which
+    are not), whether by the template's marks, and texts to be tokenized."""
 
     conversation: Conversation
     answers: list[int]
@@ -203,7 +221,7 @@ class Chat:
         texts = template.values() if isinstance(template, dict) else [template]
         self._marked = all(_MARKS.search(text) for text in texts)
         roles = [] if self._roles == (ANSWERS,) else [self._roles]
-        settings = json.dumps([template, self._options, data.loss, data.turns, *roles], sort_keys=True)
+        settings = json.dumps([template, self._options, data.loss, data.turns, _FLAGS, *roles], sort_keys=True)
         self.fingerprint = fingerprint_of(pretrained) + hashlib.sha256(settings.encode()).hexdigest()
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[tuple[list[int], list[bool]]]:
@@ -234,7 +252,10 @@ class Chat:
             )
         if self._loss == "last":
             answers = answers[-1:]
-        answers = [i for i in range(first, len(messages)) if flags.get(i, i in answers)]
+        if self._loss == "all":
+            answers = [i for i, flag in flags.items() if not flag]  # those that are left out
+        else:
+            answers = [i for i in range(first, len(messages)) if flags.get(i, i in answers)]
         messages = [{name: value for name, value in one.items() if name not in _FLAGS} for one in messages]
         messages = with_fitting_calls(messages, lambda these: self._write(these, tools, where), where)
         if self._apart:
@@ -247,9 +268,8 @@ class Chat:
         """What the template writes of the whole, and, where that is needed, before and after each answer."""
         messages, tools, where, first = conversation
         texts = [self._write(messages, tools, where)]
-        if self._loss == "all":
-            return _Example(conversation, [], False, texts)
-        if self._marked and answers == [i for i in range(first, len(messages)) if messages[i]["role"] == ANSWERS]:
+        all_answers = [i for i in range(first, len(messages)) if messages[i]["role"] == ANSWERS]
+        if self._marked and self._loss != "all" and answers == all_answers:
             before = [self._write(messages[:first], tools, where, prompt=True)] if first else []
             return _Example(conversation, answers, True, texts + before)
         for answer in answers:
@@ -293,7 +313,7 @@ class Chat:
                     f"{where}: the chat template of {self._name} writes nothing of message {answer + 1}, an answer, so "
                     "there is nothing to learn: its content may be empty, or the template not of conversations"
                 )
-            learned[len(before_ids) : len(after_ids)] = [True] * (len(after_ids) - len(before_ids))
+            learned[len(before_ids) : len(after_ids)] = [self._loss != "all"] * (len(after_ids) - len(before_ids))
         return ids, learned
 
     def _check_prefix(

@@ -177,8 +177,8 @@ def make_encoder(one: DataSet, tokenizer: Tokenizer, model_path: str | None) -> 
     form, sources = _format(one)
     if one.data.packing == "stream" and not FORMATS[form].streams:
         raise ValueError(
-            f'data.packing = "stream" lays documents end to end, but {one.key} has {form} rows: leave it out, or give '
-            '"examples" or "off"'
+            f'{one.key} has {form} rows, which are not laid end to end as those of data.packing="stream" are (the '
+            'default where all training data is documents): set data.packing to "examples" or "off"'
         )
     return FORMATS[form]().encoder(one.data, tokenizer, model_path), form, sources
 
