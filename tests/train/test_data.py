@@ -313,7 +313,11 @@ def test_the_standard_library_is_the_embedded_default(tmp_path):
         ("a.jsonl", b'["text"]\n', "line 1 is a JSON list; one object per line"),
         ("a.jsonl", b'[\n{"text": "a"}]', r"a JSON array is read from a \.json file"),
         ("a.json", b'[\n{"text": "a"}, 3]', r"a\.json, item 2 is a JSON int; one object"),
-        ("a.json", b'[\n{"text": "a"}, ', r"a\.json is not JSON"),
+        ("a.json", b'[\n{"text": "a"}, ', r"a\.json, line 2, is not JSON: .* column \d+$"),
+        ("a.json", b'\n[\n{"text": "a"},\n{"text" "b"}]', r"a\.json, line 4, is not JSON: .* in column 9$"),
+        ("a.json", b'[{"text": "a"} {"text": "b"}]', r"a\.json, line 1, is not JSON: .* in column 16$"),
+        ("a.jsonl", b'{"input_ids": 5}', "line 1: the field 'input_ids' holds no list of whole numbers"),
+        ("a.jsonl", b'{"input_ids": [1, [2]]}', "line 1: the field 'input_ids' holds no list of whole numbers"),
         ("a.csv", b"text,n\na,1,2\n", r"a\.csv, line 2 has not as many values as the first line has columns \(2\)"),
         ("a.csv", b"body\na\n", r"a\.csv has no column 'text'; it has body: set data\.text_field"),
         ("a.csv", b"text\n\xff\n", r"a\.csv is no CSV of UTF-8: "),
@@ -331,6 +335,12 @@ def test_unreadable_files(tmp_path, name, content, message):
         corpus(tmp_path, train=[str(tmp_path / name)])
     cached = list((tmp_path / "cache").glob("*"))
     assert cached == [], "a build that failed leaves nothing behind"
+
+
+def test_a_parquet_file_whose_name_is_a_pattern(tmp_path):
+    for name in ("a[1].parquet", "a1.parquet"):
+        write_parquet(tmp_path / name, text=[name])
+    assert texts_of(corpus(tmp_path, train=[str(tmp_path / "a[1].parquet")]).train) == ["a[1].parquet"]
 
 
 def test_tables_without_the_field(tmp_path):

@@ -7,8 +7,10 @@ otherwise the token in the same place; they need examples that stay apart (`data
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.examples import Encoder, Example, Format
@@ -38,9 +40,7 @@ class Tokens:
 
     def encode(self, rows: Sequence[Row]) -> Iterator[Example]:
         for row in rows:
-            ids, labels = np.asarray(row.fields[INPUT_IDS]), row.fields.get(LABELS)
-            if ids.ndim != 1 or ids.dtype.kind not in "ui":
-                raise ValueError(f"{row.where}: the field {INPUT_IDS!r} holds no list of whole numbers")
+            ids, labels = _numbers(row, INPUT_IDS), row.fields.get(LABELS)
             if ids.min() < 0 or ids.max() >= self.vocab_size:
                 raise ValueError(
                     f"{row.where} has tokens {ids.min()} to {ids.max()}, but the tokenizer {self._name} has "
@@ -50,14 +50,22 @@ class Tokens:
                 yield Example(ids.astype(np.uint32))
             elif not self.marks:
                 raise ValueError(f'{row.where} has labels: set data.packing to "examples" or "off"')
-            elif (
-                len(labels) != len(ids)
-                or not (same := (np.asarray(labels) == ids) | (np.asarray(labels) == -100)).all()
-            ):
+            elif len(goals := _numbers(row, LABELS)) != len(ids) or not ((goals == ids) | (goals == -100)).all():
                 raise ValueError(f"{row.where}: its {LABELS!r} are not its tokens, or -100, one for each of {len(ids)}")
             else:
-                yield Example(ids.astype(np.uint32), same & (np.asarray(labels) != -100))
+                yield Example(ids.astype(np.uint32), goals != -100)
 
     def size(self, row: Row) -> int:
         ids = row.fields[INPUT_IDS]
-        return 0 if ids is None else 4 * len(ids)
+        return 0 if ids is None or (isinstance(ids, list) and not ids) else 4 * _numbers(row, INPUT_IDS).size
+
+
+def _numbers(row: Row, name: str) -> NDArray[np.integer[Any]]:
+    """What a field holds. ValueError: it is no list of whole numbers."""
+    try:
+        found = np.asarray(row.fields[name])
+    except ValueError:  # lists of several lengths
+        found = np.empty(())
+    if found.ndim != 1 or found.dtype.kind not in "ui":
+        raise ValueError(f"{row.where}: the field {name!r} holds no list of whole numbers")
+    return found

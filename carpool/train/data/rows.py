@@ -140,7 +140,7 @@ def _objects(path: Path | Url, may_be_array: bool) -> Iterator[tuple[str, Any]]:
         for number, raw in enumerate(file, start=1):
             line = decode(raw, path, offset)
             if may_be_array and line.lstrip().startswith("["):
-                items = parse_json(line + decode(file.read(), path, offset + len(raw)), str(path))
+                items = parse_json(line + decode(file.read(), path, offset + len(raw)), str(path), number)
                 yield from ((f"{path}, item {number}", item) for number, item in enumerate(items, start=1))
                 return
             offset += len(raw)
@@ -160,8 +160,8 @@ def decode(raw: bytes, path: Path | Url, offset: int) -> str:
         ) from None
 
 
-def parse_json(text: str, where: str) -> Any:
-    """What a text of JSON says.
+def parse_json(text: str, where: str, array_line: int = 0) -> Any:
+    """What a text of JSON says. `array_line`: of a file's array, the line that it begins in.
 
     Raises:
         ValueError: it is none, nested too deeply, or has half a character; `where` says which text."""
@@ -173,7 +173,9 @@ def parse_json(text: str, where: str) -> Any:
         return value
     except json.JSONDecodeError as error:
         hint = ""
-        if text.startswith("["):
+        if array_line:
+            where += f", line {array_line + error.lineno - 1},"
+        elif text.startswith("["):
             hint = "; a JSON array is read from a .json file: rename it, or write one object per line"
         elif error.pos >= len(text) or error.msg.startswith("Unterminated"):
             hint = f"; it ends in the middle, with {text[-16:]!r}: it was cut off, or goes over several lines"

@@ -31,7 +31,7 @@ def show(config: Config, count: int, console: Console) -> None:
     """
     data = config.data
     if data.streaming:  # the begin of it
-        data = data.model_copy(update={"streaming": False, "max_bytes": data.max_bytes or 1 << 20})
+        data = data.model_copy(update={"streaming": False, "max_bytes": 1 << 20, "eval": None, "eval_fraction": 0.0})
     tokenizer = tokenizer_of(config)
     corpora = corpus_of(config.model_copy(update={"data": data}), tokenizer)
     # One example in a sequence, in the order of the files.

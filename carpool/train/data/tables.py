@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import sys
 from collections.abc import Iterator, Sequence
@@ -84,7 +85,9 @@ class Parquet(Reader):
             raise ValueError(f"{path} is no readable {self.what}: {error}") from None
 
     def _dataset(self, datasets: Any, path: Path | Url, splits: Sequence[str]) -> Any:
-        return datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True)
+        # What is named there is a pattern.
+        file = path if isinstance(path, Url) else glob.escape(str(path))
+        return datasets.load_dataset("parquet", data_files=[file], split="train", streaming=True)
 
 
 class SavedDataset(Parquet):
