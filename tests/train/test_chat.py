@@ -447,6 +447,7 @@ def test_sharegpt_and_alpaca_are_conversations(folder: Path, tmp_path: Path) -> 
         ({"conversations": [{"from": "cat", "value": "x"}]}, "line 1: a message is from 'cat', which is none of human"),
         ({"conversations": [{"from": ["cat"], "value": "x"}]}, "a message is from .'cat'., which is none of human"),
         ({"instruction": "a", "output": "b", "history": "c"}, "'history' holds no list of pairs"),
+        ({"conversations": [{"from": "function_call", "value": "5"}]}, "a function_call is '5'; an object with name"),
         ({"instruction": 3, "output": "b"}, "line 1: the field 'instruction' holds int, not text"),
         ({"instruction": "a", "output": None}, "the field 'output' holds NoneType, not text"),
     ):

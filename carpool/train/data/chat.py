@@ -172,6 +172,10 @@ def _with_role(turn: Any, where: str) -> Any:
         return {"role": role, "content": text, **rest}
     calls = parse_json(str(text), f"{where}: a function_call")
     calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise ValueError(
+            f"{where}: a function_call is {text!r}; an object with name and arguments, or a list, is needed"
+        )
     return {"role": role, "tool_calls": [{"type": "function", "function": call} for call in calls], **rest}
 
 
