@@ -388,7 +388,11 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ({1: {"train": False}}, {}, ["Nothing."]),
         ({1: {"weight": 0}, 3: {"weight": 1}}, {}, ["Nothing."]),
         ({3: {"train": False}}, {"loss": "last"}, []),
-        ({1: {"train": False}, 3: {"weight": 0}}, {"loss": "all"}, ["user\nHello?", "user\nWhat's up?"]),
+        (
+            {1: {"train": False}, 3: {"weight": 0}},
+            {"loss": "all"},
+            ["user\nHello?", "<|im_start|>user\nWhat's up?", ""],
+        ),
         ({}, {"loss": "last", "turns": "apart"}, ["Nothing."]),
         ({}, {"roles_to_train": ("user",)}, ["user\nHello?", "user\nWhat's up?"]),
         ({2: {"train": True}, 1: {"train": False}}, {"loss": "last"}, ["user\nWhat's up?", "Nothing."]),
