@@ -91,6 +91,10 @@ def test_adapters_learn_faster(checkpoint: Path) -> None:
 def test_a_checkpoint_needs_data(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=rf"carpool train model.path={checkpoint} data.train=my-data.jsonl"):
         load_config(None, [f"model.path={checkpoint}"])
+    mixture = resolve_config(
+        None, [f"model.path={checkpoint}", "data.sources=[{path = 'a.jsonl'}]"]
+    ).config.data.sources
+    assert mixture is not None and mixture[0].path == ("a.jsonl",)
 
 
 def test_without_weights_it_is_the_demos_defaults_which_say_so(checkpoint: Path) -> None:

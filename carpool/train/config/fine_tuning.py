@@ -52,7 +52,7 @@ def defaults(settings: Mapping[str, Any], recorded: bool = False) -> dict[Key, t
     path = model.get("path")
     if not isinstance(path, str) or not Path(path, "config.json").is_file() or is_configuration_alone(Path(path)):
         return {}
-    if not data.get("train"):
+    if not (data.get("train") or data.get("sources")):
         raise ValueError(
             f"model.path = {path} is a checkpoint, so this run fine-tunes it, but nothing says on which data: set "
             f"data.train to your files, such as\n    carpool train model.path={path} data.train=my-data.jsonl"
