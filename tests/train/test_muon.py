@@ -287,11 +287,12 @@ def _two_steps(case: MuonCase, folder: str) -> str:
     return "; ".join(wrong)
 
 
-def test_meshes_equal_one_process(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("meshes", [MESHES[::4], pytest.param(MESHES, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_meshes_equal_one_process(ranks: Ranks, tmp_path: Path, meshes: list[Any]) -> None:
     """Two steps of a run on each mesh, beside plain steps of whole matrices with the same gradients."""
-    results = ranks(two_steps, MESHES, str(tmp_path), timeout=900.0)
-    assert [[what for what, _ in found] for found in results] == [[""] * len(MESHES)] * 4
-    for case, *numbers in zip(MESHES, *results, strict=True):
+    results = ranks(two_steps, meshes, str(tmp_path), timeout=900.0)
+    assert [[what for what, _ in found] for found in results] == [[""] * len(meshes)] * 4
+    for case, *numbers in zip(meshes, *results, strict=True):
         # Of 8 experts three matrices each, and four of attention; nobody does the work of another.
         own = [number for _, number in numbers]
         if case.family != "deepseek_v3":

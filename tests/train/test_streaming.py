@@ -148,6 +148,7 @@ def test_what_a_stream_does_not_take(tmp_path: Path) -> None:
     assert [lanes_for(8, step) for step in (1, 6, 8, 12, 64)] == [1, 6, 8, 6, 8]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_one_on_a_single_rank_see_the_same(two_ranks: Ranks, tmp_path: Path) -> None:
     tables = ", ".join(f'{{path = "{one["path"]}", weight = {one["weight"]}}}' for one in write(tmp_path))
     settings = [
