@@ -92,7 +92,7 @@ def test_an_export_into_cut_files(family: str, cut: str, tmp_path: Path) -> None
     assert reshard(source, cut) > 1
     keep_source(run, source, str(source))
     exported = export_checkpoint(run, find_checkpoint(run, None), tmp_path / "out")
-    assert exported.checked == "read back: it is the checkpoint's, bit by bit"
+    assert exported.checked == "read back: it is what was to be written, bit by bit"
     assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(exported.folder)), _logits(model))
     assert stored_weights(exported.folder) == stored_weights(source)
 

@@ -85,7 +85,7 @@ class ReadBack:
     def finish(self, largest: float, name: str) -> str:
         """Compares what else there is, once all groups are, and says in a sentence what it found. Raises ValueError."""
         how = f"rounded by up to {largest:.1e} ({name})" if largest else "bit by bit"
-        return f"read back: it is the checkpoint's, {how}"
+        return f"read back: it is what was to be written, {how}"
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
