@@ -11,7 +11,7 @@ that depends on it reads the field; nothing else compares model types or class n
 A family enters from outside the package as one file (`CARPOOL_PLUGINS`), or as an entry point of "carpool.families":
 
     from carpool.families import Family, register
-    register(Family("my_moe", module="my_package.modeling", router=("Switchboard",), pipeline=True))
+    register(Family("my_moe", module="my_package.modeling", router=("Switchboard",)))
 
 The planner reads this table too, so it imports neither PyTorch nor Transformers.
 """
@@ -105,8 +105,6 @@ class Family:
         layer_keys: what a configuration needs beside sizes to make an experts module by itself.
 
         logits: what happens to logits; None: nothing.
-        pipeline: its forward is one layer after the other, and `tests/train/test_pipeline.py` has compared it with
-            stages. Others may scale embeddings, or share between layers, which stages would repeat or lack.
         own_positions: positions have several axes, which it numbers itself, or tokens look ahead.
         masks_without_positions: it makes masks without looking at position ids, and takes masks that are made already.
         more_in_mask: layers add to the mask, or the mask alone has their sliding window.
@@ -151,7 +149,6 @@ class Family:
     layer_keys: Mapping[str, Any] = field(default_factory=dict)
 
     logits: Logits | None = None
-    pipeline: bool = False
     own_positions: bool = False
     masks_without_positions: bool = False
     more_in_mask: bool = False
@@ -207,7 +204,7 @@ _TABLE = (
     Family("deepseek_ocr2", shared_after_routed=True),
     Family("deepseek_v2", shared_after_routed=True, float_router=True, served=_BOTH),
     Family(
-        "deepseek_v3", sigmoid_router=True, shared_after_routed=True, float_router=True, pipeline=True, served=_BOTH,
+        "deepseek_v3", sigmoid_router=True, shared_after_routed=True, float_router=True, served=_BOTH,
     ),
     Family("deepseek_v32", sigmoid_router=True, shared_after_routed=True),
     Family("deepseek_v4", scores_key="scoring_func", shared_after_routed=True),
@@ -229,7 +226,7 @@ _TABLE = (
     Family("glm5_next", sigmoid_router=True, shared_after_routed=True),
     Family("glm_moe_dsa", sigmoid_router=True, shared_after_routed=True),
     Family(
-        "gpt_oss", pipeline=True, gate=_CLAMPED, masks_without_positions=True, sinks=True, router_bias=True,
+        "gpt_oss", gate=_CLAMPED, masks_without_positions=True, sinks=True, router_bias=True,
         expert_biases=True, mxfp4=True,
         served={"vllm": ServedExperts("mlp.experts", ()), "sglang": _MLP},
     ),
@@ -253,19 +250,19 @@ _TABLE = (
     Family("minimax_m3_vl", sigmoid_router=True),
     Family("mistral4", shared_after_routed=True),
     Family("mistral_large4", shared_after_routed=True),
-    Family("mixtral", pipeline=True, served={"vllm": _W132, "sglang": _SPARSE}),
+    Family("mixtral", served={"vllm": _W132, "sglang": _SPARSE}),
     Family("muse_spark", sigmoid_router=True),
     Family(
         "nemotron_h", sigmoid_router=True, shared_after_routed=True, gated=False,
         layer_keys={"mlp_hidden_act": "relu2", "moe_latent_size": None},
         served={"vllm": ServedExperts("mixer.experts", ("up_proj", "down_proj"))},
     ),
-    Family("olmoe", pipeline=True, qk_norm="all", served=_BOTH),
+    Family("olmoe", qk_norm="all", served=_BOTH),
     Family("openai_privacy_filter", own_positions=True),
     Family("phimoe", more_in_mask=True, served={"vllm": _W132, "sglang": _SPARSE}),
     Family("qwen2_moe", window_in_mask=True, served=_BOTH),
     Family("qwen3_5_moe", qk_norm="head", query_gate=True),
-    Family("qwen3_moe", pipeline=True, qk_norm="head", served=_BOTH),
+    Family("qwen3_moe", qk_norm="head", served=_BOTH),
     Family("qwen3_next", qk_norm="head", query_gate=True),
     Family("qwen3_vl_moe", types=("qwen3_vl_moe_text",), qk_norm="head"),
     Family("solar_open", sigmoid_router=True, shared_after_routed=True),

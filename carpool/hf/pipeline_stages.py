@@ -10,25 +10,30 @@
 A rank has one model with the layers of its stages, under the names and numbers of the whole one, so checkpoints,
 exports and random weights are as without stages. A module that hands on its input stands for a layer of another rank. A
 stage runs the whole model's forward without the layers of other stages; a later stage's embeddings are the hidden
-states of the one before. That is right for models that do nothing between the embedding and the layers, nor between two
-layers (`Family.pipeline`)."""
+states of the one before, and where a model changes embeddings before its layers, they are put in once more behind that.
+
+No list says which models can be cut: a forward with probes in the place of the layers shows what a model does around
+them (`find_chain`), and `tests/train/test_pipeline.py` compares all that pass with their stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.distributed.mixin import DistributedMixin
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-from carpool.families import FAMILIES, family_of
-from carpool.hf.seam.find_modules import list_number
+from carpool.families import family_of
+from carpool.hf.documents import unpacked
+from carpool.hf.seam.find_modules import experts_modules, list_number
 from carpool.hf.sharding import replaced
 from carpool.parallel import fsdp
 from carpool.parallel.pipeline import cut
@@ -44,8 +49,30 @@ class Part(NamedTuple):
     last: bool
 
 
+class Chain(NamedTuple):
+    """Where a model has its decoder layers, and what is around them.
+
+    Attributes:
+        owner: the name of the module whose forward calls the layers one after the other.
+        layers, norm: names there, of the list and of what gets the last layer's hidden states.
+        changes: whether the first layer gets something else than embeddings.
+    """
+
+    owner: str
+    layers: str
+    norm: str
+    changes: bool
+
+
 class Absent(nn.Module):
-    """Stands where another stage has a module, and hands on what it gets."""
+    """Stands where another stage has a module, and hands on what it gets. `layer`: the module, whose settings (such as
+    its kind of attention) the model's forward may read."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        own = {} if layer is None else vars(layer)
+        plain = {name: value for name, value in own.items() if not name.startswith("_") and not callable(value)}
+        self.__dict__ |= plain | {"training": self.training}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else kwargs["hidden_states"]
@@ -68,22 +95,93 @@ class _NoHead(nn.Module):
         return hidden_BLH if found is None else found[-1]
 
 
+class _Begin(Absent):
+    """Stands for the last layer of the stage before: its hidden states, whatever has been made of embeddings."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        received = _RECEIVED.get()
+        return super().forward(*args, **kwargs) if received is None else received
+
+
 _CAPTURED: ContextVar[list[torch.Tensor] | None] = ContextVar("captured", default=None)
+_RECEIVED: ContextVar[torch.Tensor | None] = ContextVar("received", default=None)
+_ATTRIBUTE = "_carpool_chain"
 
 
-def why_not_cut(model: PreTrainedModel) -> str | None:
-    """Why a model cannot be cut into stages; None: it can."""
-    name = type(model).__name__
-    base = model.base_model
-    for attribute, kind in (("layers", nn.ModuleList), ("embed_tokens", nn.Module), ("norm", nn.Module)):
-        if not isinstance(getattr(base, attribute, None), kind):
-            return f"{name} does not keep its layers as an embedding, a list of layers and a norm"
+class _Probe(nn.Module):
+    """Stands for a layer while `find_chain` looks: notes what it is called with, and makes something new."""
+
+    def __init__(self, layer: nn.Module, calls: list[tuple[torch.Tensor, list[Any], torch.Tensor]]) -> None:
+        super().__init__()
+        self.__dict__ |= {"layer": layer, "calls": calls}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        first = args[0] if args else kwargs.pop("hidden_states")
+        made = torch.empty_like(first).requires_grad_()
+        self.calls.append((first, tree_leaves((args[1:], kwargs)), made))
+        return made
+
+
+def find_chain(model: PreTrainedModel) -> Chain:
+    """How a model calls its layers, whose parameters may be on the device "meta".
+
+    Raises:
+        ValueError: not one after the other, each with nothing but the last one's hidden states; the message says what
+            stands in the way of stages."""
+    name, config = type(model).__name__, model.config.get_text_config()
     if _head_name(model) is None:
-        return f"{name} has no output layer beside its layers"
-    if not family_of(model).pipeline:
-        known = ", ".join(name for name, one in FAMILIES.items() if one.pipeline)
-        return f"{name} has not been compared with its stages, as models of the types {known} have"
-    return None
+        raise ValueError(f"{name} has no output layer beside its layers")
+    lists = {".".join(one.split(".")[: list_number(one)]) for one in experts_modules(model)}
+    if len(lists) != 1 or config.is_encoder_decoder:
+        raise ValueError(f"{name} does not keep its layers in one list")
+    owner_name, _, layers = lists.pop().rpartition(".")
+    owner, embedding = model.get_submodule(owner_name), cast(nn.Module, model.get_input_embeddings())
+    calls: list[tuple[torch.Tensor, list[Any], torch.Tensor]] = []
+    embedded, entered = list[Any](), list[tuple[str, Any]]()
+    probes = nn.ModuleList(_Probe(layer, calls) for layer in cast(nn.ModuleList, getattr(owner, layers)))
+    hooks = [embedding.register_forward_hook(lambda _, args, made: embedded.append(made))]
+    for child, module in owner.named_children():
+        if child != layers:
+            note = partial(lambda child, _, args: entered.append((child, args[0] if args else None)), child)
+            hooks.append(module.register_forward_pre_hook(note))
+    device = next(embedding.parameters()).device
+    ids_BL = torch.zeros(2, 3, dtype=torch.long, device=device)
+    received_BLH = torch.zeros(2, 3, config.hidden_size, dtype=model.dtype, device=device)
+    try:
+        with unpacked(), torch.enable_grad(), replaced_module(owner, layers, probes):
+            model(input_ids=ids_BL, use_cache=False)
+            found = list(calls)
+            norm = next((child for child, given in entered if found and given is found[-1][2]), None)
+            if any(given is ids_BL or getattr(given, "requires_grad", False) for _, some, _ in found for given in some):
+                raise ValueError("its layers get what other stages do not have")
+            model(inputs_embeds=received_BLH, use_cache=False)
+    except Exception as error:
+        # Also whatever a model's own code raises where its layers return one tensor, or where there are no token ids.
+        why = str(error).split("\n")[0]
+        raise ValueError(f"{name} does not hand on hidden states alone from layer to layer ({why})") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    links = zip((first for first, _, _ in found[1:]), (made for _, _, made in found), strict=False)
+    if len(found) != len(probes) or any(first is not made for first, made in links) or norm is None:
+        raise ValueError(f"{name} does not call its layers one after the other, and then a norm")
+    if found[0][0].shape != received_BLH.shape:
+        raise ValueError(f"{name} has hidden states of another shape between its layers than behind them")
+    return Chain(owner_name, layers, norm, all(found[0][0] is not one for one in embedded))
+
+
+@contextmanager
+def replaced_module(owner: nn.Module, name: str, module: nn.Module) -> Iterator[None]:
+    """Inside, a module has another child of this name."""
+    before = owner._modules[name]
+    owner._modules[name] = module
+    try:
+        yield
+    finally:
+        owner._modules[name] = before
 
 
 def cut_model(blueprint: PreTrainedModel, stages: int) -> list[Part]:
@@ -95,14 +193,19 @@ def cut_model(blueprint: PreTrainedModel, stages: int) -> list[Part]:
     Raises:
         ValueError: the model cannot be cut, or not into so many stages.
     """
-    if why := why_not_cut(blueprint):
-        raise ValueError(f"{why}: it cannot be cut into stages; set parallelism.pp_size = 1")
-    base = blueprint.base_model
+    try:
+        chain = find_chain(blueprint)
+    except ValueError as why:
+        raise ValueError(f"{why}: it cannot be cut into stages; set parallelism.pp_size = 1") from why
     # A matrix costs a token one multiplication for each element; of the experts, those that it visits.
-    costs = [_multiplications(layer, blueprint.config) for layer in cast(Any, base).layers]
+    costs = [_multiplications(layer, blueprint.config) for layer in _layers(blueprint, chain)]
     head = cast(nn.Module, blueprint.get_output_embeddings())
     ranges = cut(costs, stages, last=float(sum(parameter.numel() for parameter in head.parameters())))
     return [Part(layers, i == 0, i == stages - 1) for i, layers in enumerate(ranges)]
+
+
+def _layers(model: nn.Module, chain: Chain) -> nn.ModuleList:
+    return cast(nn.ModuleList, getattr(model.get_submodule(chain.owner), chain.layers))
 
 
 def _multiplications(layer: nn.Module, config: Any) -> float:
@@ -134,22 +237,25 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
     first, last = any(part.first for part in parts), any(part.last for part in parts)
     if not first:
         model.all_tied_weights_keys = {}
-    base: Any = model.base_model
+    chain = find_chain(model)
+    object.__setattr__(model, _ATTRIBUTE, chain)
+    layers, norm = _layers(model, chain), ".".join(filter(None, (chain.owner, chain.norm)))
+    embedding = _name_of(model, cast(nn.Module, model.get_input_embeddings()))
     kept = {layer for part in parts for layer in part.layers}
-    gone = [number for number in range(len(base.layers)) if number not in kept]
+    gone = [number for number in range(len(layers)) if number not in kept]
     for number in gone:
-        base.layers[number] = Absent()
+        layers[number] = Absent(layers[number])
     # What a checkpoint's files have of these is not to be told as unexpected.
-    elsewhere = [rf"\.layers\.({'|'.join(map(str, gone))})\."] if gone else []
-    elsewhere += [] if first else [r"\.embed_tokens\."]
-    elsewhere += [] if last else [r"\.norm\.", rf"^{_head_name(model)}\."]
+    elsewhere = [rf"\.{chain.layers}\.({'|'.join(map(str, gone))})\."] if gone else []
+    elsewhere += [] if first else [rf"\.{embedding.rpartition('.')[2]}\."]
+    elsewhere += [] if last else [rf"\.{chain.norm}\.", rf"^{_head_name(model)}\."]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     model._keys_to_ignore_on_load_unexpected = {*ignored, *elsewhere}
     absent: dict[str, nn.Module] = {}
     if not first:
-        absent[_name_of(model, base.embed_tokens)] = Absent()
+        absent[embedding] = Absent()
     if not last:
-        absent |= {_name_of(model, base.norm): _End(), cast(str, _head_name(model)): _NoHead()}
+        absent |= {norm: _End(), cast(str, _head_name(model)): _NoHead()}
     for name, module in absent.items():
         model.set_submodule(name, module)
     # Tensor parallelism does nothing about what is not there. A plan without rules would be refused.
@@ -188,28 +294,30 @@ class Stages:
         self.model, self.parts = model, parts
         # FSDP looks for what it shards in the first forward, and what is then taken out it would not find.
         fsdp.find_all(model)
-        base: Any = model.base_model
-        absent, end, no_head = Absent(), _End(), _NoHead()
+        chain: Chain = getattr(model, _ATTRIBUTE)
+        owner, own = model.get_submodule(chain.owner), list(_layers(model, chain))
         head = cast(str, _head_name(model))
         self._swaps: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
         for number, part in parts.items():
-            layers = [layer if i in part.layers else absent for i, layer in enumerate(base.layers)]
-            swaps: list[tuple[nn.Module, str, nn.Module]] = [(base, "layers", nn.ModuleList(layers))]
+            layers = [layer if i in part.layers else Absent(layer) for i, layer in enumerate(own)]
+            if chain.changes and not part.first:
+                layers[part.layers.start - 1] = _Begin(own[part.layers.start - 1])
+            swaps: list[tuple[nn.Module, str, nn.Module]] = [(owner, chain.layers, nn.ModuleList(layers))]
             if not part.last:
-                swaps += [(base, "norm", end), (model, head, no_head)]
+                swaps += [(owner, chain.norm, _End()), (model, head, _NoHead())]
             self._swaps[number] = swaps
 
     @contextmanager
-    def only(self, number: int) -> Iterator[None]:
+    def only(self, number: int, received_BLH: torch.Tensor | None = None) -> Iterator[None]:
         """Inside, the model's forward is that of one stage; its embeddings are what the stage before made."""
-        before = [(owner, name, owner._modules[name]) for owner, name, _ in self._swaps[number]]
-        for owner, name, module in self._swaps[number]:
-            owner._modules[name] = module
+        token = _RECEIVED.set(received_BLH)
         try:
-            yield
+            with ExitStack() as swapped:
+                for owner, name, module in self._swaps[number]:
+                    swapped.enter_context(replaced_module(owner, name, module))
+                yield
         finally:
-            for owner, name, whole in before:
-                owner._modules[name] = whole
+            _RECEIVED.reset(token)
 
     def hidden(self, number: int, **inputs: Any) -> torch.Tensor:
         """What a stage that is not the last one hands on: (B, L, H). `inputs`: of the model's forward, `input_ids` of
@@ -217,7 +325,7 @@ class Stages:
         found: list[torch.Tensor] = []
         token = _CAPTURED.set(found)
         try:
-            with self.only(number):
+            with self.only(number, inputs.get("inputs_embeds")):
                 self.model(**inputs)
         finally:
             _CAPTURED.reset(token)

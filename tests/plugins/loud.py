@@ -45,7 +45,6 @@ register(
         router=("Switchboard",),
         top_k_keys=("experts_each",),
         logits=Logits("multiply", "loudness"),
-        pipeline=True,
         qk_norm="all",
     )
 )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -28,6 +29,7 @@ from carpool.ride.schedule import Schedule
 from carpool.ride.turns import HALF
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
+from tests.hf.parity import gradient_errors
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
 from tests.replayed import Again
 
@@ -113,6 +115,31 @@ def objective_of(
         dp_size=degrees.dp,
         **settings,
     )
+
+
+def compare_with_one_process(families: list[str]) -> dict[str, float]:
+    """Of each family, the largest error of the loss and of this stage's gradients, against the model of Transformers in
+    one process."""
+    return {family: _error_of_stages(family) for family in families}
+
+
+def _error_of_stages(family: str) -> float:
+    config = tiny_config(discover()[family])
+    whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
+    batches, settings = batches_of(2, 0, 1), {"top_k": TOP_K, "aux_coef": 0.0, "autocast": None}
+    tokens, total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches), 0.0
+    for batch in batches:
+        logits_BLV = whole(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits_BLV.flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), reduction="sum")
+        (loss / tokens).backward()
+        total += float(loss / tokens)
+    objective = objective_of(config, "1F1B", Degrees(pp=2, fsdp=1, ep=1), whole, settings)
+    found = objective.backward(batches).loss
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    own = {name: p for name, p in objective.model.named_parameters() if name in expected}
+    errors, missing = gradient_errors(whole, {name: p.grad for name, p in own.items()})
+    assert errors and not set(missing) & own.keys(), family
+    return max(abs(found / total - 1), *errors.values())
 
 
 class Pairs(NamedTuple):

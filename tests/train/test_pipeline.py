@@ -9,19 +9,56 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from carpool.hf.pipeline_stages import cut_model
 from carpool.parallel.schedules import SCHEDULES
 from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run
+from tests.hf.parity import EXCEPTIONS
+from tests.hf.tiny_models import discover, tiny_config
 from tests.ranks import Ranks
-from tests.train.pipeline_worker import Pairs, compare_pairs, replay
+from tests.train.pipeline_worker import Pairs, compare_pairs, compare_with_one_process, replay
 from tests.train.test_loop import MODEL, losses, records, run, start, weights
+
+RANKS_IMPORT = ["tests.hf.every_class"]
 
 # The ride of each micro-batch is under way while the other one computes.
 LAYER_OF_PAIR = [
     *(("dispatch_gradients", 1), ("attention", 0), ("dispatch", 0), ("experts' backward", 1)),
     *(("combine_gradients", 1), ("experts", 0), ("combine", 0)),
 ]
+
+
+# Why stages cannot have them. All others that a run can load are compared.
+_MORE = "alone from layer to layer"
+NOT_CUT = {
+    "deepseek_v4": "get what other stages do not have", "gemma4": "get what other stages do not have",
+    "diffusion_gemma": _MORE, "glm5_next": _MORE, "glm_moe_dsa": _MORE, "hy_v4": _MORE, "mistral_large4": _MORE,
+    "zaya": _MORE, "inkling2": "get what other stages do not have", "openai_privacy_filter": "no output layer",
+    "qwen4_exp": "hidden states of another shape",
+}  # fmt: skip
+CUT = sorted(
+    folder
+    for folder, one in discover().items()
+    if one.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and folder not in EXCEPTIONS.keys() | NOT_CUT.keys()
+)
+
+
+def test_stages_of_every_family(two_ranks: Ranks) -> None:
+    """Losses and gradients of two stages are those of one process."""
+    assert len(CUT) > 40
+    for found in two_ranks(compare_with_one_process, CUT):
+        assert {family: error for family, error in found.items() if error > 1e-5} == {}
+
+
+@pytest.mark.parametrize("family", NOT_CUT)
+def test_families_that_cannot_be_cut(family: str) -> None:
+    architecture = discover()[family]
+    with torch.device("meta"):
+        model = architecture.model_class(tiny_config(architecture))
+    with pytest.raises(ValueError, match=NOT_CUT[family]):
+        cut_model(model, 2)
 
 
 def check_pairs(found: list[Pairs], pairs: tuple[int, int] = (3, 3)) -> None:
@@ -35,6 +72,7 @@ def check_pairs(found: list[Pairs], pairs: tuple[int, int] = (3, 3)) -> None:
 
 
 # PyTorch's interleaved order of 4 micro-batches on 2 ranks; in some of its pairs both are in one stage.
+
 INTERLEAVED = (3, 5)
 
 

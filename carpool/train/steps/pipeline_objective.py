@@ -157,7 +157,7 @@ class PipelineObjective(Objective):
                 settings = {**settings, "inputs_embeds": self._whole(received[0], batch["input_ids"].shape)}
             ids_BL = batch["input_ids"] if part.first else None
             if part.last:
-                with self.stages.only(stage):
+                with self.stages.only(stage, settings.get("inputs_embeds")):
                     ce, _ = self.cross_entropy(ids_BL, batch["target"], **settings)
             else:
                 hidden_BLH = self.stages.hidden(stage, input_ids=ids_BL, **settings).to(self.dtype)
