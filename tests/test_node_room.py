@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -20,7 +21,8 @@ from carpool.layout.topology import Topology
 from carpool.placement import VERBS, predict
 from carpool.ride.schedule import Schedule
 from carpool.routing import Routing
-from carpool.transport import BufferOverflowError, HierarchicalOptions, set_topology
+from carpool.train.steps.capacity import full_capacity
+from carpool.transport import BufferOverflowError, Hierarchical, HierarchicalOptions, set_topology
 from carpool.transport.base import Pending
 from carpool.transport.multi_hop import Chunk, Relay, Relays
 from carpool.transport.token_capacity import NodeCapacity
@@ -52,7 +54,7 @@ def rows_needed() -> int:
     return most
 
 
-def ride(options: HierarchicalOptions, chunks: int) -> tuple[list[torch.Tensor], dict[str, Any], int | None]:
+def ride(options: HierarchicalOptions, chunks: int, evaluates: bool = False) -> tuple[list[torch.Tensor], dict[str, Any], int | None]:
     """Output and gradients of a layer on this rank, bytes that were counted, and what `check` said was needed."""
     group_mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))["ep"]
     set_topology(group_mesh.get_group(), Topology.even(RANKS, 2))
@@ -61,6 +63,12 @@ def ride(options: HierarchicalOptions, chunks: int) -> tuple[list[torch.Tensor],
     moe = carpool.MoE(
         H, F, EXPERTS, TOP_K, ep_mesh=group_mesh, transport="hierarchical", transport_options=options, schedule=schedule
     )
+    with nullcontext() if not evaluates else full_capacity([cast(Hierarchical, moe.transport).node_capacity]):
+        return forward_and_backward(moe)
+
+
+def forward_and_backward(moe: carpool.MoE) -> tuple[list[torch.Tensor], dict[str, Any], int | None]:
+    """See `ride`."""
     with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("there is no tensor on the device yet")):
         carpool.transport.check_overflow(moe.transport)
     expert_TK = routing_of(dist.get_rank())
@@ -78,6 +86,14 @@ def ride(options: HierarchicalOptions, chunks: int) -> tuple[list[torch.Tensor],
     return [one for one in found if one is not None], moe.core.stats.traffic.bytes, needed
 
 
+def said(options: HierarchicalOptions | None) -> dict[str, np.ndarray]:
+    """Bytes of each verb from rank to rank, as the transport says them before."""
+    return predict(
+        "hierarchical", [routing_of(rank) for rank in range(RANKS)], ExpertLayout.contiguous(EXPERTS, RANKS),
+        hidden=H, element_size=4, options=options, topology=Topology.even(RANKS, 2),
+    ).bytes_WW  # fmt: skip
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_room_for_fewer_rows_gives_the_same_bits_and_sends_what_it_says(ranks: Ranks, chunks: int) -> None:
     whole = ranks(ride, HierarchicalOptions(MOST, first_hop="fixed"), chunks)
@@ -89,12 +105,19 @@ def test_room_for_fewer_rows_gives_the_same_bits_and_sends_what_it_says(ranks: R
     for (want, _, _), (got, _, needed) in zip(whole, fewer, strict=True):
         assert needed is None and len(want) == len(got) > 3
         assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
-    volume = predict(
-        "hierarchical", [routing_of(rank) for rank in range(RANKS)], ExpertLayout.contiguous(EXPERTS, RANKS),
-        hidden=H, element_size=4, options=options, topology=Topology.even(RANKS, 2),
-    )  # fmt: skip
     for verb in VERBS[1:]:
-        np.testing.assert_array_equal([counted[verb] for _, counted, _ in fewer], volume.bytes_WW[verb], err_msg=verb)
+        np.testing.assert_array_equal([counted[verb] for _, counted, _ in fewer], said(options)[verb], err_msg=verb)
+
+
+def test_evaluations_send_what_was_chosen_and_no_step_of_padding(ranks: Ranks) -> None:
+    """Whatever the capacity is, even if it is too small; the same bits."""
+    whole = ranks(ride, HierarchicalOptions(MOST, first_hop="fixed"), 1)
+    for options in (HierarchicalOptions(99, first_hop="fixed"), HierarchicalOptions(99, first_hop="fixed", capacity=1)):
+        found = ranks(ride, options, 1, True)
+        for (want, _, _), (got, _, needed) in zip(whole, found, strict=True):
+            assert needed is None and all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
+        for verb in VERBS:
+            np.testing.assert_array_equal([sent[verb] for _, sent, _ in found], said(None)[verb], err_msg=verb)
 
 
 def test_rows_without_a_place_are_noticed_by_all_ranks(ranks: Ranks) -> None:

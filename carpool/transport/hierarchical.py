@@ -43,6 +43,9 @@ chose experts there are sent, in order, and the remaining places are padding:
 
 If the capacity is too small, the routing weights of all tokens of this rank are NaN, and so are its MoE outputs.
 Outputs and gradients do not depend on the capacity, bit for bit.
+
+Evaluation and generation count (`NodeCapacity.whole`): a decoded token would otherwise be sent with the padding of a
+whole step, and nothing of them is captured, so that the host may wait.
 """
 
 from __future__ import annotations
@@ -269,6 +272,8 @@ class FixedSizeDedup(Dedup):
                 f"{tokens} tokens on this rank, but at most max_tokens={limit.most} were stated, and all "
                 "ranks rely on it: state the largest number that any rank will have"
             )
+        if limit.whole:
+            return super().plan_pieces(slot_C, weight_C, traffic, together)
         here_C = self.whether_here(slot_C)
         if limit.counted and self.num_ranks > 1:
             rows_CW = torch.stack([self.count_sends(here_WTK) for here_WTK in here_C])
@@ -282,6 +287,8 @@ class FixedSizeDedup(Dedup):
         return self._routes(slot_C, weight_C, here_C, Sizes(size_CW, size_CW, (), pairs_C), traffic, together)
 
     def list_sends(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> SendList:
+        if self.node_capacity.whole:
+            return super().list_sends(slot_TK, here_WTK, num_rows)
         num_tokens, top_k = slot_TK.shape
         most = (num_rows - num_tokens) // max(1, self.num_ranks - 1)
         every_T = torch.arange(num_tokens, device=slot_TK.device)

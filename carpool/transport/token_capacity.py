@@ -60,7 +60,7 @@ class NodeCapacity:
 
     Attributes:
         agreed: the largest need of any rank at the host's last check.
-        whole: use `most`; set for computations that cannot be repeated.
+        whole: tokens are counted instead; set for computations that cannot be repeated, or are smaller than a step.
     """
 
     def __init__(self, most: int, capacity: int | None = None, step_tokens: int | None = None) -> None:
@@ -86,7 +86,7 @@ class NodeCapacity:
 
     def of_piece(self, pieces: int) -> int:
         """The capacity of one of `pieces` pieces of a ride."""
-        return -(-(self.most if self.whole else self.capacity) // pieces)
+        return -(-self.capacity // pieces)
 
     def note(self, rows: torch.Tensor, pieces: int) -> torch.Tensor:
         """Record the need of a piece, a 0-dimensional tensor. Returns whether it exceeds the capacity, on the
