@@ -54,7 +54,9 @@ def rows_needed() -> int:
     return most
 
 
-def ride(options: HierarchicalOptions, chunks: int, evaluates: bool = False) -> tuple[list[torch.Tensor], dict[str, Any], int | None]:
+def ride(
+    options: HierarchicalOptions, chunks: int, evaluates: bool = False
+) -> tuple[list[torch.Tensor], dict[str, Any], int | None]:
     """Output and gradients of a layer on this rank, bytes that were counted, and what `check` said was needed."""
     group_mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))["ep"]
     set_topology(group_mesh.get_group(), Topology.even(RANKS, 2))

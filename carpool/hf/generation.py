@@ -39,6 +39,7 @@ from transformers.cache_utils import StaticLayer
 from carpool.experts.host_experts import host_experts
 from carpool.hf.seam.expert_rides import rides, why_experts_wait
 from carpool.kernels.capture import capturing
+from carpool.planner.candidate import PLANS_OF
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ def why_not(model: Any) -> str | None:
         if not getattr(own.transport, "graphable", False):
             return f"the transport {name} asks the host how many rows travel"
         if own.reads_plans:
-            return f"over the transport {name} the host reads which experts go to spare slots"
+            return PLANS_OF.format(name)
         if reason := why_experts_wait(own):
             return reason
     return why_no_static_cache(model)

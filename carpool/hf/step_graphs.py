@@ -40,7 +40,7 @@ from carpool.metrics.counters import HostCounts, watched
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
-from carpool.planner.candidate import FSDP, LENGTHS, of_transport
+from carpool.planner.candidate import FSDP, LENGTHS, PLANS_OF, of_transport
 
 Batch = dict[str, torch.Tensor]
 # Is called with a loss between forward and backward.
@@ -65,7 +65,7 @@ def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides]) -> str | No
     if fsdp.states(model):
         return FSDP
     if transport is not None and layers[0].reads_plans:
-        return f"over transport {transport.name} the host reads which experts go to spare slots"
+        return PLANS_OF.format(transport.name)
     return LENGTHS if one_row_only(model) else None
 
 

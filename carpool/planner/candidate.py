@@ -26,6 +26,7 @@ FSDP_SHARDS = (
     "FSDP gathers experts layer by layer from the host, as tensor-parallel ranks share one's (parallelism.ep_size)"
 )
 PLANS = "this plan of spare slots reads loads on the host (moe.spare_plan)"
+PLANS_OF = "over transport {} the host reads which experts go to spare slots (moe.spare_slots)"
 LENGTHS = "this attention reads the lengths of documents on the host (model.attn_implementation)"
 SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_length makes all alike)"
 RANDOM = "layers are computed again, and what is random in them (drop-out) asks the host for its state"
@@ -111,6 +112,7 @@ class Candidate:
         computed: of one as it is computed, and of an activation.
         codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
         spare: as in [moe]: spare_slots, balance_limit, and whether spare_weights is "save".
+        peers: GPUs of a node write into each other's memory.
     """
 
     degrees: Degrees
@@ -137,6 +139,7 @@ class Candidate:
     spare: Spare = NO_SPARE
     stored: int = 2
     computed: int = 2
+    peers: bool = True
 
     @property
     def tokens(self) -> int:
@@ -202,7 +205,8 @@ class Candidate:
     @property
     def waits(self) -> bool:
         """Whether the host waits for the device in each MoE layer, to learn how many tokens travel."""
-        return not transport_class(self.transport).graphable
+        way = transport_class(self.transport)
+        return not (way.graphable and (self.peers or not way.writes_to_peers))
 
     @property
     def why_eager(self) -> str | None:
@@ -221,6 +225,8 @@ class Candidate:
     def why_eager_by_plan(self) -> str | None:
         """Why, by what plans vary beside the transport and FSDP; None: nothing of that speaks against it."""
         offloads = "offload" in self.policies.values()
+        if self.spare.slots and self.degrees.expert_ranks > 1 and not transport_class(self.transport).links_slots:
+            return PLANS_OF.format(self.transport)
         if self.schedule == "two-batch" and self.degrees.pp > 1:
             return "a forward and a backward of a pipeline run in two threads"
         if self.schedule == "two-batch" and offloads:

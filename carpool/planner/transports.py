@@ -50,7 +50,10 @@ def planned_transports() -> tuple[str, ...]:
     from carpool.transport import between_ranks
 
     ways = [way for way in map(transport_class, between_ranks()) if way.one_send_per_rank or way.one_send_per_node]
-    return tuple(way.name for way in sorted(ways, key=lambda way: (not way.graphable, not way.one_send_per_node)))
+    return tuple(
+        way.name
+        for way in sorted(ways, key=lambda way: (not way.graphable, way.hops_in_turn, not way.one_send_per_node))
+    )
 
 
 def usable_transports(degrees: Degrees, per_node: int, hardware: Hardware, among: Sequence[str]) -> list[str]:

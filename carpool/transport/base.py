@@ -195,7 +195,9 @@ class Transport(ABC):
         rides_in_parts: whether `plan` and the combines take parts (`carpool_systems.tiles`).
         knows_counts: whether the host knows how many tokens arrived. If not, most places of its buffers are empty, and
             experts that run a model's own forward would compute them.
-        graphable: whether it never synchronises with the host, so that a CUDA graph can contain its rides.
+        graphable: whether it never synchronises with the host, so that a CUDA graph can contain its rides. Of a class
+            that `writes_to_peers`: where GPUs of a node reach each other; an instance knows whether it does.
+        links_slots: whether it has `slot_links` of its own, for which the host reads no plan.
         plan_bytes: bytes that each rank sends to each other one before the dispatch.
     """
 
@@ -214,6 +216,7 @@ class Transport(ABC):
     rides_in_parts: ClassVar[bool] = False
     knows_counts: ClassVar[bool] = True
     graphable: bool = False
+    links_slots: ClassVar[bool] = False
     plan_bytes: ClassVar[int] = 0
 
     # -- declarations of the class: no device is needed, unless stated ---------------------------------------------

@@ -86,6 +86,7 @@ class Hierarchical(MultiHop):
     one_send_per_node = True
     between_nodes = True
     writes_to_peers = True
+    graphable = True
 
     @classmethod
     def own_options(cls, options: Any) -> HierarchicalOptions:
@@ -148,6 +149,10 @@ class Hierarchical(MultiHop):
         if options.inside == "dedup" or options.max_tokens is None or NVLink.why_not(None):
             return 0
         return NVLink.buffer_bytes(options.nvlink, num_ranks, hidden, element_size, top_k)
+
+    @classmethod
+    def planned_buffer_bytes(cls, tokens: int, num_ranks: int, row_bytes: int, top_k: int) -> int:
+        return NVLink.planned_buffer_bytes(tokens, num_ranks, row_bytes, top_k)
 
     @classmethod
     def why_no_codecs(cls, codecs: Codecs) -> str | None:

@@ -28,7 +28,7 @@ from tests.planner.step_problem import shape
 
 SHAPE = shape("qwen3-30b-a3b", 4)
 H100 = find_hardware("H100")
-NUMBERS: dict[str, Any] = {"gpus": 16, "tokens": 64 * 4096, "sequence_length": 4096, "memory": 14e9}
+NUMBERS: dict[str, Any] = {"gpus": 16, "tokens": 64 * 4096, "sequence_length": 4096, "memory": 18e9}
 
 
 SMALL = Space(pp=(1, 2), tp=(1,), cp=(1,), etp=(1,), micro_batches=(1, 2))
@@ -56,7 +56,7 @@ def test_no_policy_finds_a_faster_plan_that_fits(name: str, fastest: Plan) -> No
 
 def candidates(name: str) -> tuple[list[Candidate], Problem]:
     system = PLANNERS[name]
-    problem = Problem(SHAPE, H100, 16, 8, 64, 4096, 14e9, Routes())
+    problem = Problem(SHAPE, H100, 16, 8, 64, 4096, NUMBERS["memory"], Routes())
     return list(Enumeration(problem, system.restrict(SMALL, SHAPE), system).candidates()), problem
 
 

@@ -84,7 +84,8 @@ def test_the_best_of_everything_is_found(memory: float) -> None:
 
 
 def test_what_the_memory_that_is_held_back_would_allow_is_named() -> None:
-    numbers: dict[str, Any] = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "per_node": 4, "space": SMALL}
+    numbers: dict[str, Any] = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "per_node": 4}
+    numbers["space"] = replace(SMALL, schedules=("none",))  # with halves, two plans take the same time
     roomy = plan(SHAPE, H100, **numbers, memory=60e9, best=1)
     needed = roomy.plans[0].memory.total
     # The fastest of all needs 95 % of this device.

@@ -22,7 +22,7 @@ from carpool.optim import AdamW
 from carpool.optim import in_backward as consumed
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import Candidate
+from carpool.planner.candidate import Candidate, Spare
 from carpool.planner.decisions.chosen import Decisions
 from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.machine.hardware import HARDWARE
@@ -139,9 +139,13 @@ def test_fsdp_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_know_which_transports_wait() -> None:
-    """(A run may find that "hierarchical" does not, where rooms between nodes have a fixed size.)"""
+    """Two hops do not where GPUs of a node reach each other; only over nvlink replicas are not read on the host."""
     for name, way in TRANSPORTS.items():
-        assert Candidate(Degrees(1, 8, 1, 8), 4096, 1, transport=name).waits != way.graphable
+        one = Candidate(Degrees(1, 8, 1, 8), 4096, 1, transport=name)
+        assert one.waits != way.graphable
+        assert replace(one, peers=False).waits == (not way.graphable or way.writes_to_peers)
+        with_slots = replace(one, spare=Spare(2)).why_eager
+        assert one.waits or (with_slots is None) == (name == "nvlink"), with_slots
 
 
 def test_a_capture_that_fails_is_told() -> None:

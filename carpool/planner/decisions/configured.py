@@ -110,6 +110,7 @@ def candidate_of(
         computed=2 if bf16 else stored,
         codecs={key: value for key in _CODECS if (value := settings["codec"][key]) not in ("none", "all")},
         spare=Spare.of(moe),
+        peers=hardware.nvlink is not None,
     )
     if memory["budget"] is not None:
         notes["memory.budget"] = "not simulated: policies that it leaves open are 'save'"

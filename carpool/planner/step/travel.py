@@ -28,6 +28,8 @@ RING_INSIDE, RING_BETWEEN = 3.4e-6, 14e-6
 OF_PUSH = 0.89
 # A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
 NCCL_PLAN, NCCL_RIDE, PACKED = 0.3e-3, 0.1e-3, 4
+# Tokens to each other node over those that a mean step needs, where their number is fixed (`NodeCapacity.fit`).
+FIXED = 1.125
 # Bytes of an element of a row in FP8: its own, and a float32 scale for 128 (docs/communication.md).
 FP8 = 1 + 4 / 128
 # What ranks wait for each other in a ride, although their loads are equal (docs/measurements.md: rides of whole steps
@@ -122,9 +124,14 @@ class Travel:
             rate = LinkRate(OF_PUSH * hardware.push.bytes_per_second, 12e-6)
         inner = whole if self.candidate.codecs.get("inter_node") == "nodes" else row
         times = [self._over(link, rate, self.tokens * inside * inner * fullest)]
+        in_turn, waits = way.hops_in_turn, self.candidate.waits
+        packed = arrive if waits else 0.0
+        if in_turn:
+            # The first hop is one of NCCL, whether it is counted or not.
+            packed += 1 + between
+            between *= 1.0 if waits else FIXED
         if between:
             times.append(self._over("network", hardware.network, self.tokens * between * row * fullest))
-        in_turn = way.hops_in_turn
         seconds = sum(one[0] for one in times) if in_turn else max(one[0] for one in times)
         low = sum(one[0] * one[2][0] for one in times) / sum(one[0] for one in times)
         high = sum(one[0] * one[2][1] for one in times) / sum(one[0] for one in times)
@@ -138,10 +145,9 @@ class Travel:
         if moved and moves:
             over = ("network", hardware.network) if between else (link, rate)
             seconds += self._over(*over, moved * shape.expert_parameters * self.element)[0]
-        if self.candidate.waits:
-            packed = hardware.kernel("elementwise").seconds(0, PACKED * self.tokens * arrive * row)
-            extra = NCCL_RIDE + packed + (NCCL_PLAN if plan else 0)
-            seconds, fixed = seconds + extra, fixed + NCCL_RIDE
+        if packed:
+            extra = hardware.kernel("elementwise").seconds(0, PACKED * self.tokens * packed * row)
+            seconds, fixed = seconds + NCCL_RIDE + extra + (NCCL_PLAN if plan and waits else 0), fixed + NCCL_RIDE
         return Piece(name, kind, seconds + MEETING, low, high, fixed + MEETING, group)
 
     def collective(

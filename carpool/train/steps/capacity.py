@@ -97,8 +97,8 @@ def fewer_node_tokens(capacities: Sequence[TokenCapacity]) -> int | None:
 
 @contextmanager
 def full_capacity(capacities: Sequence[TokenCapacity]) -> Iterator[None]:
-    """Inside, tokens for other nodes are counted, and experts allocate for any routing. For evaluations: a sample cannot
-    be drawn from NaN and repeated, and their batches are of another size than a step's."""
+    """Inside, tokens for other nodes are counted, and experts allocate for any routing. For evaluations: a sample
+    cannot be drawn from NaN and repeated, and their batches are of another size than a step's."""
     _, nodes, pairs = _kinds(capacities)
     changed: list[NodeCapacity | PairCapacity] = [*nodes, *pairs]
     for one in changed:

@@ -160,6 +160,7 @@ class NVLink(VerbRunner, Transport):
     rides_in_parts = True
     knows_counts = False
     graphable = True
+    links_slots = True
 
     @classmethod
     def tokens_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
