@@ -238,10 +238,14 @@ class Probe(Record):
 
 
 class Checkpoint(Record):
+    """`seconds`: that training waited; copied and written beside it: of one that it did not wait for."""
+
     step: int
     path: str = ""
     bytes: int | None = None
     seconds: float | None = None
+    copied_seconds: float | None = None
+    written_seconds: float | None = None
 
 
 class Outlook(Record):

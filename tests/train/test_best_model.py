@@ -96,7 +96,7 @@ def _without_a_save(output: str, settings: list[str], failing: int) -> str:
     patched = unittest.mock.patch.object
     with (
         patched(finish, "metric", losses),
-        patched(loop, "save", lambda run: None if run.step == failing else finish.save(run)),
+        patched(loop, "save", lambda run, wait: None if run.step == failing else finish.save(run, wait)),
     ):
         return run(output, settings)
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -28,6 +28,7 @@ from carpool.hf.weights.model_config import make_config
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.optim import AdamW
+from carpool.train.checkpoints import shard_files
 from carpool.train.checkpoints.checkpoint_files import (
     STATE_FILE,
     CheckpointError,
@@ -420,19 +421,14 @@ def test_state_must_be_json_and_the_same_everywhere(two_ranks: Ranks, tmp_path: 
 
 @contextmanager
 def _full_disk(part: str) -> Iterator[None]:
-    """Every file under `part` is opened on /dev/full, where each write fails as on a full disk."""
-    original = FileSystem.create_stream
+    """Every file under `part` is written to /dev/full, where each write fails as on a full disk."""
+    original = shard_files.write_file
 
-    @contextmanager
-    def create_stream(self: FileSystem, path: Any, mode: str) -> Iterator[Any]:
-        with original(self, "/dev/full" if f"/{part}/" in str(path) else path, mode) as stream:
-            yield stream
+    def write_file(path: str, blocks: Any) -> Any:
+        return original("/dev/full" if f"/{part}/" in path else path, blocks)
 
-    FileSystem.create_stream = create_stream  # type: ignore[assignment,method-assign]
-    try:
+    with mock.patch.object(shard_files, "write_file", write_file):
         yield
-    finally:
-        FileSystem.create_stream = original  # type: ignore[method-assign]
 
 
 def _save_on_a_full_disk(output_dir: str, part: str) -> tuple[str, list[str], bool]:
@@ -479,16 +475,16 @@ def _write_half(folder: Path, pipe: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     manager = CheckpointManager(folder, save_total_limit=1)
     manager.save(1, model, optimizer, {"mark": 1})
-    original = FileSystem.create_stream
+    original = shard_files.write_file
 
-    def create_stream(self: FileSystem, path: Any, mode: str) -> Any:
-        if "/optimizer/" in str(path):
+    def write_file(path: str, blocks: Any) -> Any:
+        if "/optimizer/" in path:
             Path(path).write_bytes(b"half of a fi")
             pipe.send("in the middle")
             time.sleep(600)
-        return original(self, path, mode)
+        return original(path, blocks)
 
-    FileSystem.create_stream = create_stream  # type: ignore[method-assign]
+    shard_files.write_file = write_file
     manager.save(2, model, optimizer, {"mark": 2})
 
 
@@ -554,6 +550,9 @@ def test_damaged_files_are_found(small: Any, part: str) -> None:
     ):
         shard.write_bytes(damaged)
         assert wanted in _refuses(path, model, optimizer)
+    shard.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    with pytest.raises(CheckpointError, match="wrong checksum"):
+        load(path, model, optimizer, sums_first=False)
     assert CheckpointManager(path.parent.parent).latest() == path  # right size; only its content is wrong
     shard.unlink()
     assert f"{part}/{shard.name} is missing" in _refuses(path, model, optimizer)

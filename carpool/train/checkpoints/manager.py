@@ -7,8 +7,8 @@ repeats the uninterrupted one bit by bit; on others, up to the order of floating
 
 What can go wrong while saving, and why the last good checkpoint survives it:
 
-    a rank is killed        the folder still has its temporary name, nobody takes it for a checkpoint, and the next
-                            save removes it
+    a rank or a writer is   the folder still has its temporary name, nobody takes it for a checkpoint, and the next
+    killed                  save removes it
     a disk is full          all ranks first say whether their writes went well; if one did not, all raise the same
                             error, which names it, and the temporary folder goes away
     power fails             files and folders are flushed to the disk before the folder gets its name
@@ -25,19 +25,22 @@ import os
 import platform
 import secrets
 import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+from carpool.activations.host_memory import SHARE, free_host_memory
+from carpool.optim.update import local
 from carpool.train.checkpoints.checkpoint_files import (
     MODEL,
     OPTIMIZER,
@@ -52,6 +55,9 @@ from carpool.train.checkpoints.checkpoint_files import (
     read_state,
     write_state,
 )
+from carpool.train.checkpoints.host_copy import HostBuffer
+from carpool.train.checkpoints.pending_save import OpenedSave, PendingSave, Reports, SavedCheckpoint
+from carpool.train.checkpoints.shard_files import ShardPlanner, total_bytes
 from carpool.train.checkpoints.state_tensors import (
     Hook,
     Tensors,
@@ -60,20 +66,12 @@ from carpool.train.checkpoints.state_tensors import (
     optimizer_tensors,
     rng_state,
 )
-from carpool.train.launch.ranks import gather, one_process_is_fine, rank, together
+from carpool.train.launch.ranks import gather, patiently, rank, together, world
 
 logger = logging.getLogger(__name__)
 # `list` is a method below.
 Paths = list[Path]
 Ordered = list[tuple[int, Path]]
-
-
-class SavedCheckpoint(NamedTuple):
-    """Where a checkpoint is, its size over all ranks, and how long all ranks waited for it."""
-
-    path: Path
-    bytes: int
-    seconds: float
 
 
 class CheckpointManager:
@@ -94,6 +92,11 @@ class CheckpointManager:
         self.save_total_limit = save_total_limit
         # A step whose checkpoint is kept, whatever its age.
         self.best: int | None = None
+        # Being written; `collect` waits for it.
+        self.pending: PendingSave | None = None
+        self._planner = ShardPlanner()
+        self._buffer: HostBuffer | None = None
+        self._store: Any = None
 
     def list(self) -> Paths:
         """Complete checkpoints in the order in which they were saved, the newest last.
@@ -164,53 +167,138 @@ class CheckpointManager:
 
         Raises:
             CheckpointWriteError: on all ranks, if one of them could not write. Earlier checkpoints are untouched.
-            ValueError: if `state` is not JSON, or not the same on all ranks.
+            ValueError: if `state` is not JSON, or not the same on all ranks; or one is being written.
         """
         started = time.perf_counter()
+        return self._write(self._open(step, model, optimizer, state, to_logical, write_files), started)
+
+    def save_beside(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        *,
+        to_logical: Hook | None = None,
+        write_files: Callable[[Path], None] | None = None,
+    ) -> SavedCheckpoint | None:
+        """As `save`, but the checkpoint is copied, written and put in place while training goes on
+        (`carpool.train.checkpoints.pending_save`), unless host memory lacks room for a copy. Before weights or the
+        optimizer's state change, `settle` must have returned, and `collect` must be called before the next save.
+
+        Returns:
+            What was written; None: it is being written.
+
+        Raises:
+            CheckpointWriteError, ValueError: as `save`."""
+        started = time.perf_counter()
+        opened = self._open(step, model, optimizer, state, to_logical, write_files)
+        if not self._has_room(opened):
+            return self._write(opened, started)
+        if self._buffer is None:
+            devices = {one.tensor.device for file in opened.files.values() for one in file.placed}
+            self._buffer = HostBuffer(next((one for one in devices if one.type == "cuda"), torch.device("cpu")))
+        if self._store is None and world() > 1:
+            # A connection of the thread's own: a call may wait.
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store.clone()
+        self.pending = PendingSave(opened, self._buffer, self._store, partial(self._publish, opened), started)
+        return None
+
+    def _write(self, opened: OpenedSave, started: float) -> SavedCheckpoint:
+        """Writes and publishes it while all ranks wait."""
+        with self._whole_or_gone(opened):
+            records: dict[str, dict[str, Any]] = {}
+            with together(CheckpointWriteError, opened.doing):
+                records = {name: file.write(opened.temporary / name) for name, file in opened.files.items()}
+            of_ranks = gather({"files": records, "rng": rng_state()})
+            written = 0
+            with together(CheckpointWriteError, opened.doing):
+                if rank() == 0:
+                    written = self._publish(opened, of_ranks)
+        return SavedCheckpoint(opened.step, opened.final, gather(written)[0], time.perf_counter() - started)
+
+    def _has_room(self, opened: OpenedSave) -> bool:
+        """Whether the hosts of all ranks have memory for a copy of what they write. Collective."""
+        needed = total_bytes(opened.files) - (0 if self._buffer is None else self._buffer.bytes)
+        of_ranks = gather((needed, free_host_memory(), socket.gethostname()))
+        needs: dict[str, int] = {}
+        for size, _, host in of_ranks:
+            needs[host] = needs.get(host, 0) + max(0, size)
+        return all(free is None or needs[host] <= SHARE * free for _, free, host in of_ranks)
+
+    def settle(self) -> None:
+        """Returns when the state of a checkpoint that is being written may change: it is copied. Not collective."""
+        if self.pending is not None:
+            self.pending.settle()
+
+    def collect(self) -> SavedCheckpoint | None:
+        """Waits until the checkpoint that is being written is whole, on all ranks; None: there is none. Collective.
+
+        Raises:
+            CheckpointWriteError: on all ranks, if one could not write. Earlier checkpoints are untouched."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return None
+        with patiently():  # writing may take longer than a collective
+            pending.join()
+        with self._whole_or_gone(pending.opened), together(CheckpointWriteError, pending.opened.doing):
+            if pending.failure is not None:
+                raise pending.failure
+        return gather(pending.saved())[0]
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Waits for what is being written, so long at most. Not collective."""
+        if self.pending is not None:
+            self.pending.join(seconds)
+
+    def _open(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        to_logical: Hook | None,
+        write_files: Callable[[Path], None] | None,
+    ) -> OpenedSave:
+        """What is written, and a folder for it with the files that are not of tensors. Collective."""
+        if self.pending is not None:
+            raise ValueError(f"the checkpoint {self.pending.path} is still being written: collect() it first")
         self._check_state(state)
         final = self.folder / checkpoint_name(step)
         temporary = self.folder / f".tmp-{final.name}-{gather(secrets.token_hex(4))[0]}"
-        doing = f"checkpoint {final} was not written, earlier ones are untouched: "
-        try:
-            with together(CheckpointWriteError, doing):
+        opened = OpenedSave(step, temporary, final, state)
+        with self._whole_or_gone(opened):
+            with together(CheckpointWriteError, opened.doing):
                 if rank() == 0:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     self._clean_up()
-                    (temporary / MODEL).mkdir(parents=True)
+                    for part in (MODEL, OPTIMIZER):
+                        (temporary / part).mkdir(parents=True)
             parts: dict[str, Tensors] = {}
-            with together(CheckpointWriteError, doing):
-                parts[MODEL] = _converted(model_tensors(model), to_logical)
+            with together(CheckpointWriteError, opened.doing):
+                parts[MODEL] = _converted(_without_buffers(model_tensors(model), model), to_logical)
                 parts[OPTIMIZER] = _converted(optimizer_tensors(model, optimizer), to_logical)
-            with together(CheckpointWriteError, doing):
-                for part, tensors in parts.items():
-                    _write(temporary / part, tensors)
-            records: dict[str, dict[str, Any]] = {}
-            with together(CheckpointWriteError, doing):
+            with together(CheckpointWriteError, opened.doing):
+                opened.files.update(self._planner.shard_files(temporary, parts))
+            with together(CheckpointWriteError, opened.doing):
                 if rank() == 0:
                     _write_config(model, temporary / MODEL)
                     if write_files is not None:
                         write_files(temporary)
                         for path in temporary.glob("*.*"):
                             flush_file(path)
-                records = _own_records(temporary)
-            of_ranks = gather((records, rng_state()))
-            files = {name: record for of_rank, _ in of_ranks for name, record in of_rank.items()}
-            with together(CheckpointWriteError, doing):
-                if rank() == 0:
-                    if unseen := sorted(name for name in files if not (temporary / name).is_file()):
-                        raise FileNotFoundError(
-                            f"rank 0 does not see {unseen[0]}, which another rank wrote; output_dir must be on a "
-                            "filesystem that all nodes share"
-                        )
-                    ranks = [{"rng": rng} for _, rng in of_ranks]
-                    self._publish(temporary, final, _content(step, state, files, ranks, self._next_sequence()))
+        return opened
+
+    @contextmanager
+    def _whole_or_gone(self, opened: OpenedSave) -> Iterator[None]:
+        """Inside, a checkpoint that could not be written leaves no folder."""
+        try:
+            yield
         except CheckpointWriteError:
             if rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(opened.temporary, ignore_errors=True)
             raise
-        if rank() == 0:
-            self._prune(keep=final)
-        return SavedCheckpoint(final, sum(r["bytes"] for r in files.values()), time.perf_counter() - started)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         encoded: dict[str, str] = {}
@@ -228,13 +316,31 @@ class CheckpointManager:
     def _next_sequence(self) -> int:
         return 1 + max((sequence for sequence, _ in self._ordered()), default=0)
 
-    def _publish(self, temporary: Path, final: Path, content: dict[str, Any]) -> None:
-        """The moment at which the folder becomes a checkpoint."""
-        write_state(temporary, content)
+    def _publish(self, opened: OpenedSave, of_ranks: Reports) -> int:
+        """Makes the folder a checkpoint, and removes old ones; the bytes of its files. On rank 0.
+
+        Args:
+            of_ranks: of each rank: "files", their sizes and sums by name, and "rng", of its generators.
+
+        Raises:
+            OSError: a rank's files are not to be seen here, or the folder cannot be completed."""
+        temporary = opened.temporary
+        files = {name: record for of_rank in of_ranks for name, record in of_rank["files"].items()}
+        if unseen := sorted(name for name in files if not (temporary / name).is_file()):
+            raise FileNotFoundError(
+                f"rank 0 does not see {unseen[0]}, which another rank wrote; output_dir must be on a "
+                "filesystem that all nodes share"
+            )
+        for path in sorted(temporary.rglob("*")):
+            if path.suffix in (".json", ".npz"):
+                files[str(path.relative_to(temporary))] = file_record(path)
+        ranks = [{"rng": of_rank["rng"]} for of_rank in of_ranks]
+        write_state(temporary, _content(opened.step, opened.state, files, ranks, self._next_sequence()))
         for folder in (temporary / MODEL, temporary / OPTIMIZER, temporary):
-            if folder.is_dir():
-                flush_folder(folder)
-        put_in_place(temporary, final)
+            flush_folder(folder)
+        put_in_place(temporary, opened.final)
+        self._prune(keep=opened.final)
+        return sum(record["bytes"] for record in files.values())
 
     def _clean_up(self) -> None:
         """Removes what killed writers left."""
@@ -277,16 +383,14 @@ def _name(path: Path) -> str:
     return path.name if path.name.startswith("step-") else "-".join(path.name.removeprefix(".old-").split("-")[:2])
 
 
+def _without_buffers(tensors: Tensors, model: nn.Module) -> Tensors:
+    """The same tensors, with copies of buffers, which a forward may change; the rest changes in updates."""
+    buffers = {buffer.data_ptr() for buffer in model.buffers()}
+    return {name: one.clone() if local(one).data_ptr() in buffers else one for name, one in tensors.items()}
+
+
 def _converted(tensors: Tensors, hook: Hook | None) -> Tensors:
     return as_rectangles(tensors if hook is None else hook(tensors))
-
-
-def _write(folder: Path, tensors: Tensors) -> None:
-    if tensors:
-        # More threads would lose what goes wrong in them.
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, thread_count=1)
-        with one_process_is_fine():
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
 
 
 def _write_config(model: nn.Module, folder: Path) -> None:
@@ -296,15 +400,6 @@ def _write_config(model: nn.Module, folder: Path) -> None:
             save(folder)
     for path in folder.glob("*.json"):
         flush_file(path)
-
-
-def _own_records(folder: Path) -> dict[str, dict[str, Any]]:
-    shards = f"shard-{rank() + 1:05d}-"
-    return {
-        str(path.relative_to(folder)): file_record(path)
-        for path in sorted(folder.rglob("*"))
-        if path.name.startswith(shards) or (rank() == 0 and path.suffix in (".json", ".npz"))
-    }
 
 
 def _content(

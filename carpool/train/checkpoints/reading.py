@@ -1,7 +1,8 @@
 """Reading a checkpoint into a model and an optimizer, sharded in any way.
 
-Sizes, checksums, names, shapes and the state of the random generators are all checked before the first weight is
-overwritten. Nothing is ever unpickled.
+Sizes, names, shapes and the state of the random generators are all checked before the first weight is overwritten, and
+checksums, too, unless a run begins with it: then each rank sums its share of the files while all read theirs. Nothing
+is ever unpickled.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ from carpool.train.checkpoints.state_tensors import (
     optimizer_tensors,
     set_rng_state,
 )
-from carpool.train.launch.ranks import gather, one_process_is_fine, rank, together, world
+from carpool.train.launch.ranks import gather, one_process_is_fine, patiently, rank, together, world
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ def load(
     from_logical: Hook | None = None,
     logical_like: Callable[[Tensors, bool], Tensors] | None = None,
     restore_rng: bool = True,
+    sums_first: bool = True,
 ) -> dict[str, Any]:
     """Puts a checkpoint into a model and an optimizer, sharded in any way. Every rank calls it.
 
@@ -67,19 +71,22 @@ def load(
         logical_like: with it, makes the tensors of that copy, of the names given; True: their shapes alone, on the
             device "meta". None: they are as the model's.
         restore_rng: put the random generators back, which is possible on the same number of ranks alone.
+        sums_first: check the content of all files before anything is overwritten. False: while they are read, which
+            takes less time; weights may be those of a damaged file when it raises.
 
     Returns:
         The `state` that was saved, and its "step".
 
     Raises:
         CheckpointError: the same on all ranks, if the checkpoint is absent, foreign, damaged, or of another model.
-            Nothing has been overwritten then.
+            Nothing has been overwritten then, with `sums_first`.
     """
     folder = Path(path)
     content: dict[str, Any] = {}
     with together(CheckpointError, ""):
         content = read_state(folder)
-        check_files(folder, content["files"], mine=sorted(content["files"])[rank() :: world()])
+        mine = sorted(content["files"])[rank() :: world()]
+        check_files(folder, content["files"], mine=mine if sums_first else [])
         if restore_rng and content["world_size"] == world():
             try:
                 check_rng_state(content["ranks"][rank()]["rng"])
@@ -101,9 +108,14 @@ def load(
             wanted = tensors if logical_like is None else logical_like(tensors, True)
             _check_tensors(folder, part, stored, wanted, everywhere[part])
             _note_conversions(folder, stored, wanted)
-    with sharded_parameters(model, write=True):
-        for part, tensors in parts.items():
-            _read(folder / part, tensors, from_logical, logical_like)
+    with ThreadPoolExecutor(1) as beside:
+        sums = None if sums_first else beside.submit(check_files, folder, content["files"], mine)
+        with sharded_parameters(model, write=True):
+            for part, tensors in parts.items():
+                _read(folder / part, tensors, from_logical, logical_like)
+        with together(CheckpointError, ""), patiently() if sums is not None else nullcontext():
+            if sums is not None:
+                sums.result()
     for tensor in zero.values():
         tensor.zero_()
     if restore_rng:

@@ -236,6 +236,10 @@ class TrainingSection(Section):
         Excludes("data.streaming", "a stream has no epochs", own="training.save_strategy=epoch"),
     ] = "steps"
     """When to write a checkpoint. steps: every save_steps; epoch: after each epoch; no: only at the end."""
+    async_save: Annotated[Literal["auto", "on", "off"], SWITCH] = "auto"
+    """Checkpoints on the way are copied to host memory beside the next step and written by another process while
+    training goes on; the next one waits for that. Each rank keeps host memory for its part; where there is none, and
+    for the last checkpoint, training waits as with off. auto: on GPUs, unless the optimizer's state is on disk."""
     save_total_limit: int | None = Field(default=2, gt=0)
     """How many of the newest checkpoints are kept; with load_best_model_at_end the best one is among them, or beside a
     single one. none: all."""
@@ -311,6 +315,10 @@ class TrainingSection(Section):
     def computes_in_bf16(self, cuda: bool) -> bool:
         """Whether a run computes in bfloat16, on GPUs (`cuda`) or on CPUs."""
         return cuda if self.bf16 is None else self.bf16
+
+    def saves_async(self, cuda: bool) -> bool:
+        """Whether checkpoints on the way are written beside training, on GPUs (`cuda`) or on CPUs."""
+        return self.async_save == "on" or (self.async_save == "auto" and cuda and self.optimizer_offload != "disk")
 
     def optimizer_class(self, dtype: str) -> type[OptimizerBase]:
         """What updates parameters of this dtype."""

@@ -52,7 +52,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
             made = make()
         except Exception as failed:
             error = failed
-    found, problem = gather((made, None if error is None else _describe(error)))[0]
+    found, problem = gather((made, None if error is None else describe(error)))[0]
     if problem is not None:
         raise ValueError(problem) from error
     return found  # type: ignore[no-any-return]
@@ -70,7 +70,7 @@ def together(error_class: Callable[[str], Exception], doing: str) -> Iterator[No
         yield
     except (Exception, CheckpointException) as error:  # DCP's is not an Exception
         local = error
-    reports = gather(None if local is None else _describe(local))
+    reports = gather(None if local is None else describe(local))
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if failed:
         # The same words from everybody are one problem of the run, not of a rank.
@@ -99,12 +99,12 @@ def patiently() -> Iterator[None]:
             done, pause = store.add(key, 0), min(2 * pause, _LONGEST_PAUSE)
 
 
-def _describe(error: BaseException) -> str | None:
+def describe(error: BaseException) -> str | None:
     """What happened on this rank, in words; None if this rank only heard of another's trouble."""
     if isinstance(error, CheckpointException):
         # DCP raises on every rank, and says on which it happened.
         failure = error.failures.get(rank())
-        return None if failure is None else _describe(failure[0])
+        return None if failure is None else describe(failure[0])
     if isinstance(error, OSError):
         text = error.strerror or str(error)
         where = f" ({error.filename})" if error.filename else ""

@@ -42,6 +42,7 @@ from carpool.train.checkpoints.adapter_files import save_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.manager import checkpoint_name
+from carpool.train.checkpoints.pending_save import SavedCheckpoint
 from carpool.train.checkpoints.reading import layout_hooks, load
 from carpool.train.data.loader import EvalLoader, count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed
@@ -154,8 +155,12 @@ class UnwrittenError(OSError):
     """A run came to its end, but some of it is not on the disk."""
 
 
-def save(run: Run) -> Path | None:
-    """Write a checkpoint of the step; None, on all ranks, if it could not be written. Collective."""
+def save(run: Run, wait: bool = True) -> Path | None:
+    """Write a checkpoint of the step; None, on all ranks, if it could not be written, or is being written. Collective.
+
+    Args:
+        wait: until it is written, also where checkpoints are written beside training."""
+    collect(run)
     state = {
         "totals": run.totals,
         "losses": run.losses,
@@ -165,8 +170,10 @@ def save(run: Run) -> Path | None:
         "norm": None if run.built.consumed is None else run.built.consumed.norm.item(),
     }
     to_logical = None if is_logical(run.built.model) else partial(logical_order, run.built.model)
+    beside = not wait and run.config.training.saves_async(run.built.device.type == "cuda")
+    write = run.checkpoints.save_beside if beside else run.checkpoints.save
     try:
-        saved = run.checkpoints.save(
+        saved = write(
             run.step, run.built.model, run.built.optimizer, state, to_logical=to_logical,
             write_files=run.placement.write_files,
         )  # fmt: skip
@@ -175,12 +182,53 @@ def save(run: Run) -> Path | None:
         return None
     if run.built.adapted:
         _save_adapter(run)
-    run.records.unwritten.pop("checkpoint", None)
-    run.saved_at = run.step
-    path = str(saved.path.relative_to(run.folder))
-    run.records.write("checkpoint", run.step, path=path, bytes=saved.bytes, seconds=saved.seconds)
-    run.records.say(f"step {run.step}: checkpoint {saved.path}")
+    if saved is None:
+        return None
+    _record_saved(run, saved)
     return saved.path
+
+
+def collect(run: Run) -> None:
+    """Wait for the checkpoint that is being written, if there is one. Collective."""
+    pending = run.checkpoints.pending
+    try:
+        saved = run.checkpoints.collect()
+    except CheckpointWriteError as error:
+        assert pending is not None
+        if not pending.announced:
+            run.records.missed("checkpoint", error, f"step {pending.opened.step}: ")
+        return
+    if saved is not None and pending is not None:
+        run.saved_at = saved.step
+        if not pending.announced:
+            _record_saved(run, saved)
+
+
+def announce(run: Run) -> None:
+    """Record, on rank 0, what has become of the checkpoint that is being written, as soon as that is known."""
+    pending = run.checkpoints.pending
+    if pending is None or pending.announced or not run.main or not pending.done:
+        return
+    pending.announced = True
+    if pending.error:
+        error = CheckpointWriteError(pending.opened.doing + pending.error)
+        run.records.missed("checkpoint", error, f"step {pending.opened.step}: ")
+    else:
+        _record_saved(run, pending.saved())
+
+
+def _record_saved(run: Run, saved: SavedCheckpoint) -> None:
+    run.records.unwritten.pop("checkpoint", None)
+    run.saved_at = saved.step
+    path = str(saved.path.relative_to(run.folder))
+    beside = {} if saved.copied is None else {"copied_seconds": saved.copied, "written_seconds": saved.written}
+    run.records.write("checkpoint", saved.step, path=path, bytes=saved.bytes, seconds=saved.seconds, **beside)
+    took = ""
+    if saved.copied is not None:
+        took = (
+            f" (training waited {saved.seconds:.2f} s; copied in {saved.copied:.2f} s, there in {saved.written:.1f} s)"
+        )
+    run.records.say(f"step {saved.step}: checkpoint {saved.path}{took}")
 
 
 def leave(run: Run, signum: int) -> None:
@@ -188,6 +236,7 @@ def leave(run: Run, signum: int) -> None:
     checkpoint of this step, and UnwrittenError if there is none."""
     name = signal.Signals(signum).name
     run.records.say(f"step {run.step}: {name}: writing a checkpoint, then leaving")
+    collect(run)
     path = save(run) if run.saved_at != run.step else run.checkpoints.latest()
     check_written(run)
     run.records.display.close()
@@ -202,6 +251,7 @@ def finish(run: Run) -> None:
     """What comes after the last step. Collective. Raises UnwrittenError if something could not be written; all that
     could be is."""
     training = run.config.training
+    collect(run)
     run.placement.finish(run.step)
     if run.best.evaluated != run.step:  # else the run has stopped early, and was evaluated before
         evaluate(run)

@@ -46,13 +46,15 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
 from carpool.train.run.best_model import Best, is_due
-from carpool.train.run.finish import compares_models, evaluate, leave, save
+from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, save
 from carpool.train.run.run_records import Records, record_plan, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.diagnose import NonFiniteError, explain
 from carpool.train.steps.training_objective import Batch, Losses
 
 T = TypeVar("T")
+# What a run that fails leaves a checkpoint to be completed in.
+_WRITING_SECONDS = 5.0
 
 
 class StepNumbers(NamedTuple):
@@ -179,6 +181,7 @@ class Run:
     def close(self) -> None:
         # NCCL waits for graphs that hold its operations when a process group is destroyed.
         self.forget_graphs()
+        self.checkpoints.close(_WRITING_SECONDS)
         self.data.train.close()
         self.placement.close()
         self.watchdog.stop()
@@ -199,6 +202,7 @@ def loop(run: Run) -> None:
         losses, norm, signum = update(run)
         run.unrecorded = step_numbers(run, losses, norm, begin)
         begin = time.perf_counter()
+        announce(run)
         last = run.step == run.last_step
         epoch = run.data.steps_per_epoch
         evaluates = is_due(training.eval_strategy, training.eval_steps, run.step, epoch) and not last
@@ -214,7 +218,8 @@ def loop(run: Run) -> None:
         if stops:
             leave(run, signum)
         keeps = better and training.load_best_model_at_end
-        if (saves or keeps) and save(run) is None and keeps:
+        # What else is decided by the best checkpoint waits for it.
+        if (saves or keeps) and save(run, wait=keeps or last) is None and keeps:
             # The best model that is on the disk.
             run.best.step, run.best.loss = before
             run.checkpoints.best = run.best.step
@@ -240,6 +245,9 @@ def update(run: Run) -> tuple[Losses, float, int]:
     """The optimizer's step on the next batches: their losses, the norm of the gradient, and the signal that asked a
     rank to stop, 0 if none did. The same on all ranks. The step before is recorded meanwhile."""
     built = run.built
+    if built.extensions or (built.consumed is not None and built.objective.graphs is not None):
+        # Weights may change soon, in a graph that the host does not interrupt.
+        run.checkpoints.settle()
     for extension in built.extensions:
         extension.before_step(run)
     batches = [run.to_device(batch) for batch in next(run.data.train)]
@@ -252,6 +260,7 @@ def update(run: Run) -> tuple[Losses, float, int]:
     run.check_rides()
     if not (math.isfinite(losses.loss) and math.isfinite(norm)):
         _stop_not_finite(run, losses.loss, norm, batches)
+    run.checkpoints.settle()
     with torch.profiler.record_function("carpool::optimizer"):
         if built.consumed is None:  # else updated in the backward
             built.optimizer.clipped_step(measured, _max_norm(run))
@@ -284,7 +293,7 @@ def gradients(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.T
     if built.bias is not None:
         built.bias.forget()
     asked = [float(run.stop.signum == signum) for signum in STOP_SIGNALS]
-    consume = None if built.consumed is None else partial(_consume, built)
+    consume = None if built.consumed is None else partial(_consume, run)
     with run.weights_unchanged():
         means = built.objective.accumulate(batches, run.data.train.targets, asked, consume)
     if (kept := replicated(built.model)) is not None:
@@ -295,9 +304,11 @@ def gradients(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.T
         return means, built.optimizer.gradient_norm(built.parameters, _max_norm(run), stages)
 
 
-def _consume(built: Built, loss: torch.Tensor) -> None:
+def _consume(run: Run, loss: torch.Tensor) -> None:
     """Gradients that come from now on are used at once, unless tokens had no place or the loss is not finite."""
+    built = run.built
     assert built.consumed is not None
+    run.checkpoints.settle()
     fine = torch.isfinite(loss)
     for room in capacities_of_rides(built.rides):
         fine &= ~room.overflowed().to(fine.device)
@@ -315,6 +326,7 @@ def _stop_not_finite(run: Run, loss: float, norm: float, batches: list[Batch]) -
 
     with eagerly():
         where = explain(run.built.model, forward)
+    collect(run)
     latest = run.checkpoints.latest()
     made = "No update was made"
     if run.built.consumed is not None and math.isfinite(loss):

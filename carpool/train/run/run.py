@@ -167,7 +167,7 @@ def _load_checkpoint(run: Run, resume: Path | None) -> None:
     training, built = run.config.training, run.built
     if resume is not None:
         try:
-            state = load(resume, built.model, built.optimizer, **layout_hooks(built.model))
+            state = load(resume, built.model, built.optimizer, sums_first=False, **layout_hooks(built.model))
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_older(run.checkpoints, resume)}") from error
         run.step, run.totals, run.losses = state["step"], state["totals"], state["losses"]

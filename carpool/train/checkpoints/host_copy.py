@@ -1,0 +1,114 @@
+"""State copied to host memory beside the next step: the content of checkpoint files, ready to be written by another
+process.
+
+    update of step n | forward and backward of step n+1 ............ | update of step n+1
+                     | slice 0 | slice 1 | ... copies, by a thread   | waits until the last one is done
+
+Weights and the optimizer's state change in updates alone. So a copy that begins after an update and ends before the
+next is that of the step's end, whatever computes meanwhile. On a GPU each slice is a copy of its own on a stream of its
+own, and at most `IN_FLIGHT` are asked for at a time: those of activations, experts or optimizer state that stream over
+the same link come between. State that is in host memory already is copied by the thread.
+
+The memory is a file without a name (`memfd_create`), which the writer inherits; /dev/shm would be as good, but is 64
+MiB in most containers. It is page-locked once, and kept for the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+
+from carpool.train.checkpoints.shard_files import ShardFile, total_bytes
+
+SLICE_BYTES = 64 * 2**20
+IN_FLIGHT = 2
+
+
+class HostBuffer:
+    """Shared host memory of one rank.
+
+    Attributes:
+        fd: of the file that it is; -1: there is none yet.
+        bytes: its size.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.fd, self.bytes = device, -1, 0
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._locked = False
+
+    def reserve(self, size: int) -> None:
+        """Have at least so many bytes. What was there is lost.
+
+        Raises:
+            OSError: there is no more memory.
+        """
+        if size <= self.bytes:
+            return
+        self.close()
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("carpool-checkpoint")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.fd = os.dup(file.fileno())
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self.fd, 0, size)  # an error now, not a bus error in the middle of a copy
+        else:
+            os.ftruncate(self.fd, size)
+        self.memory, self.bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8), size
+        if self._device.type == "cuda":
+            # Copies to memory that CUDA could not lock are slower, and as right.
+            self._locked = not int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            self._locked = False
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.memory, self.fd, self.bytes = torch.empty(0, dtype=torch.uint8), -1, 0
+
+
+@torch.no_grad()
+def copy_files(files: Mapping[str, ShardFile], buffer: HostBuffer, stream: torch.cuda.Stream | None) -> dict[str, int]:
+    """Put the content of files into a buffer, one after the other; the first byte of each. Waits for the copies.
+
+    Args:
+        stream: on which tensors of a GPU are copied, after all that it waits for; None: there are none."""
+    buffer.reserve(total_bytes(files))
+    starts, start = {}, 0
+    for name, file in files.items():
+        starts[name] = start
+        header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+        buffer.memory[start : start + len(file.header)].copy_(header)
+        start += total_bytes({name: file})
+    under_way: deque[torch.cuda.Event] = deque()
+    for name, file in files.items():
+        for tensor, first in file.placed:
+            begin = starts[name] + first
+            target = buffer.memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for source, part in _slices(tensor, target):
+                with torch.cuda.stream(stream) if source.is_cuda else nullcontext():
+                    part.copy_(source, non_blocking=True)
+                    if source.is_cuda and stream is not None:
+                        under_way.append(stream.record_event())
+                if len(under_way) > IN_FLIGHT:
+                    under_way.popleft().synchronize()
+    for event in under_way:
+        event.synchronize()
+    return starts
+
+
+def _slices(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if not source.is_contiguous():
+        yield source, target
+        return
+    elements = SLICE_BYTES // source.dtype.itemsize
+    yield from zip(source.view(-1).split(elements), target.view(-1).split(elements), strict=True)
