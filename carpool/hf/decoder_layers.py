@@ -109,9 +109,9 @@ def eagerly() -> AbstractContextManager[object]:
 # ---------------------------------------------------------------------------------------------------------------------
 # What decoder layers save for the backward: recomputed there (gradient checkpointing), or in host memory meanwhile.
 #
-# PyTorch's checkpoints note the state of random numbers before each region. That state is on the host, and a CUDA graph
-# cannot ask for it. So layers note it only where something is random (`draws_random_numbers`); all others can be
-# captured.
+# PyTorch's checkpoints note the state of random numbers before each region; during a capture that is an offset inside
+# of the graph. It means nothing to another graph, such as that of a backward alone. So layers note it only where
+# something is random (`draws_random_numbers`).
 
 # In names of numbers that modules have: probabilities, or widths of noise.
 RANDOM = ("dropout", "jitter")

@@ -123,6 +123,20 @@ def one_row_only(model: nn.Module) -> bool:
     return "flash" in (getattr(config.get_text_config(), "_attn_implementation", None) or "")
 
 
+def takes_lengths(model: Any) -> bool:
+    """Whether that attention takes the documents of a batch from `row_lengths`, and reads none on the host."""
+    return one_row_only(model) and bool(model._supports_attention_backend)
+
+
+def row_lengths(rows: int, length: int, ends_BD: torch.Tensor | None, device: torch.device) -> dict[str, Any]:
+    """For the forward of a model that `takes_lengths`, whose rows are given as one: where documents end, equally many
+    numbers for each batch. ends_BD: as of `bounds`; None: each row is one document."""
+    if ends_BD is None:
+        ends_BD = torch.full((rows, 1), length, device=device)
+    ends = bounds(torch.empty(rows, length, device="meta"), ends_BD).flatten()
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention of packed documents without a mask: it gets the bounds of documents, and goes no further.
 #

@@ -53,8 +53,9 @@ Place = tuple[bool, bool, int]
 EAGER_STEPS = 2
 
 
-def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides]) -> str | None:
-    """Why forward and backward of a model on GPUs are not captured, by the model alone; None: they can be."""
+def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides], lengths: bool = False) -> str | None:
+    """Why forward and backward of a model on GPUs are not captured, by the model alone; None: they can be. `lengths`:
+    its forward is given where documents end."""
     transport = layers[0].transport
     if not getattr(transport, "graphable", False):
         return of_transport(None if transport is None else transport.name)
@@ -66,7 +67,7 @@ def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides]) -> str | No
         return FSDP
     if transport is not None and layers[0].reads_plans:
         return PLANS_OF.format(transport.name)
-    return LENGTHS if one_row_only(model) else None
+    return LENGTHS if one_row_only(model) and not lengths else None
 
 
 class Replay(NamedTuple):

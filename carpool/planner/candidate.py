@@ -29,8 +29,8 @@ PLANS = "this plan of spare slots reads loads on the host (moe.spare_plan)"
 PLANS_OF = "over transport {} the host reads which experts go to spare slots (moe.spare_slots)"
 LENGTHS = "this attention reads the lengths of documents on the host (model.attn_implementation)"
 SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_length makes all alike)"
-RANDOM = "layers are computed again, and what is random in them (drop-out) asks the host for its state"
-RANDOM_HALVES = "each of two batches has random numbers of its own (drop-out), and a graph has those of one"
+# A graph can draw once more what it has drawn, and nothing that another graph has.
+RANDOM = "layers are computed again in another graph than their forward's, which has drawn random numbers (drop-out)"
 _TIERS = {"host": "host memory", "disk": "disk"}
 
 
@@ -220,6 +220,11 @@ class Candidate:
         if not (self.gathers or self.experts_apart):
             return None
         return FSDP if self.degrees.dp_cp > 1 else FSDP_SHARDS
+
+    @property
+    def recomputes_stages(self) -> bool:
+        """Whether layers are computed again in a graph of their backward alone, as those of a pipeline are."""
+        return self.degrees.pp > 1 and self.policies["layer_activations"] == "recompute"
 
     @property
     def why_eager_by_plan(self) -> str | None:

@@ -36,14 +36,10 @@ class Turns:
     Args:
         device: of the generator whose state each half has for itself, besides the CPU's.
         resume: called with the number of a half that gets the turn, to restore further state of that half.
-        draws: whether the halves may draw random numbers. They may not during the capture of a CUDA graph, which owns
-            the generator's state.
     """
 
-    def __init__(
-        self, device: torch.device, resume: Callable[[int], None] = lambda half: None, draws: bool = True
-    ) -> None:
-        self.device, self.resume, self.draws = device, resume, draws
+    def __init__(self, device: torch.device, resume: Callable[[int], None] = lambda half: None) -> None:
+        self.device, self.resume = device, resume
         self._closed = threading.Lock(), threading.Lock()
         for lock in self._closed:
             lock.acquire()
@@ -86,12 +82,12 @@ class Turns:
         self._closed[1 - half].release()
 
     def _give_turn(self, half: int) -> None:
-        cpu = torch.get_rng_state() if self.draws else None
-        own = torch.cuda.get_rng_state(self.device) if self.draws and self.device.type == "cuda" else None
+        cpu = torch.get_rng_state()
+        # During a capture: the offset inside of the graph, which PyTorch allows to set.
+        own = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         self._closed[1 - half].release()
         self._wait(half)
-        if cpu is not None:
-            torch.set_rng_state(cpu)
+        torch.set_rng_state(cpu)
         if own is not None:
             torch.cuda.set_rng_state(own, self.device)
 

@@ -20,9 +20,9 @@ last combine.
 
 Each half computes like a micro-batch. Losses, and gradients without FSDP, are bit-identical to two successive
 micro-batches, because half 0 is first wherever both add to the same gradient. Under FSDP the halves share all-gathers
-and reductions, and gradients are equal up to rounding (below). Half 1 has its own random numbers, seeded from half 0's,
-so with drop-out both differ from two micro-batches, but not from run to run. The balance loss is computed for each
-half, as for each micro-batch.
+and reductions, and gradients are equal up to rounding (below). Half 1 has its own random numbers: on a CPU a seed from
+half 0's, on a GPU the same seed `DRAWS` further. So with drop-out both differ from two micro-batches, but not from run
+to run. The balance loss is computed for each half, as for each micro-batch.
 
 Tried on 4 gloo ranks:
   - Strict alternation works in forward and backward, for layers of different sizes, dense layers, shared experts,
@@ -35,7 +35,7 @@ Tried on 4 gloo ranks:
 
 The capture of a CUDA graph works in the same way: both threads enqueue into the captured stream, one at a time, as
 autograd's thread does, and rides fork from it and join it. A replay has the same two streams and no threads, so it
-takes no host time. The model must draw no random numbers (`carpool.hf.decoder_layers.draws_random_numbers`).
+takes no host time. Random numbers are those of an eager step, also in layers that are computed again.
 
 CUDA graphs of whole layers (`mode="reduce-overhead"`) are not supported, because they have one memory for all calls.
 DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; here there is no
@@ -81,6 +81,8 @@ from carpool.parallel import fsdp
 from carpool.ride.turns import HALF, Turns, TwoThreads
 
 Loss = Callable[[], torch.Tensor]
+# Random numbers that a half may draw on a GPU, as each of its threads counts them. A graph counts both in 32 bits.
+DRAWS = 2**30
 
 
 class TwoBatch:
@@ -120,13 +122,13 @@ class TwoBatch:
         if len(losses) != 2:
             raise ValueError(f"two batches take two losses, not {len(losses)}")
         device = next(self.model.parameters()).device
-        draws = device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-        turns = Turns(device, draws=draws)
-        seed = int(torch.randint(2**62, ())) if draws else 0
+        turns, seed = Turns(device), int(torch.randint(2**62, ()))
+        begin = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
         def half(number: int) -> torch.Tensor:
-            if number == 1 and draws:
-                torch.manual_seed(seed)
+            if number == 1:
+                torch.default_generator.manual_seed(seed)
+                _draw_from(begin, DRAWS, device)
             with torch.enable_grad():
                 value = losses[number]()
             turns.meet(number)
@@ -135,7 +137,18 @@ class TwoBatch:
             return value.detach()
 
         with shared_shards(self.model), reserved(processors):
-            return list(self._threads.run(turns, partial(half, 0), partial(half, 1)))
+            values = list(self._threads.run(turns, partial(half, 0), partial(half, 1)))
+        _draw_from(begin, 2 * DRAWS, device)
+        return values
+
+
+def _draw_from(state: torch.Tensor | None, further: int, device: torch.device) -> None:
+    """Let a GPU's generator continue so many numbers after a state, which is its seed and its offset. During a capture
+    the offset is that inside of the graph."""
+    if state is not None:
+        state = state.clone()
+        state.view(torch.int64)[1] += further
+        torch.cuda.set_rng_state(state, device)
 
 
 class _Shared:

@@ -208,11 +208,19 @@ _STREAMED = (
     "training.optimizer_in_backward=true",
     "training.optimizer_state_dtype=int8",
 )
+_DROPOUT = "model.config.attention_dropout=0.1"
 _OFFLOADED = ("memory.layer_activations=offload", "memory.expert_activations=offload")
 ALONE = {
     "offloaded": _OFFLOADED,
     "offloaded accumulated": (*_OFFLOADED, "training.gradient_accumulation_steps=3"),
     "two batches": ("moe.schedule=two-batch", "training.gradient_accumulation_steps=3"),
+    # Drop-out draws from the graph's numbers, and once more what a layer that is computed again has drawn.
+    "recomputed, drop-out": (_DROPOUT, "memory.layer_activations=recompute", "training.gradient_accumulation_steps=3"),
+    "two batches, drop-out": (_DROPOUT, "moe.schedule=two-batch", "training.gradient_accumulation_steps=3"),
+    "two batches, recomputed, drop-out": (
+        _DROPOUT, "moe.schedule=two-batch", "training.gradient_accumulation_steps=4", "training.torch_compile=true",
+        "memory.layer_activations=recompute",
+    ),
     "streamed": (*_STREAMED, "training.max_grad_norm=0"),
     "streamed offloaded": (*_STREAMED, "training.grad_clipping=delayed", "memory.expert_activations=offload"),
     "streamed recomputed compiled": (
@@ -260,7 +268,8 @@ TOGETHER = {
     # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
     "overflow": ("nvlink.capacity=0.125", "training.learning_rate=0.02"),
 }  # fmt: skip
-# Experts that two expert-parallel groups hold, whole on each rank.
+_TWO_HOPS = ("moe.transport=hierarchical", "parallelism.ranks_per_node=2", "parallelism.ep_size=4")
+# Experts that two expert-parallel groups hold, whole on each rank; rides over two nodes.
 FOUR = {
     "shared experts": ("parallelism.ep_size=2", "training.gradient_accumulation_steps=3"),
     "shared experts, compiled": (
@@ -268,6 +277,24 @@ FOUR = {
         "training.optimizer_state_dtype=int8",
     ),
     "shared experts, replicas of the model": ("parallelism.dp_replicate_size=2", "parallelism.ep_size=2"),
+    # Two nodes of two ranks. As many tokens go to the other node as steps need: graphs are forgotten as that changes.
+    "two hops": (*_TWO_HOPS, "training.gradient_accumulation_steps=3", "moe.router_aux_loss_coef=0.02"),
+    "two hops, compiled": (
+        *_TWO_HOPS, "training.torch_compile=true", "memory.layer_activations=recompute",
+        "memory.expert_activations=recompute",
+    ),
+    "two hops, chunks": (*_TWO_HOPS, "moe.schedule=chunks", "moe.chunks=2"),
+    "two hops, two batches": (*_TWO_HOPS, "moe.schedule=two-batch", "training.gradient_accumulation_steps=2"),
+    "two hops, adapters": (
+        *_TWO_HOPS, "adapter.kind=lora", "adapter.rank=4", "training.gradient_accumulation_steps=2",
+        "model.config=qwen3-30b-a3b", "model.config.num_hidden_layers=2", "model.config.num_experts=16",
+        "model.config.hidden_size=256", "data.tokenizer=bytes", "data.sequence_length=256",
+    ),
+    # Some step needs more, is repeated eagerly, and captured anew.
+    "two hops, overflow": (
+        *_TWO_HOPS, "moe.transport_options.first_hop=fixed", "moe.transport_options.capacity=8",
+        "training.learning_rate=0.02",
+    ),
 }  # fmt: skip
 # A prompt after training on text; a model that is trained on conversations has none by default.
 for _ranks, _table in ((1, ALONE), (2, TOGETHER), (4, FOUR)):

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssForCausalLM, Qwen3MoeForCausalLM, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GptOssForCausalLM,
+    Qwen3MoeForCausalLM,
+    masking_utils,
+)
 
 from carpool.hf.documents import (
     DOCUMENTS,
@@ -20,6 +26,7 @@ from carpool.hf.documents import (
     packed,
     packed_settings,
     takes_bounds,
+    takes_lengths,
     unpacked,
     why_no_bounds,
     why_not_packed,
@@ -27,6 +34,7 @@ from carpool.hf.documents import (
 from carpool.parallel.degrees import Degrees
 from carpool.train.blueprint import attention_of
 from carpool.train.config import load_config
+from carpool.train.steps.training_objective import Objective
 from tests.hf.test_compiled import make
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
 
@@ -105,6 +113,44 @@ def test_bounds_in_place_of_a_mask_give_its_loss_and_gradients(name: str) -> Non
     assert len(found[0]) == len(found[1]) > 5
     for mask, without in zip(*found, strict=True):
         torch.testing.assert_close(without, mask, rtol=ROUNDING, atol=ROUNDING)
+
+
+def _by_lengths(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **given: Any
+) -> Any:
+    """As flash attention of transformers where it is told where documents end: by these, not by positions."""
+    ends, same = given.pop("cu_seq_lens_q"), given.pop("cu_seq_lens_k")
+    assert query.shape[0] == 1 and torch.equal(ends, same) and isinstance(given.pop("max_length_q"), int)
+    given = {name: given[name] for name in ("scaling", "sliding_window", "dropout") if name in given}
+    return attend(module, query, key, value, ends.view(1, 1, 1, -1), **given)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("documents", [True, False])
+def test_lengths_of_documents_are_given_to_flash_attention(rows: int, documents: bool) -> None:
+    """As many numbers for each batch, so that nobody looks at positions, and a CUDA graph holds them."""
+    AttentionInterface.register("flash_of_lengths", _by_lengths)
+    AttentionMaskInterface.register("flash_of_lengths", lambda *args, **settings: None)
+    ids_BL = torch.randint(3, VOCAB_SIZE, (rows, 24), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids_BL, "labels": ids_BL}
+    if documents:
+        batch["position_ids"] = torch.stack(
+            [torch.cat([torch.arange(n) for n in (11 + row, 13 - row)]) for row in range(rows)]
+        )
+        batch["document_ends"] = torch.tensor([[11 + row, 24, 24, 24] for row in range(rows)], dtype=torch.int32)
+    found = []
+    for attention in ("sdpa", "flash_of_lengths"):
+        model = tiny_model(discover()["qwen3_moe"]).double()
+        model.set_experts_implementation("eager")
+        model.config._attn_implementation = attention
+        assert takes_lengths(model) == (attention != "sdpa")
+        if attention != "sdpa" and rows == 2 and not documents:
+            return  # several rows without documents need none
+        loss, _ = Objective(model, top_k=2, aux_coef=0.0, dp_size=1, autocast=None).forward(batch)
+        loss.backward()
+        found.append([loss.detach(), model.model.embed_tokens.weight.grad])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_bounds_are_found_where_nobody_says_them() -> None:

@@ -39,9 +39,11 @@ from tests.replayed import Again
 class OnGpu(nn.Module):
     """As far as `why_no_graphs` looks."""
 
-    def __init__(self, attention: str = "sdpa", device: str = "cuda", dropout: float = 0.0) -> None:
+    def __init__(
+        self, attention: str = "sdpa", device: str = "cuda", dropout: float = 0.0, takes: bool = False
+    ) -> None:
         super().__init__()
-        self.attention_dropout = dropout
+        self.attention_dropout, self._supports_attention_backend = dropout, takes
         text = SimpleNamespace(_attn_implementation=attention)
         self.config: Any = SimpleNamespace(get_text_config=lambda: text)
         self.device = torch.device(device)
@@ -81,7 +83,7 @@ CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "
         (OnGpu(), layer(name="reference"), [], "none", "how many rows"),
         (OnGpu(), layer(dtype=torch.float32), [], "none", "8 x 8 in float32"),
         (OnGpu(), layer(), [], "two-batch", None),
-        (OnGpu(dropout=0.1), layer(), [], "two-batch", "two batches has random numbers of its own (drop-out)"),
+        (OnGpu(dropout=0.1), layer(), [], "two-batch", None),
         (OnGpu(), layer(), ["memory.layer_activations=offload"], "two-batch", "of two batches"),
         (
             OnGpu(),
@@ -96,9 +98,11 @@ CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "
         (OnGpu(), layer(), ["data.packing=off"], "none", "data.pad_to=sequence_length makes all alike"),
         (OnGpu(), layer(), ["data.packing=off", "data.pad_to=sequence_length"], "none", None),
         (OnGpu("flash_attention_2"), layer(), [], "none", "lengths of documents"),
+        (OnGpu("flash_attention_2", takes=True), layer(), [], "none", None),
         (OnGpu(), layer(), ["memory.layer_activations=recompute"], "none", None),
         (OnGpu(dropout=0.1), layer(), [], "none", None),
-        (OnGpu(dropout=0.1), layer(), ["memory.layer_activations=recompute"], "none", "drop-out"),
+        (OnGpu(dropout=0.1), layer(), ["memory.layer_activations=recompute"], "two-batch", None),
+        (OnGpu(dropout=0.1), layer(), [*STAGES, "memory.layer_activations=recompute"], "none", "drop-out"),
         (OnGpu(), layer(), [*CONSUMED, "memory.experts=host"], "none", "host memory"),
         (OnGpu(), layer(), ["training.cuda_graphs=off"], "none", "training.cuda_graphs = 'off'"),
         (OnGpu(), layer(), STAGES, "none", None),

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from carpool.hf.decoder_layers import draws_random_numbers
-from carpool.hf.documents import why_not_packed
+from carpool.hf.documents import takes_lengths, why_not_packed
 from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.hf.step_graphs import why_model_waits
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import FSDP, RANDOM, RANDOM_HALVES, Candidate, by_settings
+from carpool.planner.candidate import FSDP, RANDOM, Candidate, by_settings
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
 from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.decisions.rules import compiled_by_rule
@@ -115,11 +115,10 @@ def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers
     gpu = next(model.parameters()).device.type == "cuda"
     if reason := by_settings(config.model_dump(), gpu):
         return reason
-    if reason := why_model_waits(model, layers):
+    if reason := why_model_waits(model, layers, takes_lengths(model) and candidate.degrees.cp == 1):
         return candidate.why_fsdp or reason if reason == FSDP else reason
-    again, halves = candidate.policies["layer_activations"] == "recompute", candidate.schedule == "two-batch"
-    if (again or halves) and draws_random_numbers(model):
-        return RANDOM if again else RANDOM_HALVES
+    if candidate.recomputes_stages and draws_random_numbers(model):
+        return RANDOM
     return candidate.why_eager_by_plan
 
 

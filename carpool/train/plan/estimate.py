@@ -28,7 +28,7 @@ from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts
 from carpool.kernels.cross_entropy import piece_size
 from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import LENGTHS, PLANS, RANDOM, RANDOM_HALVES, Candidate, Spare, by_settings
+from carpool.planner.candidate import LENGTHS, PLANS, RANDOM, Candidate, Spare, by_settings
 from carpool.planner.model.shape import saved_if_compiled
 from carpool.planner.step.peak import Peak, peak_of
 from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
@@ -223,11 +223,12 @@ class MemoryEstimate:
             return found
         if (spare := config.moe.spare) is not None and spare.planner().on_host:
             return PLANS
-        if "flash" in (self.measured[-1] or ""):
+        given = self.model._supports_attention_backend and self.degrees.cp == 1
+        if "flash" in (self.measured[-1] or "") and not given:
             return LENGTHS
-        again, halves = config.memory.layer_activations == "recompute", config.moe.two_batch
-        if (again or halves) and (config.moe.drops.random_second or draws_random_numbers(self.model)):
-            return RANDOM if again else RANDOM_HALVES
+        again = config.memory.layer_activations == "recompute" and self.degrees.pp > 1
+        if again and (config.moe.drops.random_second or draws_random_numbers(self.model)):
+            return RANDOM
         return None
 
     def of_stage(self, candidate: Candidate, stage: int) -> RankSizes:

@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.hf.context_parallel import ContextParallel
-from carpool.hf.documents import fastest_attention, one_row_only, packed, packed_settings, unpacked
+from carpool.hf.documents import (
+    fastest_attention,
+    one_row_only,
+    packed,
+    packed_settings,
+    row_lengths,
+    takes_lengths,
+    unpacked,
+)
 from carpool.hf.loss_head import HeadLoss, next_tokens
 from carpool.hf.routing.router_balance import RouterLogits, StepCounts, loss_of_statistics, router_statistics
 from carpool.hf.routing.router_losses import RouterTokens, layer_losses
@@ -181,10 +189,13 @@ class Objective:
         if self.sequence_coef:
             batch["sequence"] = number_S.unsqueeze(1).expand_as(batch["input_ids"])
         ends_BD = batch.pop("document_ends", None)
+        settings, (rows, length) = self.settings, batch["input_ids"].shape
         if "position_ids" in batch and one_row_only(self.model):
             batch = {name: value.reshape(1, -1) for name, value in batch.items()}
         ids_BL, position_BL = batch["input_ids"], batch.get("position_ids")
-        device, settings = ids_BL.device, self.settings
+        device, documents = ids_BL.device, position_BL is not None and ends_BD is not None
+        if self.context is None and takes_lengths(self.model) and (documents or len(ids_BL) == 1):
+            settings = settings | row_lengths(rows, length, ends_BD if documents else None, device)
         if position_BL is not None:
             settings = settings | packed_settings(self.model, position_BL, ends_BD)
         whole: AbstractContextManager[None] = nullcontext()
