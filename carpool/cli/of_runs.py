@@ -119,6 +119,10 @@ def export(
     run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
     step: Annotated[int | None, typer.Option("--step", min=0, help="Of this step. Default: the newest.")] = None,
+    weights: Annotated[
+        Literal["ema", "trained"] | None,
+        typer.Option("--weights", help="ema: averaged (training.ema_decay), the default of a run that averages them."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint of a run as a model folder: weights, configuration, tokenizer, as Transformers and vLLM load.
@@ -129,12 +133,14 @@ def export(
         require(TRAIN_PACKAGES)
         check_run(run)
         check_new_folder("--out", out)
-        from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
+        from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint, has_average
 
         checkpoint = find_checkpoint(run, step)
+        averaged = has_average(checkpoint) if weights is None else weights == "ema"
         with _shown() as shown:
-            exported = export_checkpoint(run, checkpoint, out, **shown)
-        typer.echo(f"model of {checkpoint}: {exported._replace(folder=out)}\n{exported.checked}")
+            exported = export_checkpoint(run, checkpoint, out, averaged=averaged, **shown)
+        of = "averaged weights of " if averaged else ""
+        typer.echo(f"model of {of}{checkpoint}: {exported._replace(folder=out)}\n{exported.checked}")
 
 
 def average(

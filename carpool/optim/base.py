@@ -41,6 +41,7 @@ else:
 
 STORED: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a parameter
 NEWTON_SCHULZ_STEPS = 5
+AVERAGE_BYTES = 4  # of each element of an average of weights (`carpool.optim.ema`)
 
 
 @dataclass(frozen=True, kw_only=True)

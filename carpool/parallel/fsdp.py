@@ -70,6 +70,13 @@ def sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters that a forward without a backward has left, which would not see a changed shard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def end_backward(model: nn.Module) -> None:
     """Reduce accumulated gradients as at the end of a backward, and let the current stream wait for them."""
     for state in states(model):

@@ -100,6 +100,7 @@ class Candidate:
         policies: of saved activations, by item of `POLICIES`.
         moments: the dtype in which the optimizer has them.
         optimizer: a name of `carpool.optim.OPTIMIZERS`.
+        averaged: an average of the weights is kept, too.
         optimizer_offload: where its state is: "none" (the device), "host" or "disk", which is priced as "host".
         optimizer_in_backward: each gradient is used for its update in the backward, and freed.
         max_grad_norm: gradients are clipped to it; 0: they are not. In the backward by the norm of the step before.
@@ -126,6 +127,7 @@ class Candidate:
     policies: Mapping[str, str] = field(default_factory=lambda: KEEP)
     moments: str = "float32"
     optimizer: str = "one-pass"
+    averaged: bool = False
     optimizer_offload: str = "none"
     optimizer_in_backward: bool = False
     max_grad_norm: float = 1.0

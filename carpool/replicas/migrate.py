@@ -118,9 +118,13 @@ def move_experts(
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None,
     chunk_bytes: int = CHUNK_BYTES,
+    average: torch.optim.Optimizer | None = None,
 ) -> int:
     """Move rows of parameters and of their optimizer state. Collective, between an optimizer's step and the next
     forward.
+
+    Args:
+        average: has an average of each parameter, which moves with it.
 
     Returns:
         Bytes sent, over all ranks of the move.
@@ -130,7 +134,8 @@ def move_experts(
     """
     moved = 0
     for parameter in parameters:
-        for owner, key, tensor in _tensors(parameter, optimizer):
+        averages = [] if average is None else list(_tensors(parameter, average))[1:]
+        for owner, key, tensor in [*_tensors(parameter, optimizer), *averages]:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             rows = move.apply(local, group, chunk_bytes)
             moved += move.travelling * local.element_size() * math.prod(local.shape[1:])

@@ -175,7 +175,7 @@ def open_model(
                 )
     model = spread_model(source.build, kind, max_tokens, experts, source.adapter, **kwargs)
     if source.checkpoint is not None:
-        load(source.checkpoint, model, restore_rng=False)
+        load(source.checkpoint, model, restore_rng=False, averaged=True)
     return model
 
 

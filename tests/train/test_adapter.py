@@ -37,7 +37,7 @@ from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 from tests.shards import reshard
-from tests.train.test_loop import run
+from tests.train.test_loop import losses, run, weights
 
 LORA = ["adapter.kind=lora", "adapter.rank=4", "adapter.targets=all-linear"]
 
@@ -102,6 +102,22 @@ def test_resumes_as_if_nothing_had_happened(
     settings = [f"training.resume_from_checkpoint={reference}/checkpoints/step-00000002"]
     assert start(ranks, base, tmp_path / "run", text, settings) == [""] * 4
     assert errors(adapter(tmp_path / "run"), adapter(reference)) == 0
+
+
+def test_an_adapter_is_averaged_and_the_average_is_written(
+    ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path
+) -> None:
+    assert start(ranks, base, tmp_path / "run", text, ["training.ema_decay=0.9"]) == [""] * 4
+    assert losses(tmp_path / "run") == losses(reference), "it is trained as without"
+    found, kept = adapter(tmp_path / "run"), weights(tmp_path / "run", 4)
+    averaged = {name.removeprefix("ema/"): one for name, one in kept.items() if name.startswith("ema/")}
+    assert averaged and all(".lora_" in name for name in averaged)
+    alike = [
+        torch.equal(found[f"base_model.model.{name}".replace(".default", "")], one)
+        for name, one in averaged.items()
+        if "self_attn" in name
+    ]
+    assert alike and all(alike) and errors(found, adapter(reference)) > 1e-4
 
 
 @pytest.mark.slow

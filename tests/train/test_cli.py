@@ -62,7 +62,7 @@ SEARCHED = (
     "lora|dora|rslora|quantis|nf4|mxfp4|int8|fp8|bf16|packing|streaming|mixture|chat template|completion|tokenizer",
     "seed|determinism|fsdp|zero1|tensor parallel|pipeline|context|ep_size|torch_compile|cuda_graph|offload|recompute",
     "gradient_checkpointing|deepspeed|capacity|router|nvlink|all-to-all|batch size|accumulation|sequence_length|hub",
-    "max_steps|freeze|attention|mfu|timeout|logging|neftune|label smoothing|liger|early stopping|best model",
+    "max_steps|freeze|attention|mfu|timeout|logging|neftune|label smoothing|liger|early stopping|best model|ema",
 )
 
 

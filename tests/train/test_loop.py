@@ -86,8 +86,8 @@ def weights(output: Path, step: int) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     found: dict[str, torch.Tensor] = {}
-    for part in ("model", "optimizer"):
-        folder = output / "checkpoints" / f"step-{step:08d}" / part
+    for folder in (output / "checkpoints" / f"step-{step:08d}").glob("*/"):
+        part = folder.name
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
         assert metadata.storage_data is not None
         for index, stored in metadata.storage_data.items():

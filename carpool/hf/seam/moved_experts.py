@@ -35,12 +35,18 @@ from carpool.replicas.migrate import Moved, RowMove, Stopwatch, check_can_move, 
 LayoutsLike = Layouts | ExpertLayout
 
 
-def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Optimizer | None = None) -> Moved:
+def set_layout(
+    model: nn.Module,
+    layouts: LayoutsLike,
+    optimizer: torch.optim.Optimizer | None = None,
+    average: torch.optim.Optimizer | None = None,
+) -> Moved:
     """Move the experts of all MoE layers to their layouts, one for each layer by name or one for all, with all that
     `optimizer` keeps of them. All ranks together, between an optimizer's step and the next forward, gradients None.
 
     Args:
         optimizer: None if it has no state yet. With state that stays behind, moments would be other experts'.
+        average: of the weights (`carpool.optim.ema`), if there is one.
 
     Raises:
         ValueError: a layout that does not fit the model, or anything that cannot move, before anything has moved.
@@ -66,7 +72,8 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
                 for parameters in filter(None, alike[name]):
                     move = row_move(parameters[0], places(own.layout), places(layouts[name]), group)
                     experts = move.travelling if parameters is alike[name][0] else 0
-                    moved += Moved(0, experts, move_experts(parameters, move, optimizer, group))
+                    sent = move_experts(parameters, move, optimizer, group, average=average)
+                    moved += Moved(0, experts, sent)
             moved += Moved(seconds=watch.seconds())
     for name, own in changed.items():
         own.move_to(layouts[name])

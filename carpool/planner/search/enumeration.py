@@ -232,7 +232,7 @@ class Enumeration:
                 base = Candidate(
                     degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
                     eager=space.eager, moments=space.moments, experts=space.experts, optimizer=space.optimizer,
-                    spare=space.spare, peers=problem.hardware.nvlink is not None,
+                    averaged=space.averaged, spare=space.spare, peers=problem.hardware.nvlink is not None,
                     stored=space.stored, computed=space.computed, max_grad_norm=space.max_grad_norm,
                 )  # fmt: skip
                 yield base

@@ -84,7 +84,8 @@ class Space:
         chunks: numbers of them, with schedule "chunks".
         policies: of saved activations, from those that cost no time on; what one leaves out is saved.
         pipelines, pairs: the orders of stages, and whether pairs of a forward and a backward may run at once.
-        max_grad_norm, compiled, eager, moments, optimizer, stored, computed, experts, spare: the same for all.
+        max_grad_norm, compiled, eager, moments, optimizer, averaged, stored, computed, experts, spare: the same for
+            all.
         excluded: why settings do not go together, by SECTION.KEY; None: they do.
         allowed, runs: why some degrees, or a whole configuration that would be among the best, cannot be; None: it can.
     """
@@ -108,6 +109,7 @@ class Space:
     eager: str | None = None
     moments: str = "float32"
     optimizer: str = "one-pass"
+    averaged: bool = False
     stored: int = 2
     computed: int = 2
     experts: str = "grouped"

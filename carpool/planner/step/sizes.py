@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from carpool.optim.base import AVERAGE_BYTES
 from carpool.parallel.schedules import stages_of
 from carpool.planner.candidate import REDUCED, Candidate, layer_ranges
 from carpool.planner.model.routes import Routes
@@ -176,6 +177,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
     copies, expert = float(degrees.etp), shape.expert_parameters * candidate.computed
     if degrees.ep > 1:
         copies *= routes.rows(candidate.transport, shape.choice, degrees.ep, degrees.ep).arrive
+    average = AVERAGE_BYTES if candidate.averaged else 0
     return RankSizes(
         dense=Parameters(dense, dense), experts=Parameters(moe_layers * one_layer, moe_layers * one_layer),
         expert_bytes=moe_layers * one_layer * stored,
@@ -191,7 +193,8 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
         loss_tokens=_piece(own_tokens // (degrees.tp if candidate.divides_tokens else 1), shape.vocabulary),
         eval_tokens=eval_tokens, eval_loss_tokens=_piece(eval_tokens, shape.vocabulary),
         whole_logits=degrees.tp > 1 and not candidate.divides_tokens, divided=candidate.divides_tokens,
-        state=sum(candidate.matrix_state_bytes.values()), ends_state=sum(candidate.state_bytes.values()),
+        state=average + sum(candidate.matrix_state_bytes.values()),
+        ends_state=average + sum(candidate.state_bytes.values()),
         arrived=candidate.spare.bytes(expert, moe_layers) if degrees.ep > 1 else 0.0,
     )  # fmt: skip
 

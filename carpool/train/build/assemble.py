@@ -48,6 +48,7 @@ from carpool.layout.topology import Topology
 from carpool.memory.next_experts import PREDICTORS
 from carpool.metrics.counters import NSIGHT
 from carpool.optim import OptimizerBase, OptimizerSettings
+from carpool.optim.ema import WeightAverage
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import replicated, sharded_parameters
@@ -93,6 +94,7 @@ class Built:
         transport, kernels, schedule: the decisions that need the model; kernels: None if its experts have none.
         options: of the transport.
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
+        average: of the trained weights; None: there is none.
         consumed: uses gradients in the backward; None: they are kept until the optimizer's step.
         offloaded: keeps experts in host memory; None: they are on the device.
         extensions: of plug-in packages, those that are in use.
@@ -116,6 +118,7 @@ class Built:
     objective: Objective
     parameters: list[nn.Parameter]
     optimizer: OptimizerBase
+    average: WeightAverage | None
     consumed: ConsumedGradients | None
     offloaded: HostExperts | None
     metrics: RideMetrics
@@ -168,13 +171,16 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
         parameters = list(model.parameters())
         on_disk = plan.candidate.optimizer_offload == "disk"
         optimizer = make_optimizer(model, config.training, disk_folder(config) if on_disk else None)
+    decay = config.training.ema_decay
+    average = None if decay is None else WeightAverage(optimizer, decay)
     consumed, offloaded = make_offload(plan, model, own, optimizer, two_batch)
     metrics = RideMetrics(model, None if plan.pipeline is None else plan.pipeline.moe_layers)
     built = Built(
         device=device, meshes=meshes, model=model, load_seconds=load_seconds, adapted=adapted, ep_topology=ep_topology,
         layout_source=layout_source, lossy=[*experts_lossy, *lossy], bias=bias, rides=own, transport=transport,
         options=options, kernels=kernels, schedule=schedule, objective=objective, parameters=parameters,
-        optimizer=optimizer, consumed=consumed, offloaded=offloaded, metrics=metrics, extensions=extensions,
+        optimizer=optimizer, average=average, consumed=consumed, offloaded=offloaded, metrics=metrics,
+        extensions=extensions,
     )  # fmt: skip
     for extension in extensions:
         extension.prepare_run(plan, built)

@@ -6,6 +6,7 @@
       model/shard-00002-...                                   rank 1, and so on
       model/config.json, generation_config.json               what to build before the weights can be loaded
       optimizer/shard-...                                     the same for the optimizer's state
+      ema/shard-...                                           and for averages of weights, in float32, if there are any
 
 Everything is text or safetensors. DCP's own format keeps a pickle, and loading a pickle runs whatever code is in it, so
 Carpool neither writes nor reads any.
@@ -35,7 +36,7 @@ from carpool.report.record_types import explain
 
 FORMAT = "carpool-checkpoint-1"
 STATE_FILE = "state.json"
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "ema"
 _BLOCK, _HASHING_THREADS = 1 << 24, 4
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp")
 

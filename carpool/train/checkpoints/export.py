@@ -35,6 +35,7 @@ from carpool.hf.weights.original_layout import Group, OriginalLayout, OriginalWe
 from carpool.hf.weights.weight_files import Entry, stored_weights
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.checkpoint_files import (
+    AVERAGE,
     MODEL,
     CheckpointError,
     CheckpointWriteError,
@@ -160,11 +161,17 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     return steps[step]
 
 
+def has_average(checkpoint: Path) -> bool:
+    """Whether a checkpoint has averaged weights."""
+    return (checkpoint / AVERAGE).is_dir()
+
+
 def export_checkpoint(
     run: Path,
     checkpoint: Path,
     target: Path,
     *,
+    averaged: bool | None = None,
     replace: bool = False,
     begin: Callable[[str, int], None] = lambda _, __: None,
     advance: Callable[[int], None] = lambda _: None,
@@ -177,6 +184,7 @@ def export_checkpoint(
         run: the run's folder, for what is kept of the source.
         checkpoint: the folder of one checkpoint.
         target: the new folder.
+        averaged: of the averaged weights (training.ema_decay), or of the last ones; None: averaged if there are any.
         replace: an earlier export under that path is replaced. Otherwise it must be empty, or not be there.
         begin: told what is done next, and of how many bytes on this rank.
         advance: told of bytes that are done.
@@ -189,7 +197,9 @@ def export_checkpoint(
     with together(CheckpointWriteError, ""):
         check_target(target, replace)
     with together(CheckpointError, ""):
-        source, layout, parts = _plan(run, checkpoint, begin, advance)
+        if averaged is None:
+            averaged = has_average(checkpoint)
+        source, layout, parts = _plan(run, checkpoint, begin, advance, averaged)
     return write_model(
         target, source, layout, lambda name: _read(parts, name), checkpoint / MODEL, begin=begin, advance=advance
     )
@@ -310,7 +320,11 @@ def write_model(
 
 
 def _plan(
-    run: Path, checkpoint: Path, begin: Callable[[str, int], None], advance: Callable[[int], None]
+    run: Path,
+    checkpoint: Path,
+    begin: Callable[[str, int], None],
+    advance: Callable[[int], None],
+    averaged: bool = False,
 ) -> tuple[Source, OriginalLayout, Parts]:
     if (run / ADAPTER).is_dir():
         raise CheckpointError(
@@ -319,7 +333,10 @@ def _plan(
         )
     source = read_source(run)
     records = read_state(checkpoint)["files"]
-    mine = sorted(name for name in records if name.startswith(f"{MODEL}/"))[rank() :: world()]
+    if averaged and not has_average(checkpoint):
+        raise CheckpointError(f"{checkpoint} has no averaged weights: the run had no training.ema_decay")
+    wanted = (f"{MODEL}/", f"{AVERAGE}/") if averaged else (f"{MODEL}/",)
+    mine = sorted(name for name in records if name.startswith(wanted))[rank() :: world()]
     begin("checking", sum(records[name]["bytes"] for name in mine))
     check_files(checkpoint, records, mine, advance)
     if why := why_not_in_transformers(read_config(checkpoint / MODEL)):
@@ -341,6 +358,8 @@ def _plan(
             f"{tuple(parts[wrong[0]][0].size)} there, and {expected.get(wrong[0], 'unknown')} in {type(model).__name__}"
         )
     tensors = {name: Entry(parts[name][0].properties.dtype, expected[name]) for name in expected if name in parts}
+    if averaged:
+        parts |= stored_parts(checkpoint / AVERAGE)
     return source, OriginalLayout(model, tensors, source.weights), parts
 
 

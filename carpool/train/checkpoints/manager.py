@@ -42,6 +42,7 @@ from torch import nn
 from carpool.activations.host_memory import SHARE, free_host_memory
 from carpool.optim.update import local
 from carpool.train.checkpoints.checkpoint_files import (
+    AVERAGE,
     MODEL,
     OPTIMIZER,
     STATE_FILE,
@@ -62,6 +63,7 @@ from carpool.train.checkpoints.state_tensors import (
     Hook,
     Tensors,
     as_rectangles,
+    average_tensors,
     model_tensors,
     optimizer_tensors,
     rng_state,
@@ -152,6 +154,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
+        average: torch.optim.Optimizer | None = None,
         to_logical: Hook | None = None,
         write_files: Callable[[Path], None] | None = None,
     ) -> SavedCheckpoint:
@@ -161,6 +164,7 @@ class CheckpointManager:
             step: optimizer steps done so far.
             state: what else the run needs to go on, as JSON can hold it; the same on every rank. The random
                 generators of each rank are saved besides.
+            average: of the trained weights (`carpool.optim.ema`), if there is one.
             to_logical: called with the model's tensors by name, then with the optimizer's (`state.<name>.exp_avg`),
                 all as the model has them; returns the same names with experts in logical order.
             write_files: called on rank 0 with the folder: further files (.json, .npz) that a resumed run reads.
@@ -170,7 +174,7 @@ class CheckpointManager:
             ValueError: if `state` is not JSON, or not the same on all ranks; or one is being written.
         """
         started = time.perf_counter()
-        return self._write(self._open(step, model, optimizer, state, to_logical, write_files), started)
+        return self._write(self._open(step, model, optimizer, average, state, to_logical, write_files), started)
 
     def save_beside(
         self,
@@ -179,6 +183,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
+        average: torch.optim.Optimizer | None = None,
         to_logical: Hook | None = None,
         write_files: Callable[[Path], None] | None = None,
     ) -> SavedCheckpoint | None:
@@ -192,7 +197,7 @@ class CheckpointManager:
         Raises:
             CheckpointWriteError, ValueError: as `save`."""
         started = time.perf_counter()
-        opened = self._open(step, model, optimizer, state, to_logical, write_files)
+        opened = self._open(step, model, optimizer, average, state, to_logical, write_files)
         if not self._has_room(opened):
             return self._write(opened, started)
         if self._buffer is None:
@@ -257,6 +262,7 @@ class CheckpointManager:
         step: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        average: torch.optim.Optimizer | None,
         state: dict[str, Any],
         to_logical: Hook | None,
         write_files: Callable[[Path], None] | None,
@@ -273,12 +279,14 @@ class CheckpointManager:
                 if rank() == 0:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     self._clean_up()
-                    for part in (MODEL, OPTIMIZER):
+                    for part in (MODEL, OPTIMIZER, *([] if average is None else [AVERAGE])):
                         (temporary / part).mkdir(parents=True)
             parts: dict[str, Tensors] = {}
             with together(CheckpointWriteError, opened.doing):
                 parts[MODEL] = _converted(_without_buffers(model_tensors(model), model), to_logical)
                 parts[OPTIMIZER] = _converted(optimizer_tensors(model, optimizer), to_logical)
+                if average is not None:
+                    parts[AVERAGE] = _converted(average_tensors(model, average), to_logical)
             with together(CheckpointWriteError, opened.doing):
                 opened.files.update(self._planner.shard_files(temporary, parts))
             with together(CheckpointWriteError, opened.doing):
@@ -336,7 +344,7 @@ class CheckpointManager:
                 files[str(path.relative_to(temporary))] = file_record(path)
         ranks = [{"rng": of_rank["rng"]} for of_rank in of_ranks]
         write_state(temporary, _content(opened.step, opened.state, files, ranks, self._next_sequence()))
-        for folder in (temporary / MODEL, temporary / OPTIMIZER, temporary):
+        for folder in (*filter(Path.is_dir, temporary.iterdir()), temporary):
             flush_folder(folder)
         put_in_place(temporary, opened.final)
         self._prune(keep=opened.final)

@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from carpool.hf.seam.moved_experts import is_logical, logical_like, physical_order
 from carpool.optim.adamw_reference import can_be_blocks
+from carpool.optim.ema import WeightAverage
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.checkpoint_files import (
+    AVERAGE,
     MODEL,
     OPTIMIZER,
     STATE_FILE,
@@ -40,6 +42,7 @@ from carpool.train.checkpoints.state_tensors import (
     Tensors,
     as_rectangles,
     assign,
+    average_tensors,
     check_rng_state,
     copy_back,
     model_tensors,
@@ -56,6 +59,8 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    average: WeightAverage | None = None,
+    averaged: bool = False,
     from_logical: Hook | None = None,
     logical_like: Callable[[Tensors, bool], Tensors] | None = None,
     restore_rng: bool = True,
@@ -66,6 +71,8 @@ def load(
     Args:
         path: the folder of one checkpoint, `.../checkpoints/step-00000100`.
         optimizer: None leaves the optimizer's state in the checkpoint.
+        average: of the trained weights; it begins with the weights if the checkpoint has no average.
+        averaged: the model gets averaged weights, where the checkpoint has any.
         from_logical: the inverse of `to_logical` in `CheckpointManager.save`, for the layout of this run. Without it,
             tensors are read straight into the model's memory; with it, a second copy exists for a while.
         logical_like: with it, makes the tensors of that copy, of the names given; True: their shapes alone, on the
@@ -95,6 +102,12 @@ def load(
     parts = {MODEL: model_tensors(model)}
     if optimizer is not None:
         parts[OPTIMIZER] = optimizer_tensors(model, optimizer)
+    has_average = any(name.startswith(f"{AVERAGE}/") for name in content["files"])
+    if average is not None and has_average:
+        parts[AVERAGE] = average_tensors(model, average)
+    elif averaged and has_average:
+        there = stored_tensors(folder / AVERAGE)
+        parts[AVERAGE] = {name: tensor for name, tensor in parts[MODEL].items() if name in there}
     # The stages of a pipeline have tensors of their own.
     everywhere = {part: set().union(*gather(sorted(tensors))) for part, tensors in parts.items()}
     zero: Tensors = {}
@@ -118,6 +131,8 @@ def load(
                 sums.result()
     for tensor in zero.values():
         tensor.zero_()
+    if average is not None and not has_average:
+        average.begin()
     if restore_rng:
         if content["world_size"] == world():
             set_rng_state(content["ranks"][rank()]["rng"])

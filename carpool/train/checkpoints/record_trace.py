@@ -130,7 +130,7 @@ def load_run(run: Path) -> tuple[PreTrainedModel, Tokenizer, Config]:
         experts_implementation=config.model.experts_implementation,
     )
     install(model)
-    load(latest, model, restore_rng=False)
+    load(latest, model, restore_rng=False, averaged=True)
     return model, tokenizer, config
 
 

@@ -86,6 +86,12 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
     return tensors
 
 
+def average_tensors(model: nn.Module, average: torch.optim.Optimizer) -> Tensors:
+    """Averages of weights, by the names of the parameters (`carpool.optim.ema`): the average's own memory."""
+    found = optimizer_tensors(model, average)
+    return {name.removeprefix("state.").rpartition(".")[0]: tensor for name, tensor in found.items()}
+
+
 def _create_missing_state(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     examples = [p for p in parameters if optimizer.state.get(p)]

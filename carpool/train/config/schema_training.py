@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from carpool.optim import OPTIMIZERS, OptimizerBase, find_optimizer
+from carpool.optim.base import AVERAGE_BYTES
 from carpool.train.config.declarations import Demo, Excludes, Needs, Settings, Was
 from carpool.train.config.schema_base import (
     NONE_IS_A_WORD,
@@ -158,6 +159,20 @@ class TrainingSection(Section):
     ] = False
     """Each gradient is used for its update inside the backward, and freed. Needs the one-pass optimizer, one
     micro-batch in a step, and no clipping (training.max_grad_norm = 0) or training.grad_clipping = "delayed"."""
+    ema_decay: Annotated[
+        float | None,
+        Excludes(
+            "training.optimizer_offload!=none",
+            "averages are on the device, and of float32 masters, whose low bits would have to come there in each step",
+        ),
+        Excludes(
+            "memory.experts=host or disk and adapter.kind=none and training.freeze!=experts",
+            "experts that are trained in host memory would be read there once more in each step",
+        ),
+    ] = Field(default=None, gt=0, lt=1)
+    """Average the trained weights exponentially (EMA) with this decay, such as 0.999; early steps have a lower one,
+    (1 + step) / (10 + step). Evaluations, samples, the best model, adapters and exports are then of the averaged
+    weights, which take 4 more bytes of each trained parameter. none: no average."""
     grad_clipping: Annotated[
         Literal["exact", "delayed"],
         Was("training.clip_by", {"norm": "exact", "previous": "delayed"}),
@@ -334,12 +349,13 @@ class TrainingSection(Section):
         return ratios | ({"*.lora_B.*": self.loraplus_lr_ratio} if self.loraplus_lr_ratio is not None else {})
 
     def state_bytes(self, dtype: str, matrix: bool = False) -> Mapping[str, float]:
-        """What the optimizer keeps of each element of a parameter of this dtype (`carpool.optim.base`).
+        """What the optimizer (`carpool.optim.base`) and the average keep of each element of a parameter of this dtype.
 
         Args:
             matrix: of a matrix of a layer."""
         cls = self.optimizer_class(dtype)
-        return (cls.matrix_state_bytes if matrix else cls.state_bytes)(dtype, self.optimizer_state_dtype)
+        found = (cls.matrix_state_bytes if matrix else cls.state_bytes)(dtype, self.optimizer_state_dtype)
+        return found if self.ema_decay is None else {**found, "average": AVERAGE_BYTES}
 
     def ablest_optimizer(self) -> type[OptimizerBase]:
         """What would update them with other settings of moments, state and gradients: "auto" leaves that open."""

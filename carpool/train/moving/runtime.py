@@ -58,7 +58,7 @@ class Placement:
     """The placement of one run. All ranks construct and call it alike.
 
     Args:
-        model, optimizer: what is moved.
+        model, optimizer, average: what is moved; the average of the weights, if there is one.
         folder: of the run; the main rank puts questions for the solver below it.
         say, record: a line for the terminal; one for metrics.jsonl.
         saved, files: of the checkpoint that is resumed: its state, and its folder.
@@ -75,12 +75,13 @@ class Placement:
         record: Callable[..., None],
         saved: dict[str, Any],
         files: Path | None,
+        average: torch.optim.Optimizer | None = None,
     ) -> None:
         self.section: PlacementSection = config.placement
         # The other ranks wait for the answer in a collective.
         self.patience = 0.9 * config.parallelism.timeout_seconds
         self.moe_layout, self.seed = config.moe.layout, config.training.seed
-        self.model, self.optimizer, self.facts = model, optimizer, facts
+        self.model, self.optimizer, self.average, self.facts = model, optimizer, average, facts
         self.folder, self.say, self.record = folder / "placement", say, record
         # Also of a run that leaves off before: it will go on.
         self.last_step = config.training.steps
@@ -232,7 +233,7 @@ class Placement:
         self._tell(step, {**about, **looks}, self._move(step, changed))
 
     def _move(self, step: int, changed: dict[str, ExpertLayout]) -> Moved:
-        moved = set_layout(self.model, current_layouts(self.model).with_layers(changed), self.optimizer)
+        moved = set_layout(self.model, current_layouts(self.model).with_layers(changed), self.optimizer, self.average)
         for own in rides(self.model).values():
             # Before the next forward, whose rows the run must find room for.
             own.prepare(self.facts.top_k, self.facts.cost.hidden)

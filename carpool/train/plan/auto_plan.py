@@ -210,6 +210,7 @@ def make_plan(
             eager=by_settings(config.model_dump()),
             moments=training.optimizer_state_dtype,
             optimizer=optimizer.name,
+            averaged=training.ema_decay is not None,
             stored=stored,
             computed=2 if training.computes_in_bf16(hardware.name != "cpu") else stored,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",

@@ -69,7 +69,7 @@ def evaluate(run: Run) -> bool:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective.
     Whether the loss is the lowest so far, where models are compared by it."""
     training, built, better = run.config.training, run.built, False
-    with full_capacity(capacities_of_rides(built.rides)):
+    with full_capacity(capacities_of_rides(built.rides)), run.averaged():
         if any(map(len, run.data.held_out.values())):
             of_sets = {name: _held_out(run, batches) for name, batches in run.data.held_out.items() if len(batches)}
             tokens = sum(count for _, count in of_sets.values())
@@ -174,7 +174,7 @@ def save(run: Run, wait: bool = True) -> Path | None:
     write = run.checkpoints.save_beside if beside else run.checkpoints.save
     try:
         saved = write(
-            run.step, run.built.model, run.built.optimizer, state, to_logical=to_logical,
+            run.step, run.built.model, run.built.optimizer, state, average=run.built.average, to_logical=to_logical,
             write_files=run.placement.write_files,
         )  # fmt: skip
     except CheckpointWriteError as error:
@@ -293,7 +293,8 @@ def check_written(run: Run) -> None:
 def _save_adapter(run: Run) -> None:
     """The adapter as it is now, in peft's format."""
     try:
-        save_adapter(run.built.model, run.folder / ADAPTER)
+        with run.averaged():
+            save_adapter(run.built.model, run.folder / ADAPTER)
         run.records.unwritten.pop("adapter", None)
     except CheckpointWriteError as error:
         run.records.missed("adapter", error)
@@ -303,7 +304,7 @@ def _load_best(run: Run) -> None:
     """The weights of the best step, for what the run writes last."""
     folder = run.checkpoints.folder / checkpoint_name(run.best.step or 0)
     try:
-        load(folder, run.built.model, restore_rng=False, **layout_hooks(run.built.model))
+        load(folder, run.built.model, average=run.built.average, restore_rng=False, **layout_hooks(run.built.model))
     except CheckpointError as error:
         run.records.missed("best model", error)
         return

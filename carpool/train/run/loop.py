@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -175,6 +175,12 @@ class Run:
         for buffers in buffers_of_rides(self.built.rides):
             buffers.check()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has averaged weights, if the run averages them."""
+        self.checkpoints.settle()
+        average = self.built.average
+        return nullcontext() if average is None else average.shown(self.built.model)
+
     def to_device(self, batch: Batch) -> Batch:
         return {name: value.to(self.built.device, non_blocking=True) for name, value in batch.items()}
 
@@ -265,6 +271,8 @@ def update(run: Run) -> tuple[Losses, float, int]:
         if built.consumed is None:  # else updated in the backward
             built.optimizer.clipped_step(measured, _max_norm(run))
         built.optimizer.zero_grad(set_to_none=True)
+        if built.average is not None:
+            built.average.update(run.step)
         if built.bias is not None:
             built.bias.step()
         if (kept := replicated(built.model)) is not None:

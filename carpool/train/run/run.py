@@ -121,6 +121,7 @@ def start_run(
     run.placement = Placement(
         plan.config, built.model, built.optimizer, _facts(plan, built), run.folder,
         lambda text: run.records.say(text), lambda *args, **fields: run.records.write(*args, **fields), saved, resume,
+        built.average,
     )  # fmt: skip
     run.records = open_records(run, command, resume)
     if built.objective.graphs is not None:
@@ -167,7 +168,14 @@ def _load_checkpoint(run: Run, resume: Path | None) -> None:
     training, built = run.config.training, run.built
     if resume is not None:
         try:
-            state = load(resume, built.model, built.optimizer, sums_first=False, **layout_hooks(built.model))
+            state = load(
+                resume,
+                built.model,
+                built.optimizer,
+                average=built.average,
+                sums_first=False,
+                **layout_hooks(built.model),
+            )
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_older(run.checkpoints, resume)}") from error
         run.step, run.totals, run.losses = state["step"], state["totals"], state["losses"]

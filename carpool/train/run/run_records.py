@@ -21,6 +21,7 @@ from carpool.layout.layouts import Layouts
 from carpool.metrics.host import environment
 from carpool.train.blueprint import peak_flops
 from carpool.train.build.measured_choices import describe_kernels
+from carpool.train.checkpoints.checkpoint_files import AVERAGE
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import Planned, describe, measured_beside
@@ -327,6 +328,12 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         where = {"device": "", "host": ", in host memory", "disk": ", on disk"}[optimizer["state"]]
         when = "; parameters are updated in the backward" if built.consumed is not None else ""
         say(f"optimizer {optimizer['name']}: {masters}moments in {optimizer['moments']}{where}{when}")
+    there = resume is not None and (resume / AVERAGE).is_dir()
+    if (decay := config.training.ema_decay) is not None:
+        begins = "" if there or resume is None else ", which begin with those of the checkpoint"
+        say(f"evaluations, samples and exports are of averaged weights (EMA, decay {decay:g}){begins}")
+    elif there:
+        say("warning: the checkpoint has averaged weights, which are left aside without training.ema_decay")
     if built.offloaded is not None:
         where = "in host memory" if config.memory.experts == "host" else "on disk"
         how = "layer by layer"
