@@ -146,6 +146,10 @@ PENDING = [
         "table of fine-tuning on one GPU", "fine-tuning-one-gpu.md: five models by three methods", 1, 1200,
         "-m benchmarks.one_gpu --minutes 20 --out {out}",
     ),
+    Measurement(
+        "checkpoints beside training", "reliability.md: how long training waits, 8 layers of Qwen3-30B-A3B", 1, 240,
+        "-m benchmarks.checkpoints --ranks 1 --only consumed clipped --out {out}/checkpoints.json",
+    ),
     # Muon beside AdamW: the goal is at most 1.15 times AdamW's step. Newton–Schulz takes as long whatever the tokens.
     *(
         Measurement(

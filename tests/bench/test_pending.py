@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import one_gpu, pending
+from benchmarks import checkpoints, one_gpu, pending
 from benchmarks.bubbles import Bubble, Measured, formula, played
 from benchmarks.peaks import SETTINGS, growth, measure
 from benchmarks.pending import PENDING, Measurement, markdown, rows, why_not
@@ -223,6 +223,20 @@ def test_a_tiny_run_of_adapters(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     carpool, peft = json.loads((tmp_path / "out.json").read_text())["results"]
     assert carpool["loss"] == pytest.approx(peft["loss"], rel=1e-4) and carpool["trained"] == peft["trained"]
+
+
+def _checkpoints(folder: str) -> None:
+    config = load_config(None, [f"training.output_dir={folder}", "parallelism.num_ranks=2"])
+    numbers = {"steps": 1, "saves": 1, "seconds": 200, "interval": 10.0, "predict": 8}
+    checkpoints.measure_all(config, {"only": ["clipped"], "tiny": True, "out": f"{folder}/out.json", **numbers})
+
+
+def test_a_tiny_run_of_checkpoints(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(_checkpoints, str(tmp_path))
+    (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    (one,) = found["saves"]
+    assert 0 < one["waited"] < one["between"] and one["steps"] > 0 and one["copied"] < one["written"]
+    assert found["predicted"]["bytes"] > 5 * found["bytes"]
 
 
 def count(folder: str, only: list[str]) -> None:
