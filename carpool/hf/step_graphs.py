@@ -34,7 +34,7 @@ from torch import nn
 from carpool.activations.offload import Offloader
 from carpool.hf.decoder_layers import offloaders
 from carpool.hf.documents import one_row_only
-from carpool.hf.seam.expert_rides import ExpertRides, buffers_of_rides, why_experts_wait
+from carpool.hf.seam.expert_rides import ExpertRides, buffers_of_rides, restart_arenas, why_experts_wait
 from carpool.kernels.capture import Recorder
 from carpool.metrics.counters import HostCounts, watched
 from carpool.optim.in_backward import ConsumedGradients
@@ -271,10 +271,7 @@ class StepGraphs:
             offloader.join()
 
     def _restart_arenas(self) -> None:
-        for buffers in buffers_of_rides(self.layers):
-            if buffers.arena is not None:
-                for arena in (buffers.arena, *buffers.arena.companions):
-                    arena.restart()
+        restart_arenas(self.layers)
 
     def _abandon(self, problem: BaseException | None) -> None:
         """Some rank's capture has failed: what was begun on this one is void, and steps stay eager."""

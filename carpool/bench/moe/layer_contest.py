@@ -43,8 +43,9 @@ from carpool.bench.options import LayerShape
 from carpool.bench.result_files import Result, now, publish
 from carpool.bench.timing import Clock
 from carpool.hf import CarpoolEP
-from carpool.hf.seam.expert_rides import buffers_of_rides
+from carpool.hf.seam.expert_rides import buffers_of_rides, restart_arenas
 from carpool.kernels.capture import Recorder
+from carpool.metrics.counters import HostCounts
 from carpool.planner.machine.balanced_layer import ModelledLayer, model_layer
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import Hardware, find_hardware, hardware_of
@@ -205,8 +206,12 @@ class Layer(ABC):
         if self._recorded is None:
             torch.cuda.synchronize()
             recorder = Recorder()
-            self._recorded = {run.__name__: recorder.record(run) for run in (forward, forward_backward)}
+            self._recorded = {run.__name__: self._record(recorder, run) for run in (forward, forward_backward)}
         return self._recorded
+
+    def _record(self, recorder: Recorder, run: Callable[[], None]) -> Callable[[], None]:
+        """What repeats such a pass."""
+        return recorder.record(run)
 
     @abstractmethod
     def __call__(self) -> torch.Tensor:
@@ -266,6 +271,7 @@ class OurLayer(Layer):
 
     def __init__(self, layer: CarpoolEP, case: Case, contender: Contender, options: NVLinkOptions | None) -> None:
         self.layer, self.case, self.rides, self.captured = layer, case, layer.rides, contender.captured
+        self._counted: list[HostCounts] = []
         assert contender.transport is not None
         self.rides.set_transport(contender.transport, options)
         self.rides.set_experts(contender.experts)
@@ -275,6 +281,19 @@ class OurLayer(Layer):
 
     def __call__(self) -> torch.Tensor:
         return self.layer(self.case.x_TH, self.case.index_TK, self.case.weight_TK)
+
+    def _record(self, recorder: Recorder, run: Callable[[], None]) -> Callable[[], None]:
+        # A graph's places in an arena do not depend on those of eager calls, and its events live as long as it does.
+        def work() -> None:
+            restart_arenas([self.rides])
+            run()
+
+        before = self.rides.stats.exchange(HostCounts())
+        try:
+            return recorder.record(work)
+        finally:
+            self._counted.append(self.rides.stats.exchange(before))
+            restart_arenas([self.rides])
 
     @property
     def arena(self) -> Arena | None:

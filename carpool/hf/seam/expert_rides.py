@@ -252,6 +252,16 @@ def buffers_of_rides(layers: Iterable[ExpertRides]) -> list[Buffers]:
     return [one for one in capacities_of_rides(layers) if isinstance(one, Buffers)]
 
 
+def restart_arenas(layers: Iterable[ExpertRides]) -> None:
+    """Let rows have their places from the beginning of each arena, before what a CUDA graph is to repeat and after it.
+
+    Raises:
+        RuntimeError: a layer keeps rows for a backward that has not run."""
+    for buffers in buffers_of_rides(layers):
+        for arena in buffers.arenas:
+            arena.restart()
+
+
 def why_experts_wait(own: ExpertRides) -> str | None:
     """Why the host waits for the device while the experts of a layer compute on a GPU; None: it does not."""
     return why_host_waits(own.compute, getattr(own.experts, weight_names(own.experts)[1]))
