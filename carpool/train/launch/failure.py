@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from carpool.train.config import Config
 
-# A crash shows where each thread was.
+# A crash shows what C++ said, and where threads were.
 _LOG_TAIL_LINES = 40
 # The agent waits longer than that before it kills a rank that does not stop.
 _PATIENCE_SECONDS = 5
@@ -104,6 +104,15 @@ def record_error(error: BaseException) -> None:
         logging.getLogger("carpool").error("%s\n%s cannot be written (%s)", lines, path, full.strerror)
 
 
+def last_words(lines: list[str]) -> list[str]:
+    """The end of what a rank wrote. What C++ has said of a crash stands before where threads were, and counts more."""
+    crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+    if crash is None:
+        return lines[-_LOG_TAIL_LINES:]
+    before = max(0, crash - _LOG_TAIL_LINES // 2)
+    return lines[before : before + _LOG_TAIL_LINES]
+
+
 def recorded(failure: ProcessFailure) -> dict[str, Any]:
     """What the rank recorded of its own error, or {}."""
     error = failure.error_file_data.get("carpool")
@@ -165,7 +174,7 @@ def rank_failure(
                 "more ranks"
             )
         for file in [] if error else sorted(logs.glob(f"*/attempt_*/{failure.local_rank}/*.log")):
-            lines += [f"  {line}" for line in file.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]]
+            lines += [f"  {line}" for line in last_words(file.read_text(errors="replace").splitlines())]
         lines.append(hint)
     return RankFailure(
         "\n".join(lines), rank=rank, pid=failure.pid, exit_code=failure.exitcode, user_error=user_error,
