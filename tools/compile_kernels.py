@@ -284,6 +284,7 @@ def the_rest() -> None:
         plan = slot_plan_kernel.plan(load_WE, home_E, spare, costs, node_W)
         names = None if node_W is None else torch.empty(1024, dtype=torch.int32)
         slot_plan_kernel.serve(choices, load_WE, home_E, *plan[:2], 0, names)
+        slot_plan_kernel.add_counts(torch.empty(7, **long), load_WE, home_E, plan[0], plan[2], 0, 1100)
 
 
 def packets() -> None:

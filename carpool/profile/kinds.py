@@ -66,7 +66,7 @@ OUR_EXPERTS = frozenset({
 })  # fmt: skip
 OUR_PACKING = frozenset({
     "plan_kernel", "choices_kernel", "quantise_kernel", "dequantise_kernel", "_look_up", "_reserve", "_copy_slabs",
-    "_plan", "_share", "_place",
+    "_plan", "_share", "_place", "_add_counts",
 })  # fmt: skip
 _ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.I)
 _GROUPED = re.compile(r"grouped|GroupProblem", re.I)

@@ -181,6 +181,25 @@ def count_choices(expert_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
     return load_N[:num_experts]
 
 
+def add_counts(
+    counts: torch.Tensor, load_WE: torch.Tensor, home_E: torch.Tensor, plan: SlotPlan, rank: int, limit: int
+) -> None:
+    """Add a ride to counts (7,) int64: 1, its choices, the largest load of a rank without and with the plan, replicas,
+    1 if the latter is beyond `limit` thousandths of the mean (0: there is none), and the load of this rank."""
+    if not torch.compiler.is_compiling() and on_gpu(load_WE):
+        from carpool.replicas import slot_plan_kernel
+
+        if slot_plan_kernel.fits(load_WE.shape, plan.expert_WS.shape[1]):
+            return slot_plan_kernel.add_counts(counts, load_WE, home_E, plan.expert_WS, plan.load_W, rank, limit)
+    load_E, ranks = load_WE.sum(0), len(load_WE)
+    before_W = torch.zeros_like(plan.load_W).scatter_add(0, home_E, load_E)
+    replicas, total, fullest = (plan.expert_WS >= 0).sum(), load_E.sum(), plan.load_W.max()
+    most = torch.maximum(total * limit // (1000 * ranks), (total + ranks - 1) // ranks)
+    beyond = (fullest > most).long() if limit else torch.zeros_like(fullest)
+    counts += torch.stack([torch.ones_like(total), total, before_W.max(), fullest, replicas, beyond, plan.load_W[rank]])
+    return None
+
+
 def _shares(
     load_WE: torch.Tensor, home_E: torch.Tensor, plan: SlotPlan, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

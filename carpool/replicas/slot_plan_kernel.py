@@ -1,4 +1,5 @@
-"""The CUDA side of `carpool.replicas.slot_plan`: one launch for a plan, three for which replica serves which choice.
+"""The CUDA side of `carpool.replicas.slot_plan`: one launch for a plan, three for which replica serves which choice,
+and one to count them.
 
 `plan` is one program. All ranks' choices (W, E) are read once; what changes from step to step stays in registers: each
 expert's choices that are left at home, and loads, own choices, fetched and sent experts of each rank. A step of the
@@ -179,6 +180,43 @@ def plan(
         num_warps=min(max(1, padded_w * padded_e // OF_A_WARP), MOST_WARPS),
     )  # fmt: skip
     return filled[0], filled[1], load_2W[:num_ranks]
+
+
+@quick
+@triton.jit(do_not_specialize=["limit", "me"])
+def _add_counts(  # type: ignore[no-untyped-def]
+    counts, load, home, expert, load_W, E, limit, me, W: tl.constexpr, P: tl.constexpr, WP: tl.constexpr,
+    EP: tl.constexpr, PP: tl.constexpr,
+):  # fmt: skip
+    rank, e, slot = tl.arange(0, WP), tl.arange(0, EP), tl.arange(0, PP)
+    inside = (rank < W)[:, None] & (e < E)[None, :]
+    load_E = tl.sum(tl.load(load + rank[:, None] * E + e[None, :], mask=inside, other=0).to(tl.int32), 0)
+    home_E = tl.load(home + e, mask=e < E, other=-1).to(tl.int32)
+    total = tl.sum(load_E, 0).to(tl.int64)
+    before = tl.max(tl.sum(tl.where(home_E[None, :] == rank[:, None], load_E[None, :], 0), 1), 0).to(tl.int64)
+    fullest = tl.max(tl.load(load_W + rank, mask=rank < W, other=0).to(tl.int64), 0)
+    replicas = tl.sum((tl.load(expert + slot, mask=slot < P, other=-1) >= 0).to(tl.int64), 0)
+    most = tl.maximum(total * limit // (1000 * W), (total + W - 1) // W)
+    beyond = ((limit > 0) & (fullest > most)).to(tl.int64)
+    at = tl.arange(0, 8)
+    added = tl.where(at == 0, 1, tl.where(at == 1, total, tl.where(at == 2, before, fullest)))
+    added = tl.where(at == 4, replicas, tl.where(at == 5, beyond, added))
+    added = tl.where(at == 6, tl.load(load_W + me).to(tl.int64), added)
+    tl.store(counts + at, tl.load(counts + at, mask=at < 7, other=0) + added, mask=at < 7)
+
+
+def add_counts(
+    counts: torch.Tensor, load_WE: torch.Tensor, home_E: torch.Tensor, expert_WS: torch.Tensor, load_W: torch.Tensor,
+    rank: int, limit: int,
+) -> None:  # fmt: skip
+    """`add_counts` of slot_plan.py. `fits`."""
+    (num_ranks, num_experts), slots = load_WE.shape, expert_WS.numel()
+    padded_w, padded_e = power_of_2(num_ranks), power_of_2(num_experts)
+    _add_counts[(1,)](
+        counts, load_WE.contiguous(), home_E, expert_WS.contiguous(), load_W.contiguous(), num_experts, limit, rank,
+        W=num_ranks, P=slots, WP=padded_w, EP=padded_e, PP=power_of_2(slots),
+        num_warps=min(max(1, padded_w * padded_e // OF_A_WARP), MOST_WARPS),
+    )  # fmt: skip
 
 
 @quick

@@ -31,7 +31,7 @@ from carpool.layout import ExpertLayout
 from carpool.metrics.counters import in_recompute, new_counter
 from carpool.plugins import unknown
 from carpool.replicas.slot_links import SlotLinks
-from carpool.replicas.slot_plan import Costs, SlotPlan, count_choices, served_by
+from carpool.replicas.slot_plan import Costs, SlotPlan, add_counts, count_choices, served_by
 from carpool.replicas.slot_planners import SLOT_PLANNERS, SlotPlanner
 from carpool.ride.setup import Order, RideSetup, SavedActivations
 from carpool.transport import Fetched, Pending
@@ -159,6 +159,8 @@ class SpareSlots:
         self._costs, self._price, self._limit = options.costs, price, options.limit
         self._home_E = torch.tensor([rank for rank, _ in layout.home_of])
         self._expert_P, self._node_W = layout.expert_WS.flatten(), node_W
+        # Each slot is named as its expert is.
+        self._in_order = self._expert_P.tolist() == list(range(len(self._home_E)))
         slots = [*layout.home_of]
         slots += [(rank, self.homes + place) for rank in range(layout.num_ranks) for place in range(self.number)]
         self._names_N = torch.tensor([rank * self.per_rank + place for rank, place in slots], dtype=torch.int32)
@@ -176,7 +178,9 @@ class SpareSlots:
         """From the slots that are homes, (T, K), those with spare ones, as transports name them; and the plan.
         Collective."""
         home_E, expert_P, node_W, names_N = self._tables(slot_TK.device)
-        expert_TK = torch.where(slot_TK < 0, -1, expert_P[slot_TK.clamp(min=0).long()])
+        expert_TK = slot_TK
+        if not self._in_order:
+            expert_TK = torch.where(slot_TK < 0, -1, expert_P[slot_TK.clamp(min=0).long()])
         load_WE = self.links.gather_loads(count_choices(expert_TK, len(home_E)))
         plan = self.planner.plan(load_WE, home_E, self.number, costs, node_W)
         self._count(load_WE, home_E, plan)
@@ -193,15 +197,8 @@ class SpareSlots:
             return
         if self.counts is None:
             self.counts = new_counter((7,), torch.int64, load_WE.device)
-        load_E, ranks = load_WE.sum(0), self.layout.num_ranks
-        before_W = torch.zeros_like(plan.load_W).scatter_add(0, home_E, load_E)
-        replicas, total, fullest = (plan.expert_WS >= 0).sum(), load_E.sum(), plan.load_W.max()
-        limit = (total + ranks - 1) // ranks
-        if self._limit is not None:
-            limit = torch.maximum(total * round(1000 * self._limit) // (1000 * ranks), limit)
-        beyond = (fullest > limit).long() if self._limit is not None else torch.zeros_like(fullest)
-        counted = [torch.ones_like(total), total, before_W.max(), fullest, replicas, beyond, plan.load_W[self.rank]]
-        self.counts += torch.stack(counted)
+        limit = 0 if self._limit is None else round(1000 * self._limit)
+        add_counts(self.counts, load_WE, home_E, plan, self.rank, limit)
 
     def count_bytes(self, experts: int | torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         """Count that so many experts were sent, whose tensors are like those of `rows`, which have a row for each."""

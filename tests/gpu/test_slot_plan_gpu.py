@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from carpool.replicas import slot_plan, slot_plan_kernel
-from carpool.replicas.slot_plan import Costs, SlotPlan, count_choices, plan_slots, served_by
+from carpool.replicas.slot_plan import Costs, SlotPlan, add_counts, count_choices, plan_slots, served_by
 from tests.slot_plan_problem import CASES, Case, SlotPlanProblem, problem, random_plan
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,8 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
         plan = plan_slots(load_WE, home_E, case.spare, case.costs, node_W)
         slot_TK, named_TK = served_by(*arguments), served_by(*arguments, names)
         load_E = count_choices(expert_TK, case.experts)
+        counts = load_WE.new_zeros(7, dtype=torch.int64)
+        add_counts(counts, load_WE, home_E, plan, case.ranks - 1, 1100)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for got, other, defined in zip(plan, plain, want, strict=True):
@@ -56,6 +58,9 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
     assert torch.equal(slot_TK.cpu(), served_by(*host))
     assert torch.equal(named_TK.cpu(), served_by(*host, names_N))
     assert torch.equal(load_E.cpu(), found.load_WE[-1])
+    counted = torch.zeros(7, dtype=torch.int64)
+    add_counts(counted, found.load_WE, found.home_E, want, case.ranks - 1, 1100)
+    assert torch.equal(counts.cpu(), counted)
 
 
 def test_random_plans_are_equal() -> None:

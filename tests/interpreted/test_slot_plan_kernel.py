@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from carpool.replicas import slot_plan, slot_plan_kernel
-from carpool.replicas.slot_plan import count_choices, plan_slots, served_by
+from carpool.replicas.slot_plan import add_counts, count_choices, plan_slots, served_by
 from tests.slot_plan_problem import CASES, Case, problem, random_plan
 
 kernels = mock.patch.object(slot_plan, "on_gpu", lambda _: True)
@@ -41,6 +41,13 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
             got = served_by(*arguments)
         assert launched.called
         assert got.dtype == slot_TK.dtype == torch.int32 and torch.equal(got, slot_TK)
+        # A limit that the plan keeps, one that it does not, and none.
+        for limit in (1100, 1, 0):
+            counts, counted = torch.full((7,), 3), torch.full((7,), 3)
+            add_counts(counts, load_WE, home_E, want, rank, limit)
+            with kernels, mock.patch.object(slot_plan_kernel, "add_counts", wraps=slot_plan_kernel.add_counts) as ran:
+                add_counts(counted, load_WE, home_E, want, rank, limit)
+            assert ran.called and torch.equal(counted, counts)
 
 
 @pytest.mark.parametrize("first", [0, 40])

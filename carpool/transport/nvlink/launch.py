@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 PLAN_BLOCK = 512 if SPIN else 64
 # Programs that send choices ahead of tokens: a computation waits for them.
 CHOICE_CTAS = 32 if SPIN else 3
-# Programs that send experts to spare slots, beside a dispatch, and that add up gradients; words of a program's step.
-FETCH_CTAS, SUM_CTAS = (8, 16) if SPIN else (3, 2)
+# Programs that send experts to spare slots, beside a dispatch, and that add up gradients, beside little: each waits for
+# what it has asked of a peer, so that the link is full only with many. Words of a program's step.
+FETCH_CTAS, SUM_CTAS = (8, MAX_CTAS) if SPIN else (3, 2)
 SLOT_BLOCK = 8192 if SPIN else 64
 INT32_MAX = 2**31 - 1
 

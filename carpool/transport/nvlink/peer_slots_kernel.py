@@ -120,16 +120,25 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         # Each expert once, at its first replica.
         if (which >= 0) & (row >= 0) & (row < HOMES) & (_count(expert, which, slot, P) == 0):
             target = dhome + row.to(tl.int64) * ROW
+            alone = _count(expert, which, W * S, P) == 1
+            only = tl.multiple_of((tl.load(bases + slot // S) + slots_at).to(tl.pointer_type(element)), 16)
+            only += tl.cast(slot % S, tl.int64) * ROW
             for start in range(program * BLOCK, ROW, CTAS * BLOCK):
                 inside = start + column < ROW
                 total = tl.zeros((BLOCK,), wide)
-                for term in range(W * S):
-                    if term == own * S:
-                        total += tl.load(target + start + column, mask=inside, other=0.0).to(wide)
-                    if tl.load(expert + term) == which:
-                        address = (tl.load(bases + term // S) + slots_at).to(tl.pointer_type(element))
-                        source = tl.multiple_of(address, 16) + tl.cast(term % S, tl.int64) * ROW
-                        total += tl.load(source + start + column, mask=inside, other=0.0).to(wide)
+                if alone:
+                    # Two terms have one sum in either order, and neither load waits for the other.
+                    mine = tl.load(target + start + column, mask=inside, other=0.0)
+                    its = tl.load(only + start + column, mask=inside, other=0.0)
+                    total += mine.to(wide) + its.to(wide)
+                else:
+                    for term in range(W * S):
+                        if term == own * S:
+                            total += tl.load(target + start + column, mask=inside, other=0.0).to(wide)
+                        if tl.load(expert + term) == which:
+                            address = (tl.load(bases + term // S) + slots_at).to(tl.pointer_type(element))
+                            source = tl.multiple_of(address, 16) + tl.cast(term % S, tl.int64) * ROW
+                            total += tl.load(source + start + column, mask=inside, other=0.0).to(wide)
                 tl.store(target + start + column, total.to(element), mask=inside)
     if LAST:
         send(bases, free_at + (own * CTAS + program) * 4, mark, W, WP)
