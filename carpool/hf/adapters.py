@@ -27,9 +27,11 @@ the first forward of a training run.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from carpool.hf.expert_adapters import full, is_expert_adapter, take_over
-from carpool.hf.linear_adapters import multiply_in_16_bits
+from carpool.hf.linear_adapters import look_up_trained_rows, multiply_in_16_bits
 from carpool.hf.seam.experts_module import base_of
 from carpool.hf.seam.refusals import known_to_fsdp
 from carpool.hf.sharding import non_expert_mesh, replaced
@@ -92,7 +94,9 @@ def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, 
     try:
         if sharded:
             _check_config(model, tuner.peft_config[adapter_name])
-        with _whole_weights():
+        with _whole_weights(), warnings.catch_warnings():
+            # Of patterns that fit parameters alone, such as experts.down_proj, peft says that they fit nothing.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
             inject(model, adapter_name, *args, **kwargs)
     except ValueError:
         if not hasattr(model, "peft_config"):  # `model.add_adapter` has already said that there is an adapter
@@ -100,6 +104,7 @@ def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, 
         raise
     take_over(model, adapter_name)
     multiply_in_16_bits(model, adapter_name)
+    look_up_trained_rows(model)
     if not sharded:
         return
     if hasattr(model, "_carpool_adapters"):  # the hook of an earlier adapter
@@ -116,7 +121,9 @@ def _whole_weights() -> Iterator[None]:
     tensor parallelism), DoRA starts from norms of whole weights, and sharded modules can be copied (PyTorch's own way
     copies the memory of a DTensor, which has none). All ranks together."""
     from peft.tuners import lora
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
 
+    tokens: Any = TrainableTokensLayer
     dora: Any = lora.dora
     layer: Any = lora.layer
     sharded: Any = DTensor
@@ -134,17 +141,23 @@ def _whole_weights() -> Iterator[None]:
         return memo[id(tensor)]
 
     sharded.__deepcopy__ = copied
-    whole_of = replaced(dora, "dequantize_module_weight", whole)
+    # What rows of new tokens are copied from.
+    tokens.weight = property(lambda layer: full(layer.base_layer.weight))
     try:
-        with whole_of, replaced(layer, "_get_in_out_features", whole_sizes):
+        with (
+            replaced(dora, "dequantize_module_weight", whole),
+            replaced(layer, "_get_in_out_features", whole_sizes),
+        ):
             yield
     finally:
-        del sharded.__deepcopy__
+        del sharded.__deepcopy__, tokens.weight
 
 
 def _adapter_parameters(model: nn.Module) -> list[dict[str, nn.Parameter | None]]:
     """The dictionaries in which modules of peft hold the parameters that they added; they follow replacements."""
-    added = (getattr(module, name) for module in model.modules() for name in getattr(module, "adapter_layer_names", ()))
+    added = (
+        attrgetter(name)(module) for module in model.modules() for name in getattr(module, "adapter_layer_names", ())
+    )
     return [leaf._parameters for one in added for leaf in one.modules() if leaf._parameters]
 
 
@@ -162,10 +175,7 @@ def _check_config(model: Any, config: Any) -> None:
     if model.config.distributed_config.tp_size > 1:
         raise ValueError("adapters beside tensor-parallel modules are sharded with them, so use tp_size=1 with Carpool")
     start = getattr(config, "init_lora_weights", True)
-    reasons = {
-        "trainable_token_indices": "rows of the embedding cannot be taken out of a sharded one",
-        "layer_replication": "a copy of a sharded layer cannot be made",
-    }
+    reasons = {"layer_replication": "a copy of a sharded layer cannot be made"}
     if fsdp.states(model):
         reasons["modules_to_save"] = "a copy of a sharded module cannot be made"
     asked = [(f"{name}={getattr(config, name)!r}", why) for name, why in reasons.items() if getattr(config, name, None)]
@@ -255,10 +265,15 @@ def _added(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
     return [
         (f"{prefix}.{name}", module, name, parameter)
         for prefix, module in model.named_modules()
-        if ".lora_" in prefix or ".modules_to_save." in prefix
+        if is_added(f"{prefix}.")
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
+
+
+def is_added(name: str) -> bool:
+    """Whether a parameter of that name is one that peft added."""
+    return any(part in name for part in (".lora_", ".modules_to_save.", ".trainable_tokens_delta."))
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

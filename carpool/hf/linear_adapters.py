@@ -9,6 +9,9 @@ of the attention. Here, as for experts (`carpool.experts.gemm.adapter_kernels`):
     da, db             sums over tokens in float32, which are not rounded
 
 Whatever is more than that stays peft's: drop-out, DoRA and other variants, biases, autocast, mixed batches.
+
+Rows of an embedding that are trained themselves (trainable_token_indices) are looked up beside the others. In every
+forward peft copies the embedding, with these in their places: 0.6 GB of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +37,39 @@ def multiply_in_16_bits(model: nn.Module, adapter: str) -> None:
         if type(module) is Linear and adapter in module.lora_A:
             # An attribute of the instance, which nn.Module's call finds before the class's.
             module.forward = _forward(module)  # type: ignore[method-assign]
+
+
+def look_up_trained_rows(model: nn.Module) -> None:
+    """Look up rows of embeddings that are trained as the module's docstring says."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for module in model.modules():
+        if isinstance(module, TrainableTokensLayer) and isinstance(module.get_base_layer(), nn.Embedding):
+            module.forward = _looked_up(module)  # type: ignore[method-assign]
+
+
+def _looked_up(layer: Any) -> Callable[..., torch.Tensor]:
+    # Before a step is captured as a CUDA graph, which copies nothing from the host.
+    sorted_of: dict[str, Any] = {}
+
+    def forward(token_T: torch.Tensor) -> torch.Tensor:
+        y_TH: torch.Tensor = layer.base_layer(token_T)
+        if layer.disable_adapters or layer.merged:
+            return y_TH
+        for name in layer.active_adapters:
+            if name not in layer.trainable_tokens_delta:
+                continue
+            if name not in sorted_of:
+                sorted_of[name] = torch.tensor(layer.token_indices[name], device=token_T.device).sort()
+            trained_N, order_N = sorted_of[name]
+            place_T = torch.searchsorted(trained_N, token_T).clamp_(max=len(trained_N) - 1)
+            row_TH = F.embedding(order_N[place_T], layer.trainable_tokens_delta[name]).to(y_TH.dtype)
+            if (scale := layer._get_embed_scale()) is not None:
+                row_TH = row_TH * scale.to(row_TH.dtype)
+            y_TH = torch.where((trained_N[place_T] == token_T).unsqueeze(-1), row_TH, y_TH)
+        return y_TH
+
+    return forward
 
 
 def _forward(wrapper: Any) -> Callable[..., torch.Tensor]:

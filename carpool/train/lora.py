@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from carpool.experts import ExpertFunction
 from carpool.families import family_of
-from carpool.hf.adapters import names_of_former_experts, names_without_adapters, share_adapters
+from carpool.hf.adapters import is_added, names_of_former_experts, names_without_adapters, share_adapters
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.hf.seam.find_modules import experts_modules, find_router
@@ -29,8 +29,10 @@ from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
 from carpool.train.blueprint import Blueprint, Trained
 from carpool.train.config.schema import Config
-from carpool.train.config.schema_adapter import GROUPS, AdapterSection, adapts_experts
+from carpool.train.config.schema_adapter import GROUPS, AdapterSection
 
+# peft's word for an adapter without linear layers.
+NO_MODULES = "dummy-target-modules"
 # Layers that are called after what mixes tokens in them.
 _WHOLE_LAYERS = ("DecoderLayer", "AttentionLayer")
 
@@ -50,18 +52,10 @@ def add_adapter(
 
     Raises:
         ValueError: targets that the model does not have, or that cannot be adapted."""
-    from peft import LoraConfig
-
-    modules, parameters = resolve_targets(model, section.targets)
-    saved = resolve_saved(model, section.modules_to_save)
+    config = peft_config(model, section)
     if start is not None:
         attach_adapter(model, start, getattr(torch, section.dtype))
     else:
-        config = LoraConfig(
-            r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, task_type="CAUSAL_LM",
-            use_rslora=section.kind == "rslora", use_dora=section.kind == "dora",
-            target_modules=modules, target_parameters=parameters or None, modules_to_save=saved or None,
-        )  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model.add_adapter(config)
@@ -74,21 +68,47 @@ def add_adapter(
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def attach_adapter(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze a model and put in an adapter that peft, or a run, has written, in `dtype`. All ranks together, before
-    non-expert parameters are made whole. Raises ValueError if it is not of this model."""
+def peft_config(model: PreTrainedModel, section: AdapterSection, experts: bool = True) -> Any:
+    """peft's configuration of a run's adapter. `experts`: with what is no linear layer: experts, and some routers.
+
+    Raises:
+        ValueError: what the model does not have, or what cannot be adapted."""
+    from peft import LoraConfig
+
+    modules, parameters = resolve_targets(model, section.targets, section.layers_to_transform)
+    check_patterns(model, section)
+    check_tokens(model, section.trainable_token_indices)
+    if not experts:
+        parameters = []
+    return LoraConfig(
+        r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, task_type="CAUSAL_LM",
+        use_rslora=section.kind == "rslora", use_dora=section.kind == "dora", rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
+        target_modules=modules if modules or parameters else NO_MODULES, target_parameters=parameters or None,
+        # Names of parameters are those of these layers alone.
+        layers_to_transform=(list(section.layers_to_transform) or None) if modules else None,
+        modules_to_save=resolve_saved(model, section.modules_to_save) or None,
+        trainable_token_indices=list(section.trainable_token_indices) or None,
+    )  # fmt: skip
+
+
+def attach_adapter(
+    model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, name: str = "default"
+) -> None:
+    """Freeze a model and put in an adapter that peft, or a run, has written, in `dtype` and under that name. All ranks
+    together, before non-expert parameters are made whole. Raises ValueError if it is not of this model."""
     from peft import PeftConfig, set_peft_model_state_dict
 
     check_whole(file := folder / "adapter_model.safetensors")
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # as peft has it in files
-    model.add_adapter(config)
+    model.add_adapter(config, name)
     _set_dtype(model, dtype)
     values = load_file(file)
-    values = {name.removeprefix("base_model.model."): value for name, value in values.items()}
+    values = {key.removeprefix("base_model.model."): value for key, value in values.items()}
     try:
-        loaded: Any = set_peft_model_state_dict(model, values)
-        lacks = [name for name in loaded.missing_keys if ".lora_" in name or ".modules_to_save." in name]
+        loaded: Any = set_peft_model_state_dict(model, values, name)
+        lacks = [key for key in loaded.missing_keys if is_added(key) and f".{name}." in f"{key}."]
         wrong = [*loaded.unexpected_keys, *lacks]
     except (RuntimeError, KeyError) as error:
         raise ValueError(f"{folder} is not an adapter of this model: {error}") from None
@@ -133,23 +153,28 @@ def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> N
         raise ValueError(f"adapter.base_dtype = {config.adapter.base_dtype!r} cannot be used here: {why}")
 
 
-def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> tuple[int, int]:
-    """Freeze a model on the meta device and give it the adapters of its layers outside experts, for estimates. Returns
-    the parameters of one expert's adapters, which the model does not get, and those of its largest one; 0 if experts
-    have none."""
-    from peft import LoraConfig
-
+def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> dict[str, list[int]]:
+    """Freeze a model on the meta device and give it the adapters of its layers outside experts, for estimates. Returns,
+    for each layer whose experts are adapted, the parameters of each factor of one expert's, which the model does not
+    get."""
     model.requires_grad_(False)
-    saved = resolve_saved(model, section.modules_to_save) or None
-    modules, _ = resolve_targets(model, section.targets)
-    if modules or saved:
-        # peft wants a target: "$^" is none.
-        model.add_adapter(LoraConfig(r=section.rank, target_modules=modules or "$^", modules_to_save=saved))
-    if not adapts_experts(section.targets):
-        return 0, 0
-    experts = model.get_submodule(next(iter(experts_modules(model))))
-    sizes = [section.rank * size for weight in experts.parameters() if weight.dim() == 3 for size in weight.shape[1:]]
-    return sum(sizes), max(sizes)
+    config, found = peft_config(model, section, experts=False), dict[str, list[int]]()
+    _, adapted = find_targets(model, section.targets, section.layers_to_transform)
+    for layer in experts_modules(model):
+        for name, weight in model.get_submodule(layer).named_parameters(layer):
+            if name in adapted:
+                found.setdefault(layer, []).extend(rank_of(section, name) * size for size in weight.shape[1:])
+    if config.target_modules != NO_MODULES or config.modules_to_save or config.trainable_token_indices:
+        model.add_adapter(config)
+    return found
+
+
+def rank_of(section: AdapterSection, name: str) -> int:
+    """Of the adapter of that module or parameter."""
+    from peft.utils.other import get_pattern_key
+
+    rank: int = section.rank_pattern.get(get_pattern_key(list(section.rank_pattern), name), section.rank)
+    return rank
 
 
 def trained_of(blueprint: Blueprint, config: Config) -> Trained:
@@ -162,29 +187,55 @@ def trained_of(blueprint: Blueprint, config: Config) -> Trained:
             held = size.experts if freeze == "experts" else size.total - size.experts
         return Trained(size.total - held, *frozen)
     model = copy.deepcopy(blueprint.model)
-    (one, _), layers = outline_adapter(model, config.adapter), len(blueprint.expert_counts)
+    one = {name: sum(sizes) for name, sizes in outline_adapter(model, config.adapter).items()}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     adapters = sum(parameter.numel() for name, parameter in trained.items() if "lora_" in name)
     # Modules that are trained themselves; the rows of an embedding are looked up.
     embedding = model.get_input_embeddings()
     looked_up = {id(parameter) for parameter in embedding.parameters()}
-    saved = sum(p.numel() for name, p in trained.items() if "lora_" not in name and id(p) not in looked_up)
-    everything = sum(p.numel() for p in trained.values()) + one * sum(blueprint.expert_counts.values())
-    return Trained(everything, experts, other - saved, one * blueprint.top_k * layers, adapters)
+    saved = sum(p.numel() for name, p in trained.items() if ".modules_to_save." in name and id(p) not in looked_up)
+    everything = sum(p.numel() for p in trained.values())
+    everything += sum(size * blueprint.expert_counts[name] for name, size in one.items())
+    return Trained(everything, experts, other - saved, sum(one.values()) * blueprint.top_k, adapters)
 
 
-def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """(names of modules, names of parameters) that peft adapts.
+def resolve_targets(
+    model: PreTrainedModel, targets: tuple[str, ...], layers: Collection[int] = ()
+) -> tuple[list[str], list[str]]:
+    """(names of modules, names of parameters) that peft adapts, with `layers` as its `layers_to_transform`.
 
     Raises:
         ValueError: a target that the model does not have."""
+    modules, parameters = find_targets(model, targets, layers)
+    everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    # peft also adapts what is no linear layer, such as the convolution of a vision tower that has the same last name.
+    # It looks at modules of these layers alone, but at parameters of all.
+    there = [name for name, _ in model.named_modules() if not layers or layer_of(name) in layers]
+    return _short(modules, there, 1), _short(parameters, everything, 3)
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a module or parameter is in, as peft reads it: the first in its name."""
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", f"{name}.")
+    return None if match is None else int(match[1])
+
+
+def find_targets(
+    model: PreTrainedModel, targets: tuple[str, ...], layers: Collection[int] = ()
+) -> tuple[set[str], set[str]]:
+    """As `resolve_targets`, with whole names."""
+    everything = [name for name, _ in model.named_modules()]
+    if missing := set(layers) - (known := {one for name in everything if (one := layer_of(name)) is not None}):
+        raise ValueError(
+            f"adapter.layers_to_transform: this model has no layer {min(missing)}; its layers are 0 to {max(known)}"
+        )
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = model.get_output_embeddings()
     # Before layers ride, as in estimates, nobody has asked what they compute.
-    layers = {name: (own.experts, own.function) for name, own in rides(model).items()}
-    for name in () if layers else experts_modules(model):
-        layers[name] = (experts := model.get_submodule(name)), expert_function(experts)
-    routers = {name: router for name in layers if (router := find_router(model, name)) is not None}
+    experts = {name: (own.experts, own.function) for name, own in rides(model).items()}
+    for name in () if experts else experts_modules(model):
+        experts[name] = (one := model.get_submodule(name)), expert_function(one)
+    routers = {name: router for name in experts if (router := find_router(model, name)) is not None}
     # peft takes these names for experts' of former releases of Transformers, also where it loads the adapter again.
     renamed = names_of_former_experts(model)
     refused = names_without_adapters(model)
@@ -207,7 +258,7 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                     and _in_attention(model, name) == (group == "attention")
                 }
             elif group == "experts":
-                parameters |= {f"{name}.{weight}" for name, one in layers.items() for weight in _expert_weights(*one)}
+                parameters |= {f"{name}.{weight}" for name, one in experts.items() for weight in _expert_weights(*one)}
             elif group == "router":
                 for router in routers.values():
                     name = names[id(router)]
@@ -240,9 +291,54 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                 + (f" (peft takes {', '.join(sorted(renamed))} for parts of the routed experts)" if renamed else "")
             )
         modules |= found
-    everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    # peft also adapts what is no linear layer, such as the convolution of a vision tower that has the same last name.
-    return _short(modules, names.values(), 1), _short(parameters, everything, 3)
+    if layers:
+        modules, parameters = ({name for name in one if layer_of(name) in layers} for one in (modules, parameters))
+        if not modules and not parameters:
+            raise ValueError(
+                f"adapter.layers_to_transform: layers {', '.join(map(str, layers))} have nothing of adapter.targets = "
+                f"{', '.join(targets)}"
+            )
+    return modules, parameters
+
+
+def check_patterns(model: PreTrainedModel, section: AdapterSection) -> None:
+    """Raise ValueError for a pattern of ranks or alphas that is none of anything that is adapted, which peft ignores,
+    or one that never counts."""
+    from peft.utils.other import get_pattern_key
+
+    names: set[str] = set().union(*find_targets(model, section.targets, section.layers_to_transform))
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns: dict[str, int] = getattr(section, key)
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"adapter.{key}: {pattern!r} is no regular expression: {error}") from None
+        met = {get_pattern_key(list(patterns), name) for name in names}
+        if missing := [pattern for pattern in patterns if pattern not in met]:
+            raise ValueError(
+                f"adapter.{key}: {missing[0]!r} fits nothing that is adapted and that no pattern before it fits; "
+                f"adapted are, for example, {', '.join(sorted(names)[:: max(1, len(names) // 3)][:3])}"
+            )
+
+
+def check_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> None:
+    """Raise ValueError for tokens that the model's embedding has no rows for, or which it shares with its output."""
+    embedding = model.get_input_embeddings()
+    if not tokens:
+        return
+    if (largest := max(tokens)) >= (rows := embedding.num_embeddings):
+        raise ValueError(
+            f"adapter.trainable_token_indices: {largest} is no token of this model, whose embedding has {rows:,} rows: "
+            "an adapter cannot add any; resize the checkpoint first (model.resize_token_embeddings of Transformers, "
+            "then save_pretrained), and train beside that"
+        )
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    if any(f"{name}.weight" in pair for pair in (model.all_tied_weights_keys or {}).items()):
+        raise ValueError(
+            "adapter.trainable_token_indices: this model's embedding and output layer are one tensor, which rows that "
+            "are trained in a copy would part; adapt layers (adapter.targets)"
+        )
 
 
 def resolve_saved(model: PreTrainedModel, names: Iterable[str]) -> list[str]:

@@ -28,7 +28,7 @@ from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.checkpoints.trained_base import recorded_base
 from carpool.train.config import load_config
-from carpool.train.config.fine_tuning import of_adapter
+from carpool.train.config.fine_tuning import of_adapter, other_base
 from carpool.train.config.schema_adapter import adapts_experts
 from carpool.train.lora import add_adapter, attach_adapter, check_adapter, resolve_saved, resolve_targets
 from carpool.train.plan.start_checks import check_run
@@ -52,13 +52,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(ranks: Ranks, base: Path, output: Path, text: list[str], overrides: Sequence[str] = ()) -> list[str]:
-    settings = [
+def run_settings(base: Path, text: Sequence[str], kind: Sequence[str] = LORA) -> list[str]:
+    return [
         f"model.path={base}", "data.tokenizer=bytes", "data.sequence_length=24", "data.max_bytes=4000",
         "training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2", "training.max_steps=4",
         "training.learning_rate=1e-2", "training.save_steps=2", "model.dtype=float32", "training.sample_prompt=none",
+        *text, *kind,
     ]  # fmt: skip
-    return ranks(run, str(output), [*settings, *text, *LORA, *overrides])
+
+
+def start(ranks: Ranks, base: Path, output: Path, text: list[str], overrides: Sequence[str] = ()) -> list[str]:
+    return ranks(run, str(output), [*run_settings(base, text), *overrides])
 
 
 def adapter(output: Path) -> dict[str, torch.Tensor]:
@@ -228,6 +232,15 @@ def test_modules_that_are_trained_themselves_are_whole_and_get_rows_of_their_dty
         check_adapter(config, Degrees(fsdp=2), "fsdp", bf16=False)
     with pytest.raises(ValueError, match=r"set training\.bf16=true, or model\.dtype=float32"):
         check_adapter(narrow, Degrees(), "fsdp", bf16=False)
+
+
+@pytest.mark.slow
+def test_rows_of_new_tokens_beside_shards(two_ranks: Ranks, base: Path, text: list[str], tmp_path: Path) -> None:
+    settings = ["adapter.trainable_token_indices=[101, 32]", "training.max_steps=2", "adapter.targets=experts"]
+    for dense in ("zero1", "fsdp"):
+        more = [*settings, f"parallelism.data_parallel={dense}"]
+        assert start(two_ranks, base, tmp_path / dense, text, more) == [""] * 2
+    assert errors(adapter(tmp_path / "fsdp"), adapter(tmp_path / "zero1")) < 2e-5
 
 
 def test_gradients_of_adapters_are_used_in_the_backward_of_one_rank(base: Path, text: list[str]) -> None:
@@ -429,7 +442,7 @@ def test_modules_to_save_must_be_there(base: Path, text: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", "phimoe"])
-def test_an_adapter_of_pefts_is_attached_value_by_value(name: str, tmp_path: Path) -> None:
+def test_an_adapter_of_pefts_is_attached_and_trained_value_by_value(name: str, tmp_path: Path) -> None:
     """Experts as they lie in each family, linear layers, routers, and modules that were saved whole."""
     torch.manual_seed(0)
     model = tiny_model(discover()[name])
@@ -437,6 +450,10 @@ def test_an_adapter_of_pefts_is_attached_value_by_value(name: str, tmp_path: Pat
     modules, parameters = resolve_targets(model, ("attention", "router"))
     experts = [f"mlp.experts.{one}" for one in ("gate_up_proj", "down_proj")]
     settings = dict(target_modules=modules, target_parameters=experts + parameters, modules_to_save=["lm_head"])
+    settings |= dict(
+        rank_pattern={"experts.down_proj": 5, r"layers\.1\.self_attn\.o_proj": 2}, trainable_token_indices=[70, 4, 11],
+        alpha_pattern={"down_proj": 9}, layers_to_transform=[1],
+    )  # fmt: skip
     adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, **settings))
     with torch.no_grad():
         for one in adapted.parameters():
@@ -444,7 +461,9 @@ def test_an_adapter_of_pefts_is_attached_value_by_value(name: str, tmp_path: Pat
                 one.normal_(std=0.2)
     adapted.save_pretrained(tmp_path / "adapter")
     ids = torch.randint(3, 90, (2, 9))
+    ids[0, 2:5] = torch.tensor([4, 70, 4])
     expected = adapted(input_ids=ids).logits
+    expected.square().mean().backward()
     ours = build_model(tmp_path / "base", distributed_config=None, dtype=torch.float32, seed=0)
     install(ours)
     plain = ours(input_ids=ids).logits
@@ -452,6 +471,17 @@ def test_an_adapter_of_pefts_is_attached_value_by_value(name: str, tmp_path: Pat
     found = ours(input_ids=ids).logits
     assert (found - plain).abs().max() > 0.05
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found.square().mean().backward()
+    trained = {name: one for name, one in adapted.base_model.model.named_parameters() if one.requires_grad}
+    assert any(name.endswith("trainable_tokens_delta.default") for name in trained)
+    assert not [name for name in trained if ".layers.0.self_attn." in name]
+    for prefix, module in ours.named_modules():
+        for key, one in module._parameters.items():
+            if one is not None and one.requires_grad:
+                stack, theirs = getattr(module, "_carpool_stack", None), trained.pop(f"{prefix}.{key}").grad
+                gradient = one.grad if stack is None else stack.to_peft(one.grad)
+                torch.testing.assert_close(gradient, theirs, rtol=1e-4, atol=1e-5)
+    assert not trained
     other = tiny_model(discover()["olmoe"], num_hidden_layers=1)
     install(other)
     with pytest.raises(ValueError, match=r"not (an adapter of|found in the base|contain)|[Tt]arget"):
@@ -478,19 +508,34 @@ def test_a_run_starts_from_an_adapter_and_is_asked_unmerged(
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = PeftModel.from_pretrained(plain, reference / "adapter")(input_ids=ids).logits
     source = find_source(reference)
-    assert source.adapter == reference / "adapter"
+    assert source.adapters == {reference.name: reference / "adapter"}
     torch.testing.assert_close(open_model(source, max_tokens=64)(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
     for logits in two_ranks(_asked, str(reference), ids):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     ran = CliRunner().invoke(app, ["generate", str(reference), "--prompt", "def ", "--max-new-tokens", "3"])
     assert ran.exit_code == 0, ran.stderr
     ran = CliRunner().invoke(app, ["generate", str(reference), "--prompt", "def ", "--experts", "host"])
-    assert ran.exit_code == 1 and "has trained an adapter, whose experts stay on the device" in ran.stderr
+    assert ran.exit_code == 1 and "has an adapter, whose experts stay on the device" in ran.stderr
 
     with pytest.raises(ValueError, match=r"adapter\.rank = 8, but the adapter in adapter.path has 4: leave it out"):
         load_config(None, [*settings, "adapter.rank=8"])
     with pytest.raises(ValueError, match="holds no adapter as peft writes it"):
         load_config(None, [*settings, f"adapter.path={base}"])
+    with pytest.raises(ValueError, match=r"that has trained one; if that .* hf download somebody/adapter --local"):
+        load_config(None, [*settings, "adapter.path=somebody/adapter"])
+    other = tmp_path / "other"
+    tiny_model(discover()["deepseek_v3"], vocab_size=259, q_lora_rank=24).save_pretrained(other)
+    with pytest.raises(ValueError, match=r"is not an adapter of this model: .*q_.*_proj.* and beside .*other it would"):
+        check_run(load_config(None, [*settings, f"model.path={other}"]), ())
+    for change, says in (
+        ({"r": 3}, r"is \(32, 32\) there, and beside .*it would be \(24, 32\)"), ({"bias": "all"}, "has bias = 'all'"),
+        ({"trainable_token_indices": {"lm_head": [1]}}, "only those of the input embedding alone"),
+    ):  # fmt: skip
+        changed = shutil.copytree(reference / "adapter", tmp_path / "changed", dirs_exist_ok=True)
+        written = json.loads((reference / "adapter" / "adapter_config.json").read_text()) | change
+        (changed / "adapter_config.json").write_text(json.dumps(written))
+        with pytest.raises(ValueError, match=says):
+            check_run(load_config(None, [*settings, f"adapter.path={changed}"]), ())
     damaged = shutil.copytree(reference / "adapter", tmp_path / "damaged")
     os.truncate(damaged / "adapter_model.safetensors", 3000)
     config = load_config(None, [*settings, f"adapter.path={damaged}"])
@@ -518,6 +563,7 @@ def test_a_run_outlives_the_adapter_that_it_started_from(
     assert find_source(output).build == base
     with pytest.raises(ValueError, match=r"adapter\.path: .*first holds no adapter as peft writes it"):
         load_config(None, settings)
+    assert other_base(str(output), str(tmp_path)) == str(base) and other_base(str(output), str(base)) is None
     recorded = load_config(output / "config.toml", ["training.output_dir=other"])
     with pytest.raises(ValueError, match=r"adapter\.path: .*first holds no adapter as peft writes it"):
         check_run(recorded, ())
@@ -552,3 +598,76 @@ def _asked(folder: str, ids: torch.Tensor) -> torch.Tensor:
     """On a rank: logits of a run's adapter beside its model."""
     logits: torch.Tensor = open_model(find_source(Path(folder)), max_tokens=64)(input_ids=ids).logits
     return logits
+
+
+CHOICES = {
+    "patterns": [
+        "adapter.rank_pattern={'experts.down_proj' = 2, 'layers\\.1\\.self_attn\\..*' = 6}",
+        "adapter.alpha_pattern={'experts.gate_up_proj' = 5, 'o_proj' = 64}", "adapter.targets=['attention', 'experts']",
+    ],
+    "layers": ["adapter.layers_to_transform=[1]"],
+    "tokens": [
+        "adapter.trainable_token_indices=[101, 32, 200]", "adapter.targets=['q_b_proj', 'experts']",
+        "adapter.modules_to_save=lm_head",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_chosen_layers_ranks_and_tokens(
+    two_ranks: Ranks, base: Path, text: list[str], tmp_path: Path, kind: str
+) -> None:
+    """One rank trains the adapter that two do; peft and a merged model compute with it what was trained, and a run
+    that starts from it has all that it says."""
+    settings = [*CHOICES[kind], "training.max_steps=2", "training.gradient_accumulation_steps=1"]
+    output = tmp_path / "two"
+    assert start(two_ranks, base, output, text, settings) == [""] * 2
+    alone = [*settings, "training.per_device_train_batch_size=2", "parallelism.num_ranks=1", "parallelism.device=cpu"]
+    ran = CliRunner().invoke(app, ["train", *run_settings(base, text), *alone, f"training.output_dir={tmp_path}/one"])
+    assert ran.exit_code == 0, ran.output
+    found, plain = adapter(output), json.loads((output / "adapter" / "adapter_config.json").read_text())
+    assert errors(adapter(tmp_path / "one"), found) < 2e-5
+    if kind == "patterns":
+        ranks = {name: value.shape[0 if "lora_A" in name else 1] for name, value in found.items()}
+        assert {size for name, size in ranks.items() if "experts.base_layer" not in name and "experts" in name} == {16}
+        assert {size for name, size in ranks.items() if "layers.1.self_attn" in name} == {6}
+        assert {size for name, size in ranks.items() if "experts.base_layer" in name} == {32}
+        assert plain["rank_pattern"] and plain["alpha_pattern"]["o_proj"] == 64
+    elif kind == "layers":
+        assert all("layers.1." in name for name in found) and any("experts" in name for name in found)
+        assert plain["layers_to_transform"] == [1] and "o_proj" in plain["target_modules"]
+    else:
+        rows = found["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
+        assert not torch.equal(rows[1], load_file(base / "model.safetensors")["model.embed_tokens.weight"][32])
+    check_merged(base, output, tmp_path / "merged")
+    ids = torch.arange(34).view(2, 17) * 7 % 256
+    ids[0, :3] = torch.tensor([32, 101, 200])
+    with torch.no_grad():
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        expected = load(tmp_path / "merged", dtype=torch.float32)(ids).logits
+        asked = open_model(find_source(output), max_tokens=64)(input_ids=ids).logits
+    torch.testing.assert_close(asked, expected, rtol=1e-4, atol=1e-4)
+    again = [*settings[len(CHOICES[kind]) :], "training.learning_rate=1e-30", f"adapter.path={output}"]
+    assert set(two_ranks(run, str(tmp_path / "again"), [*run_settings(base, text, ()), *again])) == {""}
+    assert errors(adapter(tmp_path / "again"), found) < 1e-20
+    recorded = load_config(tmp_path / "again" / "config.toml").adapter
+    assert (recorded.rank_pattern, recorded.layers_to_transform) == (
+        plain["rank_pattern"], tuple(plain["layers_to_transform"] or ()),
+    )  # fmt: skip
+
+
+def test_choices_that_the_model_does_not_have(base: Path, text: list[str]) -> None:
+    for setting, says in {
+        "adapter.rank_pattern={'q_prj' = 2}": r"rank_pattern: 'q_prj' fits nothing that is adapted",
+        "adapter.alpha_pattern={'.*' = 2, 'o_proj' = 3}": r"alpha_pattern: 'o_proj' fits nothing .* no pattern before",
+        "adapter.rank_pattern={'(' = 2}": r"rank_pattern: '\(' is no regular expression",
+        "adapter.layers_to_transform=[0, 7]": r"no layer 7; its layers are 0 to 1",
+        "adapter.trainable_token_indices=[300]": r"300 is no token .* 259 rows: .*resize the checkpoint first",
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            check_run(load_config(None, [*run_settings(base, text), setting]), ())
+    tied = tiny_model(discover()["olmoe"], tie_word_embeddings=True)
+    section = load_config(None, [*run_settings(base, text), "adapter.trainable_token_indices=3"]).adapter
+    assert section.trainable_token_indices == (3,)
+    with pytest.raises(ValueError, match="are one tensor, which rows that are trained"):
+        add_adapter(tied, section.model_copy(update={"targets": ("attention",)}), seed=0, replicate=False)

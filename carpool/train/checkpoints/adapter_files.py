@@ -68,28 +68,25 @@ class AdapterModules:
 
     Attributes:
         layers: modules of peft that add something to a tensor, and its name there.
-        replaced: keys, in the adapter's file, of what stands in for a tensor (modules_to_save).
+        replaced: keys, in the adapter's file, of what stands in for a tensor (modules_to_save) or some of its rows.
+        rows: which rows (trainable_token_indices); of other tensors it is all of them.
         file: of the adapter.
 
     Raises:
         ValueError: the folder `adapter` holds none of the model in the folder `base`, or one of a tied tensor."""
 
     def __init__(self, base: Path, adapter: Path) -> None:
-        from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+        from peft import PeftConfig
         from peft.tuners.lora import LoraLayer
         from peft.utils import ModulesToSaveWrapper
+        from peft.utils.other import TrainableTokensWrapper
 
         self.base, self.folder, path = base, adapter, adapter / "adapter_model.safetensors"
         check_whole(path)
         self.file: Any = safe_open(path, framework="pt")
-        model: Any = meta_model(base)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        with torch.device("meta"):
-            adapted = get_peft_model(model, PeftConfig.from_pretrained(str(adapter)), NAME, low_cpu_mem_usage=True)
-        parameters: dict[str, Any] = dict(adapted.eval().named_parameters())
-        kept = get_peft_model_state_dict(adapted, state_dict=parameters, adapter_name=NAME, save_embedding_layers=False)
-        self._keys = {id(parameter): key for key, parameter in kept.items()}
-        ours = {key: tuple(parameter.shape) for key, parameter in kept.items()}
+        names, adapted, self._keys = adapted_model(base, PeftConfig.from_pretrained(str(adapter)))
+        shapes = {id(parameter): tuple(parameter.shape) for parameter in adapted.parameters()}
+        ours = {key: shapes[number] for number, key in self._keys.items()}
         theirs = {key: tuple(self.file.get_slice(key).get_shape()) for key in self.file.keys()}  # noqa: SIM118
         if differ := sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key)):
             raise ValueError(
@@ -98,6 +95,7 @@ class AdapterModules:
             )
         self.layers: dict[str, tuple[Any, str]] = {}
         self.replaced: dict[str, str] = {}
+        self.rows: dict[str, list[int]] = {}
         for module in adapted.modules():
             if isinstance(module, LoraLayer):
                 own = getattr(module, "parameter_name", "weight")
@@ -106,12 +104,24 @@ class AdapterModules:
                 trained = dict(module.modules_to_save[NAME].named_parameters())
                 for name, parameter in module.original_module.named_parameters():
                     self.replaced[names[id(parameter)]] = self._keys[id(trained[name])]
-        for pair in (model.all_tied_weights_keys or {}).items():
+            elif isinstance(module, TrainableTokensWrapper):
+                name, rows = names[id(module.original_module.weight)], module.token_adapter
+                self.replaced[name] = self._keys[id(rows.trainable_tokens_delta[NAME])]
+                self.rows[name] = rows.token_indices[NAME]
+        for pair in (adapted.get_base_model().all_tied_weights_keys or {}).items():
             if {*pair} & (self.layers.keys() | self.replaced.keys()):
                 raise ValueError(
                     f"{path} changes one of {' and '.join(pair)}, which are one tensor of {base}: a merged model would "
                     "change both; use base and adapter with peft, unmerged"
                 )
+
+    def read(self, name: str, base: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """A tensor that the adapter replaces, or some of whose rows it does; `base` reads the model's."""
+        value: torch.Tensor = self.file.get_tensor(self.replaced[name])
+        if name not in self.rows:
+            return value
+        whole = base(name)
+        return whole.index_copy(0, torch.tensor(self.rows[name]), value.to(whole.dtype))
 
     @contextmanager
     def filled(self, name: str, weight: nn.Parameter) -> Iterator[Any]:
@@ -136,6 +146,21 @@ class AdapterModules:
                 parameters.update(empty)
             module.merged_adapters.clear()
             module._caches.clear()
+
+
+def adapted_model(base: Path, config: Any) -> tuple[dict[int, str], Any, dict[int, str]]:
+    """A model with an adapter of peft's configuration, both without values; names of the model's parameters, and keys
+    of the adapter's in peft's file, by their ids."""
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    model: Any = meta_model(base)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        adapted = get_peft_model(model, config, NAME, low_cpu_mem_usage=True)
+    parameters: dict[str, Any] = dict(adapted.eval().named_parameters())
+    kept = get_peft_model_state_dict(adapted, state_dict=parameters, adapter_name=NAME, save_embedding_layers=False)
+    return names, adapted, {id(parameter): key for key, parameter in kept.items()}
 
 
 class MergeCheck(ReadBack):
@@ -170,7 +195,7 @@ class MergeCheck(ReadBack):
         if name not in layers and packed:
             return mxfp4_files.check_blocks(name, written.transpose(1, 2), read.transpose(1, 2)), name
         if name not in layers:
-            read = self._modules.file.get_tensor(replaced[name]) if name in replaced else read
+            read = self._modules.read(name, lambda _: read) if name in replaced else read
             return super()._compare(name, written, read, dtype)
         # Stacked experts become float32 one by one.
         weight, largest = nn.Parameter(read.float() if read.ndim == 2 else read, requires_grad=False), (0.0, "")
@@ -424,7 +449,7 @@ def _packable(model: Any, dtype: str) -> list[str]:
 def _merged(modules: AdapterModules, weights: Base, name: str) -> Any:
     """A tensor of the merged model, by its name there."""
     if name in modules.replaced:
-        return modules.file.get_tensor(modules.replaced[name])
+        return modules.read(name, weights.read)
     if name not in modules.layers:
         return weights.read(name)
     # Mapped files are not written to.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from carpool.train.config.declarations import DERIVED, Demo
-from carpool.train.config.published import is_configuration_alone
+from carpool.train.config.published import download_hint, is_configuration_alone
 from carpool.train.config.schema import keys
 from carpool.train.config.schema_base import NONE_WORDS
 from carpool.train.records.run_folder import ADAPTER
@@ -28,6 +28,8 @@ Key = tuple[str, str]  # (section, key)
 
 FROM_DEMO, FOR_FINE_TUNING, FROM_CHECKPOINT = "from the demo", "default for fine-tuning", "from the checkpoint"
 FROM_ADAPTER = "from adapter.path"
+# Keys of peft's that change what an adapter computes, and the only value of each with which one is trained on.
+_PLAIN = {"bias": "none", "layer_replication": None, "lora_bias": False, "use_qalora": False, "exclude_modules": None}
 # Longer sequences than this are asked for.
 SEQUENCE_LENGTH = 4096
 # Of one micro-batch, where sequences are shorter than that.
@@ -116,19 +118,32 @@ def of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]
             )
         kind = "dora" if keys.get("use_dora") else "rslora" if keys.get("use_rslora") else "lora"
         modules, weights = keys.get("target_modules") or [], keys.get("target_parameters") or []
+        alphas = {name: _whole(alpha) for name, alpha in (keys.get("alpha_pattern") or {}).items()}
         found = {
-            "kind": kind, "rank": keys["r"], "alpha": keys["lora_alpha"], "dropout": keys.get("lora_dropout") or 0.0,
+            "kind": kind, "rank": keys["r"], "alpha": _whole(keys["lora_alpha"]),
+            "dropout": keys.get("lora_dropout") or 0.0,
             "targets": sorted([modules] if isinstance(modules, str) else modules) + weights,
-            "modules_to_save": keys.get("modules_to_save") or [],
+            "modules_to_save": keys.get("modules_to_save") or [], "rank_pattern": keys.get("rank_pattern") or {},
+            "alpha_pattern": alphas, "layers_to_transform": _list(keys.get("layers_to_transform")),
+            "trainable_token_indices": _list(keys.get("trainable_token_indices")),
         }  # fmt: skip
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        hint = "" if Path(path).exists() else download_hint(path)
         raise ValueError(
             f"adapter.path: {path} holds no adapter as peft writes it (adapter_config.json: {error}); name such a "
-            "folder, or that of a run that has trained one"
+            f"folder, or that of a run that has trained one{hint}"
         ) from None
+    for name, plain in _PLAIN.items():
+        if (value := keys.get(name) or plain) != plain:
+            raise ValueError(f"adapter.path: {path} has {name} = {value!r}, which is not trained on")
+    if isinstance(indices := found["trainable_token_indices"], dict):
+        raise ValueError(
+            f"adapter.path: {path} has trainable_token_indices of {', '.join(indices)}; only those of the input "
+            "embedding alone, a list, are trained on"
+        )
     found |= base_of_run(Path(path))  # beside another base it is another model
     for key, value in found.items():
-        same = key in ("targets", "modules_to_save") and sorted(given.get(key, ())) == sorted(value)
+        same = isinstance(value, list) and sorted(given.get(key, ())) == sorted(value)
         same |= value is None and given.get(key) in NONE_WORDS
         if key in given and given[key] != value and not same:
             other = f", or name {Path(path, 'adapter')} to train it beside another base" if key == "base_dtype" else ""
@@ -136,6 +151,25 @@ def of_adapter(path: str, given: Mapping[str, Any]) -> dict[Key, tuple[Any, str]
                 f"adapter.{key} = {given[key]!r}, but the adapter in adapter.path has {value!r}: leave it out{other}"
             )
     return {("adapter", key): (value, FROM_ADAPTER) for key, value in found.items()}
+
+
+def _whole(number: float) -> float:
+    """16.0, which some programs write, is 16."""
+    return int(number) if number == int(number) else number
+
+
+def _list(value: Any) -> Any:
+    return [value] if isinstance(value, int) else value or []
+
+
+def other_base(path: str, model: str | None) -> str | None:
+    """The model that an adapter was trained beside, if its name is another one than that of `model`."""
+    try:
+        keys = json.loads((adapter_folder(path) / "adapter_config.json").read_text(encoding="utf-8"))
+        name = keys["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if name and model and Path(name).name != Path(model).resolve().name else None
 
 
 def base_of_run(folder: Path) -> dict[str, str | None]:

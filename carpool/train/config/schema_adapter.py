@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from carpool.train.config.declarations import Excludes, Needs, Settings
-from carpool.train.config.schema_base import Section, Texts
+from carpool.train.config.schema_base import Section, Texts, WholeNumbers
 from carpool.train.config.schema_moe import rides_whole
 
 # Names of several modules at once; every other target is the name of modules, or the end of one.
@@ -56,12 +56,20 @@ class AdapterSection(Section):
     """lora (arXiv 2106.09685), rslora (2312.03732: alpha / the root of the rank) or dora (2402.09353; not of experts
     and routers, for which peft has none). none: the model itself is trained."""
     path: str | None = Field(default=None, min_length=1)
-    """Start from this adapter: a folder as peft writes it, or that of a run that has trained one. Kind, rank, alpha,
-    targets and modules_to_save are then its own. none: start anew."""
+    """Start from this adapter: a folder as peft writes it, or that of a run that has trained one. What it adapts, and
+    with which ranks, are then its own. none: start anew."""
     rank: int = Field(default=16, gt=0)
     """Rank of each adapter, and of each expert's."""
     alpha: int = Field(default=32, gt=0)
     """What an adapter adds is multiplied by alpha / rank."""
+    rank_pattern: dict[str, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
+    """Other ranks, as in peft: by ends of names of what is adapted, or regular expressions of them;
+    {"experts.down_proj" = 8, 'layers\\.0\\..*' = 32}. The first that fits counts."""
+    alpha_pattern: dict[str, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
+    """Other alphas, in the same way."""
+    layers_to_transform: WholeNumbers = ()
+    """Adapt only these layers, counted from 0, as in peft; there it leaves target_parameters out, here experts and
+    routers follow it. []: all of them."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Drop-out of what goes into adapters; peft has none for those of experts and routers."""
     targets: Texts = ("attention", "experts")
@@ -99,6 +107,16 @@ class AdapterSection(Section):
     modules_to_save: Texts = ()
     """Modules that are trained themselves, and saved with the adapter, such as lm_head: ends of names, but none with
     routed experts. On several ranks this needs parallelism.data_parallel = zero1."""
+    trainable_token_indices: Annotated[
+        WholeNumbers,
+        Excludes(
+            "adapter.base_dtype",
+            "rows of an embedding in few bits are not trained",
+            instead={"adapter.base_dtype": None},
+        ),
+    ] = ()
+    """Tokens whose rows of the input embedding are trained themselves, as in peft: new ones, which the checkpoint must
+    have rows for. Their rows of the output layer are trained with modules_to_save = lm_head."""
 
     @property
     def base_keep(self) -> tuple[str, ...] | None:

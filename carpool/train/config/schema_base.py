@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Annotated, Any, ClassVar
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from carpool.plugins.nearest import nearest
@@ -37,6 +37,11 @@ def _numbers(value: Any) -> Any:
 
 
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_numbers)]
+# One number stands for a list of one.
+WholeNumbers = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...],
+    BeforeValidator(lambda value: _numbers([value] if type(value) is int else value)),
+]
 
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -87,9 +87,10 @@ class MemoryEstimate:
         elif training.freeze == "experts":
             freeze_experts(model, counts)
         if config.adapter.is_used:
-            one, widest = outline_adapter(model, config.adapter)
+            sizes = outline_adapter(model, config.adapter).values()
             per_rank = math.ceil(self.num_experts / degrees.ep)
-            self.expert_adapters, self.largest_adapter = one * per_rank * self.moe_layers, widest * per_rank
+            self.expert_adapters = per_rank * sum(map(sum, sizes))
+            self.largest_adapter = per_rank * max(map(max, sizes), default=0)
         attention = attention_of(config, degrees, model, cuda)
         if attention == FLEX:
             # On the meta device another fused attention stands for it, which keeps as much.
@@ -131,7 +132,7 @@ class MemoryEstimate:
         self.expert_kind: Kind | None = "mxfp4" if packed else config.adapter.base_dtype
         self.expert_bytes = sum(_stored_bytes(p, self.expert_kind, self.stored) for p in of_experts)
         self.largest_expert = max(p.numel() for p in of_experts)
-        added = {id(p) for name, p in model.named_parameters() if "lora_" in name}
+        added = {id(p) for name, p in model.named_parameters() if ".lora_" in name or ".trainable_tokens_" in name}
         self.dense = _count([p for p in model.parameters() if id(p) not in theirs | added])
         self.adapters = sum(p.numel() for p in model.parameters() if id(p) in added)
         # On several ranks only experts are quantised, and experts in MXFP4 are so in any case.

@@ -23,6 +23,7 @@ from carpool.hf.weights.original_layout import check_weights
 from carpool.hf.weights.weight_files import check_whole
 from carpool.planner.decisions.chosen import Decisions
 from carpool.train.blueprint import Blueprint
+from carpool.train.checkpoints.adapter_files import AdapterModules
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.checkpoints.resume import check_base, check_goes_on, checkpoint_to_resume, read_run_state
@@ -80,6 +81,8 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
     blueprint = Blueprint.of_config(config, tokenizer)
     if isinstance(blueprint.source, Path):
         check_weights(blueprint.source, blueprint.model)
+        if checkpoint is None and config.adapter.path is not None:
+            AdapterModules(blueprint.source, adapter_folder(config.adapter.path))
     plan = resolve(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
     if checkpoint is not None:
         check_base(checkpoint, config.adapter, plan.degrees.world_size)

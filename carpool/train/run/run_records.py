@@ -23,6 +23,7 @@ from carpool.train.blueprint import peak_flops
 from carpool.train.build.measured_choices import describe_kernels
 from carpool.train.checkpoints.checkpoint_files import AVERAGE
 from carpool.train.checkpoints.run_source import keep_source
+from carpool.train.config.fine_tuning import other_base
 from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import Planned, describe, measured_beside
 from carpool.train.plan.compile_and_capture import describe_graphs, note_graphs
@@ -291,6 +292,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
             f"{f', from {adapter.path}' if adapter.path else ''}: trains {built.adapted:,} "
             f"parameters, {built.adapted / blueprint.size.total:.2%} of the model's"
         )
+        if adapter.path and (other := other_base(adapter.path, config.model.path)):
+            say(f"OTHER MODEL: {adapter.path} was trained beside {other}, and this run has {config.model.path}")
         if config.model.from_scratch:
             say("RANDOM WEIGHTS under the adapter (model.config, not model.path): good to measure speed and memory")
     sequences, held_out = run.data.sequences.describe(), run.data.corpora.held_tokens
