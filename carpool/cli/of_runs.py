@@ -182,7 +182,12 @@ def _shown() -> Iterator[dict[str, Any]]:
 
 
 def merge(
-    run: Annotated[Path, typer.Argument(help="The folder of a run with [adapter] (training.output_dir).")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="The folder of a run with [adapter] (training.output_dir), or several of one model."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
     base: Annotated[
         Path | None, typer.Option("--base", metavar="DIR", help="The adapted model, if it is no longer where it was.")
@@ -195,9 +200,19 @@ def merge(
         Literal["mxfp4", "nf4", "int8"] | None,
         typer.Option("--dtype", help="Of the experts written. Default: as in the model's files."),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", metavar="W,...", help="Of several adapters, by which each counts, such as 0.7,0.3."),
+    ] = None,
+    combination: Annotated[
+        Literal["cat", "linear"],
+        typer.Option("--combination", help="Of several, as peft's add_weighted_adapter; cat is their exact sum."),
+    ] = "cat",
     debug: Debug = False,
 ) -> None:
     """Merge a run's adapter into its model, and write that as a model folder with the model's own names and dtypes.
+
+    Several adapters of one model, which may be folders as peft writes them, are added up, with --weights.
 
     One process does it, and holds no more than one layer's experts in memory. It reads back what it wrote and compares
     it with what was trained: tensor by tensor, and the logits of the whole model if that fits in memory. It says how
@@ -205,12 +220,22 @@ def merge(
     """
     with errors(debug):
         require((*TRAIN_PACKAGES, "peft"))
-        check_run(run)
         check_new_folder("--out", out)
-        from carpool.train.checkpoints.adapter_files import merge_adapter
+        named = ", ".join(map(str, runs))
+        if len(runs) > 1 or weights is not None or (runs[0] / "adapter_config.json").is_file():
+            from carpool.train.checkpoints.weighted_adapters import merge_adapters
 
-        merged = merge_adapter(run, out, base=base, logits=True, into=into, dtype=dtype)
-        typer.echo(f"merged model of {run}: {merged._replace(folder=out)}\n{merged.checked}")
+            try:
+                numbers = [1.0] * len(runs) if weights is None else [float(one) for one in weights.split(",")]
+            except ValueError:
+                raise ValueError(f"--weights {weights}: give numbers, such as 0.7,0.3") from None
+            merged = merge_adapters(runs, numbers, combination, out, base=base, into=into, dtype=dtype)
+        else:
+            from carpool.train.checkpoints.adapter_files import merge_adapter
+
+            check_run(runs[0])
+            merged = merge_adapter(runs[0], out, base=base, logits=True, into=into, dtype=dtype)
+        typer.echo(f"merged model of {named}: {merged._replace(folder=out)}\n{merged.checked}")
 
 
 def adapter(

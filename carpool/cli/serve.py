@@ -13,7 +13,17 @@ from carpool.serve import check_folder
 from carpool.train.launch.worker import collector_paused
 
 _Model = Annotated[
-    Path, typer.Argument(help="A checkpoint's folder (config.json, safetensors, a tokenizer), or a run's.")
+    Path,
+    typer.Argument(help="A checkpoint's folder (config.json, safetensors, a tokenizer), a run's, or an adapter's."),
+]
+_Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="[NAME=]DIR",
+        help="An adapter of the model, unmerged: a folder as peft writes it, or a run's. May be repeated; the first "
+        "counts.",
+    ),
 ]
 _Ranks = Annotated[
     int | None,
@@ -52,7 +62,11 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Text to continue; may be repeated.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help='JSON lines: {"prompt": "text"} or {"messages": [...]}, for the chat template.'),
+        typer.Option(
+            "--prompts",
+            help='JSON lines: {"prompt": "text"} or {"messages": [...]}, for the chat template; "adapter" names one of '
+            "several.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -64,6 +78,7 @@ def generate(
     top_p: _TopP = None,
     seed: _Seed = 0,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts of a rank at a time, at most.")] = 64,
+    adapter: _Adapters = None,
     ranks: _Ranks = None,
     dtype: _Dtype = None,
     experts: Annotated[
@@ -154,6 +169,7 @@ def generate(
             out=None if out is None else str(out),
             as_json=prompts is not None,
             experts=tier,
+            adapters=adapter or [],
         )
 
 
@@ -193,18 +209,23 @@ def chat(
     top_k: _TopK = None,
     top_p: _TopP = None,
     seed: _Seed = 0,
+    adapter: _Adapters = None,
     ranks: _Ranks = None,
     dtype: _Dtype = None,
     debug: RanksDebug = False,
 ) -> None:
-    """Talk with a model in the words of its chat template; /reset forgets, /exit ends. Works in a pipe, too."""
+    """Talk with a model in the words of its chat template; /reset forgets, /exit ends. Works in a pipe, too.
+
+    Of several adapters (--adapter sql=runs/sql --adapter runs/poems) the first answers; /adapter poems takes another.
+    """
     with errors(debug):
         require(TRAIN_PACKAGES)
         check_folder(model)
         from carpool.serve.serve_ranks import start
 
         options = _options(max_new_tokens, temperature, top_k, top_p, seed)
-        settings = {"model": str(model), "system": system, "options": options, "dtype": _known(dtype)}
+        settings: dict[str, Any] = {"model": str(model), "system": system, "options": options, "dtype": _known(dtype)}
+        settings["adapters"] = adapter or []
         start("carpool.serve.conversation:run_rank", ranks, debug=debug, **settings)
 
 
@@ -233,6 +254,7 @@ def evaluate(
         typer.Option("--stride", min=1, help="How much further the next window begins. Default: half a window."),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Windows of a rank at a time.")] = 8,
+    adapter: _Adapters = None,
     ranks: _Ranks = None,
     dtype: _Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -272,4 +294,5 @@ def evaluate(
             batch_size=batch_size,
             dtype=_known(dtype),
             as_json=as_json,
+            adapters=adapter or [],
         )

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.hf.generation import DecodeGraphs, Generated, generate
 from carpool.serve.generate_answers import Speed, context_of, sampling_of
 from carpool.serve.prompts import Text, check_length
-from carpool.serve.served_model import find_source, open_model
+from carpool.serve.served_model import find_source, open_model, use_adapter
 from carpool.train.config.schema import Config
 
-HELP = "/reset forgets the conversation, /exit ends it"
+HELP = "/reset forgets the conversation, /adapter NAME takes another adapter, or none, /exit ends it"
 # What a turn may have where the model's context is longer.
 MOST_TOKENS = 32768
 # Of an answer, if nobody says.
@@ -44,7 +44,13 @@ class Conversation:
         text: of the checkpoint.
         system: the system prompt; None: none.
         max_new_tokens: of an answer.
-        context: the most tokens of a turn with its answer."""
+        context: the most tokens of a turn with its answer.
+
+    Attributes:
+        adapter, adapters: the one that answers, None: the model alone; and all of them, by name."""
+
+    adapter: str | None = None
+    adapters: tuple[str, ...] = ()
 
     def __init__(self, text: Text, system: str | None, max_new_tokens: int, context: int) -> None:
         self.text, self.max_new_tokens, self.context = text, max_new_tokens, context
@@ -54,6 +60,14 @@ class Conversation:
     def reset(self) -> None:
         """Forget all but the system prompt."""
         self.messages = list(self._first)
+
+    def take(self, name: str) -> None:
+        """Another adapter answers from now on; "none": the model alone. Says which does."""
+        if name and name not in (*self.adapters, "none"):
+            print(f"there is no adapter {name}", file=sys.stderr)
+        elif name:
+            self.adapter = None if name == "none" else name
+        print(f"adapter: {self.adapter or 'none'}; there are {', '.join(self.adapters) or 'none'}", file=sys.stderr)
 
     def ask(self, words: str) -> list[int]:
         """The tokens of the conversation with one more message of the user's. It stays as it was until `add`.
@@ -69,13 +83,20 @@ class Conversation:
         self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": answer}]
 
 
-def run_rank(config: Config, model: str, system: str | None, options: dict[str, Any], dtype: str | None) -> None:
+def run_rank(
+    config: Config,
+    model: str,
+    system: str | None,
+    options: dict[str, Any],
+    dtype: str | None,
+    adapters: Sequence[str] = (),
+) -> None:
     """One rank's part of the command.
 
     Raises:
         ValueError: a model that cannot be used, or has no chat template."""
     disable_progress_bar()
-    source = find_source(Path(model))
+    source = find_source(Path(model), adapters)
     most = min(context_of(source) or MOST_TOKENS, MOST_TOKENS)
     if options["max_new_tokens"] is None:
         options = options | {"max_new_tokens": max(1, min(MOST_NEW_TOKENS, most // 2))}
@@ -83,22 +104,29 @@ def run_rank(config: Config, model: str, system: str | None, options: dict[str, 
     talk = Conversation(source.text, system, sampling.max_new_tokens, most)
     talk.ask("")  # an error now, and not after the weights
     loaded = open_model(source, dtype=dtype, max_tokens=most, cached_tokens=most)
-    graphs = DecodeGraphs()
-    text = source.text
-    reply = partial(generate, loaded, sampling=sampling, end=text.end, vocabulary=text.vocabulary, graphs=graphs)
+    # Of each adapter.
+    graphs: dict[str | None, DecodeGraphs] = defaultdict(DecodeGraphs)
+    text, talk.adapters, talk.adapter = source.text, tuple(source.adapters), next(iter(source.adapters), None)
+
+    def reply(tokens: list[list[int]], adapter: str | None, **kwargs: Any) -> Generated:
+        if source.adapters:
+            use_adapter(loaded, source, adapter)
+        kwargs |= {"end": text.end, "vocabulary": text.vocabulary, "graphs": graphs[adapter]}
+        return generate(loaded, tokens, sampling, **kwargs)
+
     several = dist.is_initialized() and dist.get_world_size() > 1
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
     if several and dist.get_rank() > 0:
-        while _from_rank_0(None, group) is not None:
-            reply([])
+        while (turn := _from_rank_0(None, group)) is not None:
+            reply([], *turn)
         return
     speed = Speed()
     streamer: Any = TextStreamer(source.text.tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
         for words, tokens in _turns(talk):
-            _from_rank_0(tokens, group)
+            _from_rank_0((talk.adapter,), group)
             with _until_interrupted(alone=not several) as stop:
-                made: Generated = reply([tokens], streamer=streamer, stop=stop)
+                made = reply([tokens], talk.adapter, streamer=streamer, stop=stop)
             talk.add(words, source.text.decode(made.tokens[0]))
             speed += Speed.of_ranks([made])
     finally:
@@ -106,9 +134,9 @@ def run_rank(config: Config, model: str, system: str | None, options: dict[str, 
     print(speed, file=sys.stderr, flush=True)
 
 
-def _from_rank_0(tokens: list[int] | None, group: dist.ProcessGroup | None) -> list[int] | None:
-    """What rank 0 has: the tokens of a turn, or None at the end. Collective."""
-    told = [tokens]
+def _from_rank_0(turn: tuple[str | None] | None, group: dist.ProcessGroup | None) -> tuple[str | None] | None:
+    """What rank 0 has: the adapter of a turn, or None at the end. Collective."""
+    told = [turn]
     if group is not None:
         dist.broadcast_object_list(told, src=0, group=group)
     return told[0]
@@ -140,6 +168,8 @@ def _turns(talk: Conversation) -> Iterator[tuple[str, list[int]]]:
             return
         if words == "/reset":
             talk.reset()
+        elif words.split()[:1] == ["/adapter"]:
+            talk.take(words.removeprefix("/adapter").strip())
         elif words.startswith("/"):
             print(f"there is no {words.split()[0]}; {HELP}", file=sys.stderr)
         elif words:

@@ -130,13 +130,14 @@ def run_rank(
     batch_size: int,
     dtype: str | None,
     as_json: bool,
+    adapters: Sequence[str] = (),
 ) -> None:
     """One rank's part of the command.
 
     Raises:
         ValueError: a model, text or task that cannot be used."""
     disable_progress_bar()
-    source = find_source(Path(model))
+    source = find_source(Path(model), adapters)
     context = context_of(source)
     usual = min(context or MOST_WINDOW, MOST_WINDOW) if source.run is None else source.run.data.sequence_length
     length = usual if window is None else window

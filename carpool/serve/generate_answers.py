@@ -18,7 +18,7 @@ from carpool.hf.generation import DecodeGraphs, Generated, Sampling
 from carpool.hf.generation import generate as continue_prompts
 from carpool.serve.prompts import Prompt, Text, check_length, deal, encode
 from carpool.serve.serve_memory import ExpertTier, what_came
-from carpool.serve.served_model import Source, find_source, open_model
+from carpool.serve.served_model import Source, find_source, open_model, use_adapter
 from carpool.train.config.schema import Config
 
 # If nobody says.
@@ -72,6 +72,7 @@ def run_rank(
     out: str | None,
     as_json: bool,
     experts: dict[str, Any] | None = None,
+    adapters: Sequence[str] = (),
 ) -> None:
     """One rank's part of the command.
 
@@ -80,14 +81,19 @@ def run_rank(
         out: a file for JSON lines, written by rank 0. None: the terminal.
         as_json: JSON lines there, too; otherwise texts alone.
         experts: of `ExpertTier`, where they are; None: on the device.
+        adapters: as of `find_source`; a prompt's "adapter" names one of them, or is null.
 
     Raises:
         ValueError: a model or prompts that cannot be used.
     """
     disable_progress_bar()
-    source = find_source(Path(model))
+    source = find_source(Path(model), adapters)
     text, main = source.text, not dist.is_initialized() or dist.get_rank() == 0
     tokens, sampling = ready(source, prompts, options)
+    first = next(iter(source.adapters), None)
+    wanted = [prompt.get("adapter", first) for prompt in prompts]
+    for name in filter(None, wanted):
+        source.number_of(name)
     batch_size = min(batch_size, -(-len(prompts) // (dist.get_world_size() if dist.is_initialized() else 1)))
     longest = max(map(len, tokens))
     loaded = open_model(
@@ -97,8 +103,16 @@ def run_rank(
         cached_tokens=batch_size * (longest + sampling.max_new_tokens),
         experts=ExpertTier(**(experts or {})),
     )
-    graphs = DecodeGraphs()
-    answers, speed = answer(loaded, text, tokens, sampling, batch_size=batch_size, graphs=graphs)
+    answers, speed = [[0]] * len(prompts), Speed()
+    for adapter in dict.fromkeys(wanted):
+        if wanted != [first] * len(wanted):
+            use_adapter(loaded, source, adapter)
+        graphs, mine = DecodeGraphs(), [number for number, one in enumerate(wanted) if one == adapter]
+        asked = [tokens[number] for number in mine]
+        news, took = answer(loaded, text, asked, sampling, batch_size=batch_size, graphs=graphs)
+        speed += took
+        for number, new in zip(mine, news, strict=True):
+            answers[number] = new
     if not main:
         return
     texts = [text.decode(one) for one in answers]

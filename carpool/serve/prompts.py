@@ -124,7 +124,11 @@ def _prompt(value: Any) -> Prompt:
             raise ValueError('"prompt" must be a text')
     elif not isinstance(content, list) or not content or not all(_is_message(one) for one in content):
         raise ValueError('"messages" must be a list of {"role": "...", "content": ...}')
-    return {kinds[0]: content}
+    if "adapter" not in value:
+        return {kinds[0]: content}
+    if not isinstance(value["adapter"], str | None):
+        raise ValueError('"adapter" must be the name of one that --adapter gives, or null')
+    return {kinds[0]: content, "adapter": value["adapter"]}
 
 
 def _is_message(value: Any) -> bool:

@@ -5,6 +5,9 @@
                                                                         ended with that; without one, model/, which it
                                                                         exported; the adapter that it trained,
                                                                         beside the model that was adapted
+    an adapter        adapter_config.json, as peft writes it            beside the model that was adapted
+
+Further adapters of the same model may stand beside it, of which one at a time counts (`use_adapter`).
 
 Over several ranks each keeps the non-expert parameters whole, for prompts of its own, and E / W of the experts.
 """
@@ -12,8 +15,9 @@ Over several ranks each keeps the non-expert parameters whole, for prompts of it
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides, set_transport
-from carpool.hf.adapters import share_adapters
+from carpool.hf.adapters import is_added, share_adapters
 from carpool.hf.architecture_changes import row_size
 from carpool.hf.build_model import build_model
 from carpool.hf.held_experts import keep_experts_in_host_memory
@@ -35,11 +39,13 @@ from carpool.serve import check_folder
 from carpool.serve.prompts import Text
 from carpool.serve.serve_memory import ON_DEVICE, ExpertTier, check_room
 from carpool.train.blueprint import model_source, top_k_of
+from carpool.train.checkpoints.adapter_files import base_folder
 from carpool.train.checkpoints.manager import CheckpointManager, checkpoint_name, step_of
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.run_source import SOURCE
 from carpool.train.checkpoints.trained_base import kept_in, recorded_base
 from carpool.train.config import load_config
+from carpool.train.config.fine_tuning import adapter_folder, base_of_run
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.lora import attach_adapter
@@ -57,7 +63,7 @@ class Source:
         checkpoint: of a run, whose weights are then read; None: those in `build`.
         run: the configuration of a run; None: a checkpoint.
         text: its tokenizer.
-        adapter: the folder of the adapter that a run has trained beside the checkpoint in `build`.
+        adapters: folders of adapters beside the model in `build`, by name. The first counts.
     """
 
     path: Path
@@ -65,7 +71,7 @@ class Source:
     checkpoint: Path | None
     run: Config | None
     text: Text
-    adapter: Path | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -80,14 +86,45 @@ class Source:
             return getattr(torch, self.run.model.stored_dtype)  # type: ignore[no-any-return]
         return self.config.dtype or torch.float32
 
+    def number_of(self, adapter: str) -> int:
+        """Of the adapter with that name. ValueError: there is none."""
+        if adapter not in self.adapters:
+            raise ValueError(f"there is no adapter {adapter}; there are {', '.join(self.adapters) or 'none'}")
+        return list(self.adapters).index(adapter)
 
-def find_source(path: Path) -> Source:
+
+def find_source(path: Path, adapters: Sequence[str] = ()) -> Source:
     """What `path` names.
 
+    Args:
+        adapters: further ones beside it, folders as peft writes them or runs that have trained one: NAME=FOLDER, or
+            FOLDER, whose last part is the name. The first of them counts then.
+
     Raises:
-        ValueError: neither a checkpoint nor a run, a run without weights, no tokenizer, or an adapter whose model is
-            gone."""
+        ValueError: neither a checkpoint nor a run, a run without weights, no tokenizer, or an adapter that is none or
+            whose model is gone."""
+    source, more = _find(path), dict[str, Path]()
+    base = source.run.adapter.base_dtype if source.run is not None else None
+    for one in adapters:
+        name, _, folder = ("", "", one) if Path(one).is_dir() else one.rpartition("=")
+        found, name = adapter_folder(folder), name or Path(folder).resolve().name
+        if not (found / "adapter_config.json").is_file():
+            raise ValueError(f"--adapter {one}: {folder} is neither an adapter as peft writes it nor a run with one")
+        if source.checkpoint is not None:
+            raise ValueError(f"--adapter {one}: {path} has trained the model itself; name what `carpool export` writes")
+        if (kind := base_of_run(Path(folder)).get("base_dtype")) not in (None, base):
+            raise ValueError(f"--adapter {one} was trained beside a base in {kind}: name that run in place of {path}")
+        if name in more or name in source.adapters:
+            raise ValueError(f"--adapter: two are called {name}; give others names: --adapter NAME={folder}")
+        more[name] = found
+    return replace(source, adapters={**more, **source.adapters})
+
+
+def _find(path: Path) -> Source:
     check_folder(path)
+    if not (path / "config.toml").is_file() and not (path / "config.json").is_file():
+        source = _find(base_folder(path, None))
+        return replace(source, adapters={path.resolve().name: path})
     if not (path / "config.toml").is_file():
         read_config(path)  # says what the folder lacks
         return Source(path, path, None, None, Text(path))
@@ -105,7 +142,7 @@ def find_source(path: Path) -> Source:
                 f"{path} has trained an adapter of the model in {base}, which is not there any more: put it back, or "
                 f"ask what `carpool merge {path} --base DIR --out DIR` writes"
             )
-        return Source(path, base, None, config, text, adapter)
+        return Source(path, base, None, config, text, {path.resolve().name: adapter})
     # Not training.output_dir: the run may have been moved since.
     if (latest := CheckpointManager(path).latest()) is not None:
         tokenizer = tokenizer_of(config)
@@ -155,10 +192,10 @@ def open_model(
             f"--experts disk reads the files of a model, and {source.path} is a run, whose checkpoints have others: "
             f"name what `carpool export {source.path} --out DIR` writes"
         )
-    if experts.away and source.adapter is not None:
+    if experts.away and source.adapters:
         raise ValueError(
-            f"--experts {experts.where}: {source.path} has trained an adapter, whose experts stay on the device; leave "
-            f"it out, or ask what `carpool merge {source.path} --out DIR` writes"
+            f"--experts {experts.where}: {source.path} has an adapter, whose experts stay on the device; leave it out, "
+            f"or ask what `carpool merge {source.path} --out DIR` writes"
         )
     check_room(source.build, kind, _ranks(), max_tokens, cached_tokens, experts)
     kwargs: dict[str, Any] = {}
@@ -173,7 +210,7 @@ def open_model(
                     f"{source.path} was trained on one rank, beside layers in {base} whose weights several ranks would "
                     "have as they are in the files: use --ranks 1"
                 )
-    model = spread_model(source.build, kind, max_tokens, experts, source.adapter, **kwargs)
+    model = spread_model(source.build, kind, max_tokens, experts, list(source.adapters.values()), **kwargs)
     if source.checkpoint is not None:
         load(source.checkpoint, model, restore_rng=False, averaged=True)
     return model
@@ -184,7 +221,7 @@ def spread_model(
     dtype: torch.dtype,
     max_tokens: int,
     experts: ExpertTier = ON_DEVICE,
-    adapter: Path | None = None,
+    adapters: Sequence[Path] = (),
     **implementations: Any,
 ) -> PreTrainedModel:
     """A model for inference: non-expert parameters whole on each rank, experts spread over all. All ranks together.
@@ -194,7 +231,7 @@ def spread_model(
         max_tokens: the most tokens that a rank has in a forward.
         experts: as `open_model`. If they are in host memory, the model is read into it, and all but the experts moves
             from there. If they are on disk, `build` is a folder.
-        adapter: the folder of one beside the model.
+        adapters: folders of those beside the model; the first counts.
         implementations: as `build_model`."""
     ranks = _ranks()
     spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool") if ranks > 1 else None
@@ -212,8 +249,12 @@ def spread_model(
     )
     install(model)
     model.requires_grad_(False)
-    if adapter is not None:
-        attach_adapter(model, adapter)
+    for number, adapter in enumerate(adapters):
+        attach_adapter(model, adapter, name=_internal(number))
+    if adapters:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_added(name))
+        model.set_adapter(_internal(0))
         for module in model.modules():
             if any(one is not None and one.requires_grad for one in module._parameters.values()):
                 module.to(dtype)  # as it computed when it was trained
@@ -238,6 +279,21 @@ def spread_model(
         # Now, and not in the first forward: whether decode steps can be graphs depends on what it becomes.
         own.prepare(top_k, hidden)
     return model.eval()
+
+
+def use_adapter(model: Any, source: Source, name: str | None) -> None:
+    """From now on this adapter counts; None: none does. On all ranks."""
+    if name is None:
+        model.disable_adapters()
+        return
+    model.enable_adapters()
+    model.set_adapter(_internal(source.number_of(name)))
+    model.requires_grad_(False)
+
+
+def _internal(number: int) -> str:
+    # As no part of a parameter's name is called.
+    return f"adapter-{number}"
 
 
 def _ranks() -> int:
