@@ -18,7 +18,7 @@ from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.plan import USABLE, Found, Plan
 from carpool.planner.search.space import PLANNERS
-from carpool.planner.search.why import NAMES, bounded_by, changes, in_words, next_best, with_all_memory
+from carpool.planner.search.why import NAMES, bounded_by, changes, in_words, next_best, with_all_memory, without_limit
 from carpool.report.charts import Chart, Line, draw_lines
 from carpool.report.units import MISSING
 from carpool.report.write import fill, write_page
@@ -113,11 +113,21 @@ class Shown:
         """(question, answer)."""
         found, first = self.found, self.first
         tight = with_all_memory(found, self.rates.capacity or 0)
+        usable = self.usable or USABLE * (self.rates.capacity or 0)
+        # The best of those that spread experts, and of those that do not.
+        others = (one for one in found.plans if (one.candidate.degrees.ep == 1) != (first.candidate.degrees.ep == 1))
+        shown = [("", first), *((f", {one.candidate.label}", one) for one in list(others)[:1])]
+        free = [
+            (f"If memory were no limit{name}", text)
+            for name, one in shown
+            if (text := without_limit(one, self.shape, self.rates, self.per_node, self.routes, usable))
+        ]
         return [
             ("The step goes to", bounded_by(first)),
             ("Its memory is highest", f"{first.memory.at}, stage {first.memory.stage}"),
             ("Next best of another kind", next_best(found.plans)),
             *([("With all of the memory", tight)] if tight else []),
+            *free,
             *(
                 (f"With {what}", text)
                 for what, text in changes(found.plans, self.shape, self.rates, self.per_node, self.routes)

@@ -25,7 +25,7 @@ from carpool.planner.search import moves
 from carpool.planner.search.enumeration import Bounds, Enumeration
 from carpool.planner.search.plan import Search, plan
 from carpool.planner.search.space import MOVES, POLICY_SETS, Problem, Space
-from carpool.planner.search.why import in_words, with_all_memory
+from carpool.planner.search.why import in_words, longer_than, with_all_memory, without_limit
 from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import predict, step_seconds
 from carpool.train.config import load_config
@@ -151,6 +151,30 @@ def test_moves_end_near_the_best(memory: float) -> None:
     assert one.memory.total <= memory
     ratio = one.prediction.seconds.middle / best.plans[0].prediction.seconds.middle
     assert 1 - 1e-9 <= ratio < 1.1
+
+
+def test_what_a_plan_would_be_without_a_limit_of_memory_is_said() -> None:
+    numbers: dict[str, Any] = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "per_node": 8, "best": 2}
+    again = replace(SMALL, policies=POLICY_SETS[1:2])
+    roomy, tight = (plan(SHAPE, H100, **numbers, space=space, memory=60e9).plans for space in (SMALL, again))
+    assert without_limit(roomy[0], SHAPE, H100, 8, Routes(), 60e9) is None
+    said = without_limit(tight[0], SHAPE, H100, 8, Routes(), 9e9)
+    assert said is not None and re.fullmatch(
+        r"a step of .* s, .* % MFU, with .* GiB of a rank: .*; 8.4 may be used.*", said
+    )
+    seconds, needed = (float(re.search(found, said)[1]) for found in (r"of ([\d.]+) s", r"with ([\d.]+) GiB"))  # type: ignore[index]
+    assert seconds < tight[0].prediction.seconds.middle and needed > 8.4, said
+    more = longer_than(*roomy)
+    assert more.startswith(f"{roomy[1].candidate.label}: ") and "% longer" in more
+
+
+def test_layers_of_a_pipeline_are_compiled_where_settings_allow_it() -> None:
+    problem = Problem(SHAPE, H100, 8, 8, 16, 4096, 60e9, Routes())
+    refused = replace(SMALL, excluded=lambda flat: "pp" if flat["parallelism.pp_size"] > 1 else None)
+    for space, compiled in ((refused, {False}), (replace(SMALL, excluded=lambda flat: None), {True})):
+        bases = list(Enumeration(problem, space).bases())
+        assert {one.compiled for one in bases if one.degrees.pp > 1} == compiled
+        assert {one.compiled for one in bases if one.degrees.pp == 1} == {True}
 
 
 @pytest.mark.parametrize(("hops", "ends"), [(0, 16), (moves.HOPS, 1)])

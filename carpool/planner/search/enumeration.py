@@ -228,14 +228,18 @@ class Enumeration:
                 accumulation = own // micro_batch
                 if degrees.pp > 1 and accumulation < degrees.pp:
                     continue
-                # Layers of a pipeline are not compiled.
                 base = Candidate(
-                    degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
+                    degrees, length, micro_batch, accumulation, compiled=self._compiles(degrees.pp),
                     eager=space.eager, moments=space.moments, experts=space.experts, optimizer=space.optimizer,
                     averaged=space.averaged, spare=space.spare, peers=problem.hardware.nvlink is not None,
                     stored=space.stored, computed=space.computed, max_grad_norm=space.max_grad_norm,
                 )  # fmt: skip
                 yield base
+
+    def _compiles(self, pp: int) -> bool:
+        """Whether layers are compiled, as far as settings allow it with so many stages."""
+        asked = {"parallelism.pp_size": pp, "training.torch_compile": "on"}
+        return self.space.compiled and self.space.excluded(asked) is None
 
     def variants(self, base: Candidate) -> Iterator[Candidate]:
         """Those of a base's degrees and micro-batch that fit."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from carpool.planner.candidate import KEEP
 from carpool.planner.machine.hardware import Hardware, LinkRate
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.plan import USABLE, Found, Plan
-from carpool.planner.step.prediction import step_seconds
+from carpool.planner.step.peak import memory_of
+from carpool.planner.step.prediction import predict, step_seconds
 
 GiB = 2**30
 NAMES = {
@@ -85,13 +87,42 @@ def bounded_by(plan: Plan) -> str:
 
 def next_best(plans: Sequence[Plan]) -> str:
     """A sentence about the first plan of another kind."""
-    first = plans[0]
+    one = plans[0].candidate
     for plan in plans[1:]:
-        one, two = first.candidate, plan.candidate
+        two = plan.candidate
         if (one.degrees, one.transport, one.schedule) != (two.degrees, two.transport, two.schedule):
-            longer = plan.prediction.seconds.middle / first.prediction.seconds.middle - 1
-            return f"{two.label}: {100 * longer:.1f} % longer"
+            return longer_than(plans[0], plan)
     return "all others are of the same degrees"
+
+
+def longer_than(first: Plan, plan: Plan) -> str:
+    """How much longer another plan's step is, and by what: the largest differences of what is exposed."""
+    seconds, exposed = first.prediction.seconds.middle, first.prediction.exposed
+    longer = plan.prediction.seconds.middle / seconds - 1
+    other = plan.prediction.exposed
+    more = {kind: other.get(kind, 0.0) - exposed.get(kind, 0.0) for kind in {**exposed, **other}}
+    largest = sorted(more.items(), key=lambda one: -abs(one[1]))[:4]
+    parts = [f"{NAMES.get(kind, kind)} {s:+.2g} s" for kind, s in largest if abs(s) > 0.01 * seconds]
+    return f"{plan.candidate.label}: {100 * longer:.1f} % longer{': ' if parts else ''}{', '.join(parts)}"
+
+
+def without_limit(
+    plan: Plan, shape: ModelShape, hardware: Hardware, per_node: int, routes: Routes, usable: float
+) -> str | None:
+    """A sentence about the same degrees if memory were no limit: nothing is computed again or in host memory. None: so
+    it is in the plan. `usable`: bytes of a rank."""
+    free = replace(plan.candidate, policies=KEEP, optimizer_offload="none", optimizer_in_backward=False)
+    if free == replace(plan.candidate, optimizer_in_backward=False):
+        return None
+    one, memory = predict(shape, hardware, free, per_node, routes), memory_of(shape, free, routes)
+    parts = sorted(((size, name) for name, size in memory.parts.items()), reverse=True)[:4]
+    few = memory.parts["optimizer"] - memory_of(shape, replace(free, moments="int8"), routes).parts["optimizer"]
+    mfu = "" if one.mfu is None else f", {100 * one.mfu.middle:.1f} % MFU"
+    return (
+        f"a step of {one.seconds.middle:.3g} s{mfu}, with {memory.total / GiB:.1f} GiB of a rank: "
+        f"{', '.join(f'{name} {size / GiB:.1f}' for size, name in parts)}; {usable / GiB:.1f} may be used"
+        + (f", and 8-bit moments (lossy) would need {few / GiB:.1f} less" if few > 0.1 * GiB else "")
+    )
 
 
 def with_all_memory(found: Found, capacity: float) -> str | None:
