@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +43,15 @@ def train(
             help="At the end, time this run's steps against this transport, interleaved.",
         ),
     ] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            "--elastic",
+            metavar="MIN:MAX",
+            help="Be one of MIN to MAX agents of a run that goes on without a dead rank or node: start the same "
+            "command on each node. Settings, parallelism.num_ranks too, are of MAX agents.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved settings and the memory per rank; train nothing.")
     ] = False,
@@ -77,6 +87,18 @@ def train(
         if config is not None and not config.suffix and not config.exists():
             config = _recipe(str(config))
         resolved = resolve_config(config, overrides or [])
+        agents = None
+        if elastic is not None:
+            # PyTorch would show stacks of C++ where a peer is lost, which is nothing to look for here.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            from carpool.train.launch.elastic import parse_agents
+
+            agents = parse_agents(elastic)
+            # A group that forms while a run goes on cannot begin another one.
+            training = resolved.config.training
+            resume = training.resume_from_checkpoint or "auto"
+            training = training.model_copy(update={"resume_from_checkpoint": resume})
+            resolved = replace(resolved, config=resolved.config.model_copy(update={"training": training}))
         settings = resolved.config
         require(TRAIN_PACKAGES)
         if compare is not None and (dry_run or show_examples):
@@ -104,9 +126,12 @@ def train(
             return
         from carpool.train.launch.start import run
 
-        check_ahead(resolved, "carpool.train.plan.start_checks:check_run", debug, compare=compare)
-        entry = "carpool.train.run.run:train"
-        run(settings, entry, debug=debug, compare=compare, command=command(), fixed=resolved.fixed)
+        if agents is None:
+            check_ahead(resolved, "carpool.train.plan.start_checks:check_run", debug, compare=compare)
+        else:
+            read_data(settings)  # the ranks alone know their number
+        entry, fixed = "carpool.train.run.run:train", resolved.fixed
+        run(settings, entry, debug=debug, elastic=agents, compare=compare, command=command(), fixed=fixed)
 
 
 def doctor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,10 @@ def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: Checkpoi
         check_no_run(folder)
         return None
     return Path(wanted)
+
+
+def set_aside(checkpoint: Path) -> str:
+    """Rename a damaged checkpoint, so that nobody takes it for one; the new name."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{secrets.token_hex(4)}")
+    checkpoint.rename(aside)
+    return str(aside)

@@ -98,7 +98,9 @@ class Config(Section):
 
     def batch_sizes(self, degrees: Degrees) -> tuple[int, ...]:
         """Sequences in a micro-batch of each data-parallel rank."""
-        return self.parallelism.batch_sizes(self.training.per_device_train_batch_size, degrees)
+        training = self.training
+        mean, total = training.per_device_train_batch_size, training.micro_batch_sequences
+        return self.parallelism.batch_sizes(mean, degrees, total)
 
     def check_supported(self, sizes: Mapping[str, int]) -> None:
         """Raise ValueError if settings do not go together, with axes of parallelism of these sizes."""

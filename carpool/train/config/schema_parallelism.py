@@ -247,8 +247,8 @@ class ParallelismSection(Section):
             etp=self.etp_size,
         )
 
-    def batch_sizes(self, mean: int, degrees: Degrees) -> tuple[int, ...]:
-        """Sequences in a micro-batch of each data-parallel rank, if they are `mean` on the mean."""
-        if not isinstance(self.rank_speeds, tuple):
-            return (mean,) * degrees.dp
-        return shares(mean * degrees.dp, data_speeds(self.rank_speeds, degrees))
+    def batch_sizes(self, mean: int, degrees: Degrees, total: int | None = None) -> tuple[int, ...]:
+        """Sequences in a micro-batch of each data-parallel rank, if they are `mean` on the mean, or `total` of all."""
+        if isinstance(self.rank_speeds, tuple):
+            return shares(total or mean * degrees.dp, data_speeds(self.rank_speeds, degrees))
+        return (mean,) * degrees.dp if total is None else shares(total, (1.0,) * degrees.dp)

@@ -58,7 +58,7 @@ class TrainLoader:
         dp_size: The number of those.
         seed: Seed of the order.
         pad_id: Any token.
-        shares: Sequences in a micro-batch of each of these ranks, `batch_size` on the mean. None: equal ones.
+        shares: Sequences in a micro-batch of each of these ranks. None: `batch_size`.
         alike: All micro-batches of a step are equally long.
 
     Attributes:
@@ -83,9 +83,9 @@ class TrainLoader:
         shares: Listed[int] | None = None,
         alike: bool = False,
     ) -> None:
-        assert shares is None or (len(shares) == dp_size and sum(shares) == batch_size * dp_size)
+        assert shares is None or len(shares) == dp_size
         self.sequences, self._seed, self._pad_id = sequences, seed, pad_id
-        self._micro_batch = batch_size * dp_size
+        self._micro_batch = batch_size * dp_size if shares is None else sum(shares)
         # This rank's places in a step, of each micro-batch.
         all_GN = np.arange(self._micro_batch * accumulation).reshape(accumulation, -1)
         self._slots_GN = all_GN[:, dp_rank::dp_size]
@@ -93,7 +93,7 @@ class TrainLoader:
             first = sum(shares[:dp_rank])
             self._slots_GN = all_GN[:, first : first + shares[dp_rank]]
         self.num_sequences = sequences.per_epoch
-        self.global_batch_size, self._alike = batch_size * accumulation * dp_size, alike
+        self.global_batch_size, self._alike = self._micro_batch * accumulation, alike
         # Of how many sequences each step is a group of similar lengths; 0: of none. A resumed run goes on with it.
         self._group = 0 if sequences.lengths is None else self.global_batch_size
         self.targets = self.tokens = self._position = 0

@@ -165,7 +165,7 @@ def rank_failure(
             lines.append(hint)
     else:
         stopped = {1: "", 2: "; the other rank was stopped"}.get(ranks, f"; the other {ranks - 1} ranks were stopped")
-        lines = [f"rank {rank} (pid {failure.pid}) {_what_happened(failure)}{stopped}"]
+        lines = [f"rank {rank} (pid {failure.pid}) {what_happened(failure)}{stopped}"]
         # Of the device, or of the host, as PyTorch's allocator and Python say it.
         if error and (error["type"] in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in error["text"]):
             lines.append(
@@ -182,7 +182,8 @@ def rank_failure(
     )  # fmt: skip
 
 
-def _what_happened(failure: ProcessFailure) -> str:
+def what_happened(failure: ProcessFailure) -> str:
+    """To a rank: "was killed by SIGKILL"."""
     if error := recorded(failure):
         return f"failed: {error['type']}: {error['text']}"
     if failure.exitcode >= 0:
@@ -201,6 +202,11 @@ def resume_hint(config: Config) -> str:
     folder = config.training.folder
     auto = ": begin again with the same command and training.resume_from_checkpoint=auto"
     return f"no checkpoint was written to {folder} yet{auto if (folder / METRICS).exists() else ', so start again'}"
+
+
+def newest_checkpoint(config: Config) -> Path | None:
+    """Of the run's folder, by its name alone."""
+    return max(_checkpoints(config), default=None)
 
 
 def _checkpoints(config: Config) -> list[Path]:

@@ -30,14 +30,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from carpool.parallel.world import find_world
 from carpool.train.config import Config
-from carpool.train.launch.failure import Interrupted, first_cause, rank_failure, record_error, recorded, resume_hint
+from carpool.train.launch.failure import (
+    Interrupted,
+    first_cause,
+    newest_checkpoint,
+    rank_failure,
+    record_error,
+    recorded,
+    resume_hint,
+)
+from carpool.train.launch.regroup import FULL, check_groups
 from carpool.train.launch.stopping import LISTENERS, Relay, Stopped, in_setup
 from carpool.train.launch.worker import entry_name, find_entry, run_rank, use_cuda
+from carpool.train.records.run_folder import SUMMARY
 
 CPU_RANKS = 4
 _WORKER = ("-P", "-m", "carpool.train.launch.worker")
@@ -46,12 +57,19 @@ _PREFIX, _JOB = "carpool-", "job.json"
 # Of libraries and their buffers, measured.
 _RANK_BYTES = 330 * 2**20
 # How long ranks that were told to stop may take before they are killed.
-_STOP_SECONDS = 10
+_STOP_SECONDS, _LEAVE_SECONDS = 10, 3
 # A look ahead takes seconds, or a minute where files come from afar.
 _LIMIT_SECONDS = 300.0
 
 
-def run(config: Config, entry: Callable[..., None] | str, *, debug: bool = False, **kwargs: Any) -> None:
+def run(
+    config: Config,
+    entry: Callable[..., None] | str,
+    *,
+    debug: bool = False,
+    elastic: tuple[int, int] | None = None,
+    **kwargs: Any,
+) -> None:
     """Calls `entry(config, **kwargs)` in every rank and returns when all have returned.
 
     Args:
@@ -59,6 +77,8 @@ def run(config: Config, entry: Callable[..., None] | str, *, debug: bool = False
         entry: A function at the top level of an importable module, or "module:function", which spares the agent from
             importing what only the ranks need.
         debug: All ranks write to the terminal, and the agent logs.
+        elastic: The fewest and the most agents of an elastic run (`carpool.train.launch.elastic`), of which this is
+            one, or, under torchrun, of which a rank is here. None: the run ends with any of its ranks.
         kwargs: Further arguments, which must be JSON.
 
     Raises:
@@ -68,11 +88,16 @@ def run(config: Config, entry: Callable[..., None] | str, *, debug: bool = False
         Stopped: SIGTERM or SIGUSR1 ended the run, after a checkpoint (`carpool.train.launch.stopping`).
     """
     name = entry if isinstance(entry, str) else entry_name(entry)
-    world = find_world(os.environ)
+    # Under Slurm each task of an elastic run is an agent.
+    world = find_world(os.environ) if elastic is None or "RANK" in os.environ else None
     if world is None:
-        _start(config, name, kwargs, startable_ranks(config), debug)
+        ranks = startable_ranks(config) if elastic is None else agent_ranks(config, elastic)
+        _start(config, name, kwargs, ranks, debug, elastic)
         return
-    config.parallelism.check_ranks(world.world_size)
+    if elastic is None:
+        config.parallelism.check_ranks(world.world_size)
+    else:
+        os.environ[FULL] = str(elastic[1] * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     os.environ.update(world.environment())
     try:
         run_rank(config, find_entry(name), kwargs)
@@ -111,9 +136,31 @@ def startable_ranks(config: Config) -> int:
     return ranks
 
 
-def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug: bool) -> None:
+def agent_ranks(config: Config, elastic: tuple[int, int]) -> int:
+    """How many ranks each agent of an elastic run starts. parallelism.num_ranks is of all agents.
+
+    Raises:
+        ValueError: they have not equally many, or a group that is allowed could not go on."""
+    fewest, most = elastic
+    section, cuda = config.parallelism, use_cuda(config)
+    full = section.num_ranks or most * (local_ranks(config) if cuda else max(1, CPU_RANKS // most))
+    if full % most:
+        raise ValueError(
+            f"parallelism.num_ranks = {full} is of all {most} agents of --elastic, and does not divide into them"
+        )
+    ranks = full // most
+    if cuda:
+        local_ranks(config.model_copy(update={"parallelism": section.model_copy(update={"num_ranks": ranks})}))
+    check_groups(config, full, fewest * ranks, ranks)
+    return ranks
+
+
+def _start(
+    config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug: bool, elastic: tuple[int, int] | None = None
+) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     def leave(signum: int) -> None:
@@ -127,15 +174,16 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
     redirects = {rank: Std.NONE if debug or rank == 0 else Std.ALL for rank in range(ranks)}
     with (
         _job_file(config, entry, kwargs) as job,
-        _agent_state({**_environment(ranks), LISTENERS: str(job.with_name("listeners"))}, debug),
+        _agent_state({**_environment(ranks, elastic), LISTENERS: str(job.with_name("listeners"))}, debug),
         Relay(job.with_name("listeners"), ranks, leave) as relay,
     ):
         logs = job.with_name("logs")
+        fewest, most = elastic or (1, 1)
         launch_config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=fewest,
+            max_nodes=most,
             nproc_per_node=ranks,
-            run_id=f"carpool-{os.getpid()}",
+            run_id="carpool" if elastic else f"carpool-{os.getpid()}",
             rdzv_backend="c10d",
             # Port 0: the agent's store takes a free one itself, so that no other process can be faster.
             rdzv_endpoint="127.0.0.1:0",
@@ -145,7 +193,17 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
             logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=redirects),
         )
         try:
-            elastic_launch(launch_config, sys.executable)(*_WORKER, str(job))
+            if elastic is None:
+                elastic_launch(launch_config, sys.executable)(*_WORKER, str(job))
+            else:
+                from carpool.train.launch.elastic import launch, own_address
+
+                launch_config.local_addr = own_address()
+                newest = partial(newest_checkpoint, config)
+                launch(launch_config, config.training.folder, [*_WORKER, str(job)], newest, relay.folder)
+        except RendezvousClosedError:
+            if not (config.training.folder / SUMMARY).exists():
+                raise ValueError("another agent has ended the run; what it writes says why") from None
         except (ChildFailedError, SignalException) as ended:
             # A progress display hides the cursor, and one that was killed has not shown it again.
             if sys.stdout.isatty():
@@ -192,14 +250,16 @@ def _remove_left_folders() -> None:
                 shutil.rmtree(job.parent, ignore_errors=True)
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def _environment(ranks: int, elastic: tuple[int, int] | None = None) -> dict[str, str]:
     """Variables that processes of this machine get."""
     paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_STOP_SECONDS)}
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
-    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if elastic is not None:
+        env |= {FULL: str(elastic[1] * ranks), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_LEAVE_SECONDS)}
+    elif sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # All ranks are on this machine: works without a resolvable hostname, and behind any firewall.
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return env

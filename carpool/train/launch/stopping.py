@@ -32,7 +32,7 @@ EXIT_STOPPED = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # The folder in which a rank leaves its process id while it listens, with this suffix after its last step; set by the
 # agent.
-LISTENERS, _DONE = "CARPOOL_LISTENERS", ".done"
+LISTENERS, DONE = "CARPOOL_LISTENERS", ".done"
 # Whoever signals a whole process group reaches a rank twice, once through the agent. That is one wish, not two.
 _SAME_WISH_SECONDS = 1.0
 
@@ -127,7 +127,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         if self._listener is not None and self._listener.exists():
-            self._listener.rename(self._listener.with_suffix(_DONE))
+            self._listener.rename(self._listener.with_suffix(DONE))
         for number, handler in self._before.items():
             # What is left is to leave; that is no set-up.
             signal.signal(number, signal.SIG_IGN if handler is _leaves_setup else handler)
@@ -178,7 +178,7 @@ class Relay:
         if self._since is not None and now - self._since < _SAME_WISH_SECONDS:
             return
         listeners = list(self.folder.iterdir())
-        pids = [int(path.name) for path in listeners if path.suffix != _DONE]
+        pids = [int(path.name) for path in listeners if path.suffix != DONE]
         self.in_setup = self._since is None and len(listeners) < self.ranks
         if self._since is not None or self.in_setup:
             self.signum = number

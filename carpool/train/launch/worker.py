@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from carpool.train.launch.failure import is_consequence, record_error
+from carpool.train.launch.regroup import enter_group
 from carpool.train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
@@ -130,11 +131,18 @@ def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any])
 
     from carpool.train.launch.roll_call import RollCall
 
+    config, group = enter_group(config)
+    if group is not None and group.idle:
+        return group.wait()
     with process_group(config), contextlib.ExitStack() as stack:
         roll, section = None, config.parallelism
         if (ranks := dist.get_world_size()) > 1:
             store: Any = dist.distributed_c10d._get_default_store()
-            seconds, per_node = section.timeout_seconds, section.ranks_per_node
+            seconds, per_node = float(section.timeout_seconds), section.ranks_per_node
+            if group is not None:
+                from carpool.train.launch.elastic import LOST_SECONDS
+
+                seconds = min(seconds, LOST_SECONDS)
             roll = RollCall(store.clone(), dist.get_rank(), ranks, seconds, end_process, per_node)
             roll.start()
             stack.callback(roll.stop)
@@ -142,12 +150,15 @@ def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any])
             entry(config, **kwargs)
         except BaseException as error:
             # Recorded before the group is left: that makes the peers fail, and this is the cause.
-            if roll is not None and is_consequence(type(error).__name__, str(error)):
+            # The agents of an elastic run need no name, and the new group waits for this rank.
+            if roll is not None and group is None and is_consequence(type(error).__name__, str(error)):
                 lost = roll.explain(error)
                 record_error(lost)
                 raise lost from error
             record_error(error)
             raise
+        if group is not None:
+            group.release()
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:

@@ -47,7 +47,7 @@ from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
 from carpool.train.run.best_model import Best, is_due
 from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, save
-from carpool.train.run.run_records import Records, record_plan, warn_of_load
+from carpool.train.run.run_records import Records, record_plan, record_recovery, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.diagnose import NonFiniteError, explain
 from carpool.train.steps.training_objective import Batch, Losses
@@ -84,6 +84,7 @@ class Run:
         rode, measured: rides and plug-ins' metrics of the latest step, on their way to the host.
         best: the step with the lowest held-out loss so far.
         metrics: those of plug-ins.
+        recovery: of an elastic run that goes on in a new group, `recovery_times` and later ones, until they are said.
     """
 
     plan: Plan
@@ -105,6 +106,7 @@ class Run:
     unrecorded: StepNumbers | None = None
     rode: LaterRecord = field(init=False)
     measured: LaterMetrics | None = None
+    recovery: dict[str, float] | None = None
     metrics: list[Metric] = field(default_factory=lambda: [cls() for cls in METRICS.values()])
     checkpoints: CheckpointManager = field(init=False)
     placement: Placement = field(init=False)
@@ -206,6 +208,8 @@ def loop(run: Run) -> None:
         for group in run.built.optimizer.param_groups:
             group["lr"] = learning_rate(run.step, training) * group["lr_ratio"]
         losses, norm, signum = update(run)
+        if run.recovery is not None:
+            record_recovery(run)
         run.unrecorded = step_numbers(run, losses, norm, begin)
         begin = time.perf_counter()
         announce(run)

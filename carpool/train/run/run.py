@@ -12,6 +12,8 @@ What cannot be ends in an error before anything is written.
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -32,11 +34,12 @@ from carpool.train.build.run_data import MakeCorpus, RunData, read_data
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import layout_hooks, load
-from carpool.train.checkpoints.resume import check_base, check_steps_left
+from carpool.train.checkpoints.resume import check_base, check_steps_left, set_aside
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
 from carpool.train.launch.ranks import from_rank_0, gather
+from carpool.train.launch.regroup import FULL, RegroupError, recovery_times
 from carpool.train.launch.stopping import Stopped
 from carpool.train.launch.worker import Watchdog
 from carpool.train.moving.runtime import Placement
@@ -106,6 +109,7 @@ def start_run(
 
     Raises:
         ValueError: a configuration, data or checkpoint that cannot be used."""
+    recovery = recovery_times(config.training.folder)
     memory_before = peak_memory(rank_device())
     plan, tokenizer, resume, saved = plan_on_ranks(config, compare_with, fixed)
     plan, data = with_data(plan, tokenizer, make_corpus)
@@ -117,7 +121,10 @@ def start_run(
     check_metric(plan.config.training, data.held_out)
     run = Run(plan, built, data, tokenizer, compare_with, memory_before)
     run.checkpoints = CheckpointManager(run.folder, plan.config.training.save_total_limit)
+    loads = time.time()
     _load_checkpoint(run, resume)
+    if recovery is not None:
+        run.recovery = {**recovery, "build": loads, "load": time.time()}
     run.placement = Placement(
         plan.config, built.model, built.optimizer, _facts(plan, built), run.folder,
         lambda text: run.records.say(text), lambda *args, **fields: run.records.write(*args, **fields), saved, resume,
@@ -177,6 +184,9 @@ def _load_checkpoint(run: Run, resume: Path | None) -> None:
                 **layout_hooks(built.model),
             )
         except CheckpointError as error:
+            if FULL in os.environ:
+                aside = from_rank_0(partial(set_aside, resume))
+                raise RegroupError(f"{error}; it is now {aside}, and the run goes on from the one before") from error
             raise CheckpointError(f"{error}{_older(run.checkpoints, resume)}") from error
         run.step, run.totals, run.losses = state["step"], state["totals"], state["losses"]
         run.best = Best(**(state.get("best") or {}))

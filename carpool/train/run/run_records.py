@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -216,6 +217,15 @@ def record_graphs(run: Run, why_not: str | None) -> None:
     if why_not is not None:
         run.records.say(f"steps are not captured as CUDA graphs: {why_not}")
     run.records.write_info()
+
+
+def record_recovery(run: Run) -> None:
+    """Say what it took an elastic run to go on in a new group, after its first step."""
+    times, run.recovery = {**(run.recovery or {}), "first_step": time.time()}, None
+    seconds = {key: times[key] - before for (key, before) in zip([*times][1:], times.values(), strict=False)}
+    run.records.write("recovery", run.step, ranks=run.plan.machine.ranks, from_step=run.start, **seconds)
+    text = ", ".join(f"{key.replace('_', ' ')} {one:.1f} s" for key, one in seconds.items())
+    run.records.say(f"recovered on {run.plan.machine.ranks} ranks, from step {run.start}: {text}")
 
 
 def warn_of_load(run: Run, step: int, rode: RideRecord) -> None:

@@ -1,0 +1,258 @@
+"""Elastic runs: agents that come and go, on PyTorch's elastic agent and rendezvous.
+
+    carpool train --elastic 2:4 ...          the same command on each node; the folder of the run is shared
+
+Each command is an agent with the ranks of its node. Between 2 and 4 agents form a group, which trains.
+
+    what happens                      what follows
+    a rank dies                       its agent lives: a new group forms with the same agents
+    an agent, or its node, dies       the other ranks leave, and a new group forms with the agents that are left
+    an agent comes (back)             the group saves, and a new one forms with it; beyond the maximum it waits
+    a rank stands still               the others miss it after `LOST_SECONDS` (`roll_call`), and leave
+    SIGTERM or SIGUSR1 to an agent    all ranks save, and all agents end (`stopping`)
+    an error that only a person can   the run ends on all agents
+    put right, or `RESTARTS` failures
+    without a new checkpoint
+
+A new group plans its mesh anew (`regroup`) and goes on from the newest state (`find_checkpoint`, in
+`carpool.train.plan.start_checks`), with the batches that were to come.
+
+Agents meet in a store that one of them has. Whoever holds the lock of `RUN/.rendezvous` has it; when that agent dies,
+the kernel lets go of the lock, and another one takes its place. So no agent is needed more than others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
+
+from carpool.train.launch.failure import first_cause, is_consequence, recorded, what_happened
+from carpool.train.launch.regroup import FORMED
+from carpool.train.launch.stopping import DONE, Stopped
+from carpool.train.records.run_folder import METRICS
+
+# Failures in a row, without a new checkpoint, after which a run ends.
+RESTARTS = 10
+# Of a rank of which nothing was heard.
+LOST_SECONDS = 15.0
+# An agent that is silent for their product has left.
+_BEAT_SECONDS, _BEATS = 1, 4
+# Enough agents wait so long for more: of a run that begins, and later.
+_FIRST_CALL_SECONDS, _LAST_CALL_SECONDS = 30, 3
+_STORE_SECONDS, _JOIN_SECONDS, _EXIT_SECONDS = 20, 7 * 24 * 3600, 20
+_POLL_SECONDS = 0.2
+# What a store that is gone looks like.
+_STORE_GONE = (RendezvousConnectionError, RendezvousStateError, dist.DistNetworkError, dist.DistStoreError)
+
+
+def parse_agents(text: str) -> tuple[int, int]:
+    """`2:4` -> (2, 4). Raises ValueError for anything else, but for one number, which is both."""
+    fewest, _, most = text.partition(":")
+    if not (fewest.isdecimal() and (most or fewest).isdecimal() and 0 < int(fewest) <= int(most or fewest)):
+        raise ValueError(f"--elastic {text}: give the fewest and the most agents, such as 2:4")
+    return int(fewest), int(most or fewest)
+
+
+class _Agent(LocalElasticAgent):
+    """An agent that tells failures that another attempt may get over from those that none will.
+
+    Args:
+        folder: the run's.
+        checkpoints: gives the newest checkpoint of the run.
+        listeners: the folder in which ranks say that they listen to signals.
+        say: shows a line to the user.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: LogsSpecs, *, folder: Path, checkpoints: Callable[[], Path | None],
+        listeners: Path, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        super().__init__(spec, logs, exit_barrier_timeout=_EXIT_SECONDS)
+        self._folder, self._checkpoints, self._listeners, self._say = folder, checkpoints, listeners, say
+        self._newest, self._failed = checkpoints(), 0
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # Agents that are started by hand come one after the other.
+        wait = _LAST_CALL_SECONDS if (self._folder / METRICS).exists() else _FIRST_CALL_SECONDS
+        handler: Any = worker_group.spec.rdzv_handler
+        handler.settings.timeout._set_timeouts(last_call=timedelta(seconds=wait))
+        super()._rendezvous(worker_group)
+        os.environ[FORMED] = str(time.time())
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        self._say(
+            f"a group of {worker_group.group_world_size} agents and {worker_group.workers[0].world_size} ranks has "
+            f"formed; here are ranks {ranks[0]} to {ranks[-1]}"
+        )
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for path in self._listeners.iterdir():
+            path.unlink()
+        found: dict[int, Any] = super()._start_workers(worker_group)
+        return found
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            self._judge(result.failures)
+        return result
+
+    def _judge(self, failures: dict[int, ProcessFailure]) -> None:
+        """Whether there is another attempt; says why there is one."""
+        rank = first_cause(failures)
+        cause, failure, newest = recorded(failures[rank]), failures[rank], self._checkpoints()
+        self._failed = 1 if newest != self._newest else self._failed + 1
+        self._newest = newest
+        stopped = cause.get("type") == Stopped.__name__
+        # Ranks that were asked to save, so that the agents that wait may join.
+        joins = stopped and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
+        ends = (stopped and not joins) or bool(cause.get("user_error")) or self._failed > RESTARTS
+        self._remaining_restarts = 0 if ends else self._worker_group.spec.max_restarts
+        if not ends and not joins:
+            lost = bool(cause) and is_consequence(cause["type"], cause["text"])
+            what = "lost the connection to another rank" if lost else what_happened(failure)
+            self._say(f"rank {rank} (pid {failure.pid}) {what}; the ranks here leave for a new group")
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:
+            self._say("the group changes; the ranks here save and leave for a new one")
+            pids = [int(path.name) for path in self._listeners.iterdir() if path.suffix != DONE]
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+            # A rank that stands still ends the wait, too: the others miss it.
+            while pids and super()._monitor_workers(worker_group).state == WorkerState.HEALTHY:
+                time.sleep(_POLL_SECONDS)
+        super()._restart_workers(worker_group)
+
+
+def launch(
+    config: LaunchConfig, folder: Path, command: list[str], checkpoints: Callable[[], Path | None], listeners: Path
+) -> None:
+    """Run `command` as the ranks of this agent, in one group after another, until the run has ended.
+
+    Args:
+        config: with the fewest and the most agents as `min_nodes` and `max_nodes`.
+        folder: the run's, which all agents see.
+        checkpoints: as for `_Agent`.  listeners: likewise.
+
+    Raises:
+        ChildFailedError: a rank of this agent failed, and no other attempt is made.
+        SignalException: a signal ended this agent; the others go on.
+        RendezvousClosedError: another agent has ended the run."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # an agent's own store outlives the group that it was for
+
+    def say(text: str) -> None:
+        print(f"elastic: {text}", file=sys.stderr, flush=True)
+
+    while True:
+        with _meeting_place(folder, say) as endpoint:
+            try:
+                return _attend(config, endpoint, folder, command, checkpoints, listeners, say)
+            except _STORE_GONE as error:
+                last = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                say(f"the agent with the store of the rendezvous has gone ({last[:120]}); another one takes its place")
+
+
+def _attend(
+    config: LaunchConfig, endpoint: str, folder: Path, command: list[str], checkpoints: Callable[[], Path | None],
+    listeners: Path, say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """`launch`, with one store: as PyTorch's `launch_agent`, with `_Agent`."""
+    parameters = RendezvousParameters(
+        "c10d", endpoint, config.run_id, config.min_nodes, config.max_nodes, local_addr=config.local_addr,
+        is_host="0", read_timeout=_STORE_SECONDS, join_timeout=_JOIN_SECONDS, last_call_timeout=_LAST_CALL_SECONDS,
+        keep_alive_interval=_BEAT_SECONDS, keep_alive_max_attempt=_BEATS,
+    )  # fmt: skip
+    handler = get_rendezvous_handler(parameters)
+    spec = WorkerSpec(
+        role="default", local_world_size=config.nproc_per_node, entrypoint=sys.executable, args=tuple(command),
+        rdzv_handler=handler, max_restarts=1, monitor_interval=config.monitor_interval, local_addr=config.local_addr,
+    )  # fmt: skip
+    agent = _Agent(spec, config.logs_specs, folder=folder, checkpoints=checkpoints, listeners=listeners, say=say)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    result = agent.run()
+    # Agents that wait for others would wait in vain. Who was stopped by a signal leaves them alone.
+    with suppress(*_STORE_GONE):
+        handler.shutdown()
+    if result is None:
+        raise RendezvousClosedError("the run has ended without this agent")
+    if result.is_failed():
+        raise ChildFailedError("carpool train", result.failures)
+
+
+@contextmanager
+def _meeting_place(folder: Path, say: Callable[[str], None]) -> Iterator[str]:
+    """HOST:PORT of the store where agents meet: of this process, if no other agent has one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".rendezvous"
+    with path.open("a+") as file:
+        waited = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise ValueError(
+                    f"{path} cannot be locked ({error.strerror}), and agents of --elastic meet there: put "
+                    "training.output_dir on a file system with locks, or start `carpool train --elastic` under "
+                    "torchrun with --rdzv-endpoint"
+                ) from error
+            endpoint = path.read_text().strip()
+            if _answers(endpoint):
+                yield endpoint
+                return
+            if not waited:
+                say("waiting for the agent that has the store of the rendezvous")
+            waited = True
+            time.sleep(_POLL_SECONDS)
+        store = dist.TCPStore(
+            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS)
+        )
+        file.truncate(0)
+        file.write(f"{own_address()}:{store.port}\n")
+        file.flush()
+        yield f"127.0.0.1:{store.port}"
+
+
+def _answers(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2.0):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def own_address() -> str:
+    """By which other nodes reach this one; this machine's own where its name means nothing."""
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name
