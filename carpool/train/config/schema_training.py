@@ -276,6 +276,15 @@ class TrainingSection(Section):
     """Early stopping: end the run after so many evaluations without a lower held-out loss. none: no."""
     early_stopping_threshold: Annotated[float, Needs("training.early_stopping_patience")] = Field(default=0.0, ge=0)
     """How much lower a loss must be to count for early_stopping_patience."""
+    max_rollbacks: Annotated[int, Excludes("placement.every", "experts stay where they have moved")] = Field(
+        default=0, ge=0
+    )
+    """Where the loss or its gradient is no number, or the loss jumps (spike_factor), go back to the newest checkpoint,
+    leave out the batches since, and go on; at most so often until the next checkpoint. 0: end the run."""
+    spike_factor: float | None = Field(default=None, gt=1)
+    """A loss of more than so many times the median of the last 32 steps is a spike. none: no loss is."""
+    straggler_steps: int | None = Field(default=20, gt=0)
+    """Name a rank that works clearly longer than the others over so many steps. none: name none."""
     save_pretrained: bool = True
     """At the end, also write the model as a plain transformers checkpoint, into the folder model of output_dir."""
     resume_from_checkpoint: str | None = Field(default=None, min_length=1)

@@ -47,9 +47,10 @@ from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
 from carpool.train.run.best_model import Best, is_due
 from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, save
+from carpool.train.run.rollback import Spikes, Stragglers, roll_back
 from carpool.train.run.run_records import Records, record_plan, record_recovery, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
-from carpool.train.steps.diagnose import NonFiniteError, explain
+from carpool.train.steps.diagnose import NonFiniteError, WrongStepError, explain
 from carpool.train.steps.training_objective import Batch, Losses
 
 T = TypeVar("T")
@@ -84,6 +85,8 @@ class Run:
         rode, measured: rides and plug-ins' metrics of the latest step, on their way to the host.
         best: the step with the lowest held-out loss so far.
         metrics: those of plug-ins.
+        rollbacks: how often the run has gone back to the checkpoint rolled_back_to.
+        spikes, stragglers: of its latest steps.
         recovery: of an elastic run that goes on in a new group, `recovery_times` and later ones, until they are said.
     """
 
@@ -107,11 +110,19 @@ class Run:
     rode: LaterRecord = field(init=False)
     measured: LaterMetrics | None = None
     recovery: dict[str, float] | None = None
+    rollbacks: int = 0
+    rolled_back_to: Path | None = None
+    spikes: Spikes = field(init=False)
+    stragglers: Stragglers = field(init=False)
     metrics: list[Metric] = field(default_factory=lambda: [cls() for cls in METRICS.values()])
     checkpoints: CheckpointManager = field(init=False)
     placement: Placement = field(init=False)
     records: Records = field(init=False)
     watchdog: Watchdog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spikes = Spikes(self.config.training.spike_factor)
+        self.stragglers = Stragglers(self.config.training.straggler_steps, self.plan.machine.topology.node_of)
 
     @property
     def config(self) -> Config:
@@ -207,7 +218,12 @@ def loop(run: Run) -> None:
         run.step += 1
         for group in run.built.optimizer.param_groups:
             group["lr"] = learning_rate(run.step, training) * group["lr_ratio"]
-        losses, norm, signum = update(run)
+        try:
+            losses, norm, signum = update(run)
+        except WrongStepError as error:
+            roll_back(run, error)
+            begin = time.perf_counter()
+            continue
         if run.recovery is not None:
             record_recovery(run)
         run.unrecorded = step_numbers(run, losses, norm, begin)
@@ -270,6 +286,10 @@ def update(run: Run) -> tuple[Losses, float, int]:
     run.check_rides()
     if not (math.isfinite(losses.loss) and math.isfinite(norm)):
         _stop_not_finite(run, losses.loss, norm, batches)
+    if (why := run.spikes.add(losses.loss)) is not None:
+        raise WrongStepError(
+            f"step {run.step}: {why} (training.spike_factor); the run can go on from its newest checkpoint"
+        )
     run.checkpoints.settle()
     with torch.profiler.record_function("carpool::optimizer"):
         if built.consumed is None:  # else updated in the backward
@@ -362,6 +382,8 @@ def record_step(run: Run, numbers: StepNumbers) -> None:
     training, records, info = run.config.training, run.records, run.records.info
     step, tokens, losses, norm, later, measured, step_ms, source_tokens = numbers
     rode = later.read()
+    # The others wait for the slowest rank in their rides, and work no longer than they must.
+    rode.rank_ms["work"] = [step_ms - ms for ms in rode.rank_ms["rides"]]
     run.placement.count(rode)
     per_second = tokens / step_ms * 1e3
     flops, peak = info["predicted"]["flops_per_token"], info["peak_flops"]
@@ -398,6 +420,13 @@ def record_step(run: Run, numbers: StepNumbers) -> None:
         )  # fmt: skip
         records.display.step(step, record)
     warn_of_load(run, step, rode)
+    if any(rode.rank_ms["rides"]) and (slow := run.stragglers.add(rode.rank_ms["work"])) is not None:
+        records.write("straggler", step, **slow)
+        records.say(
+            f"warning: step {step}: rank {slow['rank']} on node {slow['node']} is slow: it has worked "
+            f"{slow['ratio']:.2f} times as long as the rank in the middle, over {slow['steps']} steps, and the others "
+            "wait for it"
+        )
     if run.plan.searched is not None and len(records.steps) == SKIPPED + MEASURED:
         record_plan(records, run.plan.searched.answer)
 

@@ -33,7 +33,6 @@ from carpool.train.build.policy_times import measure_on_small_model
 from carpool.train.build.run_data import MakeCorpus, RunData, read_data
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.reading import layout_hooks, load
 from carpool.train.checkpoints.resume import check_base, check_steps_left, set_aside
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
@@ -54,9 +53,10 @@ from carpool.train.plan.start_checks import (
     find_checkpoint,
 )
 from carpool.train.records.run_folder import why_not_writable
-from carpool.train.run.best_model import Best, check_metric
+from carpool.train.run.best_model import check_metric
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import Run, loop, record
+from carpool.train.run.rollback import load_state
 from carpool.train.run.run_records import open_records, record_graphs
 from carpool.train.steps.diagnose import NonFiniteError, determinism
 from carpool.transport import check_codecs, check_transport
@@ -74,7 +74,8 @@ def train(
 
     Raises:
         ValueError: a configuration, data or checkpoint that cannot be used; nothing has been written then.
-        NonFiniteError: the loss or its gradient is NaN or infinite; the last checkpoint is untouched.
+        WrongStepError: the loss or its gradient is NaN or infinite, or the loss jumped, and training.max_rollbacks
+            allows no further step; the last checkpoint is untouched.
         Stopped: a rank got SIGTERM or SIGUSR1; there is a checkpoint of the last step.
         UnwrittenError: the run came to its end, but not all of it could be written.
     """
@@ -172,32 +173,21 @@ def with_data(plan: Plan, tokenizer: Tokenizer, make_corpus: MakeCorpus | None =
 
 def _load_checkpoint(run: Run, resume: Path | None) -> None:
     """What changes from step to step: from the start, or as the checkpoint has it."""
-    training, built = run.config.training, run.built
+    training = run.config.training
     if resume is not None:
         try:
-            state = load(
-                resume,
-                built.model,
-                built.optimizer,
-                average=built.average,
-                sums_first=False,
-                **layout_hooks(built.model),
-            )
+            state = load_state(run, resume)
         except CheckpointError as error:
             if FULL in os.environ:
                 aside = from_rank_0(partial(set_aside, resume))
                 raise RegroupError(f"{error}; it is now {aside}, and the run goes on from the one before") from error
             raise CheckpointError(f"{error}{_older(run.checkpoints, resume)}") from error
-        run.step, run.totals, run.losses = state["step"], state["totals"], state["losses"]
-        run.best = Best(**(state.get("best") or {}))
         if training.load_best_model_at_end:
             # A run that goes on from another's checkpoint has none of that one's best step.
             if not from_rank_0(lambda: run.checkpoints.has(run.best.step)):
                 run.best.step = run.best.loss = None
             run.checkpoints.best = run.best.step
         run.data.train.load_state_dict(state["loader"])
-        if built.consumed is not None and state.get("norm") is not None:
-            built.consumed.norm.fill_(state["norm"])
     run.start = run.saved_at = run.step
     run.last_step = min(training.steps, training.stop_at_step or training.steps)
     if run.best.patience_is_over(training):

@@ -46,7 +46,11 @@ def determinism(on: bool) -> Iterator[None]:
         settings.fill_uninitialized_memory = before[1]
 
 
-class NonFiniteError(ArithmeticError):
+class WrongStepError(ArithmeticError):
+    """A step that must not count: its loss is not to be believed."""
+
+
+class NonFiniteError(WrongStepError):
     """Training cannot go on: a loss or a gradient is NaN or infinite. The message says where it began."""
 
 
