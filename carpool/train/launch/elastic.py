@@ -63,6 +63,8 @@ _BEAT_SECONDS, _BEATS = 1, 4
 # Enough agents wait so long for more: of a run that begins, and later.
 _FIRST_CALL_SECONDS, _LAST_CALL_SECONDS = 30, 3
 _STORE_SECONDS, _JOIN_SECONDS, _EXIT_SECONDS = 20, 7 * 24 * 3600, 20
+# Ranks that are told to leave have nothing to write, and those that stand still do not hear it.
+_LEAVE_SECONDS = 3
 _POLL_SECONDS = 0.2
 # What a store that is gone looks like.
 _STORE_GONE = (RendezvousConnectionError, RendezvousStateError, dist.DistNetworkError, dist.DistStoreError)
@@ -112,6 +114,9 @@ class _Agent(LocalElasticAgent):
             path.unlink()
         found: dict[int, Any] = super()._start_workers(worker_group)
         return found
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _LEAVE_SECONDS) -> None:
+        super()._shutdown(death_sig, min(timeout, _LEAVE_SECONDS))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)

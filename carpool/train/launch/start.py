@@ -57,7 +57,7 @@ _PREFIX, _JOB = "carpool-", "job.json"
 # Of libraries and their buffers, measured.
 _RANK_BYTES = 330 * 2**20
 # How long ranks that were told to stop may take before they are killed.
-_STOP_SECONDS, _LEAVE_SECONDS = 10, 3
+_STOP_SECONDS = 10
 # A look ahead takes seconds, or a minute where files come from afar.
 _LIMIT_SECONDS = 300.0
 
@@ -258,7 +258,7 @@ def _environment(ranks: int, elastic: tuple[int, int] | None = None) -> dict[str
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     if elastic is not None:
-        env |= {FULL: str(elastic[1] * ranks), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_LEAVE_SECONDS)}
+        env[FULL] = str(elastic[1] * ranks)
     elif sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         # All ranks are on this machine: works without a resolvable hostname, and behind any firewall.
         env["GLOO_SOCKET_IFNAME"] = "lo"
