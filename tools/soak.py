@@ -282,22 +282,23 @@ def own_disk(folder: Path) -> Iterator[bool]:
 
 def disturb(run: Run, faults: Faults, until: float, patience: float) -> tuple[bool, float]:
     """Let faults come until the run has ended, or the time is over. (Whether it hung, the longest pause.)"""
-    latest, since, longest, again, after = run.step(), time.monotonic(), 0.0, 0, 0.0
+    latest, since, longest, again, after, quiet = run.step(), time.monotonic(), 0.0, 0, 0.0, 2
     while not run.done:
         faults.tend()
         run.revive()
         now, step = time.monotonic(), run.step()
         if step != latest:
-            longest, latest, since = max(longest, now - since), step, now
+            longest, latest, since, quiet = max(longest, now - since), step, now, 2
         if now - since > patience:
             return True, now - since
         if now > until:
             faults.settle()
-        elif now > after:
-            # Steps are taken again, and there is something to go on from.
+        elif now > after and quiet:
+            # Of a run that takes no steps, processes are stopped twice, and none is killed.
             hard = step >= again and step > SAVE_STEPS and faults.chance.random() < 0.6
-            if faults.add(hard) and hard:
-                again = step + faults.chance.randint(2, 3 * SAVE_STEPS)
+            if faults.add(hard):
+                quiet -= not hard
+                again = step + faults.chance.randint(2, 3 * SAVE_STEPS) if hard else again
             after = time.monotonic() + faults.chance.uniform(*PAUSE_SECONDS)
         time.sleep(0.1)
     faults.settle()

@@ -44,6 +44,13 @@ def simulate(
     restart_seconds: Annotated[
         float, typer.Option("--restart-seconds", help="From a failure until training goes on.")
     ] = 600.0,
+    measured_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--measured-run",
+            help="A run directory of `carpool train --elastic`, whose checkpoints and recoveries say both of these.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
     out: Annotated[
         Path, typer.Option("--out", help="Folder for the pages, the profile and the trace, which are overwritten.")
@@ -63,6 +70,12 @@ def simulate(
                 raise ValueError(f"{option} {given:g} must be a positive number")
         if not 0 <= restart_seconds < math.inf:
             raise ValueError(f"--restart-seconds {restart_seconds:g} must be 0 or a positive number")
+        measured = "assumed unless given"
+        if measured_run is not None:
+            from carpool.report.read import measured_costs
+
+            checkpoint_seconds, restart_seconds = measured_costs(measured_run)
+            measured = f"measured in {measured_run}"
         from rich.console import Console
 
         from carpool.placement.trace import Trace
@@ -116,7 +129,7 @@ def simulate(
             **inputs(rates, candidate, Routes(), shape),
             "choices of experts": routing,
             "failures of a GPU": "given" if mtbf_hours is not None else f"{GPU_MTBF_SOURCE} (assumed)",
-            "checkpoint, restart": f"{checkpoint_seconds:g} s, {restart_seconds:g} s (assumed unless given)",
+            "checkpoint, restart": f"{checkpoint_seconds:.3g} s, {restart_seconds:.3g} s ({measured})",
             **notes,
         }
         advice = ""

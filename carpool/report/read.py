@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from carpool.report.record_types import (
     Placement,
     Probe,
     Record,
+    Recovery,
     RunInfo,
     Sample,
     Stopped,
@@ -52,6 +54,7 @@ KINDS: dict[str, type[Record]] = {
     "placement": Placement,
     "layout": Layout,
     "stopped": Stopped,
+    "recovery": Recovery,
 }
 
 
@@ -149,6 +152,25 @@ def read_run(run_dir: Path) -> Run:
         )
         run.summary = None
     return run
+
+
+def measured_costs(folder: Path) -> tuple[float, float]:
+    """Seconds for which a run waited for a checkpoint, and from a failure until it went on: medians of all that it has
+    recorded, whatever became of them.
+
+    Raises:
+        ValueError: it has recorded no checkpoint, or no recovery."""
+    path = folder / "metrics.jsonl"
+    lines = list(_lines(path, [])) if path.is_file() else []
+    waits = [line.record.seconds for line in lines if isinstance(line.record, Checkpoint)]
+    recoveries = [line.record.seconds for line in lines if isinstance(line.record, Recovery)]
+    known = [one for one in waits if one is not None]
+    if not known or not recoveries:
+        raise ValueError(
+            f"{folder} has recorded {len(known)} checkpoints and {len(recoveries)} recoveries, and both are needed: "
+            "name a run of `carpool train --elastic` that has lost an agent"
+        )
+    return statistics.median(known), statistics.median(recoveries)
 
 
 def _read_json(model: type[R], path: Path) -> R:

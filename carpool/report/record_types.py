@@ -301,6 +301,25 @@ class Stopped(Record):
     finite: bool | None = None
 
 
+class Recovery(Record):
+    """How an elastic run went on in a new group: seconds until it had formed, for processes and imports, for the plan
+    and the model, for the checkpoint, and for the first step."""
+
+    step: int
+    ranks: int = 0
+    from_step: int = 0
+    regroup: float = 0.0
+    imports: float = 0.0
+    build: float = 0.0
+    load: float = 0.0
+    first_step: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the last step of the group before."""
+        return self.regroup + self.imports + self.build + self.load + self.first_step
+
+
 # summary.json
 
 

@@ -229,6 +229,7 @@ def test_what_is_simulated_is_what_is_read() -> None:
         (PLAN, ["--hardware", "H101"], "did you mean H100"),
         (PLAN, ["--checkpoint-seconds", "0"], "must be a positive number"),
         (PLAN, ["--restart-seconds", "nan"], "--restart-seconds nan must be 0 or a positive number"),
+        (PLAN, ["--measured-run", "nowhere"], "nowhere has recorded 0 checkpoints and 0 recoveries"),
         (PLAN, ["moe.chunks=4"], "moe.chunks = 4 (on the command line) changes nothing without"),
         (
             PLAN + "gradient_accumulation_steps = 4",
