@@ -37,7 +37,7 @@ from carpool.hf.documents import fastest_attention, unpacked, why_not_packed
 from carpool.hf.loss_head import HeadLoss, known_change, logit_change, next_tokens, output_layer, why_whole
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import decoder_layers
-from carpool.hf.step_graphs import EAGER_STEPS, StepGraphs, why_model_waits
+from carpool.hf.step_graphs import EAGER_STEPS, Edge, NodeGraphs, Tensors, copy, why_model_waits
 from carpool.kernels.capture import Recorder
 from carpool.kernels.cross_entropy import IGNORED
 from carpool.planner.candidate import RANDOM
@@ -193,7 +193,7 @@ def _forward_in_pieces(base: Any) -> Callable[..., Any]:
     return forward
 
 
-class BodyGraphs(StepGraphs):
+class BodyGraphs(NodeGraphs):
     """The graphs of the body of a model, whose output layer and loss are eager.
 
     Args:
@@ -216,7 +216,6 @@ class BodyGraphs(StepGraphs):
     ) -> None:
         self.several, self.why_not, self.waiting = several, why_not, False
         self._trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
-        self._anchor = torch.zeros((), device=next(body.parameters()).device, requires_grad=True)
         self._others, self._told = 0, False
         # There is no step to compute: the Trainer does that.
         super().__init__(body, layers, lambda *_: None, known, recorder=recorder)
@@ -225,8 +224,6 @@ class BodyGraphs(StepGraphs):
         super().forget()
         self._leaves: list[Any] = []
         self._template: list[Any] = []
-        self._made: list[torch.Tensor] = []
-        self._dmade: list[torch.Tensor] = []
 
     def begin_step(self) -> None:
         """Before the first micro-batch of a step, whose graph makes gradients and adds to none."""
@@ -254,7 +251,7 @@ class BodyGraphs(StepGraphs):
                 static.copy_(leaf)
         self._join_copies()
         self.waiting = True
-        made = iter(_Body.apply(self, place, self._anchor))
+        made = iter(self.node(place))
         whole = [next(made) if one is _TENSOR else one for one in self._template]
         return pytree.tree_unflatten(whole, self._out_spec)
 
@@ -300,65 +297,43 @@ class BodyGraphs(StepGraphs):
 
     def _record(self, batches: Sequence[Any], before_backward: Any) -> None:
         self._leaves = [one.clone() if isinstance(one, torch.Tensor) else one for one in batches[0].values()]
-        recorder = self.recorder()
+        recorder, self._edge = self.recorder(), Edge(self._sums.device)
         for first in (True, False) if self.several else (True,):
-            flying: list[torch.Tensor] = []
+            flying: list[tuple[Tensors, Tensors]] = []
 
-            def forward(flying: list[torch.Tensor] = flying) -> None:
+            def forward(flying: list[tuple[Tensors, Tensors]] = flying) -> None:
                 self._restart_arenas()
-                out, self._out_spec = pytree.tree_flatten(self._own(**pytree.tree_unflatten(self._leaves, self._spec)))
-                if odd := [one for one in out if not isinstance(one, torch.Tensor | None | bool | int | float | str)]:
-                    raise TypeError(f"the model returns {type(odd[0]).__name__} (set use_cache=False)")
-                flying[:] = [one for one in out if isinstance(one, torch.Tensor)]
-                self._template = [_TENSOR if isinstance(one, torch.Tensor) else one for one in out]
-                if self._made:
-                    for static, one in zip(self._made, flying, strict=True):
-                        static.copy_(one.detach())
-                else:
-                    self._made = [one.detach().clone() for one in flying]
+                flying[:] = [self._edge.forward(self._compute)]
 
-            def backward(flying: list[torch.Tensor] = flying) -> None:
-                pairs = [pair for pair in zip(flying, self._dmade, strict=True) if pair[0].requires_grad]
-                with torch.autocast(self._sums.device.type, enabled=False):
-                    torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
-                flying.clear()
+            def backward(flying: list[tuple[Tensors, Tensors]] = flying) -> None:
+                self._edge.backward(*flying.pop())
                 self._join_copies()
 
             self._record_one(("forward", first), recorder, forward)
-            if not self._dmade:
-                self._dmade = [torch.zeros_like(one) for one in self._made]
+            # Made now, outside of the capture.
+            assert self._edge.dmade
             self._record_one(("backward", first), recorder, backward)
         self._restart_arenas()
 
-    def replay_forward(self, first: bool) -> tuple[torch.Tensor, ...]:
-        """What the body makes of the inputs that were copied."""
-        self._repeat(("forward", first))
-        return tuple(one.clone() for one in self._made)
+    def _compute(self, _: Tensors) -> Tensors:
+        """The tensors among what the body returns."""
+        out, self._out_spec = pytree.tree_flatten(self._own(**pytree.tree_unflatten(self._leaves, self._spec)))
+        if odd := [one for one in out if not isinstance(one, torch.Tensor | None | bool | int | float | str)]:
+            raise TypeError(f"the model returns {type(odd[0]).__name__} (set use_cache=False)")
+        self._template = [_TENSOR if isinstance(one, torch.Tensor) else one for one in out]
+        return tuple(one for one in out if isinstance(one, torch.Tensor))
 
-    def replay_backward(self, first: bool, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of parameters, by those of what was made."""
-        for static, one in zip(self._dmade, gradients, strict=True):
-            static.zero_() if one is None else static.copy_(one)
-        self._repeat(("backward", first))
+    def replay_forward(self, key: bool, received: Tensors) -> Tensors:
+        self._repeat(("forward", key))
+        assert self._edge.made is not None
+        return tuple(one.clone() for one in self._edge.made)
+
+    def replay_backward(self, key: bool, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+        copy(self._edge.dmade, gradients)
+        self._repeat(("backward", key))
         self._restart_arenas()
         self.waiting = False
         for parameter, gradient in self._gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
-
-
-class _Body(torch.autograd.Function):
-    """A forward that is a graph, and its backward that is another. (The anchor requires a gradient.)"""
-
-    @staticmethod
-    def forward(ctx: Any, graphs: BodyGraphs, first: bool, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.graphs, ctx.first = graphs, first
-        ctx.set_materialize_grads(False)
-        made = graphs.replay_forward(first)
-        ctx.mark_non_differentiable(*(one for one in made if not one.is_floating_point()))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        ctx.graphs.replay_backward(ctx.first, gradients)
-        return None, None, None
+        return ()

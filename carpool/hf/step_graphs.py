@@ -13,7 +13,7 @@ others add, and the last one reduces them. All share one pool of memory. Where t
 (`carpool.ride.two_batch`), a graph is of both; an odd last one has its own. Whatever a layer counts on the device
 it counts in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`). A pipeline has a
 graph for each forward and backward of a stage (`carpool.train.steps.stage_graphs`), and the body of a model under
-transformers' Trainer one for each of both (`fast_steps.py`).
+transformers' Trainer one for each of both (`fast_steps.py`): these are `NodeGraphs`.
 
 What a graph holds may not move: if buffers grow, the step is repeated eagerly and captured anew. Steps
 that a profiler watches run eagerly, because a graph has no names of layers, unless whoever watches needs none
@@ -43,6 +43,7 @@ from carpool.parallel.replicated import replicated
 from carpool.planner.candidate import FSDP, LENGTHS, PLANS_OF, of_transport
 
 Batch = dict[str, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 # Is called with a loss between forward and backward.
 BeforeBackward = Callable[[torch.Tensor], None]
 # As `Objective.run_together`.
@@ -298,6 +299,94 @@ class StepGraphs:
         gc.collect()
         self._restart_arenas()
         self.known(why)
+
+
+class Edge:
+    """The tensors at the edge of a forward's graph and of its backward's, which share them: what the forward is given
+    and makes, and the gradients of both.
+
+    Args:
+        given, made: of these sizes and dtypes, maybe on the device "meta". `made` None: as the first forward makes it.
+    """
+
+    def __init__(self, device: torch.device, given: Tensors = (), made: Tensors | None = None) -> None:
+        self.device = device
+        self.given, self.dgiven = self._zeros(given), self._zeros(given)
+        self.made, self._dmade = (
+            None if made is None else self._zeros(made),
+            None if made is None else self._zeros(made),
+        )
+
+    def _zeros(self, like: Tensors) -> Tensors:
+        return tuple(torch.zeros_like(one, device=self.device) for one in like)
+
+    @property
+    def dmade(self) -> Tensors:
+        """Made outside of a capture, which would zero it in each replay."""
+        if self._dmade is None:
+            assert self.made is not None, "a backward before its forward"
+            self._dmade = self._zeros(self.made)
+        return self._dmade
+
+    def forward(self, compute: Callable[[Tensors], Tensors]) -> tuple[Tensors, Tensors]:
+        """To be recorded. What was given is copied for the backward to find. Returns what `backward` takes."""
+        given = tuple(one.clone().requires_grad_() for one in self.given)
+        made = compute(given)
+        if self.made is None:
+            self.made = tuple(one.detach().clone() for one in made)
+        else:
+            copy(self.made, [one.detach() for one in made])
+        return given, made
+
+    def backward(self, given: Tensors, made: Tensors) -> None:
+        """To be recorded."""
+        pairs = [pair for pair in zip(made, self.dmade, strict=True) if pair[0].requires_grad]
+        with torch.autocast(self.device.type, enabled=False):
+            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        copy(self.dgiven, [one.grad for one in given])
+
+
+def copy(static: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Into tensors of a graph; None is 0."""
+    for one, other in zip(static, tensors, strict=True):
+        one.zero_() if other is None else one.copy_(other)
+
+
+class NodeGraphs(StepGraphs):
+    """Graphs that autograd sees as nodes: a forward, whose backward replays another graph. What is around them is
+    eager."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # It requires a gradient, where nothing is received that does.
+        self._anchor = torch.zeros((), device=self._sums.device, requires_grad=True)
+
+    def node(self, key: Any, received: Tensors = ()) -> Tensors:
+        """Replay a forward. Its outputs have a node whose backward replays the other graph."""
+        made: Tensors = _Node.apply(self, key, self._anchor, *received)
+        return made
+
+    def replay_forward(self, key: Any, received: Tensors) -> Tensors:
+        """What the forward makes of what it received."""
+        raise NotImplementedError
+
+    def replay_backward(self, key: Any, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+        """The gradients of what the forward received, by those of what it made."""
+        raise NotImplementedError
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graphs: NodeGraphs, key: Any, _: torch.Tensor, *received: torch.Tensor) -> Tensors:
+        ctx.graphs, ctx.key = graphs, key
+        ctx.set_materialize_grads(False)
+        made = graphs.replay_forward(key, received)
+        ctx.mark_non_differentiable(*(one for one in made if not one.is_floating_point()))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None, *ctx.graphs.replay_backward(ctx.key, gradients)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

@@ -152,7 +152,7 @@ class Pipeline:
 
     Attributes:
         stages: the numbers of this rank's stages.
-        order: the actions of this rank in the last step.
+        order: the actions of this rank in the last step; (forward, backward) of those that ran at the same time.
     """
 
     def __init__(
@@ -166,7 +166,8 @@ class Pipeline:
     ) -> None:
         self.schedule, self.group, self.number = schedule, group, stages
         self.work, self.device, self.pairs = work, device, pairs
-        self.order: list[Action] = []
+        self.order: list[tuple[Action, ...]] = []
+        self._in_pair, self._backward_action = False, Action("B", 0, 0, 0)
         assert pairs is None or schedule in PAIRED, f"{schedule} has no pairs"
         placed = stages_of(schedule, dist.get_world_size(group))
         self.rank_of = {stage: rank for rank, own in enumerate(placed) for stage in own}
@@ -194,25 +195,29 @@ class Pipeline:
 
     def _forward(self, stage: int, number: int, received: Tensors) -> Tensors:
         lane = self._lane_of(stage, number)
-        self.order.append(Action("F", stage, number, lane))
+        self._note(Action("F", stage, number, lane))
         self.work.lane(lane)
         return self.work.forward(stage, number, received)
 
+    def _note(self, action: Action) -> None:
+        if not self._in_pair:
+            self.order.append((action,))
+
     @contextmanager
     def _backward(self, stage: int, number: int) -> Iterator[None]:
-        self.order.append(Action("B", stage, number, self._lanes[stage, number]))
-        self.work.lane(self._lanes[stage, number])
+        self._backward_action = Action("B", stage, number, self._lanes[stage, number])
+        self._note(self._backward_action)
+        self.work.lane(self._backward_action.lane)
         with self.work.around_backward():
             yield
         del self._lanes[stage, number]
 
     def _weights(self) -> Callable[[], None]:
         """A function that computes the deferred weight gradients of the last backward."""
-        action = next(one for one in reversed(self.order) if one.kind == "B")._replace(kind="W")
-        compute = self.work.weights()
+        action, compute = self._backward_action._replace(kind="W"), self.work.weights()
 
         def weights() -> None:
-            self.order.append(action)
+            self.order.append((action,))
             compute()
 
         return weights
@@ -291,7 +296,12 @@ class Pipeline:
                 other, loss=loss, full_backward=not splits, last_backward=last and not splits
             )
 
-        made = self.pairs(forward, backward, lambda half: self.work.lane(lanes[half]))
+        self.order.append((Action("F", ahead, number, lanes[0]), Action("B", back, other, lanes[1])))
+        self._in_pair = True
+        try:
+            made = self.pairs(forward, backward, lambda half: self.work.lane(lanes[half]))
+        finally:
+            self._in_pair = False
         if ahead + 1 in stages:
             stages[ahead + 1].set_local_fwd_input(made, number)
         if back - 1 in stages:

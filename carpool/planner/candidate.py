@@ -234,8 +234,6 @@ class Candidate:
         offloads = "offload" in self.policies.values()
         if self.spare.slots and self.degrees.expert_ranks > 1 and not transport_class(self.transport).links_slots:
             return PLANS_OF.format(self.transport)
-        if self.schedule == "two-batch" and self.degrees.pp > 1:
-            return "a forward and a backward of a pipeline run in two threads"
         if self.schedule == "two-batch" and offloads:
             return "saved activations of two batches go to host memory"
         if self.degrees.pp > 1 and offloads:

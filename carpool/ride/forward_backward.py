@@ -18,6 +18,8 @@ layers of a stage whose forward and backward overlap (Interleaved1F1B; a V pairs
 phases of its own, and parameters that the other one still uses are not freed (`carpool.parallel.fsdp.TwoPhases`). And
 FSDP's final callback, which covers all modules, runs when both are done.
 
+A pair can be captured as a CUDA graph, whose replay has no threads (`carpool.ride.two_batch` says why that is right).
+
 Deferred weight gradients of a pipeline schedule (`carpool.ride.split_backward`) are computed after the pair.
 """
 
@@ -64,7 +66,7 @@ class ForwardBesideBackward:
             phases.switch()
             resume(half)
 
-        turns = Turns(device, resumed)
+        turns = Turns(device, resumed, draws=device.type != "cuda" or not torch.cuda.is_current_stream_capturing())
 
         def ahead() -> Result:
             turns.hand_over(0)

@@ -71,6 +71,9 @@ def ride(
     if not getattr(setup.experts, "computes_adapters", False) and (weights.adapted or weights.quantised):
         what = "adapters of experts" if weights.adapted else "a quantised base"
         raise ValueError(f"experts={getattr(setup.experts, 'name', None)!r} cannot compute {what}: use 'grouped'")
+    if setup.deferred is not None and torch.compiler.is_compiling():
+        # An operator defers no gradients.
+        return _uncompiled(x_TH, routing, slot_TK, weights, setup, beside)
     expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
     assert weight_TK is not None
     slices = slot_TK.shape[1] // max(1, expert_TK.shape[1])
@@ -111,6 +114,9 @@ def ride(
             for finish in chain(*later):
                 finish()
         return y_TH, result
+
+
+_uncompiled: Any = torch.compiler.disable(ride)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

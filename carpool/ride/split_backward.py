@@ -18,6 +18,9 @@ defers its weight gradients (`carpool.ride.setup`):
     gradients of the pre-activations stay in memory until then (of the worst-case size where only the device knows the
     number of tokens). With tokens that are offloaded or sent again, experts defer nothing.
 
+Compiled layers are cut at what defers (`torch.compiler.disable`): a graph of the compiler owns what it saves, and its
+backward has nowhere to put it. What is between two linear layers is still few kernels.
+
 The products and their order are those of a single backward. FSDP reduces gradients of the first part after the
 backward, and the others after `weights()`.
 """
@@ -57,20 +60,22 @@ class SplitBackward:
         self.model, self.layers, self.deferred = model, list(layers), DeferredGradients()
         # Modules with a forward of their own, such as adapters, are not split.
         modules = (module for module in model.modules() if type(module) is nn.Linear)
-        self.linears = [module for module in modules if "forward" not in vars(module)]
+        linears = [module for module in modules if "forward" not in vars(module)]
+        # Made once: compiled layers look for the same functions in each step.
+        self.forwards = [(linear, partial(self._forward, linear)) for linear in linears]
 
     def __enter__(self) -> SplitBackward:
         for layer in self.layers:
             layer.deferred = self.deferred
-        for linear in self.linears:
+        for linear, forward in self.forwards:
             # An attribute of the instance takes precedence over the class's method.
-            linear.forward = partial(self._forward, linear)  # type: ignore[method-assign]
+            linear.forward = forward  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         for layer in self.layers:
             layer.deferred = None
-        for linear in self.linears:
+        for linear, _ in self.forwards:
             del linear.forward
         self.deferred.take()
 
@@ -84,6 +89,7 @@ class SplitBackward:
 
         return weights
 
+    @torch.compiler.disable
     def _forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = linear.weight
         bias: torch.Tensor | None = linear.bias

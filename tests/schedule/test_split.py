@@ -61,16 +61,19 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rows", ["save", "resend", "offload"])
-@pytest.mark.parametrize("again", [False, True])
-def test_weights_wait_and_are_the_same(rows: str, again: bool) -> None:
+@pytest.mark.parametrize("how", ["eager", "recomputed", "compiled"])
+def test_weights_wait_and_are_the_same(rows: str, how: str) -> None:
     torch.manual_seed(0)
     model = Block().double()
     model.moe.set_activation_policies(carpool.ActivationPolicies(expert_inputs=rows))
     whole, x_NTH = copy.deepcopy(model), torch.randn(3, 17, 12, dtype=torch.float64, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
 
     def loss(model: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
-        y_TH = checkpoint(model, x_TH, use_reentrant=False) if again else model(x_TH)
-        return y_TH.sin().sum()
+        if how == "recomputed":
+            return checkpoint(model, x_TH, use_reentrant=False).sin().sum()
+        return (compiled if how == "compiled" and model is not whole else model)(x_TH).sin().sum()
 
     for x_TH in x_NTH:
         loss(whole, x_TH).backward()

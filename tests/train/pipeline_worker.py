@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides
 from carpool.hf.build_model import build_model
-from carpool.hf.decoder_layers import offload_layers, recompute_layers
+from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_layers
 from carpool.hf.pipeline_stages import cut_model, layer_number
 from carpool.hf.routing.router_balance import find_routers
 from carpool.hf.seam.implementation import set_schedule
@@ -80,6 +80,7 @@ def objective_of(
     priority: bool = False,
     offload: bool = False,
     shared_beside: bool = True,
+    compiled: str = "",
 ) -> PipelineObjective:
     """Of a model with the weights of `whole`, cut into stages. `paired`: pairs run at the same time."""
     meshes, settings, dtype = make_meshes(degrees), dict(settings), torch.float32
@@ -95,6 +96,8 @@ def objective_of(
         settings["two_batch"] = True
         set_schedule(model, Schedule("two-batch"))
         compute_shared_beside(model, shared_beside)
+    if compiled:
+        compile_layers(model, compiled)
     if offload:
         offload_layers(model)
     settings["rides_first"] = RidesFirst(model, rides(model)) if priority else None
@@ -135,9 +138,9 @@ def _error_of_stages(family: str) -> float:
         total += float(loss / tokens)
     objective = objective_of(config, "1F1B", Degrees(pp=2, fsdp=1, ep=1), whole, settings)
     found = objective.backward(batches).loss
-    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    expected = {name for name, p in whole.named_parameters() if p.grad is not None}
     own = {name: p for name, p in objective.model.named_parameters() if name in expected}
-    errors, missing = gradient_errors(whole, {name: p.grad for name, p in own.items()})
+    errors, missing = gradient_errors(whole, {name: p.grad for name, p in own.items() if p.grad is not None})
     assert errors and not set(missing) & own.keys(), family
     return max(abs(found / total - 1), *errors.values())
 
@@ -184,38 +187,60 @@ def compare_pairs(family: str, schedule: str, micro_batches: int, ep: int = 1, *
     return Pairs(equal, [entry for entry in seen if entry[1] >= 0], all(roots))
 
 
-def replay(family: str, schedule: str, micro_batches: int, ep: int = 1, **how: Any) -> list[bool]:
-    """Of each step of a run whose stages are recorded in the third: whether its losses and gradients are those of an
-    eager step, bit by bit."""
-    config = tiny_config(discover()[family], num_hidden_layers=4, **LAYERS.get(family, {}))
-    degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
-    whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
-    settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": AUX, "autocast": None}
-    objective = objective_of(config, schedule, degrees, whole, settings, **how)
-    model, rank = objective.model, degrees.dp_rank(dist.get_rank())
-    some = [batches_of(micro_batches, rank, degrees.dp, padded) for padded in (False, True)]
-    for batch in some[0]:
-        # As in a run, all batches have the same entries.
-        batch["padding"] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+class Steps:
+    """Of a model in stages, whose micro-batches are drawn: what a step computes."""
 
-    def step(batches: list[dict[str, torch.Tensor]]) -> tuple[Any, dict[str, Any]]:
+    def __init__(self, family: str, schedule: str, micro_batches: int, ep: int = 1, **how: Any) -> None:
+        config = tiny_config(discover()[family], num_hidden_layers=4, **LAYERS.get(family, {}))
+        degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
+        whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
+        settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": AUX, "autocast": None}
+        torch._dynamo.reset()
+        self.objective = objective_of(config, schedule, degrees, whole, settings, **how)
+        rank = degrees.dp_rank(dist.get_rank())
+        self.batches = [batches_of(micro_batches, rank, degrees.dp, padded) for padded in (False, True)]
+        for batch in self.batches[0]:
+            # As in a run, all batches have the same entries.
+            batch["padding"] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+
+    def step(self, number: int) -> tuple[Any, dict[str, Any]]:
+        model = self.objective.model
         model.zero_grad()
-        loss = objective.backward(batches)
+        loss = self.objective.backward(self.batches[number])
         if (kept := replicated(model)) is not None:
             kept.finish()
         with sharded_parameters(model):
             return loss, {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
-    expected = [step(batches) for batches in some]
+
+def replay(family: str, schedule: str, micro_batches: int, **how: Any) -> list[bool]:
+    """Of each step of a run whose stages are recorded in the third: whether its losses and gradients are those of a
+    step that is not, bit by bit."""
+    steps = Steps(family, schedule, micro_batches, **how)
+    objective, expected = steps.objective, [steps.step(number) for number in (0, 1)]
     told: list[str | None] = []
-    layers = list(rides(model).values())
+    layers = list(rides(objective.model).values())
     objective.graphs = StageGraphs(objective, layers, told.append, True, lambda: Again(objective.split))
     found = []
     for number in (0, 1, 1, 0):
-        loss, gradients = step(some[number])
+        loss, gradients = steps.step(number)
         found.append(loss == expected[number][0] and _same(gradients, expected[number][1]))
     assert told == [None], told
     return found
+
+
+def compiled_error(family: str, schedule: str, micro_batches: int, **how: Any) -> float:
+    """The largest difference of a loss or gradient of compiled stages from that of eager ones. Layers share graphs."""
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    (loss, expected), (ours, gradients) = (
+        Steps(family, schedule, micro_batches, compiled=compiled, **how).step(0) for compiled in ("", "eager")
+    )
+    assert 0 < stats["unique_graphs"] - before < 16
+    errors = (
+        float((_local(gradients[name]) - _local(one)).abs().max()) for name, one in expected.items() if one is not None
+    )
+    return max(abs(ours.loss - loss.loss), *errors)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "
             layer(),
             ["parallelism.pp_size=2", "parallelism.pp_schedule=DualPipeV", "training.gradient_accumulation_steps=4"],
             "two-batch",
-            "two threads",
+            None,
         ),
         (OnGpu(), layer(), ["moe.spare_slots=2"], "none", None),
         (OnGpu(), layer(reads_plans=True), ["moe.spare_slots=2"], "none", "some the host reads which experts go"),

@@ -12,13 +12,13 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from carpool.hf.pipeline_stages import cut_model
-from carpool.parallel.schedules import SCHEDULES
+from carpool.parallel.schedules import PAIRED, SCHEDULES
 from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_config
 from tests.ranks import Ranks
-from tests.train.pipeline_worker import Pairs, compare_pairs, compare_with_one_process, replay
+from tests.train.pipeline_worker import Pairs, compare_pairs, compare_with_one_process, compiled_error, replay
 from tests.train.test_loop import MODEL, losses, records, run, start, weights
 
 RANKS_IMPORT = ["tests.hf.every_class"]
@@ -107,10 +107,39 @@ def test_recorded_stages(two_ranks: Ranks) -> None:
     assert two_ranks(replay, "olmoe", "DualPipeV", 4) == [[True] * 4] * 2
 
 
+@pytest.mark.parametrize("schedule", PAIRED)
+def test_recorded_pairs(two_ranks: Ranks, schedule: str) -> None:
+    """A pair is recorded by two threads, as one piece of work."""
+    assert two_ranks(replay, "olmoe", schedule, 4, paired=True) == [[True] * 4] * 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_recorded_stages_of_two_ranks(ranks: Ranks, schedule: str) -> None:
-    assert ranks(replay, "gpt_oss", schedule, 4, ep=2, dense="zero1") == [[True] * 4] * 4
+@pytest.mark.parametrize(
+    ("schedule", "paired"), [*((one, False) for one in SCHEDULES), *((one, True) for one in PAIRED)]
+)
+def test_recorded_stages_of_two_ranks(ranks: Ranks, schedule: str, paired: bool) -> None:
+    assert ranks(replay, "gpt_oss", schedule, 4, ep=2, dense="zero1", paired=paired) == [[True] * 4] * 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [
+        ("1F1B", {}),
+        *(
+            pytest.param(schedule, how, marks=pytest.mark.slow)
+            for schedule, how in (
+                ("ZBVZeroBubble", {"recompute": "rides kept"}),
+                ("Interleaved1F1B", {"paired": True}),
+                ("DualPipeV", {"paired": True}),
+            )
+        ),
+    ],
+)
+def test_compiled_stages(two_ranks: Ranks, schedule: str, how: dict[str, Any]) -> None:
+    """Recorded, they have the bits of compiled steps, and the loss and gradients of eager ones."""
+    assert two_ranks(replay, "olmoe", schedule, 4, compiled="eager", **how) == [[True] * 4] * 2
+    for error in two_ranks(compiled_error, "olmoe", schedule, 4, **how):
+        assert error < 1e-6
 
 
 def test_tied_embeddings_are_on_one_rank() -> None:

@@ -197,10 +197,7 @@ class TrainingSection(Section):
     freeze: Annotated[Literal["non_expert", "experts"] | None, Was("training.freeze", {"dense": "non_expert"})] = None
     """non_expert: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. experts: all but
     the experts is trained, which pipeline stages may then have in host memory (memory.experts). none: everything is."""
-    torch_compile: Annotated[
-        Annotated[Literal["auto", "on", "off"], SWITCH],
-        Excludes("parallelism.pp_size", "compiled layers are not tried with stages", own="training.torch_compile=on"),
-    ] = "auto"
+    torch_compile: Annotated[Literal["auto", "on", "off"], SWITCH] = "auto"
     """Compile each decoder layer with torch.compile; true is on, false is off. auto: on a GPU, where layers can be
     compiled and the run saves more time by it than compilation takes, which the planner's model of a step says
     (carpool/train/plan/compile_and_capture.py). The run says what it decided, and why."""
