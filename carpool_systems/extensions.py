@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from carpool.hf.seam.expert_rides import ExpertRides
     from carpool.train.build.assemble import Built
     from carpool.train.plan.resolve import Plan
+    from carpool.train.run.loop import Run
+    from carpool_systems.sparse_snapshots import SparseSnapshots
 
 _PLAIN, _EQUAL = {"moe.schedule": "none"}, {"parallelism.rank_speeds": None}
 
@@ -140,3 +142,56 @@ class MoveSequences(Extension):
         every = self.settings.every
         often = "each layer with experts" if every == 1 else f"every {every} layers with experts"
         return f"sequences may move to other ranks before {often} but the first"
+
+
+class SnapshotsSection(Section):
+    """Snapshots of every step in memory that outlives the process."""
+
+    window: Annotated[
+        Annotated[int, Ge(1)] | Literal["auto"] | None,
+        Excludes("placement.every", "experts would move in the middle of a window"),
+        Excludes("parallelism.pp_size", "snapshots are not tried with stages"),
+        Excludes("training.ema_decay", "snapshots do not hold averages of weights"),
+        Excludes("memory.experts", "experts are in host memory already, and come and go in the middle of a copy"),
+        Excludes("training.optimizer_offload!=none", "the optimizer's state is in host memory already"),
+    ] = None
+    """Sparse snapshots (MoEvement): after each step, 1 / window of the experts and other parameters are copied to
+    /dev/shm with their optimizer state, and the weights alone of those that come later in the window. A run that goes
+    on (training.resume_from_checkpoint=last or auto) on as many ranks of the same hosts repeats the newest whole
+    window, bit by bit, if that is newer than the last checkpoint. Takes 2 * window files of a rank. auto: as many steps
+    as the copy needs to be hidden behind a step. none: no snapshots."""
+
+
+class Snapshots(Extension):
+    name, section = "snapshots", SnapshotsSection
+    help = "Snapshots of every step in memory that outlives the process (MoEvement). Off by default."
+    taken: SparseSnapshots | None = None
+
+    def before_step(self, run: Run) -> None:
+        from carpool.train.run.loop import record, set_learning_rate
+        from carpool_systems.sparse_snapshots import SparseSnapshots
+
+        if self.taken is not None:
+            record(run)
+            self.taken.take(run.step - 1)
+            return
+        window = None if self.settings.window == "auto" else self.settings.window
+        self.taken = SparseSnapshots(run, window)
+        goes_on = run.config.training.resume_from_checkpoint in ("last", "auto")
+        self.taken.files.clean(everything=not goes_on)
+        if goes_on and self.taken.recover():
+            replayed = f"; the {self.taken.window} steps of its window are repeated" if run.incomplete else ""
+            run.records.say(f"snapshot of step {run.step}{replayed}")
+            run.step += 1
+            set_learning_rate(run)
+
+    def after_step(self, run: Run) -> None:
+        if self.taken is not None:
+            self.taken.after_step()
+
+    def finish(self, run: Run) -> None:
+        if self.taken is not None:
+            self.taken.files.clean(everything=True)
+
+    def describe(self) -> str:
+        return f"snapshots: of every step, in windows of {self.settings.window} steps; on this host alone"

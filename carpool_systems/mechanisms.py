@@ -42,6 +42,7 @@ from carpool.ride.split_backward import SplitBackward
 from carpool.routing import limit
 from carpool.train.moving.solve import solve
 from carpool.transport import TRANSPORTS
+from carpool_systems.extensions import Snapshots
 from carpool_systems.few_on_host import FewOnHost
 from carpool_systems.merging import LSH, Condense
 from carpool_systems.predictors import ActivationMatrices, Popularity
@@ -56,6 +57,15 @@ if TYPE_CHECKING:  # these need Transformers, and comparing recipes on a recordi
 __all__ = ["BY_NAME", "MECHANISMS", "find", "load", "shown"]
 
 Shown = Callable[["Recorder"], Any]
+
+
+def _is_sparse(extension: Any) -> bool:
+    from carpool_systems.sparse_snapshots import is_sparse
+
+    if not isinstance(extension, Snapshots) or extension.taken is None:
+        return False
+    extension.taken.files.wait()
+    return is_sparse(extension.taken.files)
 
 
 def _placement() -> Any:
@@ -102,6 +112,8 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     "limit:groups": lambda seen: seen.called(limit.RoutingLimit._two_best)
     and 0 < seen.ranks < max(seen.choices, default=0),
     "freeze:non_expert": lambda seen: all(".gate." in name for name in seen.changed),
+    # -- what survives a fault
+    "snapshots:sparse": lambda seen: any(map(_is_sparse, seen.run.built.extensions)),
     # -- where experts live
     "policy:migrate": lambda seen: seen.called(solve) and seen.called(_placement()._use),
     "policy:place": lambda seen: not seen.called(_placement()._move) and any(

@@ -4,7 +4,8 @@
     system = "MindSpeed"                              what it is called
     source = "..."                                    where it is described
     note = "..."                                      what of it this is, and what not
-    kind = "placement"                                or "routing", "schedule", "memory", "transport", "mesh"
+    kind = "placement"                                or "routing", "schedule", "memory", "transport", "mesh",
+                                                      "reliability"
     mechanisms = ["policy:lpt_cv", "predictor:ema"]   what makes it that system, as a run shows it (`carpool_systems`)
     missing = []                                      what would, too, and this version lacks
 
@@ -43,7 +44,7 @@ from carpool.plugins.nearest import nearest
 
 FOLDERS = "CARPOOL_RECIPES"
 GROUP = "carpool.recipes"
-Kind = Literal["placement", "routing", "schedule", "memory", "transport", "mesh"]
+Kind = Literal["placement", "routing", "schedule", "memory", "transport", "mesh", "reliability"]
 
 
 @dataclass(frozen=True)

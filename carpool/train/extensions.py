@@ -35,6 +35,7 @@ use, they are called in this order, on all ranks alike:
     prepare_run           layers, objective and optimizer are there, no step is captured as a graph yet
     describe              what a run prints before its first step
     before_step, after_step
+    finish                the run came to its end
 
 One object gets the calls from `prepare_layers` on, so that it may remember what it made. Those before it are made to
 objects of their own, and must not change them.
@@ -114,10 +115,13 @@ class Extension:
         return ""
 
     def before_step(self, run: Run) -> None:
-        """Called before the batches of a step are read."""
+        """Called before the batches of a step are read. Weights are left alone: they may still be copied."""
 
     def after_step(self, run: Run) -> None:
         """Called when a step's update has been made."""
+
+    def finish(self, run: Run) -> None:
+        """Called when the run came to its end, after its last checkpoint."""
 
 
 def _check(name: str, cls: type[Extension]) -> None:

@@ -21,6 +21,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
@@ -33,13 +34,17 @@ IN_FLIGHT = 2
 class HostBuffer:
     """Shared host memory of one rank.
 
+    Args:
+        device: what is copied from.
+        path: a file in /dev/shm that outlives the process; None: memory without a name, which does not.
+
     Attributes:
         fd: of the file that it is; -1: there is none yet.
         bytes: its size.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.fd, self.bytes = device, -1, 0
+    def __init__(self, device: torch.device, path: Path | None = None) -> None:
+        self._device, self._path, self.fd, self.bytes = device, path, -1, 0
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._locked = False
 
@@ -52,7 +57,9 @@ class HostBuffer:
         if size <= self.bytes:
             return
         self.close()
-        if hasattr(os, "memfd_create"):
+        if self._path is not None:
+            self.fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        elif hasattr(os, "memfd_create"):
             self.fd = os.memfd_create("carpool-checkpoint")
         else:
             with tempfile.TemporaryFile() as file:

@@ -74,6 +74,7 @@ logger = logging.getLogger(__name__)
 # `list` is a method below.
 Paths = list[Path]
 Ordered = list[tuple[int, Path]]
+Waits = list[Callable[[], None]]
 
 
 class CheckpointManager:
@@ -96,6 +97,7 @@ class CheckpointManager:
         self.best: int | None = None
         # Being written; `collect` waits for it.
         self.pending: PendingSave | None = None
+        self.copying: Waits = []
         self._planner = ShardPlanner()
         self._buffer: HostBuffer | None = None
         self._store: Any = None
@@ -233,9 +235,12 @@ class CheckpointManager:
         return all(free is None or needs[host] <= SHARE * free for _, free, host in of_ranks)
 
     def settle(self) -> None:
-        """Returns when the state of a checkpoint that is being written may change: it is copied. Not collective."""
+        """Returns when weights and the optimizer's state may change: all copies of them that were begun are there, of a
+        checkpoint that is being written and of plug-ins (`copying`). Not collective."""
         if self.pending is not None:
             self.pending.settle()
+        for wait in self.copying:
+            wait()
 
     def collect(self) -> SavedCheckpoint | None:
         """Waits until the checkpoint that is being written is whole, on all ranks; None: there is none. Collective.

@@ -66,15 +66,24 @@ class ShardFile:
     bytes: int
 
     @classmethod
-    def of(cls, pieces: list[Piece]) -> ShardFile:
+    def of(cls, pieces: list[Piece], about: Mapping[str, str] | None = None, size: int = 0) -> ShardFile:
         """The file of these pieces.
+
+        Args:
+            about: what else its metadata says.
+            size: bytes of the whole file, at least: what is missing is "padding", whose values nobody writes.
 
         Raises:
             ValueError: a dtype that safetensors does not have."""
         ordered = sorted(pieces, key=lambda piece: (-piece.tensor.dtype.itemsize, piece.name))
         offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in ordered}
         header: dict[str, Any] = {
-            "__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+            "__metadata__": {
+                "DCP_SHARDING_INFO": json.dumps(offsets),
+                "DCP_VERSION": "1.0",
+                "format": "pt",
+                **(about or {}),
+            }
         }
         starts, end = [], 0
         for piece in ordered:
@@ -88,11 +97,17 @@ class ShardFile:
                 "shape": shape,
                 "data_offsets": [starts[-1], end],
             }
-        text = json.dumps(header).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        first = len(text) + 8
+        text = _header(header)
+        if (missing := size - len(text) - end) > 0:
+            # The entry makes the header longer. With the shorter number that is left it is no longer than that.
+            for _ in range(2):
+                header["padding"] = {"dtype": "U8", "shape": [missing], "data_offsets": [end, end + missing]}
+                text = _header(header, least=len(text))
+                missing = max(0, size - len(text) - end)
+            end += header["padding"]["shape"][0]
+        first = len(text)
         placed = [Placed(piece.tensor, first + start) for piece, start in zip(ordered, starts, strict=True)]
-        return cls(len(text).to_bytes(8, "little") + text, placed, first + end)
+        return cls(text, placed, first + end)
 
     def write(self, path: Path) -> dict[str, Any]:
         """Writes it from the tensors as they are now: its record for `state.json`. Raises OSError."""
@@ -106,6 +121,13 @@ class ShardFile:
                 content = memoryview(values)
                 for first in range(0, len(content), BLOCK):
                     yield content[first : first + BLOCK]
+
+
+def _header(header: dict[str, Any], least: int = 0) -> bytes:
+    """As a file begins: its length, its text, and spaces up to a multiple of 64, `least` bytes together."""
+    text = json.dumps(header).encode()
+    text = text.ljust(least - 8) + b" " * (-(8 + max(len(text), least - 8)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def shard_name(part: str) -> str:

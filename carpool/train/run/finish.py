@@ -161,14 +161,7 @@ def save(run: Run, wait: bool = True) -> Path | None:
     Args:
         wait: until it is written, also where checkpoints are written beside training."""
     collect(run)
-    state = {
-        "totals": run.totals,
-        "losses": run.losses,
-        "best": asdict(run.best),
-        "loader": loader_state(run.data.train),
-        "placement": run.placement.state(),
-        "norm": None if run.built.consumed is None else run.built.consumed.norm.item(),
-    }
+    state = run_state(run)
     to_logical = None if is_logical(run.built.model) else partial(logical_order, run.built.model)
     beside = not wait and run.config.training.saves_async(run.built.device.type == "cuda")
     write = run.checkpoints.save_beside if beside else run.checkpoints.save
@@ -186,6 +179,18 @@ def save(run: Run, wait: bool = True) -> Path | None:
         return None
     _record_saved(run, saved)
     return saved.path
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """What a run needs to go on after its last step, beside weights and the optimizer's state, as JSON can hold it."""
+    return {
+        "totals": run.totals,
+        "losses": run.losses,
+        "best": asdict(run.best),
+        "loader": loader_state(run.data.train),
+        "placement": run.placement.state(),
+        "norm": None if run.built.consumed is None else run.built.consumed.norm.item(),
+    }
 
 
 def collect(run: Run) -> None:
@@ -259,6 +264,8 @@ def finish(run: Run) -> None:
         save(run)
     elif run.built.adapted and run.start == run.step:
         _save_adapter(run)  # whoever took the last step may have ended between the two
+    for extension in run.built.extensions:
+        extension.finish(run)
     ended = run.step == training.steps or run.best.patience_is_over(training)
     if ended and training.load_best_model_at_end and run.best.step not in (None, run.step):
         _load_best(run)

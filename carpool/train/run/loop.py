@@ -80,6 +80,7 @@ class Run:
         compare_with: a transport whose step times are compared at the end; None: no comparison.
         memory_before: peak bytes of this process before anything was built.
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
+        incomplete: the optimizer's state is not whole yet: no checkpoint is written, and the run does not stop.
         totals, losses: of the whole run, resumed parts included; both go into checkpoints.
         unrecorded: the step that was done last; None: its numbers are recorded.
         rode, measured: rides and plug-ins' metrics of the latest step, on their way to the host.
@@ -97,6 +98,7 @@ class Run:
     compare_with: str | None = None
     memory_before: int = 0
     step: int = 0
+    incomplete: bool = False
     start: int = 0
     saved_at: int = 0
     last_step: int = 0
@@ -216,8 +218,7 @@ def loop(run: Run) -> None:
     begin = time.perf_counter()
     while run.step < run.last_step:
         run.step += 1
-        for group in run.built.optimizer.param_groups:
-            group["lr"] = learning_rate(run.step, training) * group["lr_ratio"]
+        set_learning_rate(run)
         try:
             losses, norm, signum = update(run)
         except WrongStepError as error:
@@ -230,9 +231,10 @@ def loop(run: Run) -> None:
         begin = time.perf_counter()
         announce(run)
         last = run.step == run.last_step
+        signum = 0 if run.incomplete else signum
         epoch = run.data.steps_per_epoch
         evaluates = is_due(training.eval_strategy, training.eval_steps, run.step, epoch) and not last
-        saves = is_due(training.save_strategy, training.save_steps, run.step, epoch)
+        saves = is_due(training.save_strategy, training.save_steps, run.step, epoch) and not run.incomplete
         pauses = signum or evaluates or saves or run.placement.decides(run.step)
         if pauses or last:
             record(run)
@@ -260,6 +262,12 @@ def loop(run: Run) -> None:
             begin = time.perf_counter()
 
 
+def set_learning_rate(run: Run) -> None:
+    """That of the step."""
+    for group in run.built.optimizer.param_groups:
+        group["lr"] = learning_rate(run.step, run.config.training) * group["lr_ratio"]
+
+
 def record(run: Run, wait: bool = True) -> None:
     """Record the step that was done last, if it is not recorded yet. `wait`: until its numbers are there."""
     numbers, run.unrecorded = run.unrecorded, None
@@ -271,8 +279,8 @@ def update(run: Run) -> tuple[Losses, float, int]:
     """The optimizer's step on the next batches: their losses, the norm of the gradient, and the signal that asked a
     rank to stop, 0 if none did. The same on all ranks. The step before is recorded meanwhile."""
     built = run.built
-    if built.extensions or (built.consumed is not None and built.objective.graphs is not None):
-        # Weights may change soon, in a graph that the host does not interrupt.
+    if built.consumed is not None and built.objective.graphs is not None:
+        # Weights change in a graph, which the host does not interrupt.
         run.checkpoints.settle()
     for extension in built.extensions:
         extension.before_step(run)

@@ -82,14 +82,21 @@ class Stragglers:
 def load_state(run: Run, checkpoint: Path) -> dict[str, Any]:
     """Put a checkpoint into a run, but for the position in the data; its `state`. Collective."""
     built = run.built
+    run.checkpoints.settle()
     state = load(
         checkpoint, built.model, built.optimizer, average=built.average, sums_first=False, **layout_hooks(built.model)
     )
+    restore_state(run, state)
+    run.incomplete = False
+    return state
+
+
+def restore_state(run: Run, state: dict[str, Any]) -> None:
+    """Go on from what `carpool.train.run.finish.run_state` gave, with its "step", but for the position in the data."""
     run.step, run.totals, run.losses = state["step"], state["totals"], state["losses"]
     run.best = Best(**(state.get("best") or {}))
-    if built.consumed is not None and state.get("norm") is not None:
-        built.consumed.norm.fill_(state["norm"])
-    return state
+    if run.built.consumed is not None and state.get("norm") is not None:
+        run.built.consumed.norm.fill_(state["norm"])
 
 
 def roll_back(run: Run, error: WrongStepError) -> None:

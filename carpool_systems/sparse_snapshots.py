@@ -1,0 +1,350 @@
+"""Sparse snapshots of every step, and recovery from them (MoEvement, arXiv 2412.15411v5).
+
+A window has W steps. After each, 1/W of the *operators* is copied to host memory with all of its state: masters and
+moments. An operator is an expert, or a parameter that is none of an expert. Of operators that come later in the window
+only what the forward computes with is copied: their weights.
+
+    W = 3, after step    4              5              6              7              8 ...
+    full state of        operators 0    operators 1    operators 2    operators 0    operators 1
+    weights of           1, 2           2              -              1, 2           2
+
+No file holds a whole state, and none has to: recovery loads the first of a window and repeats its steps.
+
+    load 4      0 whole, weights of 1 and 2      repeat step 5      0 is updated; 1 and 2 are frozen
+    load 5      1 whole, weights of 2            repeat step 6      0 and 1 are updated; 2 is frozen
+    load 6      2 whole                          all are whole: the state after step 6, bit by bit
+
+A frozen operator has the weights that it had in that step, so every forward and every gradient is that of the run
+without the fault, and so are the norm and the updates of operators that are whole. What an update makes of a frozen
+operator is overwritten by the next snapshot. The paper skips its weight gradients; here they are computed, because
+exact clipping wants the norm of all.
+
+Files are in /dev/shm, which outlives the process, but not the machine: safetensors, one for each step and rank, under a
+folder for each user and run. A file gets its name when it is whole. 2 W of them are kept: the newest whole window is
+always among them. Who removes them: the run when it ends or when it starts from the beginning (no
+training.resume_from_checkpoint), and any start of a run that finds folders of runs whose own folder is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from carpool.optim.update import local
+from carpool.parallel.replicated import sharded_parameters
+from carpool.train.checkpoints.host_copy import HostBuffer, copy_files
+from carpool.train.checkpoints.shard_files import Piece, ShardFile
+from carpool.train.checkpoints.state_tensors import (
+    Tensors,
+    model_tensors,
+    optimizer_tensors,
+    rng_state,
+    set_rng_state,
+)
+from carpool.train.launch.ranks import gather, rank, world
+from carpool.train.run.finish import run_state
+from carpool.train.run.loop import Run
+from carpool.train.run.rollback import restore_state
+
+MEMORY = Path("/dev/shm")
+WEIGHT = "weight"
+# Of the time of a step, what a copy beside it may take.
+SHARE = 0.5
+MOST_STEPS = 32
+# Steps whose times are known before a window is chosen, the first not counted; bytes of a file for numbers that grow.
+MEASURED, _ROOM = 3, 1 << 16
+
+
+class Operator(NamedTuple):
+    """Rows `first` to `stop` of this rank's part of a parameter, and its place in the window."""
+
+    name: str
+    first: int
+    stop: int
+    position: int
+
+
+def operators(sizes: Mapping[str, tuple[int, int, bool]], window: int) -> list[Operator]:
+    """Divides parameters among the steps of a window, the same way on all ranks.
+
+    Args:
+        sizes: by name: elements over all ranks, rows of this rank's part, and whether rows are experts.
+
+    Example: 4 experts on this rank and W = 2: rows 0 and 1 come with the first step, rows 2 and 3 with the second."""
+    found, load = [], [0] * window
+    for name, (elements, rows, experts) in sorted(sizes.items(), key=lambda one: (-one[1][0], one[0])):
+        if experts:
+            cuts = [rows * place // window for place in range(window + 1)]
+            found += [Operator(name, cuts[place], cuts[place + 1], place) for place in range(window)]
+            continue
+        place = load.index(min(load))
+        load[place] += elements
+        found.append(Operator(name, 0, rows, place))
+    return found
+
+
+def choose_window(full: int, weights: int, bytes_per_second: float, step_seconds: float) -> int:
+    """The shortest window whose largest snapshot is copied within `SHARE` of a step: short windows are recovered from
+    sooner. With all steps of `MOST_STEPS` too short for it, that many, and the copy is waited for.
+
+    Args:
+        full, weights: bytes of a rank's whole state, and of its weights alone."""
+    for window in range(1, MOST_STEPS):
+        if (full + (window - 1) * weights) / window <= SHARE * step_seconds * bytes_per_second:
+            return window
+    return MOST_STEPS
+
+
+class State:
+    """This rank's memory of all that snapshots hold, by operator.
+
+    Attributes:
+        of: tensors by parameter: WEIGHT, and names of the optimizer's state, all with the parameter's rows.
+        common: small tensors without rows, and buffers: in every snapshot.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        weights, states = model_tensors(model), optimizer_tensors(model, optimizer)
+        self._optimizer, self._seen = optimizer, _tensors_of(optimizer)
+        self._model, self.of, self.common = model, dict[str, Tensors](), Tensors()
+        self.sizes: dict[str, tuple[int, int, bool]] = {}
+        for name, weight in weights.items():
+            own = {n.rsplit(".", 1)[1]: one for n, one in states.items() if n.startswith(f"state.{name}.")}
+            if not own:
+                self.common[name] = local(weight)
+                continue
+            self.of[name] = {WEIGHT: local(weight)}
+            rows = len(local(weight))
+            self.sizes[name] = (weight.numel(), rows, weight.dim() == 3)
+            for key, one in own.items():
+                if one.dim() and len(local(one)) == rows:
+                    self.of[name][key] = local(one)
+                else:
+                    self.common[f"{name}.{key}"] = local(one)
+
+    def holds(self) -> bool:
+        """Whether the optimizer's state is in this memory still: its first step may have given it other."""
+        return self._seen == _tensors_of(self._optimizer)
+
+    def bytes(self) -> tuple[int, int]:
+        """(all, weights alone)."""
+        full = sum(one.nbytes for tensors in self.of.values() for one in tensors.values())
+        return full, sum(tensors[WEIGHT].nbytes for tensors in self.of.values())
+
+    def pieces(self, chosen: Sequence[Operator], position: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the snapshot at a place of the window holds, by name in its file."""
+        yield from ((f"common {name}", one) for name, one in self.common.items())
+        for name, first, stop, place in chosen:
+            for key, one in self.of[name].items():
+                if place == position or (place > position and key == WEIGHT):
+                    yield f"{'full' if place == position else 'frozen'} {name} {first}:{stop} {key}", one[first:stop]
+
+    @torch.no_grad()
+    def load(self, file: Path, chosen: Sequence[Operator], position: int) -> None:
+        """Put a snapshot back."""
+        with safe_open(file, "pt") as stored, sharded_parameters(self._model, write=True):
+            for name, tensor in self.pieces(chosen, position):
+                tensor.copy_(stored.get_tensor(name))
+
+
+def _tensors_of(optimizer: Any) -> list[int]:
+    return [id(value) for state in optimizer.state.values() for value in state.values()]
+
+
+class SnapshotFiles:
+    """The files of this rank's snapshots, in memory that outlives it. All have one size and are reused in turn: each is
+    page-locked once.
+
+    Args:
+        run: the run's folder.
+        device: that has the tensors.
+    """
+
+    def __init__(self, run: Path, device: torch.device) -> None:
+        self._run, self._device = run.absolute(), device
+        users = MEMORY / f"carpool-snapshots-{os.getuid()}"
+        self.folder = users / hashlib.sha256(str(self._run).encode()).hexdigest()[:16] / f"rank-{rank():05d}"
+        self._buffers: dict[Path, HostBuffer] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def clean(self, everything: bool) -> None:
+        """Remove files of runs whose folder is gone, of this user; with `everything`, this run's too."""
+        self.wait()
+        for owner in self.folder.parents[1].glob("*/run"):
+            if not Path(owner.read_text()).is_dir():
+                shutil.rmtree(owner.parent, ignore_errors=True)
+        if everything:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def path(self, step: int) -> Path:
+        """Of the snapshot of a step."""
+        return self.folder / f"step-{step:08d}.safetensors"
+
+    def about(self, step: int) -> dict[str, Any]:
+        """What a snapshot says beside tensors."""
+        with safe_open(self.path(step), "pt") as stored:
+            found: dict[str, Any] = json.loads(stored.metadata()["snapshot"])
+        return found
+
+    def steps(self) -> dict[int, tuple[int, int]]:
+        """Of each snapshot that is whole, by step: the steps of its window, and the ranks of its run."""
+        steps = sorted(int(path.stem[5:]) for path in self.folder.glob("step-*.safetensors"))
+        return {step: tuple(self.about(step)[key] for key in ("window", "ranks")) for step in steps}  # type: ignore[misc]
+
+    def begin(self, step: int, file: ShardFile, number: int) -> None:
+        """Copy a snapshot beside what follows; `wait` before its tensors change. Of `number` files the oldest goes.
+
+        Raises:
+            OSError: the one before could not be copied."""
+        self.wait()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder.parent / "run").write_text(str(self._run))
+        new = self.folder / "new"
+        there = sorted(self.folder.glob("step-*"))
+        while there and there[-1] > self.path(
+            step
+        ):  # the run was rolled back, or goes on: those steps are to come again
+            if (later := self._buffers.pop(there[-1], None)) is not None:
+                later.close()
+            there.pop().unlink()
+        if (old := self.path(step)) not in there:
+            old = there[0] if len(there) >= number else new
+        buffer = self._buffers.pop(old, None)
+        if old.exists():
+            old.rename(new)
+        if buffer is None:
+            buffer = HostBuffer(self._device, new)
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+
+        def copy() -> None:
+            try:
+                copy_files({"": file}, buffer, stream)
+                new.rename(self.path(step))
+                self._buffers[self.path(step)] = buffer
+            except Exception as error:  # raised where it is waited for
+                self._error = error
+
+        self._thread = threading.Thread(target=copy, name="carpool-snapshot", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the snapshot that was begun is copied. Raises OSError."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise OSError(f"there is no snapshot in {self.folder}: {self._error}") from self._error
+
+
+class SparseSnapshots:
+    """Snapshots of a run, and its recovery from those of the run before it; of one rank. All ranks call it alike.
+
+    Args:
+        window: steps of a window; None: as bandwidth and step time say (`choose_window`), after three steps.
+    """
+
+    def __init__(self, run: Run, window: int | None) -> None:
+        self.window, self._run = window, run
+        self.files = SnapshotFiles(run.folder, run.built.device)
+        self._state: State | None = None
+        self._replay = range(0)
+        self._taken_from, self._size = run.step, 0
+        run.checkpoints.copying.append(self.files.wait)
+
+    @property
+    def state(self) -> State:
+        if self._state is None or not self._state.holds():
+            self._state = State(self._run.built.model, self._run.built.optimizer)
+        return self._state
+
+    def recover(self) -> bool:
+        """Go back to the first snapshot of the newest window that all ranks have whole, if its last step is after the
+        run's own. The steps in between are repeated: the run is `incomplete` meanwhile."""
+        run = self._run
+        of_ranks = gather(self.files.steps())
+        for first in sorted(of_ranks[0], reverse=True):
+            window, ranks = of_ranks[0][first]
+            steps = range(first, first + window)
+            whole = all(of_rank.get(step) == (window, ranks) for of_rank in of_ranks for step in steps)
+            ends = max(steps[-1], first + 1)
+            if ranks == world() and (first - 1) % window == 0 and whole and run.step <= ends <= run.last_step:
+                break
+        else:
+            return False
+        about, self.window, self._replay = self.files.about(first), window, steps[1:]
+        self._load(first)
+        restore_state(run, {**about["state"], "step": first})
+        run.data.train.load_state_dict(about["state"]["loader"])
+        set_rng_state(about["rng"])
+        run.start, run.incomplete = first, window > 1
+        self._taken_from = steps[-1] + 1
+        return True
+
+    def _load(self, step: int) -> None:
+        assert self.window is not None
+        state = self.state
+        state.load(self.files.path(step), operators(state.sizes, self.window), (step - 1) % self.window)
+
+    def after_step(self) -> None:
+        """While steps are repeated: operators become whole, or get the weights that they had then."""
+        step = self._run.step
+        if step in self._replay and self._run.incomplete:
+            self._load(step)
+            self._run.incomplete = step != self._replay[-1]
+
+    def take(self, step: int) -> None:
+        """The snapshot of the step that was done last, whose numbers are recorded."""
+        run = self._run
+        if step < self._taken_from:
+            return
+        state = self.state
+        if self.window is None:
+            if len(run.records.steps) < MEASURED:
+                return
+            hardware, (full, weights) = run.plan.machine.hardware, state.bytes()
+            rate = (hardware.host or hardware.node).bytes_per_second
+            seconds = min(one["step_ms"] for one in run.records.steps[1:]) / 1e3
+            self.window = max(gather(choose_window(full, weights, rate, seconds)))
+            run.records.say(
+                f"snapshots: windows of {self.window} steps, by {rate / 1e9:.1f} GB/s and {seconds:.3f} s a step"
+            )
+        about = {"window": self.window, "ranks": world(), "state": run_state(run), "rng": rng_state()}
+        chosen, text = operators(state.sizes, self.window), {"snapshot": json.dumps(about)}
+
+        def file(position: int) -> ShardFile:
+            pieces = state.pieces(chosen, position)
+            return ShardFile.of([Piece(name, (0,) * one.dim(), one) for name, one in pieces], text, self._size)
+
+        if not self._size:
+            largest = max(file(position).bytes for position in range(self.window))
+            self._size = -(-(largest + _ROOM) // 4096) * 4096
+        self.files.begin(step, file((step - 1) % self.window), 2 * self.window)
+
+
+def is_sparse(files: SnapshotFiles) -> bool:
+    """Whether some window's files, and none of them alone, have all of each expert, and weights of those to come."""
+    held: dict[int, tuple[set[str], set[str]]] = {}
+    for step in files.steps():
+        with safe_open(files.path(step), "pt") as stored:
+            names = [name.rsplit(" ", 1) for name in stored.keys() if ".experts." in name]  # noqa: SIM118
+        kinds = {
+            kind: {name.split(" ", 1)[1] for name, _ in names if name.startswith(kind)} for kind in ("full", "frozen")
+        }
+        held[step] = kinds["full"], kinds["frozen"]
+    return any(
+        held[step][0] and held[step][0].isdisjoint(held[step + 1][0]) and held[step][1] == held[step + 1][0]
+        for step in held
+        if step + 1 in held
+    )

@@ -1,0 +1,148 @@
+"""Sparse snapshots: what is in them, and recovery that is bit by bit the run that nothing stopped."""
+
+from __future__ import annotations
+
+import shutil
+import unittest.mock
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from carpool.train.checkpoints.checkpoint_files import read_state
+from carpool.train.config import load_config
+from carpool.train.run import loop
+from carpool.train.run.run import train
+from carpool_systems import sparse_snapshots
+from carpool_systems.sparse_snapshots import SnapshotFiles, choose_window, operators
+from tests.ranks import Ranks
+from tests.train.test_kill import LONG
+from tests.train.test_loop import MODEL, losses, start
+
+STEPS = 9
+LAYOUTS = {
+    "ep": (),
+    "fsdp, replicated experts": ("parallelism.ep_size=1", "parallelism.data_parallel=fsdp"),
+    "masters, moments of 8 bits, consumed": (
+        "model.dtype=bfloat16", "training.optimizer=one-pass", "training.optimizer_state_dtype=int8",
+        "training.optimizer_in_backward=true", "training.max_grad_norm=0",
+    ),
+    "muon": ("training.optimizer=muon",),
+}  # fmt: skip
+
+
+def _fail(output: str, settings: list[str], memory: str, fails: int | None) -> str:
+    """On a rank: train, and fail when the numbers of a step are recorded; what was raised."""
+    record_step, said = loop.record_step, ""
+
+    def recorded(run: Any, numbers: Any) -> None:
+        record_step(run, numbers)
+        if numbers.step == fails:
+            raise RuntimeError("a fault")
+
+    with (
+        unittest.mock.patch.object(sparse_snapshots, "MEMORY", Path(memory)),
+        unittest.mock.patch.object(loop, "record_step", recorded),
+    ):
+        try:
+            train(load_config(None, [*MODEL, *settings, f"training.output_dir={output}"]))
+        except RuntimeError as error:
+            said = str(error)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [
+        ("ep", 3),
+        ("masters, moments of 8 bits, consumed", 2),
+        ("ep", 1),
+        pytest.param("muon", 3, marks=pytest.mark.slow),
+        pytest.param("fsdp, replicated experts", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_recovery_is_the_run_that_nothing_stopped(
+    two_ranks: Ranks, text: list[str], tmp_path: Path, layout: str, window: int
+) -> None:
+    """Checkpoints of the last step are the same files. The fault comes while step 9 computes, and there is no
+    checkpoint: all comes from snapshots. A second fault comes in the middle of the steps that are repeated."""
+    settings = [*text, *LONG, *LAYOUTS[layout], f"training.stop_at_step={STEPS}", "training.save_steps=none"]
+    assert start(two_ranks, tmp_path / "whole", settings) == [""] * 2
+    run, memory = str(tmp_path / "run"), str(tmp_path / "memory")
+    mine = [*settings, f"snapshots.window={window}", "training.resume_from_checkpoint=auto"]
+    assert two_ranks(_fail, run, mine, memory, 8) == ["a fault"] * 2
+    first = {3: 4, 2: 5, 1: 7, 4: 1}[window]  # the newest window that is whole after step 7
+    left = sorted(int(path.stem[5:]) for path in Path(memory).glob("*/*/rank-00001/step-*"))
+    assert left == list(range(max(1, 8 - 2 * window), 8))
+    if window > 2:
+        assert two_ranks(_fail, run, mine, memory, first + 1) == ["a fault"] * 2
+    assert two_ranks(_fail, run, mine, memory, None) == [""] * 2
+    assert min(losses(tmp_path / "run")) == first + 1
+    states = [read_state(tmp_path / one / f"checkpoints/step-{STEPS:08d}") for one in ("whole", "run")]
+    assert states[0]["files"] == states[1]["files"] and states[0]["ranks"] == states[1]["ranks"]
+    assert states[0]["state"] == states[1]["state"]
+    assert not list(Path(memory).glob("*/*/rank-*"))  # the run came to its end
+
+
+def test_operators_are_divided_among_the_steps_of_a_window() -> None:
+    sizes = {"experts": (800, 4, True), "embedding": (600, 60, False), "norm": (6, 6, False), "head": (594, 60, False)}
+    for window in (1, 2, 3, 5):
+        found = operators(sizes, window)
+        for name, (_, rows, _) in sizes.items():
+            covered = [row for one in found if one.name == name for row in range(one.first, one.stop)]
+            assert sorted(covered) == list(range(rows))
+        assert {one.position for one in found} == set(range(window))
+    assert [(one.first, one.stop) for one in operators(sizes, 3) if one.name == "experts"] == [(0, 1), (1, 2), (2, 4)]
+    apart = {one.name: one.position for one in operators(sizes, 2) if one.name != "experts"}
+    assert apart["embedding"] != apart["head"] == apart["norm"]
+
+
+def test_the_shortest_window_that_hides_its_copies() -> None:
+    """6 bytes of state and 2 of weights a parameter, at 10 bytes a second; half of a step may be taken."""
+    assert choose_window(60, 20, 10.0, 12.0) == 1
+    assert choose_window(60, 20, 10.0, 8.0) == 2  # (60 + 20) / 2 = 40 = 10 * 8 / 2
+    assert choose_window(60, 20, 10.0, 5.4) == 6  # (60 + 80) / 5 = 28 are too much for 27 bytes
+    assert choose_window(60, 20, 10.0, 0.1) == sparse_snapshots.MOST_STEPS
+
+
+def test_files_of_runs_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_snapshots, "MEMORY", tmp_path / "memory")
+    runs = [tmp_path / name for name in ("there", "gone", "new")]
+    for run in runs:
+        run.mkdir()
+    files = [SnapshotFiles(run, torch.device("cpu")) for run in runs]
+    for one in files[:2]:
+        one.folder.mkdir(parents=True)
+        (one.folder.parent / "run").write_text(str(runs[files.index(one)]))
+    shutil.rmtree(runs[1])
+    files[2].clean(everything=False)
+    assert files[0].folder.is_dir() and not files[1].folder.parent.exists()
+    files[0].clean(everything=True)
+    assert not files[0].folder.exists()
+
+
+def test_a_file_is_of_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    from carpool.train.checkpoints.shard_files import Piece, ShardFile
+
+    tensor = torch.randn(7, 3)
+    for size in (4096, 4097, 10_000, 99_999, 100_064):
+        file = ShardFile.of([Piece("a", (0, 0), tensor)], {"snapshot": "x"}, size)
+        assert file.bytes == size
+        (tmp_path / "a").write_bytes(file.header + bytes(file.bytes - len(file.header)))
+        assert load_file(tmp_path / "a")["a"].shape == (7, 3)
+
+
+def test_steps_that_come_again_are_not_mixed_with_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rollback to step 3, snapshots of steps 5 and 6 are of weights that are no more."""
+    from carpool.train.checkpoints.shard_files import Piece, ShardFile
+
+    monkeypatch.setattr(sparse_snapshots, "MEMORY", tmp_path)
+    files, about = SnapshotFiles(tmp_path / "run", torch.device("cpu")), '{"window": 2, "ranks": 1}'
+    for step in (1, 2, 3, 4, 5, 6, 4):
+        values = torch.full((5,), float(step))
+        files.begin(step, ShardFile.of([Piece("a", (0,), values)], {"snapshot": about}, 4096), 4)
+    files.wait()
+    assert files.steps() == {3: (2, 1), 4: (2, 1)}
+    assert load_file(files.path(3))["a"].eq(3).all() and load_file(files.path(4))["a"].eq(4).all()
