@@ -66,7 +66,7 @@ class ForwardBesideBackward:
             phases.switch()
             resume(half)
 
-        turns = Turns(device, resumed, draws=device.type != "cuda" or not torch.cuda.is_current_stream_capturing())
+        turns = Turns(device, resumed)
 
         def ahead() -> Result:
             turns.hand_over(0)

@@ -17,6 +17,7 @@ from carpool.activations import Arena
 from carpool.activations.arrivals import HiddenStates
 from carpool.activations.offload import Offloader
 from carpool.hf import step_graphs as graphs
+from carpool.hf.seam import expert_rides
 from carpool.hf.step_graphs import StepGraphs
 from carpool.optim import AdamW
 from carpool.optim import in_backward as consumed
@@ -214,7 +215,10 @@ def test_a_capture_that_fails_lets_go_of_what_layers_keep(monkeypatch: pytest.Mo
     told: list[str | None] = []
     arena, offloader = Arena(1 << 12, torch.device("cpu")), Offloader()
     steps = StepGraphs(nn.Linear(2, 2), [], lambda *_: None, told.append)
-    monkeypatch.setattr(graphs, "buffers_of_rides", lambda _: [SimpleNamespace(arena=arena, abandon=lambda: None)])
+    for module in (graphs, expert_rides):
+        monkeypatch.setattr(
+            module, "buffers_of_rides", lambda _: [SimpleNamespace(arenas=[arena], abandon=lambda: None)]
+        )
     monkeypatch.setattr(graphs, "offloaders", lambda _: [offloader])
 
     def backward(*_: Any) -> None:
