@@ -21,13 +21,15 @@ from carpool.layout.topology import Topology
 from carpool.placement import VERBS, predict
 from carpool.ride.schedule import Schedule
 from carpool.routing import Routing
+from carpool.train.run import loop
 from carpool.train.steps.capacity import full_capacity
 from carpool.transport import BufferOverflowError, Hierarchical, HierarchicalOptions, set_topology
 from carpool.transport.base import Pending
 from carpool.transport.multi_hop import Chunk, Relay, Relays
 from carpool.transport.token_capacity import NodeCapacity
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, records, start
+from tests.train.test_loop import MODEL, losses, records, start
+from tests.train.test_loop import run as train_run
 
 H, F, EXPERTS, TOP_K, RANKS, MOST = 8, 6, 8, 2, 4, 13
 SIZES = (9, 0, MOST, 2)
@@ -159,6 +161,41 @@ def test_a_run_sends_as_many_rows_as_its_steps_need(two_ranks: Ranks, text: list
     row = 4 * 32
     verbs = (row + 8) + row + row + (row + 4)
     assert sent[1] - sent[3] == 2 * (64 - fewer[0]["rows"]) * verbs, "rows of both ranks"
+
+
+def evaluated(output: str, overrides: list[str]) -> list[int]:
+    """Bytes that this rank sends to the other node in each evaluation of a run, with its sample."""
+    found, evaluate = [], loop.evaluate
+
+    def counted(run: Any) -> bool:
+        def sent() -> int:
+            first = 2 * (1 - dist.get_rank() // 2)
+            of_layers = [own.stats.traffic.bytes for own in run.built.rides]
+            return sum(int(sum(one[verb][first : first + 2])) for one in of_layers for verb in VERBS)
+
+        before, better = sent(), evaluate(run)
+        found.append(sent() - before)
+        return better
+
+    with mock.patch.object(loop, "evaluate", counted):
+        assert train_run(output, overrides) == ""
+    return found
+
+
+def test_evaluations_of_a_run_send_no_more_than_each_choice_needs(
+    ranks: Ranks, text: list[str], tmp_path: Path
+) -> None:
+    """On two emulated nodes of two ranks, whose steps send a fixed number of tokens to the other one."""
+    settings = [*MODEL, *text, "parallelism.ranks_per_node=2", "parallelism.ep_size=4", "training.max_steps=2"]
+    settings += ["training.eval_steps=1", "training.eval_on_start=true", "training.save_steps=none"]
+    settings += ["training.sample_prompt=a", "training.sample_tokens=4"]
+    ways = {
+        "dedup": ["moe.transport=dedup"],
+        "hops": ["moe.transport=hierarchical", "moe.transport_options.first_hop=fixed"],
+    }
+    sent = {name: ranks(evaluated, str(tmp_path / name), [*settings, *way]) for name, way in ways.items()}
+    for dedup, hops in zip(sent["dedup"], sent["hops"], strict=True):
+        assert len(dedup) == len(hops) == 2 and all(0 < two <= one for one, two in zip(dedup, hops, strict=True)), sent
 
 
 def ride_of(relays: Relays, started: list[str], name: str, numbers: int, fails: str = "") -> list[Pending]:
