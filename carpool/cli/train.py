@@ -184,7 +184,7 @@ def doctor(
 def _explain_config(words: list[str]) -> None:
     """Print settings; with words, those in which all of them occur, and what stands for names of Transformers."""
     from carpool.train.config import describe
-    from carpool.train.config.load import names_of_transformers
+    from carpool.train.config.load import names_of_transformers, searched_words
 
     # From the beginning of a word of the text on, whatever is between its letters: zloss, z-loss, z_loss.
     wanted = [r"(?<![^\W_])" + "[-_ ]?".join(map(re.escape, re.sub(r"[-_ ]", "", word))) for word in words]
@@ -194,7 +194,9 @@ def _explain_config(words: list[str]) -> None:
 
     console = Console()
     section, found = "", [one for one in describe() if mentions(one[0], one[1], one[3])]
-    theirs = {name: said for name, said in names_of_transformers().items() if words and mentions(name)}
+    theirs = {f"TrainingArguments.{name}": said for name, said in names_of_transformers().items() if mentions(name)}
+    answers = [said for names, said in searched_words().items() if any(map(mentions, names.split(" | ")))]
+    theirs = (theirs | ({" ".join(words): "; or ".join(answers)} if answers else {})) if words else {}
     if not found and not theirs:
         raise ValueError(f"no setting mentions {' '.join(words)}; --help-config without a word explains all of them")
     for name, kind, default, description in found:
@@ -204,7 +206,7 @@ def _explain_config(words: list[str]) -> None:
         console.print(f"  [bold]{name}[/] = {escape(default)}  [dim]({escape(kind)})[/]", highlight=False)
         console.print(f"      {escape(description)}", highlight=False)
     for name, said in theirs.items():
-        console.print(f"\nTrainingArguments.{name}: {escape(said)}", highlight=False)
+        console.print(f"\n{name}: {escape(said)}", highlight=False)
 
 
 def _recipe(name: str) -> Path:

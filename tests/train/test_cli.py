@@ -17,6 +17,7 @@ import carpool
 from carpool import cli
 from carpool.cli import doctor_checks as doctor
 from carpool.train.config import describe
+from carpool.train.config.load import searched_words
 from carpool.train.launch.failure import Interrupted, RankFailure
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,9 @@ SEARCHED = (
     "lora|dora|rslora|quantis|nf4|mxfp4|int8|fp8|bf16|packing|streaming|mixture|chat template|completion|tokenizer",
     "seed|determinism|fsdp|zero1|tensor parallel|pipeline|context|ep_size|torch_compile|cuda_graph|offload|recompute",
     "gradient_checkpointing|deepspeed|capacity|router|nvlink|all-to-all|batch size|accumulation|sequence_length|hub",
+    "mlflow|trackio|comet|ema|distillation|rank_pattern|alpha_pattern|layers_to_transform|new tokens|loraplus|qlora",
+    "dpo|grpo|sft|prompt tuning|pissa|lion|sgd|curriculum|model soup|rope|gguf|profiler|mtp|cpu offload|nvme|ddp",
+    "sharegpt|alpaca|interleave|resize embeddings|merge adapters|several adapters|accelerate|unsloth|loss spike",
     "max_steps|freeze|attention|mfu|timeout|logging|neftune|label smoothing|liger|early stopping|best model|ema",
 )
 
@@ -69,10 +73,19 @@ SEARCHED = (
 @pytest.mark.parametrize("word", [word for line in SEARCHED for word in line.split("|")])
 def test_settings_are_found_by_the_words_of_a_user(word: str) -> None:
     shown = carpool_command("train", "--help-config", *word.split())
-    assert shown.exit_code == 0 and (
-        re.search(r"^  \w+\.\w+ = ", shown.stdout, re.M) or "TrainingArguments." in shown.stdout
-    )
+    answer = rf"^(  \w+\.\w+ = |TrainingArguments\.|{re.escape(word)}: )"
+    assert shown.exit_code == 0 and re.search(answer, shown.stdout, re.M), shown.output
     assert shown.stdout.count("\n  ") < 200
+
+
+def test_answers_to_words_name_settings_that_there_are() -> None:
+    known = {name for name, *_ in describe()}
+    for words, said in searched_words().items():
+        for key in re.findall(r"\b(?:training|data|adapter|moe|memory|parallelism)\.\w+", said):
+            assert key in known, key
+        for command in re.findall(r"carpool (\w+)", said):
+            assert command in {one.name or one.callback.__name__ for one in cli.app.registered_commands}, said
+        assert words == words.lower()
 
 
 def test_a_word_of_no_setting_is_an_error() -> None:

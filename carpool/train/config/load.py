@@ -363,6 +363,11 @@ def names_of_transformers() -> dict[str, str]:
     return tomllib.loads(Path(__file__).with_name("training_arguments.toml").read_text(encoding="utf-8"))
 
 
+def searched_words() -> dict[str, str]:
+    """Words of users that no setting has, several of a thing divided by bars: what stands for each."""
+    return tomllib.loads(Path(__file__).with_name("searched_words.toml").read_text(encoding="utf-8"))
+
+
 def _in_our_words(name: str) -> str | None:
     """What to say where a name is one of Transformers' TrainingArguments, and no key; None: it is not."""
     if (said := names_of_transformers().get(name)) is None:
