@@ -115,6 +115,22 @@ def report(
                 typer.echo(f"no browser found here; open {written.absolute().as_uri()} yourself", err=True)
 
 
+def checkpoint(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that goes on now (training.output_dir).")],
+    debug: Debug = False,
+) -> None:
+    """Let a running run save a checkpoint after the step that it is in, and go on; wait for it and print its path.
+
+    It works from any machine that sees the run's folder. SIGTERM and SIGUSR1 save and stop instead.
+    """
+    with errors(debug):
+        from carpool.train.checkpoints.requested_save import request
+
+        with Console(stderr=True).status("waiting for the end of a step, and for the checkpoint"):
+            path = request(run)
+        typer.echo(path)
+
+
 def export(
     run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import unittest.mock
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from carpool.serve.served_model import find_source
@@ -17,6 +20,7 @@ from carpool.train.config import TrainingSection, load_config
 from carpool.train.run import finish, loop
 from carpool.train.run.best_model import Best, is_due
 from tests.ranks import Ranks
+from tests.train.test_kill import PATIENCE, output_of, pid_of_rank, started, stopped_by_signal, wait_for_step
 from tests.train.test_loop import TWO, losses, records, run, start_two, weights
 
 # The rate grows until steps make the model worse.
@@ -85,9 +89,43 @@ def test_a_run_ends_with_its_best_model(two_ranks: Ranks, text: list[str], tmp_p
         resume = ["training.resume_from_checkpoint=auto", f"training.stop_at_step={stop}"]
         assert start_two(two_ranks, parts, [*text, *WORSE, *resume]) == [""] * 2
     assert start_two(two_ranks, parts, [*text, *WORSE, "training.resume_from_checkpoint=last"]) == [""] * 2
-    assert losses(parts) == losses(whole)
-    assert list(map(step_of, CheckpointManager(parts).list())) == [best, last]
-    assert json.loads((parts / "summary.json").read_text())["best_step"] == best
+    # One that a signal stopped between a step and its evaluation: the run that goes on begins with that.
+    signalled, settings = tmp_path / "signalled", [*text, *WORSE, "training.per_device_train_batch_size=4"]
+    two_ranks(stopped_by_signal, str(signalled), settings)
+    left = CheckpointManager(signalled).latest()
+    assert left is not None and (step := step_of(left)) not in records(signalled, "eval")
+    assert start_two(two_ranks, signalled, [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
+    assert step in records(signalled, "eval")
+    for folder in (parts, signalled):
+        assert losses(folder) == losses(whole)
+        assert {step: one["loss"] for step, one in records(folder, "eval").items() if step} == evals
+        assert list(map(step_of, CheckpointManager(folder).list())) == [best, last]
+        assert json.loads((folder / "summary.json").read_text())["best_step"] == best
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_stops_early_as_it_would_have(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    """By kill -9 of a rank, after an evaluation that was no better, and before the best model is known."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = [*text, *WORSE, "training.per_device_train_batch_size=4", "training.save_strategy=steps"]
+    settings += ["training.save_steps=2", "training.save_total_limit=2"]
+    assert start_two(two_ranks, whole, settings) == [""] * 2
+    best = json.loads((whole / "summary.json").read_text())["best_step"]
+    process = started(killed, settings)
+    try:
+        wait_for_step(killed, best + 1, lambda: output_of(process))
+        os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
+        process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode != 0 and not (killed / "summary.json").exists()
+    assert start_two(two_ranks, killed, [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
+    assert losses(killed) == losses(whole)
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (killed, whole)]
+    for key in ("steps", "best_step", "best_eval_loss", "final_eval_loss"):
+        assert summaries[0][key] == summaries[1][key], key
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (killed, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def _without_a_save(output: str, settings: list[str], failing: int) -> str:

@@ -14,15 +14,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
-from carpool.train.checkpoints.manager import CheckpointManager
+from carpool import cli
+from carpool.train.checkpoints.manager import CheckpointManager, step_of
 from carpool.train.checkpoints.resume import checkpoint_to_resume
 from carpool.train.config import load_config
 from carpool.train.launch.stopping import EXIT_STOPPED, Stopped
 from carpool.train.run.run import train
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, start
+from tests.train.test_loop import MODEL, losses, start, weights
 
 Losses = dict[int, tuple[float, float]]
 pytestmark = pytest.mark.timeout(900)
@@ -58,7 +61,7 @@ def test_kill_9_of_one_rank(two_ranks: Ranks, text: list[str], whole: Losses, tm
     assert resumed(two_ranks, output, settings) == whole
 
 
-def _stopped(output: str, settings: list[str]) -> str:
+def stopped_by_signal(output: str, settings: list[str]) -> str:
     """On a rank: train until rank 1 gets a SIGTERM, after the second step; what is said then."""
 
     def send() -> None:
@@ -75,7 +78,7 @@ def _stopped(output: str, settings: list[str]) -> str:
 def test_sigterm_loses_no_step(two_ranks: Ranks, text: list[str], whole: Losses, tmp_path: Path) -> None:
     settings = [*text, *LONG, "training.save_steps=none"]
     output = tmp_path / "stopped"
-    said = two_ranks(_stopped, str(output), settings)
+    said = two_ranks(stopped_by_signal, str(output), settings)
     assert all(check_stopped(output) in one for one in said), said
     assert resumed(two_ranks, output, settings) == whole
 
@@ -95,6 +98,39 @@ def test_sigterm_to_the_command_loses_no_step(two_ranks: Ranks, text: list[str],
     assert check_stopped(output) in shown
     assert "Traceback" not in shown and "error" not in shown
     assert resumed(two_ranks, output, settings) == whole
+
+
+def test_a_run_saves_when_it_is_asked(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    """And goes on. Killed later, it goes on from there, with the bits of one that nothing stopped, averages too."""
+    settings = [*text, *LONG, "training.save_steps=none", "training.ema_decay=0.9"]
+    output, uncut, runner = tmp_path / "asked", tmp_path / "uncut", CliRunner()
+    process = started(output, settings)
+    try:
+        wait_for_step(output, 1, lambda: output_of(process))
+        (output / "save_request").touch()
+        both = runner.invoke(cli.app, ["checkpoint", str(output)])
+        said = runner.invoke(cli.app, ["checkpoint", str(output)]) if both.exit_code else both
+        assert said.exit_code == 0, said.output
+        path = Path(said.stdout.strip())
+        assert path.parent == output / "checkpoints" and CheckpointManager(output).latest() == path
+        assert not list(output.glob("save_request*"))
+        step = step_of(path)
+        assert step is not None
+        wait_for_step(output, step + 1, lambda: output_of(process))
+        os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
+        process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    late = runner.invoke(cli.app, ["checkpoint", str(output)])
+    assert (
+        late.exit_code == 1 and f"no run is writing into {output} now: its newest checkpoint is {path}" in late.output
+    )
+    more = [*settings, f"training.stop_at_step={step + 3}"]
+    assert start(two_ranks, output, [*more, "training.resume_from_checkpoint=last"]) == [""] * 2
+    assert start(two_ranks, uncut, more) == [""] * 2
+    ours, theirs = (weights(folder, step + 3) for folder in (output, uncut))
+    assert any(name.startswith("ema/") for name in ours) and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def check_stopped(output: Path) -> str:

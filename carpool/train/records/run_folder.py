@@ -50,14 +50,18 @@ def check_no_run(folder: Path) -> None:
         )
 
 
-def check_idle(folder: Path) -> None:
-    """Raise ValueError if a run writes into a folder now: two at a time would spoil each other's checkpoints."""
+def is_written(folder: Path) -> bool:
+    """Whether a run writes into a folder now."""
     try:
         with (folder / METRICS).open("rb") as file:
-            free = lock(file)
+            return not lock(file)
     except OSError:
-        return
-    if not free:
+        return False
+
+
+def check_idle(folder: Path) -> None:
+    """Raise ValueError if a run writes into a folder now: two at a time would spoil each other's checkpoints."""
+    if is_written(folder):
         raise ValueError(
             f"a run is writing into {folder} now: wait until it has ended, stop it (SIGTERM, after a checkpoint), or "
             "choose another training.output_dir"

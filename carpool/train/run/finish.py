@@ -38,6 +38,7 @@ from carpool.report import text_block
 from carpool.report.read import read_run
 from carpool.report.record_types import Train, summarise_steps
 from carpool.train.build.run_data import loader_state
+from carpool.train.checkpoints import requested_save
 from carpool.train.checkpoints.adapter_files import save_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint
@@ -171,7 +172,7 @@ def save(run: Run, wait: bool = True) -> Path | None:
             write_files=run.placement.write_files,
         )  # fmt: skip
     except CheckpointWriteError as error:
-        run.records.missed("checkpoint", error, f"step {run.step}: ")
+        _record_missed(run, run.step, error)
         return None
     if run.built.adapted:
         _save_adapter(run)
@@ -201,7 +202,7 @@ def collect(run: Run) -> None:
     except CheckpointWriteError as error:
         assert pending is not None
         if not pending.announced:
-            run.records.missed("checkpoint", error, f"step {pending.opened.step}: ")
+            _record_missed(run, pending.opened.step, error)
         return
     if saved is not None and pending is not None:
         run.saved_at = saved.step
@@ -217,9 +218,22 @@ def announce(run: Run) -> None:
     pending.announced = True
     if pending.error:
         error = CheckpointWriteError(pending.opened.doing + pending.error)
-        run.records.missed("checkpoint", error, f"step {pending.opened.step}: ")
+        _record_missed(run, pending.opened.step, error)
     else:
         _record_saved(run, pending.saved())
+
+
+def _record_missed(run: Run, step: int, error: CheckpointWriteError) -> None:
+    run.records.missed("checkpoint", error, f"step {step}: ")
+    if run.main:
+        requested_save.answer(run.folder, None, str(error))
+
+
+def take_request(run: Run) -> None:
+    """The next checkpoint is the one that `carpool checkpoint` waits for. Collective."""
+    collect(run)
+    if run.main:
+        requested_save.take(run.folder)
 
 
 def _record_saved(run: Run, saved: SavedCheckpoint) -> None:
@@ -234,6 +248,8 @@ def _record_saved(run: Run, saved: SavedCheckpoint) -> None:
             f" (training waited {saved.seconds:.2f} s; copied in {saved.copied:.2f} s, there in {saved.written:.1f} s)"
         )
     run.records.say(f"step {saved.step}: checkpoint {saved.path}{took}")
+    if run.main:
+        requested_save.answer(run.folder, saved.path)
 
 
 def leave(run: Run, signum: int) -> None:

@@ -37,6 +37,7 @@ from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.build.run_data import RunData
 from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.requested_save import REQUEST
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.stopping import STOP_SIGNALS, StopRequest
@@ -46,7 +47,7 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
 from carpool.train.run.best_model import Best, is_due
-from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, save
+from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, save, take_request
 from carpool.train.run.rollback import Spikes, Stragglers, roll_back
 from carpool.train.run.run_records import Records, record_plan, record_recovery, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
@@ -214,13 +215,15 @@ def loop(run: Run) -> None:
     training = run.config.training
     if training.eval_on_start and run.start == 0:
         evaluate(run)
+    elif _was_left_before_evaluation(run):
+        evaluate_and_save(run, True, False)
     run.built.metrics.reset()
     begin = time.perf_counter()
     while run.step < run.last_step:
         run.step += 1
         set_learning_rate(run)
         try:
-            losses, norm, signum = update(run)
+            losses, norm, asked = update(run)
         except WrongStepError as error:
             roll_back(run, error)
             begin = time.perf_counter()
@@ -231,32 +234,21 @@ def loop(run: Run) -> None:
         begin = time.perf_counter()
         announce(run)
         last = run.step == run.last_step
-        signum = 0 if run.incomplete else signum
+        signum = 0 if run.incomplete else asked.signum
         epoch = run.data.steps_per_epoch
         evaluates = is_due(training.eval_strategy, training.eval_steps, run.step, epoch) and not last
-        saves = is_due(training.save_strategy, training.save_steps, run.step, epoch) and not run.incomplete
+        asks = asked.save and not run.incomplete
+        saves = (is_due(training.save_strategy, training.save_steps, run.step, epoch) and not run.incomplete) or asks
         pauses = signum or evaluates or saves or run.placement.decides(run.step)
         if pauses or last:
             record(run)
         run.placement.after_step(run.step)
-        stops = bool(signum) and not last
-        # What a checkpoint says of the best step includes this one, also where the run is left.
-        before = run.best.step, run.best.loss
-        better = evaluates and (not stops or compares_models(run)) and evaluate(run)
-        if stops:
+        if asks:
+            take_request(run)
+        if signum and not last:
+            # Whoever takes the machine away may not wait for an evaluation: the run that goes on begins with it.
             leave(run, signum)
-        keeps = better and training.load_best_model_at_end
-        # What else is decided by the best checkpoint waits for it.
-        if (saves or keeps) and save(run, wait=keeps or last) is None and keeps:
-            # The best model that is on the disk.
-            run.best.step, run.best.loss = before
-            run.checkpoints.best = run.best.step
-        if run.best.patience_is_over(training):
-            run.records.say(
-                f"step {run.step}: early stopping after {run.best.waited} evaluations without a lower held-out loss; "
-                f"the best was at step {run.best.step}"
-            )
-            run.last_step = run.step
+        evaluate_and_save(run, evaluates, saves, last)
         if pauses:
             run.built.metrics.reset()
             begin = time.perf_counter()
@@ -268,6 +260,30 @@ def set_learning_rate(run: Run) -> None:
         group["lr"] = learning_rate(run.step, run.config.training) * group["lr_ratio"]
 
 
+def evaluate_and_save(run: Run, evaluates: bool, saves: bool, last: bool = False) -> None:
+    """Between two steps. What the checkpoint says of the best step includes this one."""
+    training, before = run.config.training, (run.best.step, run.best.loss)
+    keeps = evaluates and evaluate(run) and training.load_best_model_at_end
+    # What else is decided by the best checkpoint waits for it.
+    if (saves or keeps) and save(run, wait=keeps or last) is None and keeps:
+        # The best model that is on the disk.
+        run.best.step, run.best.loss = before
+        run.checkpoints.best = run.best.step
+    if run.best.patience_is_over(training):
+        run.records.say(
+            f"step {run.step}: early stopping after {run.best.waited} evaluations without a lower held-out loss; "
+            f"the best was at step {run.best.step}"
+        )
+        run.last_step = run.step
+
+
+def _was_left_before_evaluation(run: Run) -> bool:
+    """Whether a run that goes on, and compares models, has not evaluated that of its checkpoint, but should have."""
+    training = run.config.training
+    due = is_due(training.eval_strategy, training.eval_steps, run.start, run.data.steps_per_epoch)
+    return due and 0 < run.start < run.last_step and compares_models(run) and run.best.evaluated != run.start
+
+
 def record(run: Run, wait: bool = True) -> None:
     """Record the step that was done last, if it is not recorded yet. `wait`: until its numbers are there."""
     numbers, run.unrecorded = run.unrecorded, None
@@ -275,9 +291,16 @@ def record(run: Run, wait: bool = True) -> None:
         record_step(run, numbers)
 
 
-def update(run: Run) -> tuple[Losses, float, int]:
-    """The optimizer's step on the next batches: their losses, the norm of the gradient, and the signal that asked a
-    rank to stop, 0 if none did. The same on all ranks. The step before is recorded meanwhile."""
+class Asked(NamedTuple):
+    """What ranks were asked for, the same on all: the signal to stop, 0 if none came; and to save a checkpoint."""
+
+    signum: int
+    save: bool
+
+
+def update(run: Run) -> tuple[Losses, float, Asked]:
+    """The optimizer's step on the next batches: their losses, the norm of the gradient, and what was asked for. The
+    same on all ranks. The step before is recorded meanwhile."""
     built = run.built
     if built.consumed is not None and built.objective.graphs is not None:
         # Weights change in a graph, which the host does not interrupt.
@@ -289,7 +312,8 @@ def update(run: Run) -> tuple[Losses, float, int]:
     run.fit_capacity()
     # Here alone the host waits for the device, and what follows depends on it.
     *found, norm = torch.cat([means, measured.to(means).view(1)]).tolist()
-    losses, asked = built.objective.losses(found, run.data.train.targets), found[built.objective.sums :]
+    losses = built.objective.losses(found, run.data.train.targets)
+    *signals, saves = found[built.objective.sums :]
     # A ride that lacked a rank is known now, and what it gave is worth nothing.
     run.check_rides()
     if not (math.isfinite(losses.loss) and math.isfinite(norm)):
@@ -311,8 +335,8 @@ def update(run: Run) -> tuple[Losses, float, int]:
             kept.write()
     for extension in built.extensions:
         extension.after_step(run)
-    signum = max((signum for signum, ranks in zip(STOP_SIGNALS, asked, strict=True) if ranks), default=0)
-    return losses, norm, signum
+    signum = max((signum for signum, ranks in zip(STOP_SIGNALS, signals, strict=True) if ranks), default=0)
+    return losses, norm, Asked(signum, bool(saves))
 
 
 def _launch(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,12 +351,13 @@ def _launch(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Ten
 
 
 def gradients(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one step, on the device: means of the losses with how many ranks each signal asked to stop, and the norm.
+    """Of one step, on the device: means of the losses with how many ranks were asked (`Asked`), and the norm.
     Slots are filled inside of what may be repeated: no gradient outlives a repetition, and no load is counted twice."""
     built, stages = run.built, run.plan.degrees.stage_size
     if built.bias is not None:
         built.bias.forget()
     asked = [float(run.stop.signum == signum) for signum in STOP_SIGNALS]
+    asked.append(float(run.main and Path(run.config.training.output_dir, REQUEST).exists()))
     consume = None if built.consumed is None else partial(_consume, run)
     with run.weights_unchanged():
         means = built.objective.accumulate(batches, run.data.train.targets, asked, consume)

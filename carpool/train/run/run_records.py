@@ -22,6 +22,7 @@ from carpool.layout.layouts import Layouts
 from carpool.metrics.host import environment
 from carpool.train.blueprint import peak_flops
 from carpool.train.build.measured_choices import describe_kernels
+from carpool.train.checkpoints import requested_save
 from carpool.train.checkpoints.checkpoint_files import AVERAGE
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.config.fine_tuning import other_base
@@ -86,6 +87,7 @@ def open_records(run: Run, command: str, resume: Path | None) -> Records:
     training = run.config.training
     if run.main:
         run.folder.mkdir(parents=True, exist_ok=True)
+        requested_save.forget(run.folder)
     dist.barrier()
     display = Display(run.main, run.last_step, run.step)
     with together(ValueError, ""):
