@@ -100,16 +100,12 @@ PENDING = [
         "--out {out}",
     ),
     Measurement(
-        "plans of spare slots", "measurements.md, spare slots: how long the plan takes", 1, 40,
-        "-m benchmarks.slot_plan --names --out {out}/slot_plan.json",
-    ),
-    Measurement(
         "fetches into spare slots", "measurements.md, spare slots: GB/s of parameters and gradients", 4, 60,
         TORCHRUN + " -m benchmarks.slot_fetch --out {out}/slot_fetch.json", least=2,
     ),
     Measurement(
-        "layers with spare slots", "measurements.md, spare slots: a layer over nvlink beside forced balance", 4, 150,
-        "-m carpool bench layer --model qwen3-30b-a3b --routing zipf --zipf-exponent 1.2 --spare-slots 0,1,2,4 "
+        "layers with spare slots", "measurements.md, spare slots: loads of a trace beside forced balance", 4, 100,
+        "-m carpool bench layer --model olmoe --routing docs/traces/e64-noaux-1615.npz --spare-slots 0,1,2,4 "
         "--transports nvlink --experts grouped --captured --ranks {ranks} --out {out}",
         least=2,
     ),
@@ -124,19 +120,6 @@ PENDING = [
         "moe.experts=fp8 parallelism.num_ranks={ranks} training.output_dir={out}/run",
     ),
     # Fine-tuning on one GPU.
-    *(
-        Measurement(
-            f"lora of 48 layers{', recomputed' if more else ''}",
-            f"measurements.md, adapters: all layers compiled, beside Unsloth's {theirs} ms", 1, 140,
-            f"-m benchmarks.adapters --layers 48 --tokens 4096 --contenders compiled --repetitions 5 {more} "
-            "--out {out}/lora.json",
-        )
-        for more, theirs in (("", 293), ("--checkpointing", 420))
-    ),
-    Measurement(
-        "lora in a script with a Trainer", "measurements.md, a Trainer's script: with the loss in pieces", 1, 145,
-        "-m benchmarks.trainer_steps --layers 8 --tokens 4096 --ways eager fast --out {out}/trainer.json",
-    ),
     Measurement(
         "memory of fine-tuning on one GPU", "fine-tuning-one-gpu.md: measured beside predicted", 1, 300,
         "-m benchmarks.one_gpu_memory --rows qwen-attention qwen-experts oss-attention oss-experts load-nf4 load-mxfp4 "
