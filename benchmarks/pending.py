@@ -47,9 +47,10 @@ PAIRS = (
     "training.max_steps=16 training.eval_steps=none training.eval_on_start=false training.save_steps=none "
     "training.save_pretrained=false training.optimizer_state_dtype=bfloat16 "
     "parallelism.pp_size=2 parallelism.ep_size=2 "
-    "parallelism.pp_schedule=DualPipeV model.config.tie_word_embeddings=false parallelism.num_ranks={ranks} "
+    "training.torch_compile=true model.config.tie_word_embeddings=false parallelism.num_ranks={ranks} "
     "training.output_dir={out}/run"
 )
+STAGE = "--set parallelism.pp_size=2 --set parallelism.pp_schedule=1F1B"
 # Two nodes of one machine: NCCL takes them for different hosts, and what crosses goes over sockets.
 OF_A_NODE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 SHAPES = ("4096,7168,256,8", "8192,2048,64,8", "8192,4096,128,8", "8192,2048,128,8")
@@ -257,10 +258,36 @@ PENDING = [
     ),
     *(
         Measurement(
-            f"pairs of DualPipeV, {way}", "parallelism.md: what pairs at the same time save", 4, 150,
-            PAIRS + f" moe.schedule={way}",
+            f"pairs of {schedule}, {way}, graphs {graphs}", "parallelism.md: what pairs at the same time save", 4, 150,
+            f"{PAIRS} parallelism.pp_schedule={schedule} moe.schedule={way} training.cuda_graphs={graphs}",
         )
-        for way in ("none", "two-batch")
+        for schedule in ("DualPipeV", "Interleaved1F1B")
+        for way, graphs in (("none", "auto"), ("two-batch", "auto"), ("two-batch", "off"))
+    ),
+    # A rank's layers as a stage of two, and the same layers by themselves: compiled and captured, four micro-batches.
+    *(
+        Measurement(
+            f"{layers} layers of qwen3 {what}, {gpus} GPUs",
+            "parallelism.md: a stage of pp_size=2 beside the same layers without a pipeline", gpus, 150,
+            f"-m carpool bench model --model qwen3-30b-a3b --rounds 2 --steps 3 --batch 1 --accumulation 4 "
+            f"--layers {of_all} --ranks {{ranks}} --contenders carpool-compiled --set training.optimizer=one-pass "
+            f"--set training.optimizer_state_dtype=int8 --set parallelism.ep_size={ep} {more} --out {{out}}",
+        )
+        for gpus, layers, of_all, ep, what, more in (
+            (1, 12, 12, 1, "without a pipeline", ""),
+            (2, 12, 24, 1, "in a stage of two", STAGE),
+            (2, 24, 24, 2, "without a pipeline", ""),
+            (4, 24, 48, 2, "in a stage of two", STAGE),
+        )
+    ),
+    *(
+        Measurement(
+            f"8 layers of qwen3, 4 GPUs, shared experts, {way}",
+            "measurements.md, experts of several expert-parallel groups", 4, 120,
+            f"{EIGHT} --set training.optimizer=one-pass --set parallelism.ep_size=2 "
+            f"--set parallelism.data_parallel={way}",
+        )
+        for way in ("zero1", "fsdp")
     ),
     *(
         Measurement(
@@ -396,7 +423,7 @@ def json_files(out: Path) -> Iterator[Path]:
 
 # Numbers that people look for, as results name them: how a row calls them, and by what they are divided.
 NUMBERS = {
-    "milliseconds": ("ms a step", 1), "ms": ("ms", 1), "us_median": ("us", 1), "tokens_per_second": ("tokens/s", 1),
+    "milliseconds": ("ms a step", 1), "host_ms": ("host ms", 1), "ms": ("ms", 1), "us_median": ("us", 1), "tokens_per_second": ("tokens/s", 1),
     "mfu": ("MFU", 1), "tflops": ("TFLOP/s", 1), "peak_bytes": ("peak GiB", 2**30), "measured": ("measured", 1),
     "predicted": ("predicted", 1), "tensors": ("tensors GiB", 2**30), "used": ("used GiB", 2**30),
     "eval_loss": ("loss held out", 1), "median": ("median", 1), "step_ms": ("ms a step", 1),

@@ -162,6 +162,23 @@ for _schedule in ("DualPipeV", "Interleaved1F1B"):
                 f"pairs {_schedule} {_transport} {_way}", 4, *_STAGES, *EXACT, f"parallelism.pp_schedule={_schedule}",
                 "parallelism.ep_size=2", f"moe.transport={_transport}", f"moe.schedule={_way}",
             )  # fmt: skip
+# Compiled layers in stages, and pairs, which are one graph: eager, and captured.
+COMPILED_STAGES = {
+    "1F1B": (2, ("parallelism.ep_size=1",)),
+    "1F1B recomputed": (4, ("parallelism.ep_size=2", "memory.layer_activations=recompute")),
+    "ZBVZeroBubble": (4, ("parallelism.ep_size=2",)),
+    "Interleaved1F1B in pairs": (4, ("parallelism.ep_size=2", "moe.schedule=two-batch")),
+    "DualPipeV in pairs": (4, ("parallelism.ep_size=2", "moe.schedule=two-batch")),
+}
+for _name, (_ranks, _more) in COMPILED_STAGES.items():
+    _of = (f"parallelism.pp_schedule={_name.split()[0]}", *_more)
+    _of += ("parallelism.data_parallel=zero1",) if _ranks == 4 else ()
+    for _compiled in ("false", "true"):
+        for _graphs in ("off", "auto"):
+            _add(
+                f"{_name} compiled {_compiled} graphs {_graphs}", _ranks, *_STAGES, *EXACT, *_of,
+                f"training.torch_compile={_compiled}", f"training.cuda_graphs={_graphs}",
+            )  # fmt: skip
 
 # test_budget_gpu.py
 _BUDGET = (

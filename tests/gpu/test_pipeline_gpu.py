@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.ranks import needs
-from tests.gpu.runs import losses
+from tests.gpu.runs import COMPILED_STAGES, losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
 
@@ -45,3 +45,20 @@ def test_pairs_at_the_same_time(tmp_path: Path, transport: str, schedule: str) -
     """The rides of one micro-batch beside the computation of another: the same bits."""
     ways = [losses(f"pairs {schedule} {transport} {way}", tmp_path / way) for way in ("none", "two-batch")]
     assert ways[0] == ways[1]
+
+
+@needs(4)
+@pytest.mark.parametrize("name", COMPILED_STAGES)
+def test_compiled_and_captured_stages(tmp_path: Path, name: str) -> None:
+    """Captured steps have the bits of steps that are not, compiled or not; and compiled ones learn what eager ones do.
+    A pair of a forward and a backward is one graph, recorded by two threads."""
+    found = {}
+    for compiled in ("false", "true"):
+        for graphs in ("off", "auto"):
+            folder = tmp_path / f"{compiled}-{graphs}"
+            found[compiled, graphs] = losses(f"{name} compiled {compiled} graphs {graphs}", folder)
+            decided = json.loads((folder / "run.json").read_text())["decisions"]
+            assert decided["torch_compile"]["on"] == (compiled == "true"), decided["torch_compile"]
+            assert bool(decided["cuda_graphs"]["used"]) == (graphs == "auto"), decided["cuda_graphs"]
+        assert found[compiled, "off"] == found[compiled, "auto"]
+    assert found["true", "off"] == pytest.approx(found["false", "off"], rel=5e-3)
