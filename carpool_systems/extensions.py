@@ -178,7 +178,7 @@ class Snapshots(Extension):
         window = None if self.settings.window == "auto" else self.settings.window
         self.taken = SparseSnapshots(run, window)
         goes_on = run.config.training.resume_from_checkpoint in ("last", "auto")
-        self.taken.files.clean(everything=not goes_on)
+        self.taken.clean(everything=not goes_on)
         if goes_on and self.taken.recover():
             replayed = f"; the {self.taken.window} steps of its window are repeated" if run.incomplete else ""
             run.records.say(f"snapshot of step {run.step}{replayed}")
@@ -191,7 +191,4 @@ class Snapshots(Extension):
 
     def finish(self, run: Run) -> None:
         if self.taken is not None:
-            self.taken.files.clean(everything=True)
-
-    def describe(self) -> str:
-        return f"snapshots: of every step, in windows of {self.settings.window} steps; on this host alone"
+            self.taken.clean(everything=True)

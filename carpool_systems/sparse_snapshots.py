@@ -19,10 +19,12 @@ without the fault, and so are the norm and the updates of operators that are who
 operator is overwritten by the next snapshot. The paper skips its weight gradients; here they are computed, because
 exact clipping wants the norm of all.
 
-Files are in /dev/shm, which outlives the process, but not the machine: safetensors, one for each step and rank, under a
-folder for each user and run. A file gets its name when it is whole. 2 W of them are kept: the newest whole window is
-always among them. Who removes them: the run when it ends or when it starts from the beginning (no
-training.resume_from_checkpoint), and any start of a run that finds folders of runs whose own folder is gone.
+With several nodes of as many ranks, each snapshot is sent to a rank of the next node, too, by a thread and over gloo,
+and comes back from there if a node is replaced. Files are in /dev/shm, which outlives the process, but not the machine:
+safetensors, one for each step and rank, under a folder for each user and run. A file gets its name when it is whole.
+2 W of them are kept: the newest whole window is always among them. Who removes them: the run when it ends or when it
+starts from the beginning (no training.resume_from_checkpoint), and any start of a run that finds folders of runs whose
+own folder is gone.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
 from carpool.optim.update import local
@@ -61,7 +64,16 @@ WEIGHT = "weight"
 SHARE = 0.5
 MOST_STEPS = 32
 # Steps whose times are known before a window is chosen, the first not counted; bytes of a file for numbers that grow.
-MEASURED, _ROOM = 3, 1 << 16
+MEASURED, _ROOM = 3, 1 << 20
+_OF_PEERS = "of-peers"
+
+
+class Kept(NamedTuple):
+    """A snapshot: the steps of its window, the ranks of its run, bytes of its file."""
+
+    window: int
+    ranks: int
+    bytes: int
 
 
 class Operator(NamedTuple):
@@ -161,26 +173,26 @@ def _tensors_of(optimizer: Any) -> list[int]:
 
 
 class SnapshotFiles:
-    """The files of this rank's snapshots, in memory that outlives it. All have one size and are reused in turn: each is
+    """The files of a rank's snapshots, in memory that outlives it. All have one size and are reused in turn: each is
     page-locked once.
 
     Args:
         run: the run's folder.
         device: that has the tensors.
+        peer: the rank whose snapshots they are, if another's.
     """
 
-    def __init__(self, run: Path, device: torch.device) -> None:
+    def __init__(self, run: Path, device: torch.device, peer: int | None = None) -> None:
         self._run, self._device = run.absolute(), device
         users = MEMORY / f"carpool-snapshots-{os.getuid()}"
-        self.folder = users / hashlib.sha256(str(self._run).encode()).hexdigest()[:16] / f"rank-{rank():05d}"
+        self.home = users / hashlib.sha256(str(self._run).encode()).hexdigest()[:16]
+        owner = f"rank-{rank() if peer is None else peer:05d}"
+        self.folder = self.home / owner if peer is None else self.home / _OF_PEERS / owner
         self._buffers: dict[Path, HostBuffer] = {}
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
 
     def clean(self, everything: bool) -> None:
-        """Remove files of runs whose folder is gone, of this user; with `everything`, this run's too."""
-        self.wait()
-        for owner in self.folder.parents[1].glob("*/run"):
+        """Remove files of runs whose folder is gone, of this user; with `everything`, these too."""
+        for owner in self.home.parent.glob("*/run"):
             if not Path(owner.read_text()).is_dir():
                 shutil.rmtree(owner.parent, ignore_errors=True)
         if everything:
@@ -196,56 +208,90 @@ class SnapshotFiles:
             found: dict[str, Any] = json.loads(stored.metadata()["snapshot"])
         return found
 
-    def steps(self) -> dict[int, tuple[int, int]]:
-        """Of each snapshot that is whole, by step: the steps of its window, and the ranks of its run."""
-        steps = sorted(int(path.stem[5:]) for path in self.folder.glob("step-*.safetensors"))
-        return {step: tuple(self.about(step)[key] for key in ("window", "ranks")) for step in steps}  # type: ignore[misc]
+    def steps(self) -> dict[int, Kept]:
+        """The snapshots that are whole, by step."""
+        found = {}
+        for step in sorted(int(path.stem[5:]) for path in self.folder.glob("step-*.safetensors")):
+            about = self.about(step)
+            found[step] = Kept(about["window"], about["ranks"], self.path(step).stat().st_size)
+        return found
 
-    def begin(self, step: int, file: ShardFile, number: int) -> None:
-        """Copy a snapshot beside what follows; `wait` before its tensors change. Of `number` files the oldest goes.
-
-        Raises:
-            OSError: the one before could not be copied."""
-        self.wait()
+    def turn(self, step: int, number: int, size: int) -> HostBuffer:
+        """Memory for the snapshot of a step, which has no name yet. Of `number` files the oldest goes, and those of
+        later steps: a run that was rolled back, or goes on, takes them again."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder.parent / "run").write_text(str(self._run))
-        new = self.folder / "new"
-        there = sorted(self.folder.glob("step-*"))
-        while there and there[-1] > self.path(
-            step
-        ):  # the run was rolled back, or goes on: those steps are to come again
-            if (later := self._buffers.pop(there[-1], None)) is not None:
-                later.close()
-            there.pop().unlink()
-        if (old := self.path(step)) not in there:
-            old = there[0] if len(there) >= number else new
+        (self.home / "run").write_text(str(self._run))
+        new, there = self.folder / "new", sorted(self.folder.glob("step-*"))
+        while there and there[-1] > self.path(step):
+            self._forget(there.pop())
+        old = self.path(step) if self.path(step) in there else there[0] if len(there) >= number else new
+        if old.exists() and old.stat().st_size != size:
+            self._forget(old)
         buffer = self._buffers.pop(old, None)
         if old.exists():
             old.rename(new)
         if buffer is None:
             buffer = HostBuffer(self._device, new)
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
+            buffer.reserve(size)
+        return buffer
 
-        def copy() -> None:
-            try:
-                copy_files({"": file}, buffer, stream)
-                new.rename(self.path(step))
-                self._buffers[self.path(step)] = buffer
-            except Exception as error:  # raised where it is waited for
-                self._error = error
+    def name(self, step: int, buffer: HostBuffer) -> None:
+        """Its content is whole."""
+        (self.folder / "new").rename(self.path(step))
+        self._buffers[self.path(step)] = buffer
 
-        self._thread = threading.Thread(target=copy, name="carpool-snapshot", daemon=True)
-        self._thread.start()
+    def _forget(self, path: Path) -> None:
+        if (buffer := self._buffers.pop(path, None)) is not None:
+            buffer.close()
+        path.unlink()
 
-    def wait(self) -> None:
-        """Until the snapshot that was begun is copied. Raises OSError."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise OSError(f"there is no snapshot in {self.folder}: {self._error}") from self._error
+
+class Peers:
+    """Each rank's snapshots in the memory of another node, too: of the rank with the same place there.
+
+    Args:
+        node_W: the node of each rank. All must have as many ranks.
+    """
+
+    def __init__(self, run: Path, node_W: Sequence[int]) -> None:
+        nodes = [[r for r, its in enumerate(node_W) if its == node] for node in sorted(set(node_W))]
+        node, place = next((n, ranks.index(rank())) for n, ranks in enumerate(nodes) if rank() in ranks)
+        self._to, source = nodes[(node + 1) % len(nodes)][place], nodes[node - 1][place]
+        self._source, self.files = source, SnapshotFiles(run, torch.device("cpu"), source)
+        self._group = dist.new_group(backend="gloo")
+
+    @staticmethod
+    def why_not(node_W: Sequence[int]) -> str:
+        """Why there are none; "": there are."""
+        sizes = [list(node_W).count(node) for node in set(node_W)]
+        return "there is one node" if len(sizes) < 2 else "nodes have unequal ranks" if len(set(sizes)) > 1 else ""
+
+    def exchange(self, step: int, number: int, mine: torch.Tensor) -> None:
+        """Send a snapshot to its peer, and keep that of another; by a thread of each rank, step after step."""
+        buffer = self.files.turn(step, number, mine.numel())
+        sent = dist.isend(mine, self._to, self._group)
+        dist.recv(buffer.memory[: mine.numel()], self._source, self._group)
+        if sent is not None:
+            sent.wait()
+        self.files.name(step, buffer)
+
+    def kept(self) -> dict[int, dict[int, Kept]]:
+        """By rank, the snapshots of others that are in this host's memory, whoever put them there."""
+        there = [int(path.name[5:]) for path in self.files.folder.parent.glob("rank-*")]
+        return {one: self.of(one).steps() for one in there}
+
+    def of(self, owner: int) -> SnapshotFiles:
+        return SnapshotFiles(self.files._run, torch.device("cpu"), owner)
+
+    def hand_back(self, files: SnapshotFiles, step: int, owner: int, holder: int, size: int) -> None:
+        """Bring a snapshot from a peer's memory to that of its owner. All ranks call it."""
+        if rank() == holder:
+            content = torch.frombuffer(bytearray(self.of(owner).path(step).read_bytes()), dtype=torch.uint8)
+            dist.send(content, owner, self._group)
+        elif rank() == owner:
+            buffer = files.turn(step, MOST_STEPS * 2, size)
+            dist.recv(buffer.memory[:size], holder, self._group)
+            files.name(step, buffer)
 
 
 class SparseSnapshots:
@@ -258,10 +304,18 @@ class SparseSnapshots:
     def __init__(self, run: Run, window: int | None) -> None:
         self.window, self._run = window, run
         self.files = SnapshotFiles(run.folder, run.built.device)
+        node_W = run.plan.machine.topology.node_of
+        self.peers = Peers(run.folder, node_W) if not Peers.why_not(node_W) else None
         self._state: State | None = None
         self._replay = range(0)
         self._taken_from, self._size = run.step, 0
-        run.checkpoints.copying.append(self.files.wait)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        run.checkpoints.copying.append(self.settle)
+        second = f"only on their own host ({Peers.why_not(node_W)})" if self.peers is None else "and a peer's host"
+        run.records.say(f"snapshots: of every step, in {MEMORY}, {second}")
 
     @property
     def state(self) -> State:
@@ -273,16 +327,27 @@ class SparseSnapshots:
         """Go back to the first snapshot of the newest window that all ranks have whole, if its last step is after the
         run's own. The steps in between are repeated: the run is `incomplete` meanwhile."""
         run = self._run
-        of_ranks = gather(self.files.steps())
-        for first in sorted(of_ranks[0], reverse=True):
-            window, ranks = of_ranks[0][first]
-            steps = range(first, first + window)
-            whole = all(of_rank.get(step) == (window, ranks) for of_rank in of_ranks for step in steps)
-            ends = max(steps[-1], first + 1)
-            if ranks == world() and (first - 1) % window == 0 and whole and run.step <= ends <= run.last_step:
+        everything = gather((self.files.steps(), {} if self.peers is None else self.peers.kept()))
+
+        def holder(owner: int, step: int, like: Kept) -> int | None:
+            """The rank whose host has a snapshot of the owner's: itself, or a peer."""
+            where = (owner, *(one for one in range(world()) if owner in everything[one][1]))
+            found = (everything[one][0] if one == owner else everything[one][1][owner] for one in where)
+            return next((one for one, its in zip(where, found, strict=True) if its.get(step, None) == like), None)
+
+        kept = {step: one for own, others in everything for its in (own, *others.values()) for step, one in its.items()}
+        for first, one in sorted(kept.items(), reverse=True):
+            steps = range(first, first + one.window)
+            holders = {(owner, step): holder(owner, step, one) for owner in range(world()) for step in steps}
+            fits = one.ranks == world() and (first - 1) % one.window == 0
+            if fits and None not in holders.values() and run.step <= max(steps[-1], first + 1) <= run.last_step:
                 break
         else:
             return False
+        for (owner, step), where in holders.items():
+            if where != owner and self.peers is not None and where is not None:
+                self.peers.hand_back(self.files, step, owner, where, one.bytes)
+        window = one.window
         about, self.window, self._replay = self.files.about(first), window, steps[1:]
         self._load(first)
         restore_state(run, {**about["state"], "step": first})
@@ -328,9 +393,52 @@ class SparseSnapshots:
             return ShardFile.of([Piece(name, (0,) * one.dim(), one) for name, one in pieces], text, self._size)
 
         if not self._size:
-            largest = max(file(position).bytes for position in range(self.window))
+            largest = max(gather(max(file(position).bytes for position in range(self.window))))
             self._size = -(-(largest + _ROOM) // 4096) * 4096
-        self.files.begin(step, file((step - 1) % self.window), 2 * self.window)
+        self._begin(step, file((step - 1) % self.window), 2 * self.window)
+
+    def _begin(self, step: int, file: ShardFile, number: int) -> None:
+        """Copy a snapshot, and send it to a peer, beside what follows; `settle` before its tensors change."""
+        self.wait()
+        device = self._run.built.device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        self._copied.clear()
+
+        def copy() -> None:
+            try:
+                buffer = self.files.turn(step, number, file.bytes)
+                copy_files({"": file}, buffer, stream)
+                self._copied.set()
+                self.files.name(step, buffer)
+                if self.peers is not None:
+                    self.peers.exchange(step, number, buffer.memory[: file.bytes])
+            except Exception as error:  # raised where it is waited for
+                self._error = error
+            finally:
+                self._copied.set()
+
+        self._thread = threading.Thread(target=copy, name="carpool-snapshot", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Until the snapshot that was begun is copied. Raises OSError."""
+        self._copied.wait()
+        if self._error is not None:
+            raise OSError(f"there is no snapshot in {self.files.folder}: {self._error}") from self._error
+
+    def wait(self) -> None:
+        """Until it is at its peer's, too. Raises OSError."""
+        if self._thread is not None:
+            self._thread.join()
+        self.settle()
+
+    def clean(self, everything: bool) -> None:
+        """Remove files (`SnapshotFiles.clean`)."""
+        self.wait()
+        for files in (self.files, *(() if self.peers is None else (self.peers.files,))):
+            files.clean(everything)
 
 
 def is_sparse(files: SnapshotFiles) -> bool:

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from carpool.train.checkpoints.checkpoint_files import read_state
+from carpool.train.checkpoints.host_copy import copy_files
+from carpool.train.checkpoints.shard_files import Piece, ShardFile
 from carpool.train.config import load_config
 from carpool.train.run import loop
 from carpool.train.run.run import train
@@ -86,6 +88,30 @@ def test_recovery_is_the_run_that_nothing_stopped(
     assert not list(Path(memory).glob("*/*/rank-*"))  # the run came to its end
 
 
+def test_a_node_that_was_replaced_gets_its_snapshots_from_its_peer(
+    two_ranks: Ranks, text: list[str], tmp_path: Path
+) -> None:
+    """Two nodes of one rank. The memory of one is lost with all that was there but what the other sent."""
+    settings = [
+        *text,
+        *LONG,
+        f"training.stop_at_step={STEPS}",
+        "training.save_steps=none",
+        "parallelism.ranks_per_node=1",
+    ]
+    assert start(two_ranks, tmp_path / "whole", settings) == [""] * 2
+    run, memory = str(tmp_path / "run"), str(tmp_path / "memory")
+    mine = [*settings, "snapshots.window=3", "training.resume_from_checkpoint=auto"]
+    assert two_ranks(_fail, run, mine, memory, 8) == ["a fault"] * 2
+    (home,) = Path(memory).glob("*/*")
+    shutil.rmtree(home / "rank-00001")  # and what its node kept of rank 0
+    shutil.rmtree(home / "of-peers/rank-00000")
+    assert two_ranks(_fail, run, mine, memory, None) == [""] * 2
+    assert min(losses(tmp_path / "run")) == 5
+    states = [read_state(tmp_path / one / f"checkpoints/step-{STEPS:08d}") for one in ("whole", "run")]
+    assert states[0]["files"] == states[1]["files"] and states[0]["ranks"] == states[1]["ranks"]
+
+
 def test_operators_are_divided_among_the_steps_of_a_window() -> None:
     sizes = {"experts": (800, 4, True), "embedding": (600, 60, False), "norm": (6, 6, False), "head": (594, 60, False)}
     for window in (1, 2, 3, 5):
@@ -124,8 +150,6 @@ def test_files_of_runs_that_are_gone_are_removed(tmp_path: Path, monkeypatch: py
 
 
 def test_a_file_is_of_the_size_that_is_asked_for(tmp_path: Path) -> None:
-    from carpool.train.checkpoints.shard_files import Piece, ShardFile
-
     tensor = torch.randn(7, 3)
     for size in (4096, 4097, 10_000, 99_999, 100_064):
         file = ShardFile.of([Piece("a", (0, 0), tensor)], {"snapshot": "x"}, size)
@@ -136,13 +160,12 @@ def test_a_file_is_of_the_size_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_steps_that_come_again_are_not_mixed_with_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rollback to step 3, snapshots of steps 5 and 6 are of weights that are no more."""
-    from carpool.train.checkpoints.shard_files import Piece, ShardFile
-
     monkeypatch.setattr(sparse_snapshots, "MEMORY", tmp_path)
     files, about = SnapshotFiles(tmp_path / "run", torch.device("cpu")), '{"window": 2, "ranks": 1}'
     for step in (1, 2, 3, 4, 5, 6, 4):
         values = torch.full((5,), float(step))
-        files.begin(step, ShardFile.of([Piece("a", (0,), values)], {"snapshot": about}, 4096), 4)
-    files.wait()
-    assert files.steps() == {3: (2, 1), 4: (2, 1)}
+        buffer = files.turn(step, 4, 4096)
+        copy_files({"": ShardFile.of([Piece("a", (0,), values)], {"snapshot": about}, 4096)}, buffer, None)
+        files.name(step, buffer)
+    assert files.steps() == {3: (2, 1, 4096), 4: (2, 1, 4096)}
     assert load_file(files.path(3))["a"].eq(3).all() and load_file(files.path(4))["a"].eq(4).all()
