@@ -134,7 +134,11 @@ def checkpoint(
 def export(
     run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
-    step: Annotated[int | None, typer.Option("--step", min=0, help="Of this step. Default: the newest.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=0, help="Of this step. Default: the best, if the run keeps it, else the newest."),
+    ] = None,
+    newest: Annotated[bool, typer.Option("--newest", help="The newest, also if the run keeps the best.")] = False,
     weights: Annotated[
         Literal["ema", "trained"] | None,
         typer.Option("--weights", help="ema: averaged (training.ema_decay), the default of a run that averages them."),
@@ -149,13 +153,17 @@ def export(
         require(TRAIN_PACKAGES)
         check_run(run)
         check_new_folder("--out", out)
-        from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint, has_average
+        from carpool.train.checkpoints.export import best_checkpoint, export_checkpoint, find_checkpoint, has_average
 
-        checkpoint = find_checkpoint(run, step)
+        if newest and step is not None:
+            raise ValueError("--newest and --step name different checkpoints: give one of them")
+        best = None if newest or step is not None else best_checkpoint(run)
+        checkpoint = best or find_checkpoint(run, step)
         averaged = has_average(checkpoint) if weights is None else weights == "ema"
         with _shown() as shown:
             exported = export_checkpoint(run, checkpoint, out, averaged=averaged, **shown)
         of = "averaged weights of " if averaged else ""
+        of += "the best checkpoint, " if best else ""
         typer.echo(f"model of {of}{checkpoint}: {exported._replace(folder=out)}\n{exported.checked}")
 
 

@@ -1,8 +1,8 @@
 """What is asked: a checkpoint folder of Transformers, or the folder of a run; and its model on this rank.
 
     a checkpoint      config.json, safetensors, a tokenizer             as it is
-    a run             config.toml, checkpoints/step-00000100/, ...      its newest checkpoint, or the best one if it has
-                                                                        ended with that; without one, model/, which it
+    a run             config.toml, checkpoints/step-00000100/, ...      its best checkpoint, if it keeps that, or
+                                                                        its newest; without one, model/, which it
                                                                         exported; the adapter that it trained,
                                                                         beside the model that was adapted
     an adapter        adapter_config.json, as peft writes it            beside the model that was adapted
@@ -14,9 +14,7 @@ Over several ranks each keeps the non-expert parameters whole, for prompts of it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,8 @@ from carpool.serve.prompts import Text
 from carpool.serve.serve_memory import ON_DEVICE, ExpertTier, check_room
 from carpool.train.blueprint import model_source, top_k_of
 from carpool.train.checkpoints.adapter_files import base_folder
-from carpool.train.checkpoints.manager import CheckpointManager, checkpoint_name, step_of
+from carpool.train.checkpoints.export import best_checkpoint
+from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.run_source import SOURCE
 from carpool.train.checkpoints.trained_base import kept_in, recorded_base
@@ -49,7 +48,7 @@ from carpool.train.config.fine_tuning import adapter_folder, base_of_run
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.lora import attach_adapter
-from carpool.train.records.run_folder import ADAPTER, SUMMARY
+from carpool.train.records.run_folder import ADAPTER
 from carpool.transport import HierarchicalOptions
 
 
@@ -146,20 +145,10 @@ def _find(path: Path) -> Source:
     # Not training.output_dir: the run may have been moved since.
     if (latest := CheckpointManager(path).latest()) is not None:
         tokenizer = tokenizer_of(config)
-        return Source(path, model_source(config, tokenizer), _ended_with(path, config, latest), config, text)
+        return Source(path, model_source(config, tokenizer), best_checkpoint(path) or latest, config, text)
     if (path / "model" / "config.json").is_file():
         return Source(path, path / "model", None, config, text)
     raise ValueError(f"{path} has no checkpoint yet: let it train on, or lower training.save_steps")
-
-
-def _ended_with(run: Path, config: Config, latest: Path) -> Path:
-    """The best checkpoint of a run that has ended with it (training.load_best_model_at_end); else the latest."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-        if config.training.load_best_model_at_end and summary["steps"] == step_of(latest):
-            best = latest.with_name(checkpoint_name(summary["best_step"]))
-            return best if best.is_dir() else latest
-    return latest
 
 
 def open_model(

@@ -87,6 +87,11 @@ def inverse_sqrt(step: int, warmup: int, steps: int, minimum: float, *, timescal
     return max(minimum, 1 / math.sqrt((step + timescale - warmup) / timescale))
 
 
+def decay_steps(num_decay_steps: float, steps: int) -> float:
+    """Of a run of `steps`: below 1, `num_decay_steps` is a share."""
+    return num_decay_steps if num_decay_steps >= 1 else math.ceil(num_decay_steps * steps)
+
+
 def warmup_stable_decay(
     step: int,
     warmup: int,
@@ -97,7 +102,7 @@ def warmup_stable_decay(
     decay_type: Decay = "cosine",
 ) -> float:
     """The peak until `num_decay_steps` before the end (below 1: a share of all steps), then the minimum at the end."""
-    decay = num_decay_steps if num_decay_steps >= 1 else math.ceil(num_decay_steps * steps)
+    decay = decay_steps(num_decay_steps, steps)
     if not 0 <= decay <= steps - warmup:
         raise ValueError(f"num_decay_steps = {num_decay_steps:g} of {steps} steps begin before warm-up ends")
     done = (step - (steps - decay)) / max(1, decay)

@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from carpool import cli
 from carpool.serve.served_model import find_source
 from carpool.train.checkpoints.manager import CheckpointManager, step_of
 from carpool.train.config import TrainingSection, load_config
@@ -81,6 +83,13 @@ def test_a_run_ends_with_its_best_model(two_ranks: Ranks, text: list[str], tmp_p
     assert (summary["best_step"], summary["best_eval_loss"]) == (best, evals[best])
     assert list(map(step_of, CheckpointManager(whole).list())) == [best, last]
     assert find_source(whole).checkpoint == CheckpointManager(whole).list()[0], "generate and eval take it, too"
+    for options, step in (([], best), (["--newest"], last)):
+        done = CliRunner().invoke(cli.app, ["export", str(whole), "--out", str(tmp_path / f"out{step}"), *options])
+        assert (
+            done.exit_code == 0
+            and f"step-{step:08d}: " in done.output
+            and ("the best checkpoint" in done.output) == (step == best)
+        )
     saved = weights(whole, best)
     for name, value in AutoModelForCausalLM.from_pretrained(whole / "model").state_dict().items():
         if "experts" not in name:
@@ -93,7 +102,9 @@ def test_a_run_ends_with_its_best_model(two_ranks: Ranks, text: list[str], tmp_p
     signalled, settings = tmp_path / "signalled", [*text, *WORSE, "training.per_device_train_batch_size=4"]
     two_ranks(stopped_by_signal, str(signalled), settings)
     left = CheckpointManager(signalled).latest()
-    assert left is not None and (step := step_of(left)) not in records(signalled, "eval")
+    assert left is not None
+    step = step_of(left)
+    assert step not in records(signalled, "eval")
     assert start_two(two_ranks, signalled, [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
     assert step in records(signalled, "eval")
     for folder in (parts, signalled):

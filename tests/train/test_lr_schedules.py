@@ -62,6 +62,11 @@ def test_no_rate_is_below_the_minimum(name: str) -> None:
         (["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs.decay_type=sqrt"], "'1-sqrt'"),
         (["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs.num_decay_steps=170"], "before warm-up ends"),
         (
+            ["lr_scheduler_type=warmup_stable_decay", "decay_from=100", "lr_scheduler_kwargs.num_decay_steps=0.2"],
+            "decay_from = 100 lets the rate fall for 80 steps, to max_steps = 180, and training.lr_scheduler_kwargs."
+            "num_decay_steps = 0.2 for 36: leave one",
+        ),
+        (
             ["lr_scheduler_type=warmup_stable_decay", "decay_from=180"],
             "expected a step between the end of warm-up (36)",
         ),

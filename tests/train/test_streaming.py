@@ -110,7 +110,9 @@ def test_blocks_without_a_token_to_learn_are_passed_over(tmp_path: Path) -> None
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = [{"path": str(tmp_path / "t.jsonl"), "weight": 1}]
     for lanes in (1, 2):
-        loader = StreamLoader(streams(source, packing="off", stream_lanes=lanes, stream_buffer=2), batch_size=2)
+        loader = StreamLoader(
+            streams(source, packing="off", too_long="truncate", stream_lanes=lanes, stream_buffer=2), batch_size=2
+        )
         if lanes == 2:  # of which one has no other rows
             with pytest.raises(ValueError, match=r"none of its .* examples has a token to learn"):
                 next(loader)
@@ -122,6 +124,9 @@ def test_what_a_stream_does_not_take(tmp_path: Path) -> None:
     sources = write(tmp_path, rows=2, files=1)
     with pytest.raises(ValueError, match=r"lane 2 of 4 gets no row with text: lower data\.stream_lanes"):
         loaders(sources, 1)[0].check()
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n')
+    with pytest.raises(ValueError, match=r"would end the run there; set data\.too_long to truncate"):
+        streams([{"path": str(tmp_path / "ids.jsonl"), "weight": 1}], packing="off")
     (tmp_path / "more").mkdir()
     often = write(tmp_path / "more")[0] | {"weight": 9999}
     with pytest.raises(ValueError, match=r"data\.sources \(b\): lane 2 of 4 gets no row with text"):

@@ -21,6 +21,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,10 +48,11 @@ from carpool.train.checkpoints.checkpoint_files import (
     remove_left,
     stored_parts,
 )
-from carpool.train.checkpoints.manager import CheckpointManager, step_of
+from carpool.train.checkpoints.manager import CheckpointManager, checkpoint_name, step_of
 from carpool.train.checkpoints.run_source import Source, copy_source, read_source
+from carpool.train.config import load_config
 from carpool.train.launch.ranks import gather, rank, together, world
-from carpool.train.records.run_folder import ADAPTER
+from carpool.train.records.run_folder import ADAPTER, CONFIG
 
 # Values that are compared at once.
 _PIECE = 1 << 22
@@ -159,6 +161,17 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
         known = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
         raise ValueError(f"{run} has no checkpoint of step {step}: {known}")
     return steps[step]
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """The checkpoint with the lowest held-out loss so far, of a run that keeps it (training.load_best_model_at_end);
+    None: there is none."""
+    latest = CheckpointManager(run).latest()
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        if latest is not None and load_config(run / CONFIG).training.load_best_model_at_end:
+            best = latest.with_name(checkpoint_name(read_state(latest)["state"]["best"]["step"]))
+            return best if best.is_dir() else None
+    return None
 
 
 def has_average(checkpoint: Path) -> bool:

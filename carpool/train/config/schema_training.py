@@ -420,7 +420,7 @@ class TrainingSection(Section):
 
     def _check_schedule(self) -> None:
         """Raise ValueError for options that the schedule does not have, and steps that do not fit."""
-        from carpool.train.lr_schedules import learning_rate, options_of
+        from carpool.train.lr_schedules import decay_steps, learning_rate, options_of
 
         name, known, where = self.lr_scheduler_type, options_of(self.lr_scheduler_type), "training.lr_scheduler_kwargs"
         if close := self.lr_scheduler_kwargs.keys() & {"min_lr", "min_lr_rate", "min_lr_ratio", "lr_end"}:
@@ -433,6 +433,14 @@ class TrainingSection(Section):
                 f"training.decay_from = {self.decay_from}: expected a step between the end of warm-up "
                 f"({self.warmup()}) and training.max_steps = {self.max_steps}"
             )
+        asked = self.lr_scheduler_kwargs.get("num_decay_steps")
+        if self.decay_from is not None and asked is not None:
+            left, decay = self.max_steps - self.decay_from, decay_steps(asked, self.max_steps)
+            if decay != left:
+                raise ValueError(
+                    f"training.decay_from = {self.decay_from} lets the rate fall for {left} steps, to max_steps = "
+                    f"{self.max_steps}, and {where}.num_decay_steps = {asked:g} for {decay:g}: leave one of them out"
+                )
         try:
             learning_rate(self.max_steps, self)
         except ValueError as error:

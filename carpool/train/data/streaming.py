@@ -83,6 +83,12 @@ class Streams:
             self.opened.append(_Opened(one, sources, form, encoder))
         self.padded = any(each.encoder.marks for each in self.opened)
         self.packed = self.padded and data.packing != "off"
+        if self.padded and data.too_long == "refuse":
+            raise ValueError(
+                'data.too_long = "refuse" with data.streaming: examples are read while they are trained on, and one of '
+                "more than data.sequence_length tokens would end the run there; set data.too_long to truncate (their "
+                "end is not learned) or split (their parts do not see each other)"
+            )
         self.names = tuple(each.one.name for each in self.opened) if data.sources is not None else ()
         shares = [1] if data.sources is None else shares_of([PATTERN] * len(data.sources), data.sources, PATTERN)
         for each, share, source in zip(self.opened, shares, data.sources or (), strict=False):
