@@ -23,6 +23,7 @@ from carpool.optim import AdamW
 from carpool.optim import in_backward as consumed
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.schedules import PAIRED
 from carpool.planner.candidate import Candidate, Spare
 from carpool.planner.decisions.chosen import Decisions
 from carpool.planner.decisions.configured import candidate_of
@@ -34,7 +35,9 @@ from carpool.train.config.schema import Config
 from carpool.train.plan.compile_and_capture import why_no_graphs
 from carpool.train.run.run_records import Records, record_graphs
 from carpool.transport import TRANSPORTS
+from tests.gpu.runs import COMPILED_STAGES
 from tests.replayed import Again
+from tools import captured_table
 
 
 class OnGpu(nn.Module):
@@ -258,3 +261,12 @@ def test_run_json_says_whether_steps_are_graphs(tmp_path: Path) -> None:
         found = json.loads((tmp_path / "run.json").read_text())["decisions"]["cuda_graphs"]
         assert (found["used"], found["why"]) == (why_not is None, why_not or "captured")
     assert said == ["steps are not captured as CUDA graphs: RuntimeError: no"]
+
+
+def test_the_table_of_what_is_captured() -> None:
+    assert captured_table.DOCS.read_text(encoding="utf-8") == captured_table.page(), (
+        "run python -m tools.captured_table"
+    )
+    assert captured_table.answer("pp 2, ep 4, DualPipeV, pairs", "recompute") == ("yes", None)
+    # Schedules that GPU tests capture.
+    assert {name.split()[0] for name in COMPILED_STAGES} >= {"1F1B", "ZBVZeroBubble", *PAIRED}
