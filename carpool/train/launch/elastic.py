@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -59,10 +59,10 @@ RESTARTS = 10
 # Of a rank of which nothing was heard.
 LOST_SECONDS = 15.0
 # An agent that is silent for their product has left.
-_BEAT_SECONDS, _BEATS = 1, 4
+_BEAT_SECONDS, _BEATS = 1, 8
 # Enough agents wait so long for more: of a run that begins, and later.
 _FIRST_CALL_SECONDS, _LAST_CALL_SECONDS = 30, 3
-_STORE_SECONDS, _JOIN_SECONDS, _EXIT_SECONDS = 20, 7 * 24 * 3600, 20
+_STORE_SECONDS, _JOIN_SECONDS = 20, 7 * 24 * 3600
 # Ranks that are told to leave have nothing to write, and those that stand still do not hear it.
 _LEAVE_SECONDS = 3
 _POLL_SECONDS = 0.2
@@ -92,7 +92,7 @@ class _Agent(LocalElasticAgent):
         self, spec: WorkerSpec, logs: LogsSpecs, *, folder: Path, checkpoints: Callable[[], Path | None],
         listeners: Path, say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        super().__init__(spec, logs, exit_barrier_timeout=_EXIT_SECONDS)
+        super().__init__(spec, logs)
         self._folder, self._checkpoints, self._listeners, self._say = folder, checkpoints, listeners, say
         self._newest, self._failed = checkpoints(), 0
 
@@ -101,7 +101,15 @@ class _Agent(LocalElasticAgent):
         wait = _LAST_CALL_SECONDS if (self._folder / METRICS).exists() else _FIRST_CALL_SECONDS
         handler: Any = worker_group.spec.rdzv_handler
         handler.settings.timeout._set_timeouts(last_call=timedelta(seconds=wait))
-        super()._rendezvous(worker_group)
+        while True:
+            super()._rendezvous(worker_group)
+            # An agent that was silent for too long at that moment is in the group for some, and not for others.
+            group = repr(sorted(map(repr, self._agents)))
+            store: Any = worker_group.store
+            agreed = store.compare_set("carpool/agents", "", group).decode() == group
+            if agreed and worker_group.group_world_size >= handler.settings.min_nodes:
+                break
+            self._say("the agents do not agree on who is there, and meet again")
         os.environ[FORMED] = str(time.time())
         ranks = [worker.global_rank for worker in worker_group.workers]
         self._say(
@@ -118,11 +126,37 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _LEAVE_SECONDS) -> None:
         super()._shutdown(death_sig, min(timeout, _LEAVE_SECONDS))
 
+    @property
+    def _agents(self) -> Collection[object]:
+        """Those of the group that have not left it, as this agent knows."""
+        handler: Any = self._worker_group.spec.rdzv_handler
+        found: Collection[object] = handler._state_holder.state.participants
+        return found
+
+    def _lost_agents(self) -> bool:
+        """Whether an agent has left the group, or is silent. Its ranks are gone, or others wait for them in vain."""
+        self._worker_group.spec.rdzv_handler.num_nodes_waiting()  # which looks
+        return len(self._agents) < (self._worker_group.group_world_size or 0)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             self._judge(result.failures)
+        elif result.state == WorkerState.HEALTHY and self._lost_agents():
+            self._say("an agent has left; the ranks here leave for a new group")
+            self._remaining_restarts = worker_group.spec.max_restarts
+            return RunResult(state=WorkerState.UNHEALTHY)
         return result
+
+    def _exit_barrier(self) -> None:
+        """Until the ranks of all agents have ended: rank 0 may still write what is written at the end."""
+        store: Any = self._store
+        with suppress(*_STORE_GONE):
+            store.add("carpool/ended", 1)
+            while store.add("carpool/ended", 0) < (self._worker_group.group_world_size or 0):
+                if self._lost_agents():
+                    return
+                time.sleep(_POLL_SECONDS)
 
     def _judge(self, failures: dict[int, ProcessFailure]) -> None:
         """Whether there is another attempt; says why there is one."""
@@ -147,8 +181,10 @@ class _Agent(LocalElasticAgent):
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
-            # A rank that stands still ends the wait, too: the others miss it.
+            # Where another agent has left, there is nobody to save with.
             while pids and super()._monitor_workers(worker_group).state == WorkerState.HEALTHY:
+                if self._lost_agents():
+                    break
                 time.sleep(_POLL_SECONDS)
         super()._restart_workers(worker_group)
 
@@ -196,6 +232,7 @@ def _attend(
         role="default", local_world_size=config.nproc_per_node, entrypoint=sys.executable, args=tuple(command),
         rdzv_handler=handler, max_restarts=1, monitor_interval=config.monitor_interval, local_addr=config.local_addr,
     )  # fmt: skip
+    assert config.logs_specs is not None
     agent = _Agent(spec, config.logs_specs, folder=folder, checkpoints=checkpoints, listeners=listeners, say=say)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     result = agent.run()

@@ -200,7 +200,7 @@ def _wait_for_folder(folder: Path) -> None:
     while True:
         try:
             return check_idle(folder)
-        except ValueError:
+        except ValueError as error:
             if time.monotonic() > end:
-                raise
+                raise RegroupError(str(error)) from error
             time.sleep(_IDLE_SECONDS)
