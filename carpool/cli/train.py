@@ -126,10 +126,8 @@ def train(
             return
         from carpool.train.launch.start import run
 
-        if agents is None:
+        if agents is None:  # else the ranks alone know their number
             check_ahead(resolved, "carpool.train.plan.start_checks:check_run", debug, compare=compare)
-        else:
-            read_data(settings)  # the ranks alone know their number
         entry, fixed = "carpool.train.run.run:train", resolved.fixed
         run(settings, entry, debug=debug, elastic=agents, compare=compare, command=command(), fixed=fixed)
 

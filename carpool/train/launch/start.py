@@ -48,7 +48,7 @@ from carpool.train.launch.failure import (
 from carpool.train.launch.regroup import FULL, check_groups
 from carpool.train.launch.stopping import LISTENERS, Relay, Stopped, in_setup
 from carpool.train.launch.worker import entry_name, find_entry, run_rank, use_cuda
-from carpool.train.records.run_folder import SUMMARY
+from carpool.train.records.run_folder import SUMMARY, last_record
 
 CPU_RANKS = 4
 _WORKER = ("-P", "-m", "carpool.train.launch.worker")
@@ -202,6 +202,9 @@ def _start(
                 newest = partial(newest_checkpoint, config)
                 launch(launch_config, config.training.folder, [*_WORKER, str(job)], newest, relay.folder)
         except RendezvousClosedError:
+            ended = last_record(config.training.folder)
+            if ended.get("signal"):
+                raise Stopped(ended["why"], ended["signal"]) from None
             if not (config.training.folder / SUMMARY).exists():
                 raise ValueError("another agent has ended the run; what it writes says why") from None
         except (ChildFailedError, SignalException) as ended:

@@ -80,6 +80,15 @@ def lock(file: IO[bytes]) -> bool:
     return True
 
 
+def last_record(folder: Path) -> dict[str, Any]:
+    """The last whole line of a run's metrics; {} where there is none."""
+    try:
+        lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
+        return dict(json.loads(next(line for line in reversed(lines) if line.endswith(b"\n"))))
+    except (OSError, ValueError, StopIteration):
+        return {}
+
+
 def replace_text(path: Path, text: str) -> None:
     """Writes a file that a reader sees either as it was or whole, also after a power failure.
 
