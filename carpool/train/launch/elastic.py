@@ -8,7 +8,7 @@ Each command is an agent with the ranks of its node. Between 2 and 4 agents form
     a rank dies                       its agent lives: a new group forms with the same agents
     an agent, or its node, dies       the other ranks leave, and a new group forms with the agents that are left
     an agent comes (back)             the group saves, and a new one forms with it; beyond the maximum it waits
-    a rank stands still               the others miss it after `LOST_SECONDS` (`roll_call`), and leave
+    a rank stands still               the others miss it after 15 s (`roll_call`), and leave
     SIGTERM or SIGUSR1 to an agent    all ranks save, and all agents end (`stopping`)
     an error that only a person can   the run ends on all agents
     put right, or `RESTARTS` failures
@@ -29,11 +29,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -49,15 +49,16 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
-from carpool.train.launch.failure import first_cause, is_consequence, recorded, what_happened
+from carpool.train.launch.failure import first_cause, is_consequence, newest_checkpoint, recorded, what_happened
 from carpool.train.launch.regroup import FORMED
 from carpool.train.launch.stopping import DONE, Stopped
 from carpool.train.records.run_folder import METRICS
 
+if TYPE_CHECKING:
+    from carpool.train.config import Config
+
 # Failures in a row, without a new checkpoint, after which a run ends.
 RESTARTS = 10
-# Of a rank of which nothing was heard.
-LOST_SECONDS = 15.0
 # An agent that is silent for their product has left.
 _BEAT_SECONDS, _BEATS = 1, 8
 # Enough agents wait so long for more: of a run that begins, and later.
@@ -82,23 +83,18 @@ class _Agent(LocalElasticAgent):
     """An agent that tells failures that another attempt may get over from those that none will.
 
     Args:
-        folder: the run's.
-        checkpoints: gives the newest checkpoint of the run.
+        config: of the run.
         listeners: the folder in which ranks say that they listen to signals.
-        say: shows a line to the user.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, logs: LogsSpecs, *, folder: Path, checkpoints: Callable[[], Path | None],
-        listeners: Path, say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, config: Config, listeners: Path) -> None:
         super().__init__(spec, logs)
-        self._folder, self._checkpoints, self._listeners, self._say = folder, checkpoints, listeners, say
-        self._newest, self._failed = checkpoints(), 0
+        self._config, self._listeners = config, listeners
+        self._newest, self._failed = newest_checkpoint(config), 0
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # Agents that are started by hand come one after the other.
-        wait = _LAST_CALL_SECONDS if (self._folder / METRICS).exists() else _FIRST_CALL_SECONDS
+        wait = _LAST_CALL_SECONDS if (self._config.training.folder / METRICS).exists() else _FIRST_CALL_SECONDS
         handler: Any = worker_group.spec.rdzv_handler
         handler.settings.timeout._set_timeouts(last_call=timedelta(seconds=wait))
         while True:
@@ -109,10 +105,10 @@ class _Agent(LocalElasticAgent):
             agreed = store.compare_set("carpool/agents", "", group).decode() == group
             if agreed and worker_group.group_world_size >= handler.settings.min_nodes:
                 break
-            self._say("the agents do not agree on who is there, and meet again")
+            _say("the agents do not agree on who is there, and meet again")
         os.environ[FORMED] = str(time.time())
         ranks = [worker.global_rank for worker in worker_group.workers]
-        self._say(
+        _say(
             f"a group of {worker_group.group_world_size} agents and {worker_group.workers[0].world_size} ranks has "
             f"formed; here are ranks {ranks[0]} to {ranks[-1]}"
         )
@@ -143,7 +139,7 @@ class _Agent(LocalElasticAgent):
         if result.state == WorkerState.FAILED:
             self._judge(result.failures)
         elif result.state == WorkerState.HEALTHY and self._lost_agents():
-            self._say("an agent has left; the ranks here leave for a new group")
+            _say("an agent has left; the ranks here leave for a new group")
             self._remaining_restarts = worker_group.spec.max_restarts
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
@@ -161,7 +157,7 @@ class _Agent(LocalElasticAgent):
     def _judge(self, failures: dict[int, ProcessFailure]) -> None:
         """Whether there is another attempt; says why there is one."""
         rank = first_cause(failures)
-        cause, failure, newest = recorded(failures[rank]), failures[rank], self._checkpoints()
+        cause, failure, newest = recorded(failures[rank]), failures[rank], newest_checkpoint(self._config)
         self._failed = 1 if newest != self._newest else self._failed + 1
         self._newest = newest
         stopped = cause.get("type") == Stopped.__name__
@@ -172,11 +168,11 @@ class _Agent(LocalElasticAgent):
         if not ends and not joins:
             lost = bool(cause) and is_consequence(cause["type"], cause["text"])
             what = "lost the connection to another rank" if lost else what_happened(failure)
-            self._say(f"rank {rank} (pid {failure.pid}) {what}; the ranks here leave for a new group")
+            _say(f"rank {rank} (pid {failure.pid}) {what}; the ranks here leave for a new group")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            self._say("the group changes; the ranks here save and leave for a new one")
+            _say("the group changes; the ranks here save and leave for a new one")
             pids = [int(path.name) for path in self._listeners.iterdir() if path.suffix != DONE]
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -189,15 +185,12 @@ class _Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
 
-def launch(
-    config: LaunchConfig, folder: Path, command: list[str], checkpoints: Callable[[], Path | None], listeners: Path
-) -> None:
+def launch(launch_config: LaunchConfig, config: Config, command: list[str], listeners: Path) -> None:
     """Run `command` as the ranks of this agent, in one group after another, until the run has ended.
 
     Args:
-        config: with the fewest and the most agents as `min_nodes` and `max_nodes`.
-        folder: the run's, which all agents see.
-        checkpoints: as for `_Agent`.  listeners: likewise.
+        launch_config: with the fewest and the most agents as `min_nodes` and `max_nodes`.
+        config, listeners: as for `_Agent`.
 
     Raises:
         ChildFailedError: a rank of this agent failed, and no other attempt is made.
@@ -205,37 +198,34 @@ def launch(
         RendezvousClosedError: another agent has ended the run."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # an agent's own store outlives the group that it was for
 
-    def say(text: str) -> None:
-        print(f"elastic: {text}", file=sys.stderr, flush=True)
-
     while True:
-        with _meeting_place(folder, say) as endpoint:
+        with _meeting_place(config.training.folder) as endpoint:
             try:
-                return _attend(config, endpoint, folder, command, checkpoints, listeners, say)
+                return _attend(launch_config, endpoint, config, command, listeners)
             except _STORE_GONE as error:
                 last = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                say(f"the agent with the store of the rendezvous has gone ({last[:120]}); another one takes its place")
+                _say(f"the agent with the store of the rendezvous has gone ({last[:120]}); another one takes its place")
 
 
-def _attend(
-    config: LaunchConfig, endpoint: str, folder: Path, command: list[str], checkpoints: Callable[[], Path | None],
-    listeners: Path, say: Callable[[str], None],
-) -> None:  # fmt: skip
+def _say(text: str) -> None:
+    print(f"elastic: {text}", file=sys.stderr, flush=True)
+
+
+def _attend(about: LaunchConfig, endpoint: str, config: Config, command: list[str], listeners: Path) -> None:
     """`launch`, with one store: as PyTorch's `launch_agent`, with `_Agent`."""
     parameters = RendezvousParameters(
-        "c10d", endpoint, config.run_id, config.min_nodes, config.max_nodes, local_addr=config.local_addr,
+        "c10d", endpoint, about.run_id, about.min_nodes, about.max_nodes, local_addr=about.local_addr,
         is_host="0", read_timeout=_STORE_SECONDS, join_timeout=_JOIN_SECONDS, last_call_timeout=_LAST_CALL_SECONDS,
         keep_alive_interval=_BEAT_SECONDS, keep_alive_max_attempt=_BEATS,
     )  # fmt: skip
     handler = get_rendezvous_handler(parameters)
     spec = WorkerSpec(
-        role="default", local_world_size=config.nproc_per_node, entrypoint=sys.executable, args=tuple(command),
-        rdzv_handler=handler, max_restarts=1, monitor_interval=config.monitor_interval, local_addr=config.local_addr,
+        role="default", local_world_size=about.nproc_per_node, entrypoint=sys.executable, args=tuple(command),
+        rdzv_handler=handler, max_restarts=1, monitor_interval=about.monitor_interval, local_addr=about.local_addr,
     )  # fmt: skip
-    assert config.logs_specs is not None
-    agent = _Agent(spec, config.logs_specs, folder=folder, checkpoints=checkpoints, listeners=listeners, say=say)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    result = agent.run()
+    assert about.logs_specs is not None
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = about.signals_to_handle
+    result = _Agent(spec, about.logs_specs, config, listeners).run()
     # Agents that wait for others would wait in vain. Who was stopped by a signal leaves them alone.
     with suppress(*_STORE_GONE):
         handler.shutdown()
@@ -246,7 +236,7 @@ def _attend(
 
 
 @contextmanager
-def _meeting_place(folder: Path, say: Callable[[str], None]) -> Iterator[str]:
+def _meeting_place(folder: Path) -> Iterator[str]:
     """HOST:PORT of the store where agents meet: of this process, if no other agent has one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".rendezvous"
@@ -269,15 +259,20 @@ def _meeting_place(folder: Path, say: Callable[[str], None]) -> Iterator[str]:
                 yield endpoint
                 return
             if not waited:
-                say("waiting for the agent that has the store of the rendezvous")
+                _say("waiting for the agent that has the store of the rendezvous")
             waited = True
             time.sleep(_POLL_SECONDS)
         store = dist.TCPStore(
             "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS)
         )
-        file.truncate(0)
-        file.write(f"{own_address()}:{store.port}\n")
-        file.flush()
+        while True:
+            file.truncate(0)
+            try:
+                os.write(file.fileno(), f"{own_address()}:{store.port}\n".encode())
+                break
+            except OSError as full:
+                _say(f"{path} cannot be written ({full.strerror}); trying again")
+                time.sleep(1.0)
         yield f"127.0.0.1:{store.port}"
 
 

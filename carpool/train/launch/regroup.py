@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 FULL, FORMED = "CARPOOL_ELASTIC_RANKS", "CARPOOL_GROUP_FORMED"
 _DONE, _LEFT = "carpool/run-done", "carpool/idle-left"
 _IDLE_SECONDS, _FAREWELL_SECONDS = 0.5, 5.0
+# Of a rank of which nothing was heard.
+LOST_SECONDS = 15.0
 # A rank of the group before may still hold the run's folder.
 _FOLDER_SECONDS = 60.0
 

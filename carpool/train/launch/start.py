@@ -30,7 +30,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from carpool.train.config import Config
 from carpool.train.launch.failure import (
     Interrupted,
     first_cause,
-    newest_checkpoint,
     rank_failure,
     record_error,
     recorded,
@@ -199,8 +197,7 @@ def _start(
                 from carpool.train.launch.elastic import launch, own_address
 
                 launch_config.local_addr = own_address()
-                newest = partial(newest_checkpoint, config)
-                launch(launch_config, config.training.folder, [*_WORKER, str(job)], newest, relay.folder)
+                launch(launch_config, config, [*_WORKER, str(job)], relay.folder)
         except RendezvousClosedError:
             ended = last_record(config.training.folder)
             if ended.get("signal"):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from carpool.train.launch.failure import is_consequence, record_error
-from carpool.train.launch.regroup import enter_group
+from carpool.train.launch.regroup import LOST_SECONDS, enter_group
 from carpool.train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
@@ -140,8 +140,6 @@ def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any])
             store: Any = dist.distributed_c10d._get_default_store()
             seconds, per_node = float(section.timeout_seconds), section.ranks_per_node
             if group is not None:
-                from carpool.train.launch.elastic import LOST_SECONDS
-
                 seconds = min(seconds, LOST_SECONDS)
             roll = RollCall(store.clone(), dist.get_rank(), ranks, seconds, end_process, per_node)
             roll.start()
