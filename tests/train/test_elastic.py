@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 300
 # A step of 8 sequences: 3 ranks share 2 micro-batches of 4.
 RUN = [
-    *MODEL, "parallelism.device=cpu", "parallelism.num_ranks=4", "training.max_steps=1000", "training.save_steps=10",
+    *MODEL, "parallelism.device=cpu", "parallelism.num_ranks=4", "training.max_steps=100000", "training.save_steps=10",
     "training.eval_steps=none", "model.config.router_aux_loss_coef=0.0",
 ]  # fmt: skip
 
@@ -71,7 +71,7 @@ class Agents:
         while not condition():
             ended = {number: one.returncode for number, one in self.agents.items() if one.poll() not in (None, 0)}
             assert time.monotonic() < end and not ended, f"{what}: {ended}\n{self.said()}"
-            time.sleep(0.1)
+            time.sleep(0.5)
 
     def ranks_of_groups(self) -> list[int]:
         """Of those that have gone on from another."""

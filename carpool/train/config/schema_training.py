@@ -56,7 +56,11 @@ class TrainingSection(Section):
     """Sequences in one micro-batch of each data-parallel rank."""
     per_device_eval_batch_size: Annotated[int | None, Demo(), EVALUATES] = Field(default=None, gt=0)
     """The same in evaluation. none: as many as in training."""
-    micro_batch_sequences: int | None = Field(default=None, gt=0)
+    micro_batch_sequences: Annotated[
+        int | None,
+        Excludes("parallelism.plan", "a plan divides steps equally"),
+        Excludes("memory.plan", "a plan divides steps equally"),
+    ] = Field(default=None, gt=0)
     """Sequences in one micro-batch of all data-parallel ranks together, which have unequal shares where their number
     does not divide it. Elastic groups set it. none: per_device_train_batch_size on each."""
     gradient_accumulation_steps: Annotated[int, Demo(4)] = Field(default=1, gt=0)

@@ -88,7 +88,7 @@ class Run:
         best: the step with the lowest held-out loss so far.
         metrics: those of plug-ins.
         rollbacks: how often the run has gone back to the checkpoint rolled_back_to.
-        spikes, stragglers: of its latest steps.
+        spikes, stragglers: of its latest steps; no spikes unless they are looked for.
         recovery: of an elastic run that goes on in a new group, `recovery_times` and later ones, until they are said.
     """
 
@@ -115,7 +115,7 @@ class Run:
     recovery: dict[str, float] | None = None
     rollbacks: int = 0
     rolled_back_to: Path | None = None
-    spikes: Spikes = field(init=False)
+    spikes: Spikes | None = field(init=False)
     stragglers: Stragglers = field(init=False)
     metrics: list[Metric] = field(default_factory=lambda: [cls() for cls in METRICS.values()])
     checkpoints: CheckpointManager = field(init=False)
@@ -124,7 +124,8 @@ class Run:
     watchdog: Watchdog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.spikes = Spikes(self.config.training.spike_factor)
+        factor = self.config.training.spike_factor
+        self.spikes = None if factor is None else Spikes(factor)
         self.stragglers = Stragglers(self.config.training.straggler_steps, self.plan.machine.topology.node_of)
 
     @property
@@ -318,7 +319,7 @@ def update(run: Run) -> tuple[Losses, float, Asked]:
     run.check_rides()
     if not (math.isfinite(losses.loss) and math.isfinite(norm)):
         _stop_not_finite(run, losses.loss, norm, batches)
-    if (why := run.spikes.add(losses.loss)) is not None:
+    if run.spikes is not None and (why := run.spikes.add(losses.loss)) is not None:
         raise WrongStepError(
             f"step {run.step}: {why} (training.spike_factor); the run can go on from its newest checkpoint"
         )

@@ -35,14 +35,14 @@ _SLOW = 1.3
 
 
 class Spikes:
-    """Losses of the latest steps, and what is a spike among them. `factor`: over their median; None: nothing is."""
+    """Losses of the latest steps, and what is a spike among them. `factor`: over their median."""
 
-    def __init__(self, factor: float | None) -> None:
+    def __init__(self, factor: float) -> None:
         self._factor, self._losses = factor, deque[float](maxlen=_WINDOW)
 
     def add(self, loss: float) -> str | None:
         """What is wrong with a loss; None: nothing, and later ones are compared with it, too."""
-        if self._factor is not None and len(self._losses) >= _ENOUGH:
+        if len(self._losses) >= _ENOUGH:
             median = statistics.median(self._losses)
             if loss > self._factor * median:
                 return f"loss {loss:.4g} is {loss / median:.2f} times the median of the last {len(self._losses)} steps"
