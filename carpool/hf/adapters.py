@@ -94,9 +94,7 @@ def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, 
     try:
         if sharded:
             _check_config(model, tuner.peft_config[adapter_name])
-        with _whole_weights(), warnings.catch_warnings():
-            # Of patterns that fit parameters alone, such as experts.down_proj, peft says that they fit nothing.
-            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        with _whole_weights(), patterns_of_parameters():
             inject(model, adapter_name, *args, **kwargs)
     except ValueError:
         if not hasattr(model, "peft_config"):  # `model.add_adapter` has already said that there is an adapter
@@ -113,6 +111,15 @@ def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, 
     model.save_pretrained = partial(_save, model)
     # Of a model that says it has tensor parallelism, if over one rank, peft's `save_pretrained` gathers all weights.
     model._tp_size = None
+
+
+@contextmanager
+def patterns_of_parameters() -> Iterator[None]:
+    """Inside, peft does not warn that patterns of ranks fit nothing, as it does where they fit parameters alone, such
+    as experts.down_proj."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        yield
 
 
 @contextmanager

@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 
 from carpool.experts import ExpertFunction
 from carpool.families import family_of
-from carpool.hf.adapters import is_added, names_of_former_experts, names_without_adapters, share_adapters
+from carpool.hf.adapters import (
+    is_added,
+    names_of_former_experts,
+    names_without_adapters,
+    patterns_of_parameters,
+    share_adapters,
+)
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.hf.seam.find_modules import experts_modules, find_router
@@ -76,7 +82,8 @@ def peft_config(model: PreTrainedModel, section: AdapterSection, experts: bool =
     from peft import LoraConfig
 
     modules, parameters = resolve_targets(model, section.targets, section.layers_to_transform)
-    check_patterns(model, section)
+    if section.path is None:  # peft passes over patterns that fit nothing
+        check_patterns(model, section)
     check_tokens(model, section.trainable_token_indices)
     if not experts:
         parameters = []
@@ -165,7 +172,8 @@ def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> dict[str
             if name in adapted:
                 found.setdefault(layer, []).extend(rank_of(section, name) * size for size in weight.shape[1:])
     if config.target_modules != NO_MODULES or config.modules_to_save or config.trainable_token_indices:
-        model.add_adapter(config)
+        with patterns_of_parameters():
+            model.add_adapter(config)
     return found
 
 

@@ -536,6 +536,9 @@ def test_a_run_starts_from_an_adapter_and_is_asked_unmerged(
         (changed / "adapter_config.json").write_text(json.dumps(written))
         with pytest.raises(ValueError, match=says):
             check_run(load_config(None, [*settings, f"adapter.path={changed}"]), ())
+    written |= {"trainable_token_indices": None, "lora_alpha": 32.0, "rank_pattern": {"nothing": 3}}
+    (changed / "adapter_config.json").write_text(json.dumps(written))
+    check_run(load_config(None, [*settings, f"adapter.path={changed}"]), ())
     damaged = shutil.copytree(reference / "adapter", tmp_path / "damaged")
     os.truncate(damaged / "adapter_model.safetensors", 3000)
     config = load_config(None, [*settings, f"adapter.path={damaged}"])

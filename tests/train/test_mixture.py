@@ -21,7 +21,7 @@ from carpool.train.data.mixture import eval_sequences, train_sequences
 from carpool.train.data.sequences import Sequences
 from carpool.train.data.tokenizer import BytesTokenizer
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, records, start
+from tests.train.test_loop import records, start
 
 LETTERS = "abc"
 L = 9
@@ -185,14 +185,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"data.sources=[{tables}]", f"data.eval={held}", f"data.cache_dir={folder}/cache"]
 
 
-def test_runs_on_one_and_two_ranks_resumed_in_between(two_ranks: Ranks, settings: list[str], tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+def test_runs_record_sources_and_named_sets(two_ranks: Ranks, settings: list[str], tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
     assert start(two_ranks, whole, settings) == [""] * 2
-    assert start(two_ranks, cut, [*settings, "training.stop_at_step=3"]) == [""] * 2
-    assert start(two_ranks, cut, [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
-    assert losses(cut) == losses(whole)
     lines, evals = records(whole), records(whole, "eval")
-    assert lines[6]["source_tokens"] == records(cut)[6]["source_tokens"] == {"a": 18 * 31, "b": 6 * 31}
+    assert lines[6]["source_tokens"] == {"a": 18 * 31, "b": 6 * 31}
     last = evals[6]
     assert set(last["sets"]) == {"same", "other"} and min(last["sets"].values()) < last["loss"] < max(
         last["sets"].values()

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from carpool.activations.host_memory import SHARE, free_host_memory
 from carpool.families import family_of
-from carpool.hf.adapters import adapter_tensors
+from carpool.hf.adapters import adapter_tensors, patterns_of_parameters
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights import mxfp4_files
@@ -155,8 +155,7 @@ def adapted_model(base: Path, config: Any) -> tuple[dict[int, str], Any, dict[in
 
     model: Any = meta_model(base)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+    with torch.device("meta"), patterns_of_parameters():
         adapted = get_peft_model(model, config, NAME, low_cpu_mem_usage=True)
     parameters: dict[str, Any] = dict(adapted.eval().named_parameters())
     kept = get_peft_model_state_dict(adapted, state_dict=parameters, adapter_name=NAME, save_embedding_layers=False)

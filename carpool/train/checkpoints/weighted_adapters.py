@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -31,14 +31,8 @@ from carpool.train.records.run_folder import ADAPTER
 Combination = Literal["cat", "linear"]
 
 
-class _Factors(NamedTuple):
-    """b (O, Q * E) and a (E * Q, I), as in peft's files, of E experts; 1: of no experts. `scale`: weight times
-    scaling."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    experts: int
-    scale: float
+# a (E * Q, I) and b (O, Q * E), as in peft's files, of E experts; 1: of no experts. And weight times scaling.
+_Factors = tuple[torch.Tensor, torch.Tensor, int, float]
 
 
 def combine_adapters(
@@ -64,11 +58,11 @@ def combine_adapters(
             with modules.filled(name, nn.Parameter(stored, requires_grad=False)):
                 a, b = module.lora_A[NAME].weight.data, module.lora_B[NAME].weight.data
             experts = len(stored) if stored.ndim == 3 else 1
-            found.setdefault(name, []).append(_Factors(a, b, experts, weight * module.scaling[NAME]))
+            found.setdefault(name, []).append((a, b, experts, weight * module.scaling[NAME]))
             if hasattr(module, "parameter_name"):
                 parameters.add(name)
     combined = {name: _combine(name, some, how) for name, some in found.items()}
-    ranks = {name: len(a) // found[name][0].experts for name, (a, _) in combined.items()}
+    ranks = {name: len(a) // found[name][0][2] for name, (a, _) in combined.items()}
     layers = {name: name if name in parameters else name.removesuffix(".weight") for name in ranks}
     pattern = {re.escape(layers[name]): rank for name, rank in ranks.items()}
     rank = max(ranks.values())
@@ -93,18 +87,17 @@ def combine_adapters(
 def _combine(name: str, some: list[_Factors], how: Combination) -> tuple[torch.Tensor, torch.Tensor]:
     """a and b of the sum, which is scaled by 1."""
     if how == "cat":
-        a_EQI = torch.cat([one.a.unflatten(0, (one.experts, -1)) * one.scale for one in some], 1)
-        b_OQE = torch.cat([one.b.unflatten(1, (-1, one.experts)) for one in some], 1)
+        a_EQI = torch.cat([a.unflatten(0, (experts, -1)) * scale for a, _, experts, scale in some], 1)
+        b_OQE = torch.cat([b.unflatten(1, (-1, experts)) for _, b, experts, _ in some], 1)
         return a_EQI.flatten(0, 1), b_OQE.flatten(1)
-    if len(ranks := {len(one.a) // one.experts for one in some}) > 1:
+    if len(ranks := {len(a) // experts for a, _, experts, _ in some}) > 1:
         raise ValueError(
             f"{name} has adapters of rank {' and '.join(map(str, sorted(ranks)))}, and linear adds those of one rank: "
             "use --combination cat"
         )
-    roots = [math.sqrt(abs(one.scale)) for one in some]
     # Only a has the sign, or the two would cancel.
-    a = sum(one.a * math.copysign(root, one.scale) for one, root in zip(some, roots, strict=True))
-    return a, sum(one.b * root for one, root in zip(some, roots, strict=True))  # type: ignore[return-value]
+    a_sum = sum(a * math.copysign(abs(scale) ** 0.5, scale) for a, _, _, scale in some)
+    return a_sum, sum(b * abs(scale) ** 0.5 for _, b, _, scale in some)  # type: ignore[return-value]
 
 
 def merge_adapters(
@@ -117,15 +110,8 @@ def merge_adapters(
     into: Literal["trained", "original"] = "trained",
     dtype: Literal["mxfp4", "nf4", "int8"] | None = None,
 ) -> Exported:
-    """Writes the model of several adapters, with their weighted sum, as `merge_adapter` does that of a run.
-
-    Args:
-        runs: folders of runs that have trained an adapter, or of adapters as peft writes them.
-        base, into, dtype: as of `merge_adapter`.
-
-    Raises:
-        ValueError: one is no adapter, they are of different models, or they cannot be added.
-        CheckpointWriteError, OSError: as of `merge_adapter`."""
+    """As `merge_adapter`, of the weighted sum of several adapters. `runs`: folders of runs that have trained one, or
+    of adapters as peft writes them. ValueError, besides: they are of different models, or cannot be added."""
     if len(runs) != len(weights) or not all(map(math.isfinite, weights)):
         raise ValueError(f"--weights: {len(weights)} for {len(runs)} adapters: each needs one number")
     folders = [adapter_folder(str(run)) for run in runs]
