@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,10 @@ def attach_adapter(
     check_whole(file := folder / "adapter_model.safetensors")
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # as peft has it in files
-    model.add_adapter(config, name)
+    with warnings.catch_warnings():
+        # Of several adapters, which are meant.
+        warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)
+        model.add_adapter(config, name)
     _set_dtype(model, dtype)
     values = load_file(file)
     values = {key.removeprefix("base_model.model."): value for key, value in values.items()}

@@ -418,7 +418,7 @@ def merge_adapter(
     layout = OriginalLayout(model, None, files, packed=() if dtype is None else _packable(model, dtype))
     trained = trained_base(weights, model, run)
     merged_into = trained if into == "trained" else Base(weights, model, None, trained.dtype)
-    with warnings.catch_warnings():
+    with patterns_of_parameters(), warnings.catch_warnings():
         # peft reads an attribute that Transformers calls deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         modules = AdapterModules(base, adapter)
