@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 300
+PATIENCE = 600
 # A step of 8 sequences: 3 ranks share 2 micro-batches of 4.
 RUN = [
     *MODEL, "parallelism.device=cpu", "parallelism.num_ranks=4", "training.max_steps=100000", "training.save_steps=10",
@@ -170,6 +170,7 @@ def test_settings_that_no_smaller_group_has() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_four_agents_lose_one_and_go_on(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     """An agent is killed, and its rank with it; then a rank whose agent lives; then the first agent comes back."""
     # On two ranks a step has as many tokens.
