@@ -63,7 +63,7 @@ class Run:
     """The agents of one run, which are started again when they end."""
 
     def __init__(self, folder: Path, cache: Path, steps: int) -> None:
-        self.folder, self.steps, self.log = folder, steps, folder.parent / f"{folder.name}.log"
+        self.folder, self.steps, self.log = folder, steps, cache.parent / f"{folder.parent.name}.log"
         settings = [
             *SETTINGS,
             f"training.max_steps={steps}",
@@ -308,8 +308,10 @@ def disturb(run: Run, faults: Faults, until: float, patience: float) -> tuple[bo
     return time.monotonic() > end, longest
 
 
-def soak(folder: Path, minutes: float, steps: int, seed: int, patience: float) -> dict[str, Any]:
-    """Runs with faults for so long, and what came of them."""
+def soak(
+    folder: Path, minutes: float, steps: int, seed: int, patience: float, logs: Path | None = None
+) -> dict[str, Any]:
+    """Runs with faults for so long, and what came of them. `logs`: gets what agents wrote."""
     chance, cache, counts, ended = random.Random(seed), folder / "cache", Counter[str](), Counter[int]()
     whole = Run(folder / "whole", cache, steps)
     try:
@@ -328,6 +330,9 @@ def soak(folder: Path, minutes: float, steps: int, seed: int, patience: float) -
                 hung, pause = disturb(run, faults, until, patience)
             finally:
                 run.end()
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(run.log, logs / f"run{rounds}.log")
             rounds, hangs, longest = rounds + 1, hangs + hung, max(longest, pause)
             counts, ended = counts + faults.counts, ended + run.ended
             if hung:
@@ -357,9 +362,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=300.0, help="seconds without a step that are a hang")
     parser.add_argument("--out", type=Path, help="a file for the numbers")
+    parser.add_argument("--logs", type=Path, help="a folder that gets what the agents of each run wrote")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        found = soak(Path(folder), given.minutes, given.steps, given.seed, given.patience)
+        found = soak(Path(folder), given.minutes, given.steps, given.seed, given.patience, given.logs)
     text = json.dumps(found, indent=1)
     if given.out is not None:
         given.out.write_text(text + "\n")
