@@ -256,7 +256,7 @@ def plan_of(*overrides: str, gpu: str | None = "h100", recorded: Any = None) -> 
         (["training.torch_compile=false"], False, "asked for"),
         (["training.torch_compile=true", "training.max_steps=20"], True, "asked for"),
         (CONSUMED, False, "compiled layers hold their parameters"),
-        (STAGES, False, "not tried with stages"),
+        (STAGES, True, "and the run has 100,000"),
         (["parallelism.num_ranks=2", "parallelism.tp_size=2", "parallelism.ep_size=2"], False, "divide tokens"),
         (["data.packing=off"], False, "as long as their longest sequence"),
         (["training.full_determinism=true"], False, "PyTorch's own kernels"),

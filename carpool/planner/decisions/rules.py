@@ -167,15 +167,14 @@ def compiled_by_rule(
         return False, "training.full_determinism asks for PyTorch's own kernels"
     if data["pad_to"] == "longest" and data["packing"] == "off":
         return False, SHAPES
-    if degrees.pp > 1 or candidate.divides_tokens or settings["memory"]["experts"] != "device":
-        return False, "not with stages, ranks that divide tokens, or experts that are elsewhere"
+    if candidate.divides_tokens or settings["memory"]["experts"] != "device":
+        return False, "not with ranks that divide tokens, or experts that are elsewhere"
     if any(layer.kind == "linear" for layer in shape.layers):
         return False, "compilation unrolls the loops of linear attention"
-    eager, compiled = (
-        step_seconds(shape, hardware, replace(candidate, compiled=one, accumulation=1), per_node)
-        for one in (False, True)
-    )
-    if (saved := candidate.accumulation * (eager - compiled)) <= 0:
+    # Micro-batches of a pipeline fill its stages together.
+    alone = candidate if degrees.pp > 1 else replace(candidate, accumulation=1)
+    eager, compiled = (step_seconds(shape, hardware, replace(alone, compiled=one), per_node) for one in (False, True))
+    if (saved := candidate.accumulation / alone.accumulation * (eager - compiled)) <= 0:
         return False, "a step would not be shorter, as modelled"
     # Of a model with adapters the first layer has a graph of its own: its inputs have no gradient.
     took = COMPILE_START + COMPILE_LAYER * (len(shape.kinds) + (settings["adapter"]["kind"] is not None))
