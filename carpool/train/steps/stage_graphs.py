@@ -88,12 +88,12 @@ class StageGraphs(NodeGraphs):
                     if first:
                         self._restart_arenas()
                         objective.begin(self._batches, self._factor, self._sums)
-                    ways = [partial(self._do, action, flying, deferred) for action in actions]
-                    if len(ways) == 1:
-                        ways[0]()
+                    first_way, *others = [partial(self._do, action, flying, deferred) for action in actions]
+                    if not others:
+                        first_way()
                         return
                     assert objective.beside is not None
-                    objective.beside.run(*ways, lambda half: objective.use_lane(actions[half].lane))
+                    objective.beside.run(first_way, others[0], lambda half: objective.use_lane(actions[half].lane))
 
                 self._record_one(actions, recorder, work)
             if (kept := objective.kept) is not None:
