@@ -26,7 +26,8 @@ The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.
 `carpool.families.FAMILIES` ("carpool.families"), `carpool.metrics.metric.METRICS` ("carpool.metrics"),
 `carpool.memory.TIERS` ("carpool.tiers"), `carpool.memory.next_experts.PREDICTORS` ("carpool.predictors", of experts in
 host memory), `carpool.placement.solvers.SOLVERS` ("carpool.solvers"), `carpool.train.data.formats.FORMATS`
-("carpool.data_formats"), `carpool.train.data.readers.READERS` ("carpool.data_readers") and
+("carpool.data_formats"), `carpool.train.data.readers.READERS` ("carpool.data_readers"),
+`carpool.train.records.metrics_writer.TRACKERS` ("carpool.trackers") and
 `carpool.hf.architecture_changes.ARCHITECTURE_CHANGES` ("carpool.architecture_changes"). A package that takes plug-ins
 makes its own. What has none of these enters as an extension, with a section of settings of its own:
 `carpool.train.extensions.EXTENSIONS` ("carpool.extensions"). Two groups of entry points are not registries:

@@ -1,7 +1,8 @@
 """Where a run's numbers go: `metrics.jsonl` always, the terminal, and whatever trackers `report_to` names.
 
-Only rank 0 writes. Trackers are transformers' own integrations (TensorBoard, Weights & Biases, MLflow, ...), driven by
-the same callbacks that its Trainer uses, so that all it knows is available here.
+Only rank 0 writes. Trackers are transformers' own integrations (TensorBoard, Weights & Biases, MLflow, Trackio, ...),
+driven by the same callbacks that its Trainer uses, so that all it knows is available here. Another one is a
+`TrainerCallback` in `TRACKERS` (entry points "carpool.trackers"); samples go to its `on_sample(step, text)`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,24 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from html import escape
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from carpool.plugins import Registry
 from carpool.train.records.run_folder import METRICS, lock
 
+TRACKERS: Registry[type[Any]] = Registry("tracker", "carpool.trackers", {})
+# How the clients of transformers' callbacks show a text.
+_SHOW_TEXT: dict[str, Callable[[Any, int, str], Any]] = {
+    "TensorBoardCallback": lambda of, step, text: of.tb_writer.add_text("sample", text, step),
+    "WandbCallback": lambda of, step, text: of._wandb.log(
+        {"sample": of._wandb.Html(f"<pre>{escape(text)}</pre>"), "train/global_step": step}
+    ),
+    "MLflowCallback": lambda of, step, text: of._ml_flow.log_text(text, f"samples/{step:08d}.txt"),
+    "TrackioCallback": lambda of, step, text: of._trackio.log({"sample": text, "train/global_step": step}),
+}
 # Bytes of records that wait for a disk; beyond, they are dropped and counted.
 _MOST_WAITING = 64 << 20
 
@@ -27,10 +40,11 @@ def check_trackers(report_to: Sequence[str]) -> None:
         return  # transformers' trackers take a second to import
     from transformers.integrations import integration_utils
 
-    if unknown := [name for name in report_to if name not in integration_utils.INTEGRATION_TO_CALLBACK]:
+    known = {*integration_utils.INTEGRATION_TO_CALLBACK, *TRACKERS}
+    if unknown := [name for name in report_to if name not in known]:
         raise ValueError(
-            f"training.report_to names {', '.join(unknown)}, which transformers does not know; it knows "
-            f"{', '.join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))}"
+            f"training.report_to names {', '.join(unknown)}, which transformers does not know; known are "
+            f"{', '.join(sorted(known))}"
         )
     for name in report_to:
         # Asked before there is a callback: some fail once more when they are thrown away.
@@ -94,9 +108,12 @@ class Recorder:
         self._waiting += line.encode() + b"\n"
         self._write_waiting()
         self._last_step = step
-        if self._trackers is not None and kind in ("train", "eval"):
+        if self._trackers is not None and kind in ("train", "eval", "sample"):
             try:
-                self._trackers.log(step, _flatten(kind, fields))
+                if kind == "sample":
+                    self._trackers.show(step, fields["text"])
+                else:
+                    self._trackers.log(step, _flatten(kind, fields))
             except Exception as error:  # whatever theirs raise; no run ends for it
                 self._say(f"warning: trackers get no more numbers after step {step}: {error}")
                 self._trackers = None
@@ -121,7 +138,10 @@ class Recorder:
             self._file.close()
             self._file, self._main = None, False
         if self._trackers is not None:
-            self._trackers.close()
+            try:
+                self._trackers.close()
+            except Exception as error:  # the run has all that it needs
+                self._say(f"warning: a tracker was not closed: {error}")
             self._trackers = None
 
     def _write_waiting(self) -> None:
@@ -191,13 +211,23 @@ class _Trackers:
         finally:
             if given is None:
                 del os.environ[_TENSORBOARD]  # or the next run of this process would write into this one's folder
-        for callback in self._callbacks:
-            callback.on_train_begin(self._args, self._state, self._control)
+        try:
+            for callback in self._callbacks:
+                callback.on_train_begin(self._args, self._state, self._control)
+        except Exception as error:  # whatever theirs raise: nobody has logged in, nothing can be reached
+            raise ValueError(f"training.report_to = {list(report_to)}: {error}") from error
 
     def log(self, step: int, logs: dict[str, float]) -> None:
         self._state.global_step = step
         for callback in self._callbacks:
             callback.on_log(self._args, self._state, self._control, logs=dict(logs))
+
+    def show(self, step: int, text: str) -> None:
+        for callback in self._callbacks:
+            if (of_theirs := _SHOW_TEXT.get(type(callback).__name__)) is not None:
+                of_theirs(callback, step, text)
+            elif hasattr(callback, "on_sample"):
+                callback.on_sample(step, text)
 
     def close(self) -> None:
         for callback in self._callbacks:
@@ -208,7 +238,8 @@ def _make_callbacks(report_to: Sequence[str]) -> list[Any]:
     from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
     try:
-        return [callback() for callback in get_reporting_integration_callbacks(list(report_to))]
+        theirs = get_reporting_integration_callbacks([name for name in report_to if name not in TRACKERS])
+        return [callback() for callback in [*theirs, *(TRACKERS[name] for name in report_to if name in TRACKERS)]]
     except (RuntimeError, ImportError) as error:
         raise ValueError(f"training.report_to = {list(report_to)}: {error}") from error
 
@@ -221,8 +252,10 @@ class _Arguments:
         self.logging_dir = str(folder / "tensorboard")
         self.run_name = folder.name
         self.project, self.trackio_space_id, self.hub_private_repo = "carpool", None, None
+        self.trackio_bucket_id, self.trackio_static_space_id = None, False
         self.push_to_hub, self.load_best_model_at_end, self.process_index = False, False, 0
-        self._settings = settings
+        # By SECTION.KEY: MLflow leaves out a value of more characters than a section has.
+        self._settings = {f"{name}.{key}": one for name, keys in settings.items() for key, one in keys.items()}
 
     def to_dict(self) -> dict[str, Any]:
         return self._settings
