@@ -102,7 +102,9 @@ def step_seconds(
     offload, all are run: copies fall behind little by little.
     """
     parts = candidate.at_once if candidate.accumulation > 1 else 1
-    first, number = max(2, 2 * candidate.degrees.pp), candidate.accumulation // parts
+    # Where a rank has two stages, the first micro-batches are under way in both, and the next ones wait for them.
+    filling = 2 * SCHEDULES[candidate.pipeline].stages if candidate.degrees.pp > 1 else 2
+    first, number = max(2, filling * candidate.degrees.pp), candidate.accumulation // parts
     # Interleaved schedules go in rounds.
     more = candidate.degrees.pp if candidate.pipeline.startswith("Interleaved") else 1
     layers = len(shape.layers)
