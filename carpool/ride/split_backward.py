@@ -69,7 +69,7 @@ class SplitBackward:
             layer.deferred = self.deferred
         for linear, forward in self.forwards:
             # An attribute of the instance takes precedence over the class's method.
-            linear.forward = forward  # type: ignore[method-assign]
+            linear.forward = forward  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
