@@ -69,10 +69,10 @@ class SplitBackward:
             layer.deferred = self.deferred
         for linear, forward in self.forwards:
             # An attribute of the instance takes precedence over the class's method.
-            linear.forward = forward  # type: ignore[method-assign, assignment]
+            linear.forward = forward  # type: ignore[method-assign]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for layer in self.layers:
             layer.deferred = None
         for linear, _ in self.forwards:
