@@ -19,8 +19,9 @@ PACKAGE = Path(__file__).parents[2] / "carpool"
 MOST = 6
 # More files, and why.
 EXCEPTIONS = {
+    "adapter.base_dtype": 7,  # what is predicted of a quantised base, and what is served or merged beside it
     "data.sequence_length": 14,  # a size of all that a run predicts, measures and records, on both sides of a plan
-    "model.path": 8,  # weights, and the tokenizer of data beside them
+    "model.path": 9,  # weights, the tokenizer of data beside them, and the model that an adapter is of
     "training.seed": 8,  # whatever is random starts from it: weights, order of data, samples, sketches of solvers
 }
 SECTIONS = {name: set(field.annotation.model_fields) for name, field in Config.model_fields.items()}  # type: ignore[union-attr]
