@@ -115,17 +115,34 @@ def test_the_copy_is_of_the_steps_end(tmp_path: Path) -> None:
     assert kept == {True: [1.0], False: [2.0]}
 
 
-def test_buffers_are_copied_at_once(tmp_path: Path) -> None:
-    """A forward may change them, and no update tells."""
+def test_buffers_and_state_are_copied_at_once(tmp_path: Path) -> None:
+    """Forwards and records change them, and no update tells."""
     model = torch.nn.BatchNorm1d(4)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    manager = CheckpointManager(tmp_path)
+    manager, state = CheckpointManager(tmp_path), {"totals": {"tokens": 1}}
     with slow_copies(0.2):
-        manager.save_beside(1, model, optimizer, {})
+        manager.save_beside(1, model, optimizer, state)
         model(torch.randn(7, 4) + 3)
+        state["totals"]["tokens"] = 2
         saved = manager.collect()
-    assert saved is not None and model.running_mean is not None and model.running_mean.ne(0).all()
+    assert saved is not None and read_state(saved.path)["state"] == {"totals": {"tokens": 1}}
+    assert model.running_mean is not None and model.running_mean.ne(0).all()
     assert load_file(next((saved.path / "model").glob("*.safetensors")))["running_mean"].eq(0).all()
+
+
+def _one_tensor(output: str) -> list[str]:
+    model = torch.nn.Linear(8, 8, bias=False)
+    manager = CheckpointManager(output)
+    manager.save_beside(1, model, torch.optim.SGD(model.parameters()), {})
+    saved = manager.collect()
+    manager.close()
+    assert saved is not None
+    return sorted(read_state(saved.path)["files"])
+
+
+def test_more_ranks_than_tensors(two_ranks: Ranks, tmp_path: Path) -> None:
+    """One of them writes nothing."""
+    assert [len(files) for files in two_ranks(_one_tensor, str(tmp_path))] == [1, 1]
 
 
 def test_slices_of_any_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,7 +266,7 @@ def test_a_run_goes_on_from_what_was_written_beside_it(
     assert all(said[step]["written_seconds"] >= said[step]["copied_seconds"] > 0.1 for step in (2, 4))
     for step in (2, 4, 6):
         states = [read_state(tmp_path / run / f"checkpoints/step-{step:08d}") for run in ("waits", "beside")]
-        assert states[0]["files"] == states[1]["files"] and states[0]["ranks"] == states[1]["ranks"]
+        assert all(states[0][key] == states[1][key] for key in ("files", "ranks", "state"))
     again = f"training.resume_from_checkpoint={tmp_path / 'beside/checkpoints/step-00000004'}"
     assert start(two_ranks, tmp_path / "again", [*settings, again]) == [""] * 2
     assert losses(tmp_path / "again") == {step: whole[step] for step in (5, 6)}

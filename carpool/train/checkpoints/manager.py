@@ -258,9 +258,11 @@ class CheckpointManager:
         return gather(pending.saved())[0]
 
     def close(self, seconds: float = 0.0) -> None:
-        """Waits for what is being written, so long at most. Not collective."""
+        """Waits for what is being written, so long at most, and gives back the memory of its copy. Not collective."""
         if self.pending is not None:
             self.pending.join(seconds)
+        if self._buffer is not None and (self.pending is None or self.pending.done):
+            self._buffer.close()
 
     def _open(
         self,
@@ -278,7 +280,8 @@ class CheckpointManager:
         self._check_state(state)
         final = self.folder / checkpoint_name(step)
         temporary = self.folder / f".tmp-{final.name}-{gather(secrets.token_hex(4))[0]}"
-        opened = OpenedSave(step, temporary, final, state)
+        # As it is now: training goes on with it, and it is written later.
+        opened = OpenedSave(step, temporary, final, json.loads(json.dumps(state)))
         with self._whole_or_gone(opened):
             with together(CheckpointWriteError, opened.doing):
                 if rank() == 0:

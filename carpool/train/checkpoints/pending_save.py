@@ -172,7 +172,8 @@ class PendingSave:
         wanted = {str(folder / name): (starts[name], file.bytes) for name, file in files.items()}
         files.clear()
         self._copied.set()
-        return {os.path.relpath(path, folder): one for path, one in write_beside(wanted, self._buffer.fd).items()}
+        records = write_beside(wanted, self._buffer.fd) if wanted else {}  # there may be more ranks than tensors
+        return {os.path.relpath(path, folder): one for path, one in records.items()}
 
     def _exchange(self, report: dict[str, Any]) -> Reports | None:
         """On rank 0 the reports of all ranks, once they are there; None: on others, or if a rank has failed."""
@@ -185,6 +186,8 @@ class PendingSave:
         while not self._store.check(keys):
             time.sleep(_PAUSE_SECONDS)
         reports = [json.loads(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
         failed = [f"rank {number}: {one['error']}" for number, one in enumerate(reports) if "error" in one]
         self._failed_elsewhere = "; ".join(failed)
         if failed:
