@@ -103,6 +103,16 @@ def test_a_new_run_goes_by_the_shape_where_it_cannot_measure() -> None:
         assert ("nothing was measured: the kernels need a GPU" in chosen.why) == (wanted == "measure")
 
 
+def test_a_quantised_base_is_never_whole() -> None:
+    """As the library's products would need it, whether its experts have adapters or not."""
+    shape = replace(SHAPE, dtype="bfloat16", hidden=2048, inner=768, rows=16384, slots=128)
+    where = mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for more, library in (({}, True), ({"quantised": True}, False), ({"adapter_rank": 16}, False)):
+        with where, mock.patch("carpool.train.build.measured_choices.why_no_kernels", lambda *_: ""):
+            chosen, _ = decide_kernels("default", replace(shape, **more), torch.device("cuda"), SILU, None, "")
+        assert ("library" in chosen.answer.to_dict().values()) == library
+
+
 def test_a_table_overrides_what_it_names() -> None:
     given = {"up": "square", "dup": "flat"}
     chosen, to_measure = decided(given)
@@ -230,7 +240,7 @@ def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Pa
     # Two sequences of 32 tokens on each of 2 ranks, three experts a token, four slots a rank.
     shape = {
         "device": "cpu", "dtype": "float32", "rows": 96, "slots_per_row": 2, "slots": 4, "hidden": 32, "inner": 24,
-        "adapter_rank": 0,
+        "adapter_rank": 0, "quantised": False,
     }  # fmt: skip
     assert info(whole) == {
         "stages": Choices().to_dict(), "how": "default", "why": "by the shape",

@@ -36,7 +36,7 @@ from carpool.experts import Activation, Choices, ExpertWeights, GroupedExperts, 
 from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, default_choices
 from carpool.experts.gemm.measure_choices import Measured, pick
 from carpool.hf.seam.expert_rides import ExpertRides, capacities_of_rides
-from carpool.hf.seam.experts_module import weight_names
+from carpool.hf.seam.experts_module import base_of, weight_names
 from carpool.layout import assign
 from carpool.metrics.counters import LayerStats
 from carpool.metrics.host import timed
@@ -63,6 +63,7 @@ class Shape:
         rows, slots_per_row: rows that come, and how many of the `slots` each wants.
         hidden, inner: H, F.
         adapter_rank: of the experts' adapters; 0: there are none.
+        quantised: whether their weights are, and are dequantised for each product.
     """
 
     device: str
@@ -73,6 +74,12 @@ class Shape:
     hidden: int
     inner: int
     adapter_rank: int = 0
+    quantised: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether adapters or a quantised base make the library's products dearer (`default_choices`)."""
+        return self.adapter_rank > 0 or self.quantised
 
 
 KERNELS_KIND: Kind[Choices] = Kind(
@@ -92,7 +99,7 @@ def choose_kernels(plan: Plan, layers: Iterable[ExpertRides]) -> Chosen[Choices]
     activation = own.compute.function.activation
 
     def measure(fallback: Chosen[Choices]) -> Chosen[Choices]:
-        measured = mean_over_ranks(_measure_kernels(own, shape, device), device, shape.adapter_rank > 0)
+        measured = mean_over_ranks(_measure_kernels(own, shape, device), device, shape.fused)
         if measured is None:
             return replace(fallback, why=f"{BY_SHAPE}; measuring needs more memory than some rank has")
         return Chosen(measured.choices, fallback.shape, "measured", explain_kernels(measured), measured.microseconds)
@@ -116,7 +123,7 @@ def decide_kernels(
     pairs_per_slot = shape.rows * shape.slots_per_row // max(1, shape.slots)
     default = Choices()
     if not no_kernels:
-        default = default_choices(device, pairs_per_slot, shape.adapter_rank > 0)
+        default = default_choices(device, pairs_per_slot, shape.fused)
     base = kept or Chosen(default, asdict(shape), "default", BY_SHAPE + note)
     if not isinstance(wanted, str):
         why = f"{', '.join(wanted)} as moe.expert_kernels says; the rest {base.why}"
@@ -144,7 +151,8 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
     rows = -(-tokens * top_k * own.layout.slices // per_row)
     ranks = [a.shape[1] for a in (() if own.adapters is None else own.adapters.factors()[::2]) if a is not None]
     name = str(dtype).removeprefix("torch.")
-    return Shape(device_name(device), name, rows, per_row, slots, hidden, inner, max(ranks, default=0))
+    stored = bool(base_of(own.experts))
+    return Shape(device_name(device), name, rows, per_row, slots, hidden, inner, max(ranks, default=0), stored)
 
 
 def why_no_kernels(shape: Shape, device: torch.device) -> str:
