@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.distributed.mixin import DistributedMixin
@@ -125,6 +126,16 @@ class _Probe(nn.Module):
         return made
 
 
+class _NoValues(TorchDispatchMode):
+    """Inside, whoever asks for a number on the device "meta" gets 0, such as rotary embeddings that ask how long a
+    sequence is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        return func(*args, **kwargs or {})
+
+
 def find_chain(model: PreTrainedModel) -> Chain:
     """How a model calls its layers, whose parameters may be on the device "meta".
 
@@ -150,8 +161,10 @@ def find_chain(model: PreTrainedModel) -> Chain:
     device = next(embedding.parameters()).device
     ids_BL = torch.zeros(2, 3, dtype=torch.long, device=device)
     received_BLH = torch.zeros(2, 3, config.hidden_size, dtype=model.dtype, device=device)
+    # A forward may keep what it has made, which would stay on the device "meta".
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
-        with unpacked(), torch.enable_grad(), replaced_module(owner, layers, probes):
+        with unpacked(), torch.enable_grad(), _NoValues(), replaced_module(owner, layers, probes):
             model(input_ids=ids_BL, use_cache=False)
             found = list(calls)
             norm = next((child for child, given in entered if found and given is found[-1][2]), None)
@@ -165,6 +178,10 @@ def find_chain(model: PreTrainedModel) -> Chain:
     finally:
         for hook in hooks:
             hook.remove()
+        for module, attributes, buffers in before:
+            module.__dict__ = attributes
+            module._buffers.clear()
+            module._buffers.update(buffers)
     links = zip((first for first, _, _ in found[1:]), (made for _, _, made in found), strict=False)
     if len(found) != len(probes) or any(first is not made for first, made in links) or norm is None:
         raise ValueError(f"{name} does not call its layers one after the other, and then a norm")

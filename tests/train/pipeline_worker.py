@@ -40,6 +40,17 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 
+# Embeddings of positions that ask how long a sequence is, and keep what they find: Phi-3.5-MoE's, and that of others.
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 4,
+    "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "short_mscale": 1.0, "long_mscale": 1.1,
+}  # fmt: skip
+POSITIONS: dict[str, dict[str, Any]] = {
+    "phimoe": _LONG,
+    "qwen3_moe": _LONG,
+    "olmoe": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
+
 
 def make_meshes(degrees: Degrees) -> Meshes:
     """Those of a run; each rank makes them once."""
@@ -127,7 +138,8 @@ def compare_with_one_process(families: list[str]) -> dict[str, float]:
 
 
 def _error_of_stages(family: str) -> float:
-    config = tiny_config(discover()[family])
+    positions = {"rope_parameters": POSITIONS[family]} if family in POSITIONS else {}
+    config = tiny_config(discover()[family], **positions)
     whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
     batches, settings = batches_of(2, 0, 1), {"top_k": TOP_K, "aux_coef": 0.0, "autocast": None}
     tokens, total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches), 0.0
