@@ -22,7 +22,10 @@ class Again(Recorder):
         self.around = around
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        # A capture draws no random numbers; each replay does.
+        state = torch.get_rng_state()
         work()
+        torch.set_rng_state(state)
 
         def again() -> None:
             with torch.enable_grad(), self.around or nullcontext():

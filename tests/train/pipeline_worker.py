@@ -203,7 +203,8 @@ class Steps:
     """Of a model in stages, whose micro-batches are drawn: what a step computes."""
 
     def __init__(self, family: str, schedule: str, micro_batches: int, ep: int = 1, **how: Any) -> None:
-        config = tiny_config(discover()[family], num_hidden_layers=4, **LAYERS.get(family, {}))
+        # Each forward has its own drop-out, recorded or not; a backward beside it draws nothing.
+        config = tiny_config(discover()[family], num_hidden_layers=4, attention_dropout=0.5, **LAYERS.get(family, {}))
         degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
         whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
         settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": AUX, "autocast": None}
@@ -218,6 +219,7 @@ class Steps:
     def step(self, number: int) -> tuple[Any, dict[str, Any]]:
         model = self.objective.model
         model.zero_grad()
+        torch.manual_seed(number)
         loss = self.objective.backward(self.batches[number])
         if (kept := replicated(model)) is not None:
             kept.finish()
