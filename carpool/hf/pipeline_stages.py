@@ -171,6 +171,8 @@ def find_chain(model: PreTrainedModel) -> Chain:
             if any(given is ids_BL or getattr(given, "requires_grad", False) for _, some, _ in found for given in some):
                 raise ValueError("its layers get what other stages do not have")
             model(inputs_embeds=received_BLH, use_cache=False)
+            if _given(calls[len(found) :]) != _given(found):
+                raise ValueError("its layers get something else without token ids")
     except Exception as error:
         # Also whatever a model's own code raises where its layers return one tensor, or where there are no token ids.
         why = str(error).split("\n")[0]
@@ -188,6 +190,11 @@ def find_chain(model: PreTrainedModel) -> Chain:
     if found[0][0].shape != received_BLH.shape:
         raise ValueError(f"{name} has hidden states of another shape between its layers than behind them")
     return Chain(owner_name, layers, norm, all(found[0][0] is not one for one in embedded))
+
+
+def _given(calls: Sequence[tuple[torch.Tensor, list[Any], torch.Tensor]]) -> list[Any]:
+    """What each layer gets beside hidden states, as far as shapes and types tell."""
+    return [[getattr(given, "shape", type(given)) for given in some] for _, some, _ in calls]
 
 
 @contextmanager

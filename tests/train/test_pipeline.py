@@ -61,6 +61,22 @@ def test_families_that_cannot_be_cut(family: str) -> None:
         cut_model(model, 2)
 
 
+def test_layers_that_read_tokens_are_not_cut() -> None:
+    """Also where the model leaves out, without a word, what it makes of token ids."""
+    architecture = discover()["olmoe"]
+    with torch.device("meta"):
+        model = architecture.model_class(tiny_config(architecture))
+    own = model.model.forward
+
+    def forward(input_ids: torch.Tensor | None = None, **given: Any) -> Any:
+        return own(input_ids=input_ids, unknown=None if input_ids is None else input_ids == 0, **given)
+
+    assert len(cut_model(model, 2)) == 2
+    model.model.forward = forward
+    with pytest.raises(ValueError, match="something else without token ids"):
+        cut_model(model, 2)
+
+
 def check_pairs(found: list[Pairs], pairs: tuple[int, int] = (3, 3)) -> None:
     """Of 2 layers in each stage. `pairs`: how many a rank of the first stages has, and one of the last."""
     for rank, one in enumerate(found):
