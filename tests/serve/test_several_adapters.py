@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -49,6 +49,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder, folder.parent / "b", 2, **one | {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 2})
     other = {"target_modules": ["k_proj"], "target_parameters": EXPERTS, "r": 2, "use_rslora": True}
     write(folder, folder.parent / "c", 3, **other, rank_pattern={"experts.down_proj": 5})
+    file = folder.parent / "c/adapter_model.safetensors"  # as with adapter.dtype=bfloat16
+    save_file({name: one.bfloat16() for name, one in load_file(file).items()}, file)
     return folder
 
 
@@ -164,13 +166,15 @@ def test_merges_several(base: Path, tmp_path: Path) -> None:
     for name, value in merged.items():
         total = 0.5 * parts[0][name] + parts[1][name] - 0.25 * parts[2][name]
         torch.testing.assert_close(value - before[name], total, rtol=1e-3, atol=1e-5)
-    ran = CliRunner().invoke(app, ["merge", str(folder / "a"), "--out", str(tmp_path / "one")])
-    assert ran.exit_code == 0, ran.output
-    expected = plain(base, folder / "a")(input_ids=IDS).logits
-    torch.testing.assert_close(plain(tmp_path / "one")(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    for name in "ac":
+        ran = CliRunner().invoke(app, ["merge", str(folder / name), "--out", str(tmp_path / name)])
+        assert ran.exit_code == 0, ran.output
+        expected = plain(base, folder / name)(input_ids=IDS).logits
+        torch.testing.assert_close(plain(tmp_path / name)(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     saved = write(base, tmp_path / "saved", 4, target_modules=["q_proj"], modules_to_save=["lm_head"])
     for more, says in (
-        (["--weights", "1,2"], "2 for 3 adapters"), (["--weights", "a"], "give numbers"),
+        (["--weights", "1,2"], "1, 2 for 3 adapters"), (["--weights", "a"], "give numbers"),
+        (["--weights", "1,nan,2"], "1, nan, 2 for 3 adapters: each needs one finite number"),
         (["--combination", "linear"], "adapters of rank 3 and 5, and linear adds those of one rank"),
     ):  # fmt: skip
         ran = CliRunner().invoke(app, [*command[:-1], str(tmp_path / "again"), *more])

@@ -125,8 +125,8 @@ class AdapterModules:
 
     @contextmanager
     def filled(self, name: str, weight: nn.Parameter) -> Iterator[Any]:
-        """Inside, the module that changes the tensor of that name has its adapter and this weight, which it may change,
-        and no bias."""
+        """Inside, the module that changes the tensor of that name has its adapter, in float32, and this weight, which
+        it may change, and no bias."""
         module, own = self.layers[name]
         layer = module.get_base_layer()
         inner = [one for path, one in module.named_modules() if not f"{path}.".startswith("base_layer.")]
@@ -134,7 +134,8 @@ class AdapterModules:
         for one in inner:
             for key, parameter in one._parameters.items():
                 if parameter is not None:
-                    value = self.file.get_tensor(self._keys[id(parameter)])
+                    # As peft loads them; in 16 bits it would round what it adds once more.
+                    value = self.file.get_tensor(self._keys[id(parameter)]).float()
                     one._parameters[key] = nn.Parameter(value, requires_grad=False)
         layer._parameters[own] = weight
         if isinstance(layer, nn.Linear):
@@ -155,7 +156,9 @@ def adapted_model(base: Path, config: Any) -> tuple[dict[int, str], Any, dict[in
 
     model: Any = meta_model(base)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with torch.device("meta"), patterns_of_parameters():
+    with torch.device("meta"), patterns_of_parameters(), warnings.catch_warnings():
+        # peft reads an attribute that Transformers calls deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         adapted = get_peft_model(model, config, NAME, low_cpu_mem_usage=True)
     parameters: dict[str, Any] = dict(adapted.eval().named_parameters())
     kept = get_peft_model_state_dict(adapted, state_dict=parameters, adapter_name=NAME, save_embedding_layers=False)

@@ -20,7 +20,6 @@ import json
 import math
 import re
 import shutil
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,10 +118,7 @@ def check_served(
         ValueError: it is no adapter of that model, or the server has no layout for it.
         CheckpointWriteError: the server does not read what was written as trained. The folder is not there then.
     """
-    with warnings.catch_warnings():
-        # peft reads an attribute that Transformers calls deprecated.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        modules = AdapterModules(base, adapter)
+    modules = AdapterModules(base, adapter)
     model = meta_model(base)
     known = family_of(model).served.get(server)
     layers = [_LAYER.fullmatch(name) for name in experts_modules(model)] if known is not None else []

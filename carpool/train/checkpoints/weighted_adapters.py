@@ -113,7 +113,8 @@ def merge_adapters(
     """As `merge_adapter`, of the weighted sum of several adapters. `runs`: folders of runs that have trained one, or
     of adapters as peft writes them. ValueError, besides: they are of different models, or cannot be added."""
     if len(runs) != len(weights) or not all(map(math.isfinite, weights)):
-        raise ValueError(f"--weights: {len(weights)} for {len(runs)} adapters: each needs one number")
+        given = ", ".join(f"{weight:g}" for weight in weights)
+        raise ValueError(f"--weights: {given} for {len(runs)} adapters: each needs one finite number")
     folders = [adapter_folder(str(run)) for run in runs]
     bases = [base_folder(folder, base).resolve() for folder in folders]
     for run, other in zip(runs, bases, strict=True):
