@@ -124,6 +124,8 @@ def checkpoint(
     It works from any machine that sees the run's folder. SIGTERM and SIGUSR1 save and stop instead.
     """
     with errors(debug):
+        if not run.is_dir():
+            raise ValueError(f"there is no folder {run}; name a run's (training.output_dir)")
         from carpool.train.checkpoints.requested_save import request
 
         with Console(stderr=True).status("waiting for the end of a step, and for the checkpoint"):

@@ -114,6 +114,10 @@ def test_a_run_saves_when_it_is_asked(two_ranks: Ranks, text: list[str], tmp_pat
         path = Path(said.stdout.strip())
         assert path.parent == output / "checkpoints" and CheckpointManager(output).latest() == path
         assert not list(output.glob("save_request*"))
+        (output / "save_request.taken").touch()  # a step has begun to save for another
+        other = runner.invoke(cli.app, ["checkpoint", str(output)])
+        assert other.exit_code == 1 and "is asked for a checkpoint already" in other.output
+        (output / "save_request.taken").write_text("an answer that nobody has read")
         step = step_of(path)
         assert step is not None
         wait_for_step(output, step + 1, lambda: output_of(process))

@@ -53,16 +53,25 @@ def request(run: Path) -> Path:
         latest = CheckpointManager(run).latest()
         has = f"its newest checkpoint is {latest}" if latest else "it has no checkpoint"
         raise ValueError(f"no run is writing into {run} now: {has}")
-    (run / _TAKEN).unlink(missing_ok=True)
+    taken = run / _TAKEN
+    for _ in range(_LOOKS):  # another command may be about to read its answer; one that was killed never does
+        if not taken.exists():
+            break
+        time.sleep(_PAUSE_SECONDS)
     try:
+        if taken.exists() and not taken.stat().st_size:
+            raise FileExistsError
+        taken.unlink(missing_ok=True)
         (run / REQUEST).touch(exist_ok=False)
     except FileExistsError:
-        raise ValueError(f"{run} is asked for a checkpoint already: wait for that, or delete {run / REQUEST}") from None
+        raise ValueError(
+            f"{run} is asked for a checkpoint already: wait for that, or delete {run / REQUEST}*"
+        ) from None
     try:
         while True:
             for _ in range(_LOOKS):
                 time.sleep(_PAUSE_SECONDS)
-                if (run / _TAKEN).is_file() and (text := (run / _TAKEN).read_text(encoding="utf-8")):
+                if taken.is_file() and (text := taken.read_text(encoding="utf-8")):
                     found = json.loads(text)
                     if found["path"] is None:
                         raise CheckpointWriteError(found["why"])
