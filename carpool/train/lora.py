@@ -339,6 +339,8 @@ def check_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> None:
     embedding = model.get_input_embeddings()
     if not tokens:
         return
+    if twice := [token for token in tokens if list(tokens).count(token) > 1]:
+        raise ValueError(f"adapter.trainable_token_indices: {twice[0]} is named twice, and has one row")
     if (largest := max(tokens)) >= (rows := embedding.num_embeddings):
         raise ValueError(
             f"adapter.trainable_token_indices: {largest} is no token of this model, whose embedding has {rows:,} rows: "

@@ -665,6 +665,7 @@ def test_choices_that_the_model_does_not_have(base: Path, text: list[str]) -> No
         "adapter.alpha_pattern={'.*' = 2, 'o_proj' = 3}": r"alpha_pattern: 'o_proj' fits nothing .* no pattern before",
         "adapter.rank_pattern={'(' = 2}": r"rank_pattern: '\(' is no regular expression",
         "adapter.layers_to_transform=[0, 7]": r"no layer 7; its layers are 0 to 1",
+        "adapter.trainable_token_indices=[7, 5, 7]": "7 is named twice",
         "adapter.trainable_token_indices=[300]": r"300 is no token .* 259 rows: .*resize the checkpoint first",
     }.items():
         with pytest.raises(ValueError, match=says):
