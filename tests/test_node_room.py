@@ -28,7 +28,7 @@ from carpool.transport.base import Pending
 from carpool.transport.multi_hop import Chunk, Relay, Relays
 from carpool.transport.token_capacity import NodeCapacity
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, records, start
+from tests.train.test_loop import MODEL, losses, records, start, weights
 from tests.train.test_loop import run as train_run
 
 H, F, EXPERTS, TOP_K, RANKS, MOST = 8, 6, 8, 2, 4, 13
@@ -143,14 +143,19 @@ def test_the_number_of_rows_follows_what_steps_need() -> None:
 
 
 def test_a_run_sends_as_many_rows_as_its_steps_need(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
-    """From too many, and from too few: then a step is repeated with more. The losses are the same."""
+    """From too many, and from too few: then a step is repeated with more. Losses, weights, their average, moments and
+    drop-out are the same."""
     settings = [*text, "moe.transport=hierarchical", "parallelism.ranks_per_node=1", "training.max_steps=3"]
-    settings += ["training.eval_steps=none", "training.save_steps=none", "model.config.num_hidden_layers=1"]
+    settings += ["training.eval_steps=none", "training.save_steps=3", "model.config.num_hidden_layers=1"]
+    settings += ["training.gradient_accumulation_steps=2", "model.config.attention_dropout=0.2"]
+    settings += ["training.ema_decay=0.9"]
     settings += ["model.config.num_experts_per_tok=1", "moe.transport_options.first_hop=fixed"]
     whole, cramped = tmp_path / "whole", tmp_path / "cramped"
     assert start(two_ranks, whole, settings) == [""] * 2
     assert start(two_ranks, cramped, [*settings, "moe.transport_options.capacity=3"]) == [""] * 2
     assert losses(cramped) == losses(whole)
+    one, other = weights(whole, 3), weights(cramped, 3)
+    assert one.keys() == other.keys() and all(torch.equal(other[name], tensor) for name, tensor in one.items())
     repeats, fewer = (
         [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if line["kind"] == kind]
         for run, kind in ((cramped, "repeat"), (whole, "node_rows"))
@@ -160,7 +165,7 @@ def test_a_run_sends_as_many_rows_as_its_steps_need(two_ranks: Ranks, text: list
     sent = {step: line["bytes_remote"] for step, line in records(whole).items()}
     row = 4 * 32
     verbs = (row + 8) + row + row + (row + 4)
-    assert sent[1] - sent[3] == 2 * (64 - fewer[0]["rows"]) * verbs, "rows of both ranks"
+    assert sent[1] - sent[3] == 2 * 2 * (64 - fewer[0]["rows"]) * verbs, "micro-batches' rows of both ranks"
 
 
 def evaluated(output: str, overrides: list[str]) -> list[int]:

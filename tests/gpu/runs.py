@@ -122,6 +122,7 @@ _add("long shared", 2, *_SHARED, *_LONG, "training.per_device_train_batch_size=2
 _add("long shared, half", 2, *_SHARED, *_LONG, "training.per_device_train_batch_size=1")
 
 # test_pipeline_gpu.py
+_DROPOUT = "model.config.attention_dropout=0.1"
 _PIPELINE = (
     "training.max_steps=6", "training.logging_steps=1", "training.eval_steps=3", "training.save_pretrained=false",
     "training.sample_prompt=none", "model.config.num_hidden_layers=4", "training.gradient_accumulation_steps=4",
@@ -169,6 +170,8 @@ COMPILED_STAGES = {
     "ZBVZeroBubble": (4, ("parallelism.ep_size=2",)),
     "Interleaved1F1B in pairs": (4, ("parallelism.ep_size=2", "moe.schedule=two-batch")),
     "DualPipeV in pairs": (4, ("parallelism.ep_size=2", "moe.schedule=two-batch")),
+    # The forward of a pair draws what it draws alone; the backward draws nothing.
+    "DualPipeV in pairs, drop-out": (4, ("parallelism.ep_size=2", "moe.schedule=two-batch", _DROPOUT)),
 }
 for _name, (_ranks, _more) in COMPILED_STAGES.items():
     _of = (f"parallelism.pp_schedule={_name.split()[0]}", *_more)
@@ -225,7 +228,6 @@ _STREAMED = (
     "training.optimizer_in_backward=true",
     "training.optimizer_state_dtype=int8",
 )
-_DROPOUT = "model.config.attention_dropout=0.1"
 _OFFLOADED = ("memory.layer_activations=offload", "memory.expert_activations=offload")
 ALONE = {
     "offloaded": _OFFLOADED,
