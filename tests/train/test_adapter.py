@@ -616,7 +616,9 @@ CHOICES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "patterns" else pytest.param(kind, marks=pytest.mark.slow) for kind in CHOICES]
+)
 def test_chosen_layers_ranks_and_tokens(
     two_ranks: Ranks, base: Path, text: list[str], tmp_path: Path, kind: str
 ) -> None:

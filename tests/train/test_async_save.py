@@ -272,6 +272,7 @@ def test_a_run_goes_on_from_what_was_written_beside_it(
     assert losses(tmp_path / "again") == {step: whole[step] for step in (5, 6)}
 
 
+@pytest.mark.slow
 def test_kill_9_while_a_checkpoint_is_written(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     """The writer of rank 1 is stopped first, so that the second checkpoint is half; the first one is gone on from."""
     settings, output = [*text, *LONG, "training.save_steps=4", ASYNC], tmp_path / "killed"

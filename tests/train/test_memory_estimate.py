@@ -261,8 +261,8 @@ def test_names_of_gpus() -> None:
 
 # GB without CUDA's context, as docs/fine-tuning-one-gpu.md says them.
 ONE_GPU = {
-    "qwen-experts": ("rtx4090", 21.3), "qwen-attention": ("rtx4090", 17.4), "oss-experts": ("rtx4090", 13.6),
-    "oss-attention": ("rtx4090", 12.5), "qwen-48": ("l40s", 25.4), "qwen-80": ("h100", 70.2),
+    "qwen-experts": ("rtx4090", 21.9), "qwen-attention": ("rtx4090", 18.0), "oss-experts": ("rtx4090", 14.3),
+    "oss-attention": ("rtx4090", 13.2), "qwen-48": ("l40s", 25.4), "qwen-80": ("h100", 70.2),
 }  # fmt: skip
 
 
