@@ -3,6 +3,7 @@ pool."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -227,19 +228,32 @@ class Steps:
             return loss, {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def replay(family: str, schedule: str, micro_batches: int, **how: Any) -> list[bool]:
+class _Fails(Again):
+    """Cannot record what comes in the middle of a step."""
+
+    number = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self.number == 3:
+            raise RuntimeError("no")
+        self.number += 1
+        return super().record(work)
+
+
+def replay(family: str, schedule: str, micro_batches: int, fails: bool = False, **how: Any) -> list[bool]:
     """Of each step of a run whose stages are recorded in the third: whether its losses and gradients are those of a
-    step that is not, bit by bit."""
+    step that is not, bit by bit. `fails`: rank 0 cannot record it."""
     steps = Steps(family, schedule, micro_batches, **how)
     objective, expected = steps.objective, [steps.step(number) for number in (0, 1)]
     told: list[str | None] = []
     layers = list(rides(objective.model).values())
-    objective.graphs = StageGraphs(objective, layers, told.append, True, lambda: Again(objective.split))
+    kind = _Fails if fails and dist.get_rank() == 0 else Again
+    objective.graphs = StageGraphs(objective, layers, told.append, not fails, lambda: kind(objective.split))
     found = []
     for number in (0, 1, 1, 0):
         loss, gradients = steps.step(number)
         found.append(loss == expected[number][0] and _same(gradients, expected[number][1]))
-    assert told == [None], told
+    assert told == [("another rank could not" if kind is Again else "RuntimeError: no") if fails else None], told
     return found
 
 

@@ -129,6 +129,11 @@ def test_recorded_pairs(two_ranks: Ranks, schedule: str) -> None:
     assert two_ranks(replay, "olmoe", schedule, 4, paired=True) == [[True] * 4] * 2
 
 
+def test_a_stage_that_cannot_be_recorded(two_ranks: Ranks) -> None:
+    """All ranks go on eagerly, with the same bits, and say why."""
+    assert two_ranks(replay, "olmoe", "DualPipeV", 4, fails=True, paired=True) == [[True] * 4] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "paired"), [*((one, False) for one in SCHEDULES), *((one, True) for one in PAIRED)]
