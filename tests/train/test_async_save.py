@@ -272,6 +272,38 @@ def test_a_run_goes_on_from_what_was_written_beside_it(
     assert losses(tmp_path / "again") == {step: whole[step] for step in (5, 6)}
 
 
+def _lose_the_best(output: str, settings: list[str]) -> None:
+    """The checkpoint of step 5 is published as late as it can be; that of step 6, the best so far, fails."""
+    publish, save = CheckpointManager._publish, CheckpointManager.save
+
+    def late(manager: CheckpointManager, opened: Any, of_ranks: Any) -> int:
+        until = time.monotonic() + 2
+        while opened.step == 5 and manager.best != 6 and time.monotonic() < until:
+            time.sleep(0.01)
+        return publish(manager, opened, of_ranks)
+
+    def failing(manager: CheckpointManager, step: int, *args: Any, **more: Any) -> Any:
+        if step == 6:
+            raise CheckpointWriteError("the disk is full")
+        return save(manager, step, *args, **more)
+
+    with mock.patch.multiple(CheckpointManager, _publish=late, save=failing):
+        train(load_config(None, [*MODEL, *settings, f"training.output_dir={output}"]))
+
+
+def test_the_best_checkpoint_stays_until_there_is_a_better_one(
+    two_ranks: Ranks, text: list[str], tmp_path: Path
+) -> None:
+    """Also if another one is put in place, and old ones removed, while the better one is evaluated."""
+    settings = [*text, *LONG, "training.stop_at_step=7", "training.save_steps=5", "training.eval_steps=3", ASYNC]
+    two_ranks(
+        _lose_the_best,
+        str(tmp_path),
+        [*settings, "training.load_best_model_at_end=true", "training.save_total_limit=1"],
+    )
+    assert sorted(path.name[-1] for path in CheckpointManager(tmp_path).list()) == ["3", "7"]
+
+
 @pytest.mark.slow
 def test_kill_9_while_a_checkpoint_is_written(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     """The writer of rank 1 is stopped first, so that the second checkpoint is half; the first one is gone on from."""

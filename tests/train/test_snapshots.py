@@ -88,6 +88,19 @@ def test_recovery_is_the_run_that_nothing_stopped(
     assert not list(Path(memory).glob("*/*/rank-*"))  # the run came to its end
 
 
+def test_steps_that_are_repeated_write_no_checkpoint(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    """Step 5 is the best so far, and saved; then steps 5 and 6 are repeated. Its checkpoint stays that of a whole
+    state."""
+    run, memory = tmp_path / "run", str(tmp_path / "memory")
+    best = ["training.eval_steps=5", "training.load_best_model_at_end=true", "training.save_steps=none"]
+    settings = [*text, *LONG, *best, "snapshots.window=3", "training.resume_from_checkpoint=auto"]
+    assert two_ranks(_fail, str(run), settings, memory, 8) == ["a fault"] * 2
+    saved = run / "checkpoints/step-00000005/state.json"
+    before = saved.read_text()
+    assert two_ranks(_fail, str(run), settings, memory, 6) == ["a fault"] * 2
+    assert saved.read_text() == before
+
+
 def test_a_node_that_was_replaced_gets_its_snapshots_from_its_peer(
     two_ranks: Ranks, text: list[str], tmp_path: Path
 ) -> None:

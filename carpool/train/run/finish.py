@@ -85,7 +85,10 @@ def evaluate(run: Run) -> bool:
             due = is_due(training.eval_strategy, training.eval_steps, run.step, run.data.steps_per_epoch)
             if compares_models(run) and run.step > 0 and (due or run.step == training.steps):
                 better = run.best.add(run.step, metric(training, loss, sets), training.early_stopping_threshold)
-                run.checkpoints.best = run.best.step if training.load_best_model_at_end else None
+                if training.load_best_model_at_end:
+                    # What is being written removes old ones, but not the best before, until this one is saved.
+                    collect(run)
+                    run.checkpoints.best = run.best.step
             of_each = f" ({', '.join(f'{name} {one:.4f}' for name, one in sets.items())})" if sets else ""
             run.records.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens{of_each}")
         # The stages of a pipeline do not generate.

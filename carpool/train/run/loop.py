@@ -40,6 +40,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.requested_save import REQUEST
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.launch.ranks import from_rank_0
 from carpool.train.launch.stopping import STOP_SIGNALS, StopRequest
 from carpool.train.launch.worker import Watchdog
 from carpool.train.lr_schedules import learning_rate
@@ -266,10 +267,15 @@ def evaluate_and_save(run: Run, evaluates: bool, saves: bool, last: bool = False
     training, before = run.config.training, (run.best.step, run.best.loss)
     keeps = evaluates and evaluate(run) and training.load_best_model_at_end
     # What else is decided by the best checkpoint waits for it.
-    if (saves or keeps) and save(run, wait=keeps or last) is None and keeps:
-        # The best model that is on the disk.
-        run.best.step, run.best.loss = before
-        run.checkpoints.best = run.best.step
+    if saves or keeps:
+        if run.incomplete:  # the run whose steps are repeated has saved it
+            there = from_rank_0(partial(run.checkpoints.has, run.step))
+        else:
+            there = save(run, wait=keeps or last) is not None
+        if keeps and not there:
+            # The best model that is on the disk.
+            run.best.step, run.best.loss = before
+            run.checkpoints.best = run.best.step
     if run.best.patience_is_over(training):
         run.records.say(
             f"step {run.step}: early stopping after {run.best.waited} evaluations without a lower held-out loss; "
