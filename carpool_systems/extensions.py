@@ -157,8 +157,8 @@ class SnapshotsSection(Section):
     ] = None
     """Sparse snapshots (MoEvement): after each step, 1 / window of the experts and other parameters are copied to
     /dev/shm with their optimizer state, and the weights alone of those that come later in the window. A run that goes
-    on (training.resume_from_checkpoint=last or auto) on as many ranks of the same hosts repeats the newest whole
-    window, bit by bit, if that is newer than the last checkpoint. Takes 2 * window files of a rank. auto: as many steps
+    on (training.resume_from_checkpoint=last or auto) on the same mesh and hosts repeats the newest whole window, bit by
+    bit, if that is newer than the last checkpoint. Takes 2 * window + 1 files of a rank. auto: as many steps
     as the copy needs to be hidden behind a step. none: no snapshots."""
 
 
@@ -190,5 +190,5 @@ class Snapshots(Extension):
             self.taken.after_step()
 
     def finish(self, run: Run) -> None:
-        if self.taken is not None:
+        if self.taken is not None and run.saved_at == run.step:
             self.taken.clean(everything=True)

@@ -22,9 +22,9 @@ exact clipping wants the norm of all.
 With several nodes of as many ranks, each snapshot is sent to a rank of the next node, too, by a thread and over gloo,
 and comes back from there if a node is replaced. Files are in /dev/shm, which outlives the process, but not the machine:
 safetensors, one for each step and rank, under a folder for each user and run. A file gets its name when it is whole.
-2 W of them are kept: the newest whole window is always among them. Who removes them: the run when it ends or when it
-starts from the beginning (no training.resume_from_checkpoint), and any start of a run that finds folders of runs whose
-own folder is gone.
+2 W + 1 of them are kept: a whole window of all ranks is always among them, also where one rank begins a snapshot before
+another has finished the one before. Who removes them: the run when it ends or when it starts from the beginning (no
+training.resume_from_checkpoint), and any start of a run that finds folders of runs whose own folder is gone.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ from carpool.train.checkpoints.state_tensors import (
     rng_state,
     set_rng_state,
 )
-from carpool.train.launch.ranks import gather, rank, world
+from carpool.train.launch.ranks import gather, rank, together, world
 from carpool.train.run.finish import run_state
 from carpool.train.run.loop import Run
 from carpool.train.run.rollback import restore_state
@@ -69,10 +70,10 @@ _OF_PEERS = "of-peers"
 
 
 class Kept(NamedTuple):
-    """A snapshot: the steps of its window, the ranks of its run, bytes of its file."""
+    """A snapshot: the steps of its window, what parts of tensors ranks have (`_layout`), bytes of its file."""
 
     window: int
-    ranks: int
+    layout: str
     bytes: int
 
 
@@ -129,6 +130,9 @@ class State:
         self._optimizer, self._seen = optimizer, _tensors_of(optimizer)
         self._model, self.of, self.common = model, dict[str, Tensors](), Tensors()
         self.sizes: dict[str, tuple[int, int, bool]] = {}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # as at the start of the run
+                weights.pop(name, None)
         for name, weight in weights.items():
             own = {n.rsplit(".", 1)[1]: one for n, one in states.items() if n.startswith(f"state.{name}.")}
             if not own:
@@ -191,12 +195,25 @@ class SnapshotFiles:
         self._buffers: dict[Path, HostBuffer] = {}
 
     def clean(self, everything: bool) -> None:
-        """Remove files of runs whose folder is gone, of this user; with `everything`, these too."""
+        """Remove files of runs whose folder is gone, of this user; with `everything`, this run's on this host, too."""
         for owner in self.home.parent.glob("*/run"):
-            if not Path(owner.read_text()).is_dir():
-                shutil.rmtree(owner.parent, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another rank removes them, too
+                if not Path(owner.read_text()).is_dir():
+                    shutil.rmtree(owner.parent, ignore_errors=True)
         if everything:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for buffer in self._buffers.values():
+                buffer.close()
+            self._buffers.clear()
+            shutil.rmtree(self.home, ignore_errors=True)
+
+    def keep(self, like: Kept) -> None:
+        """Remove snapshots of another kind, with which nobody goes on, and those of ranks that are no more."""
+        for step, kept in self.steps().items():
+            if kept != like:
+                self._forget(self.path(step))
+        for folder in self.folder.parent.glob("rank-*"):
+            if int(folder.name[5:]) >= world():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def path(self, step: int) -> Path:
         """Of the snapshot of a step."""
@@ -213,7 +230,7 @@ class SnapshotFiles:
         found = {}
         for step in sorted(int(path.stem[5:]) for path in self.folder.glob("step-*.safetensors")):
             about = self.about(step)
-            found[step] = Kept(about["window"], about["ranks"], self.path(step).stat().st_size)
+            found[step] = Kept(about["window"], about["layout"], self.path(step).stat().st_size)
         return found
 
     def turn(self, step: int, number: int, size: int) -> HostBuffer:
@@ -289,7 +306,7 @@ class Peers:
             content = torch.frombuffer(bytearray(self.of(owner).path(step).read_bytes()), dtype=torch.uint8)
             dist.send(content, owner, self._group)
         elif rank() == owner:
-            buffer = files.turn(step, MOST_STEPS * 2, size)
+            buffer = files.turn(step, 1 << 30, size)
             dist.recv(buffer.memory[:size], holder, self._group)
             files.name(step, buffer)
 
@@ -308,7 +325,8 @@ class SparseSnapshots:
         self.peers = Peers(run.folder, node_W) if not Peers.why_not(node_W) else None
         self._state: State | None = None
         self._replay = range(0)
-        self._taken_from, self._size = run.step, 0
+        self._taken_from, self._last, self._size = run.step, run.step - 1, 0
+        self._layout = _layout(run)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._copied = threading.Event()
@@ -339,7 +357,7 @@ class SparseSnapshots:
         for first, one in sorted(kept.items(), reverse=True):
             steps = range(first, first + one.window)
             holders = {(owner, step): holder(owner, step, one) for owner in range(world()) for step in steps}
-            fits = one.ranks == world() and (first - 1) % one.window == 0
+            fits = one.layout == self._layout and (first - 1) % one.window == 0
             if fits and None not in holders.values() and run.step <= max(steps[-1], first + 1) <= run.last_step:
                 break
         else:
@@ -348,13 +366,13 @@ class SparseSnapshots:
             if where != owner and self.peers is not None and where is not None:
                 self.peers.hand_back(self.files, step, owner, where, one.bytes)
         window = one.window
-        about, self.window, self._replay = self.files.about(first), window, steps[1:]
+        about, self.window, self._size, self._replay = self.files.about(first), window, one.bytes, steps[1:]
         self._load(first)
         restore_state(run, {**about["state"], "step": first})
         run.data.train.load_state_dict(about["state"]["loader"])
         set_rng_state(about["rng"])
         run.start, run.incomplete = first, window > 1
-        self._taken_from = steps[-1] + 1
+        self._taken_from, self._last = steps[-1] + 1, first
         return True
 
     def _load(self, step: int) -> None:
@@ -372,6 +390,9 @@ class SparseSnapshots:
     def take(self, step: int) -> None:
         """The snapshot of the step that was done last, whose numbers are recorded."""
         run = self._run
+        if step <= self._last:  # the run was rolled back
+            self._taken_from = step
+        self._last = step
         if step < self._taken_from:
             return
         state = self.state
@@ -385,7 +406,7 @@ class SparseSnapshots:
             run.records.say(
                 f"snapshots: windows of {self.window} steps, by {rate / 1e9:.1f} GB/s and {seconds:.3f} s a step"
             )
-        about = {"window": self.window, "ranks": world(), "state": run_state(run), "rng": rng_state()}
+        about = {"window": self.window, "layout": self._layout, "state": run_state(run), "rng": rng_state()}
         chosen, text = operators(state.sizes, self.window), {"snapshot": json.dumps(about)}
 
         def file(position: int) -> ShardFile:
@@ -395,7 +416,25 @@ class SparseSnapshots:
         if not self._size:
             largest = max(gather(max(file(position).bytes for position in range(self.window))))
             self._size = -(-(largest + _ROOM) // 4096) * 4096
-        self._begin(step, file((step - 1) % self.window), 2 * self.window)
+            self._make_room(Kept(self.window, self._layout, self._size))
+        self._begin(step, file((step - 1) % self.window), 2 * self.window + 1)
+
+    def _make_room(self, like: Kept) -> None:
+        """Remove files that are of no use. Collective. Raises ValueError where there is no room for those to come."""
+        node_W = self._run.plan.machine.topology.node_of
+        own = (self.files, *(() if self.peers is None else (self.peers.files,)))
+        for files in own:
+            files.keep(like)
+        gather(None)  # all ranks of this host have
+        with together(ValueError, ""):
+            needed = list(node_W).count(node_W[rank()]) * len(own) * (2 * like.window + 1) * like.bytes
+            disk = os.statvfs(MEMORY)
+            there = sum(path.stat().st_blocks * 512 for path in self.files.home.rglob("*.safetensors"))
+            if needed > (free := disk.f_bavail * disk.f_frsize + there):
+                raise ValueError(
+                    f"snapshots of windows of {like.window} steps need {needed / 1e9:.2f} GB in {MEMORY}, and "
+                    f"{free / 1e9:.2f} GB are free: enlarge it (of a container: --shm-size), or lower snapshots.window"
+                )
 
     def _begin(self, step: int, file: ShardFile, number: int) -> None:
         """Copy a snapshot, and send it to a peer, beside what follows; `settle` before its tensors change."""
@@ -435,10 +474,21 @@ class SparseSnapshots:
         self.settle()
 
     def clean(self, everything: bool) -> None:
-        """Remove files (`SnapshotFiles.clean`)."""
+        """Remove files (`SnapshotFiles.clean`). Collective."""
         self.wait()
+        gather(None)  # no rank of this host writes any more
         for files in (self.files, *(() if self.peers is None else (self.peers.files,))):
             files.clean(everything)
+
+
+def _layout(run: Run) -> str:
+    """What parts of which tensors ranks have, and how the optimizer keeps its state: only a run with the same goes on
+    from a snapshot. Collective."""
+    own = [(name, one.dtype, local(one).shape) for name, one in model_tensors(run.built.model).items()]
+    optimizer = run.built.optimizer.describe()
+    nodes = run.plan.machine.topology.node_of
+    text = repr((gather(own), run.plan.degrees, tuple(nodes), run.layouts().to_dict(), optimizer))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def is_sparse(files: SnapshotFiles) -> bool:

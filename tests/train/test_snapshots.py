@@ -38,6 +38,7 @@ LAYOUTS = {
 def _fail(output: str, settings: list[str], memory: str, fails: int | None) -> str:
     """On a rank: train, and fail when the numbers of a step are recorded; what was raised."""
     record_step, said = loop.record_step, ""
+    Path(memory).mkdir(exist_ok=True)
 
     def recorded(run: Any, numbers: Any) -> None:
         record_step(run, numbers)
@@ -77,7 +78,7 @@ def test_recovery_is_the_run_that_nothing_stopped(
     assert two_ranks(_fail, run, mine, memory, 8) == ["a fault"] * 2
     first = {3: 4, 2: 5, 1: 7, 4: 1}[window]  # the newest window that is whole after step 7
     left = sorted(int(path.stem[5:]) for path in Path(memory).glob("*/*/rank-00001/step-*"))
-    assert left == list(range(max(1, 8 - 2 * window), 8))
+    assert left == list(range(max(1, 7 - 2 * window), 8))
     if window > 2:
         assert two_ranks(_fail, run, mine, memory, first + 1) == ["a fault"] * 2
     assert two_ranks(_fail, run, mine, memory, None) == [""] * 2
@@ -85,7 +86,7 @@ def test_recovery_is_the_run_that_nothing_stopped(
     states = [read_state(tmp_path / one / f"checkpoints/step-{STEPS:08d}") for one in ("whole", "run")]
     assert states[0]["files"] == states[1]["files"] and states[0]["ranks"] == states[1]["ranks"]
     assert states[0]["state"] == states[1]["state"]
-    assert not list(Path(memory).glob("*/*/rank-*"))  # the run came to its end
+    assert not list(Path(memory).glob("*/*"))  # the run came to its end
 
 
 def test_steps_that_are_repeated_write_no_checkpoint(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
@@ -99,6 +100,34 @@ def test_steps_that_are_repeated_write_no_checkpoint(two_ranks: Ranks, text: lis
     before = saved.read_text()
     assert two_ranks(_fail, str(run), settings, memory, 6) == ["a fault"] * 2
     assert saved.read_text() == before
+
+
+def test_another_mesh_begins_again(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    """Ranks have other parts of tensors, so that no snapshot fits; none is left beside those of the new mesh."""
+    run, memory = tmp_path / "run", str(tmp_path / "memory")
+    few = ["training.stop_at_step=8", "training.save_steps=none"]
+    settings = [*text, *LONG, *few, "snapshots.window=2", "training.resume_from_checkpoint=auto"]
+    assert two_ranks(_fail, str(run), settings, memory, 6) == ["a fault"] * 2
+    other = [*settings, *LAYOUTS["fsdp, replicated experts"]]
+    assert two_ranks(_fail, str(run), other, memory, 3) == ["a fault"] * 2
+    assert min(losses(run)) == 1
+    assert [path.name[11:13] for path in sorted(Path(memory).glob("*/*/rank-00000/step-*"))] == ["01", "02"]
+
+
+def _in_little_memory(output: str, settings: list[str], memory: str) -> str:
+    little = unittest.mock.Mock(f_bavail=1, f_frsize=4096)
+    with (
+        unittest.mock.patch.object(sparse_snapshots.os, "statvfs", return_value=little),
+        pytest.raises(ValueError) as e,
+    ):
+        _fail(output, settings, memory, None)
+    return str(e.value)
+
+
+def test_memory_that_is_too_small(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    settings, memory = [*text, *LONG, "snapshots.window=3"], str(tmp_path / "memory")
+    for said in two_ranks(_in_little_memory, str(tmp_path / "run"), settings, memory):
+        assert "steps need 0.0" in said and "GB are free: enlarge it" in said
 
 
 def test_a_node_that_was_replaced_gets_its_snapshots_from_its_peer(
@@ -174,11 +203,11 @@ def test_a_file_is_of_the_size_that_is_asked_for(tmp_path: Path) -> None:
 def test_steps_that_come_again_are_not_mixed_with_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rollback to step 3, snapshots of steps 5 and 6 are of weights that are no more."""
     monkeypatch.setattr(sparse_snapshots, "MEMORY", tmp_path)
-    files, about = SnapshotFiles(tmp_path / "run", torch.device("cpu")), '{"window": 2, "ranks": 1}'
+    files, about = SnapshotFiles(tmp_path / "run", torch.device("cpu")), '{"window": 2, "layout": "x"}'
     for step in (1, 2, 3, 4, 5, 6, 4):
         values = torch.full((5,), float(step))
         buffer = files.turn(step, 4, 4096)
         copy_files({"": ShardFile.of([Piece("a", (0,), values)], {"snapshot": about}, 4096)}, buffer, None)
         files.name(step, buffer)
-    assert files.steps() == {3: (2, 1, 4096), 4: (2, 1, 4096)}
+    assert files.steps() == {3: (2, "x", 4096), 4: (2, "x", 4096)}
     assert load_file(files.path(3))["a"].eq(3).all() and load_file(files.path(4))["a"].eq(4).all()

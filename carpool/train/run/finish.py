@@ -263,6 +263,8 @@ def leave(run: Run, signum: int) -> None:
     collect(run)
     path = save(run) if run.saved_at != run.step else run.checkpoints.latest()
     check_written(run)
+    for extension in run.built.extensions:
+        extension.finish(run)
     run.records.display.close()
     raise Stopped(
         f"stopped by {name} after step {run.step} of {run.config.training.steps}; continue from {path} with the "
