@@ -24,7 +24,7 @@ from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError, rea
 from carpool.train.checkpoints.host_copy import HostBuffer, copy_files
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.shard_files import Piece, ShardFile, total_bytes
-from carpool.train.config import load_config
+from carpool.train.config import TrainingSection, load_config
 from carpool.train.launch.ranks import rank
 from carpool.train.run.run import train
 from tests.ranks import Ranks
@@ -229,6 +229,12 @@ def test_without_host_memory_training_waits(tmp_path: Path, monkeypatch: pytest.
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 ASYNC = "training.async_save=on"
+
+
+def test_which_runs_wait() -> None:
+    auto, on, disk = (TrainingSection(**one) for one in ({}, {"async_save": "on"}, {"optimizer_offload": "disk"}))
+    assert auto.saves_async(True, "host") and on.saves_async(False, "disk")
+    assert not any((auto.saves_async(False, "device"), auto.saves_async(True, "disk"), disk.saves_async(True, "host")))
 
 
 CONSUMED = (

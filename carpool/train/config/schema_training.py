@@ -258,7 +258,8 @@ class TrainingSection(Section):
     async_save: Annotated[Literal["auto", "on", "off"], SWITCH] = "auto"
     """Checkpoints on the way are copied to host memory beside the next step and written by another process while
     training goes on; the next one waits for that. Each rank keeps host memory for its part; where there is none, and
-    for the last checkpoint, training waits as with off. auto: on GPUs, unless the optimizer's state is on disk."""
+    for the last checkpoint, training waits as with off. auto: on GPUs, unless experts or the optimizer's state are on
+    disk."""
     save_total_limit: int | None = Field(default=2, gt=0)
     """How many of the newest checkpoints are kept; with load_best_model_at_end the best one is among them, or beside a
     single one. none: all."""
@@ -344,9 +345,11 @@ class TrainingSection(Section):
         """Whether a run computes in bfloat16, on GPUs (`cuda`) or on CPUs."""
         return cuda if self.bf16 is None else self.bf16
 
-    def saves_async(self, cuda: bool) -> bool:
-        """Whether checkpoints on the way are written beside training, on GPUs (`cuda`) or on CPUs."""
-        return self.async_save == "on" or (self.async_save == "auto" and cuda and self.optimizer_offload != "disk")
+    def saves_async(self, cuda: bool, experts: str) -> bool:
+        """Whether checkpoints on the way are written beside training, on GPUs (`cuda`) or on CPUs. `experts`: where
+        they are (memory.experts)."""
+        on_disk = "disk" in (self.optimizer_offload, experts)
+        return self.async_save == "on" or (self.async_save == "auto" and cuda and not on_disk)
 
     def optimizer_class(self, dtype: str) -> type[OptimizerBase]:
         """What updates parameters of this dtype."""

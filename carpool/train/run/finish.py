@@ -167,7 +167,8 @@ def save(run: Run, wait: bool = True) -> Path | None:
     collect(run)
     state = run_state(run)
     to_logical = None if is_logical(run.built.model) else partial(logical_order, run.built.model)
-    beside = not wait and run.config.training.saves_async(run.built.device.type == "cuda")
+    cuda, experts = run.built.device.type == "cuda", run.config.memory.experts
+    beside = not wait and run.config.training.saves_async(cuda, experts)
     write = run.checkpoints.save_beside if beside else run.checkpoints.save
     try:
         saved = write(
