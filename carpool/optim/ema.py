@@ -89,7 +89,8 @@ class WeightAverage(torch.optim.Optimizer):
     @contextmanager
     def shown(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model has the averages, rounded to the dtypes of its weights; afterwards its weights, bit by bit.
-        The averages may not be saved inside. All ranks together, between two steps."""
+        The averages may not be saved inside. All ranks together, between two steps. After an error inside the model
+        keeps them: ranks that have not raised it would wait for one another."""
 
         def write() -> None:
             fsdp.reshard(model)

@@ -52,6 +52,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+EMA = "training.ema_decay=0.9"
+
+
 def run_settings(base: Path, text: Sequence[str], kind: Sequence[str] = LORA) -> list[str]:
     return [
         f"model.path={base}", "data.tokenizer=bytes", "data.sequence_length=24", "data.max_bytes=4000",
@@ -111,7 +114,7 @@ def test_resumes_as_if_nothing_had_happened(
 def test_an_adapter_is_averaged_and_the_average_is_written(
     ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path
 ) -> None:
-    assert start(ranks, base, tmp_path / "run", text, ["training.ema_decay=0.9"]) == [""] * 4
+    assert start(ranks, base, tmp_path / "run", text, [EMA]) == [""] * 4
     assert losses(tmp_path / "run") == losses(reference), "it is trained as without"
     found, kept = adapter(tmp_path / "run"), weights(tmp_path / "run", 4)
     averaged = {name.removeprefix("ema/"): one for name, one in kept.items() if name.startswith("ema/")}
@@ -122,6 +125,11 @@ def test_an_adapter_is_averaged_and_the_average_is_written(
         if "self_attn" in name
     ]
     assert alike and all(alike) and errors(found, adapter(reference)) > 1e-4
+    (failed := tmp_path / "failed").mkdir()
+    (failed / ".tmp-adapter").touch()  # where the folder would be
+    with pytest.raises(Exception, match="adapter was not written"):
+        start(ranks, base, failed, text, [EMA])
+    assert losses(failed) == losses(reference), "it trains on with its own weights, not with averages"
 
 
 @pytest.mark.slow

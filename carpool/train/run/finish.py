@@ -321,12 +321,13 @@ def check_written(run: Run) -> None:
 
 def _save_adapter(run: Run) -> None:
     """The adapter as it is now, in peft's format."""
-    try:
-        with run.averaged():
+    # An error that left the context would leave the averages in the model.
+    with run.averaged():
+        try:
             save_adapter(run.built.model, run.folder / ADAPTER)
-        run.records.unwritten.pop("adapter", None)
-    except CheckpointWriteError as error:
-        run.records.missed("adapter", error)
+            run.records.unwritten.pop("adapter", None)
+        except CheckpointWriteError as error:
+            run.records.missed("adapter", error)
 
 
 def _load_best(run: Run) -> None:
