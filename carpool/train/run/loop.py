@@ -195,9 +195,10 @@ class Run:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the model has averaged weights, if the run averages them."""
+        if self.built.average is None:
+            return nullcontext()
         self.checkpoints.settle()
-        average = self.built.average
-        return nullcontext() if average is None else average.shown(self.built.model)
+        return self.built.average.shown(self.built.model)
 
     def to_device(self, batch: Batch) -> Batch:
         return {name: value.to(self.built.device, non_blocking=True) for name, value in batch.items()}
