@@ -149,7 +149,8 @@ class ShardPlanner:
             parts: tensors by name, for each folder inside it, with placements that DCP can describe."""
         seen = {part: _signature(tensors) for part, tensors in parts.items()}
         if not all(gather(self._known[0] == seen)):
-            self._known = seen, {part: _plan(folder / part, tensors) for part, tensors in parts.items() if tensors}
+            plans = {part: _plan(folder / part, its) for part, its in parts.items() if any(gather(bool(its)))}
+            self._known = seen, plans
         files = {}
         for part, (planner, items) in self._known[1].items():
             planner.set_up_planner(dict(parts[part]))
