@@ -131,8 +131,10 @@ def test_two_batches_go_with_the_pairs_of_a_pipeline() -> None:
 
 
 def test_a_refusal_is_written_as_a_configuration_is() -> None:
-    with pytest.raises(ValueError, match=r"torch_compile = 'on': .* works: training.torch_compile = 'auto'$"):
-        check_supported({"pp": 2}, {"training.torch_compile": "on"})
+    with pytest.raises(
+        ValueError, match=r"optimizer_in_backward = true: .* works: training.optimizer_in_backward = false$"
+    ):
+        check_supported({"pp": 2}, {"training.optimizer_in_backward": True})
 
 
 def test_a_refusal_folds_ranks_of_refused_axes_until_it_works() -> None:

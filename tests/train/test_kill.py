@@ -100,6 +100,7 @@ def test_sigterm_to_the_command_loses_no_step(two_ranks: Ranks, text: list[str],
     assert resumed(two_ranks, output, settings) == whole
 
 
+@pytest.mark.slow
 def test_a_run_saves_when_it_is_asked(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     """And goes on. Killed later, it goes on from there, with the bits of one that nothing stopped, averages too."""
     settings = [*text, *LONG, "training.save_steps=none", "training.ema_decay=0.9"]

@@ -110,6 +110,7 @@ def _listens(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_that_is_preempted_again_and_again_takes_each_step_once(text: list[str], tmp_path: Path) -> None:
     settings = [*MODEL, *text, "parallelism.device=cpu", f"training.max_steps={STEPS}", "training.eval_steps=none"]
