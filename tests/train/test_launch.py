@@ -129,6 +129,17 @@ def test_the_rank_that_failed_is_named_and_the_others_stop(tmp_path, how, capfd)
     assert "GLOO_SOCKET_IFNAME" not in os.environ, "the environment is as before"
 
 
+def test_segments_grow_where_no_graph_holds_addresses(tmp_path, monkeypatch):
+    """As one rank on a GPU gets it in its environment."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    eager, captured = config(tmp_path, "training.cuda_graphs=off"), config(tmp_path)
+    assert start._allocator(eager, 1) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert start._allocator(eager, 2) == start._allocator(captured, 1) == {}
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert start._allocator(eager, 1) == {}
+
+
 def test_a_rank_dies_with_its_agent(tmp_path):
     """A process that knows nothing of PyTorch stands for the agent."""
     job, settings = tmp_path / "job.json", config(tmp_path, "parallelism.num_ranks=1").model_dump(mode="json")

@@ -172,7 +172,10 @@ def _start(
     redirects = {rank: Std.NONE if debug or rank == 0 else Std.ALL for rank in range(ranks)}
     with (
         _job_file(config, entry, kwargs) as job,
-        _agent_state({**_environment(ranks, elastic), LISTENERS: str(job.with_name("listeners"))}, debug),
+        _agent_state(
+            {**_environment(ranks, elastic), **_allocator(config, ranks), LISTENERS: str(job.with_name("listeners"))},
+            debug,
+        ),
         Relay(job.with_name("listeners"), ranks, leave) as relay,
     ):
         logs = job.with_name("logs")
@@ -263,6 +266,14 @@ def _environment(ranks: int, elastic: tuple[int, int] | None = None) -> dict[str
         # All ranks are on this machine: works without a resolvable hostname, and behind any firewall.
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return env
+
+
+def _allocator(config: Config, ranks: int) -> dict[str, str]:
+    """For one rank whose addresses no CUDA graph holds: PyTorch's allocator lengthens what it has reserved, instead of
+    reserving anew beside it. A user who has told it something is not overruled."""
+    told = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    alone = ranks == 1 and config.training.cuda_graphs == "off"
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if alone and not told else {}
 
 
 @contextlib.contextmanager

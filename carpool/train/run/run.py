@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
@@ -115,7 +114,6 @@ def start_run(
     memory_before = peak_memory(rank_device())
     plan, tokenizer, resume, saved = plan_on_ranks(config, compare_with, fixed)
     plan, data = with_data(plan, tokenizer, make_corpus)
-    _grow_in_place(plan)
     built = build(plan, saved)
     if compare_with is not None:
         check_transport(compare_with, built.rides[0].group)
@@ -139,16 +137,6 @@ def start_run(
     run.watchdog = Watchdog(lambda: buffers_of_rides(built.rides))
     run.watchdog.start()
     return run
-
-
-def _grow_in_place(plan: Plan) -> None:
-    """Let PyTorch's allocator lengthen what it has reserved, instead of reserving anew beside it, where no graph and no
-    other rank relies on addresses, and the user has not told it anything: less is reserved beyond tensors."""
-    alone = plan.config.training.cuda_graphs == "off" and dist.get_world_size() == 1
-    told = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if rank_device().type == "cuda" and alone and not told:
-        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        (change or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def plan_on_ranks(
