@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import traceback
 from importlib.metadata import entry_points
 from typing import Annotated, NoReturn
 
@@ -24,6 +25,7 @@ from carpool.cli.recipes import recipes
 from carpool.cli.serve import chat, evaluate, generate
 from carpool.cli.simulating import simulate
 from carpool.cli.train import doctor, train
+from carpool.plugins.redact import redact
 
 app = typer.Typer(
     name="carpool",
@@ -51,6 +53,7 @@ for entry in entry_points(group="carpool.commands"):
 
 def main() -> NoReturn:
     """The command `carpool`."""
+    sys.excepthook = lambda *error: sys.stderr.write(redact("".join(traceback.format_exception(*error))))
     code: object = 0
     try:
         try:

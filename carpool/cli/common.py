@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from carpool.plugins.redact import redact
+
 # Distribution names of what `carpool train`, `generate` and `bench model` cannot do without.
 TRAIN_PACKAGES = ("transformers", "tokenizers", "safetensors")
 # And what `carpool bench experts` and `carpool bench layer` compare with.
@@ -98,7 +100,7 @@ def errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(stopped.exit_code) from None
     except RankFailure as failure:
         if failure.traceback and (debug or not failure.user_error):
-            typer.echo(failure.traceback, err=True)
+            typer.echo(redact(failure.traceback), err=True)
         fail(str(failure))
     except Interrupted as stopped:
         fail(str(stopped), 128 + stopped.signum)
@@ -119,5 +121,7 @@ def printable(text: str) -> str:
 def fail(text: str, code: int = 1) -> None:
     # Under torchrun and Slurm every rank is a command of its own.
     rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(printable(text))}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(
+        f"[bold red]error{rank}:[/] {escape(printable(redact(text)))}", highlight=False
+    )
     raise typer.Exit(code)

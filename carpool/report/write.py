@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from carpool.plugins.redact import redact
 from carpool.report.units import bytes_text, count_text, ms_text, percent_text
 
 HERE = Path(__file__).parent
@@ -54,7 +55,7 @@ def write_page(output: Path, what: str, render: Callable[[], str]) -> Path:
     page = render()
     draft = output.with_name(f".{output.name}.part")
     try:
-        draft.write_text(page, encoding="utf-8")
+        draft.write_text(redact(page), encoding="utf-8")
         os.replace(draft, output)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from carpool.plugins.nearest import nearest
+from carpool.plugins.redact import bare
 from carpool.train.config.declarations import Demo, Excludes, Needs
 from carpool.train.config.schema_base import NONE_WORDS, Section, Texts, registered
 
@@ -88,7 +89,8 @@ class DataSection(Section):
     or epochs (how often it is read in an epoch of the mixture), name and format."""
     allow_download: bool = False
     """Read addresses (s3://, hf://, https://, whatever fsspec reads) and data sets of the Hugging Face Hub (OWNER/NAME,
-    OWNER/NAME@REVISION, OWNER/NAME:CONFIG) that train, sources or eval name."""
+    OWNER/NAME@REVISION, OWNER/NAME:CONFIG) that train, sources or eval name. Messages and records leave out the
+    credentials of addresses (https://USER:PASSWORD@..., ?token=...), which stores also read from the environment."""
     eval: Texts | dict[str, Texts] | None = None
     """Held-out data, given as train is, or several sets by name, each evaluated by itself. none: eval_fraction of
     train."""
@@ -212,8 +214,9 @@ class DataSection(Section):
 
 def source_name(source: DataSource) -> str:
     """Of a source, in logs and reports: without an ending, and of a glob, the folder before it."""
-    parts = [part for part in Path(source.path[0]).parts if not has_magic(part)]
-    return source.name or (parts[-1].split(".")[0] if parts else source.path[0])
+    path = bare(source.path[0])
+    parts = [part for part in Path(path).parts if not has_magic(part)]
+    return source.name or (parts[-1].split(".")[0] if parts else path)
 
 
 def _check_mixture(sources: tuple[DataSource, ...], streaming: bool) -> None:

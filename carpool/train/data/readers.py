@@ -23,6 +23,7 @@ from pathlib import Path
 import fsspec
 
 from carpool.plugins import Registry
+from carpool.plugins.redact import redact
 from carpool.train.data.rows import Fields, JsonFile, Reader, Row, TextFile, Url
 from carpool.train.data.tables import Csv, Parquet, SavedDataset
 from carpool.train.data.token_shards import Megatron, TokenShard
@@ -46,12 +47,13 @@ class Source:
         """`(absolute path, bytes, mtime in ns)` of each file it consists of: changes when the data does. Of a store's
         file, what the store says of its version."""
         if isinstance(self.path, Url):
-            file_system, place = fsspec.core.url_to_fs(self.path)
-            info = file_system.info(place)
+            with _readable(self):
+                file_system, place = fsspec.core.url_to_fs(self.path.address)
+                info = file_system.info(place)
             version = next(
                 (info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info), ""
             )
-            return [(self.path, int(info.get("size") or 0), str(version))]
+            return [(str(self.path), int(info.get("size") or 0), str(version))]
         files = READERS[self.kind]().files(self.path)
         return [(str(f.absolute()), (stat := f.stat()).st_size, stat.st_mtime_ns) for f in files]
 
@@ -94,5 +96,10 @@ def _readable(source: Source) -> Iterator[None]:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{source.path} is no intact gzip file: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{source.path} cannot be read: {error}") from None
+    except Exception as error:
+        # A store raises what its package has, and may say what it was given.
+        address = source.path.address if isinstance(source.path, Url) else ""
+        if not address and (isinstance(error, ValueError) or not isinstance(error, OSError)):
+            raise
+        text = str(error) if isinstance(error, ValueError) else f"{source.path} cannot be read: {error}"
+        raise ValueError(redact(text, address)) from None

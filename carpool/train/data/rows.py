@@ -20,17 +20,31 @@ from typing import Any, BinaryIO, ClassVar
 
 import fsspec
 
+from carpool.plugins.redact import bare, redact
+
 PIECE_BYTES = 64 * 1024
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Url(str):
-    """The address of a file on a store that fsspec reads, such as s3://bucket/a.parquet."""
+    """The address of a file on a store that fsspec reads, such as s3://bucket/a.parquet. As text it has no
+    credentials."""
 
     @property
     def name(self) -> str:
         """After the last slash, as of a path."""
-        return self.rsplit("/", 1)[-1]
+        return bare(self).rsplit("/", 1)[-1]
+
+    @property
+    def address(self) -> str:
+        """For stores: with credentials."""
+        return self[:]
+
+    def __str__(self) -> str:
+        return redact(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(redact(self), spec)
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ class Reader:
 def open_file(path: Path | Url) -> BinaryIO:
     """Its bytes, unpacked if its ending says that they are packed."""
     # A local name may hold what an address means something by, such as "::".
-    file = fsspec.open(path, "rb").open() if isinstance(path, Url) else open(path, "rb")  # noqa: SIM115
+    file = fsspec.open(path.address, "rb").open() if isinstance(path, Url) else open(path, "rb")  # noqa: SIM115
     return gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file  # type: ignore[return-value]
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import fsspec
 
+from carpool.plugins.redact import REDACTED, bare, redact
 from carpool.train.config.published import download_hint
 from carpool.train.config.schema_data import DataSet
 from carpool.train.data.readers import READERS, Source, reader_name
@@ -89,7 +90,7 @@ def find_sources(named: Sequence[str], key: str, remote: Sequence[str] | None = 
             else:
                 if hint := download_hint(entry, " --repo-type dataset"):
                     hint += ", or set data.allow_download=true"
-                raise ValueError(f"{key}: {entry} does not exist (seen from {Path.cwd()}){hint}")
+                raise ValueError(f"{key}: {redact(entry)} does not exist (seen from {Path.cwd()}){hint}")
         found.update(dict.fromkeys(sources))
     return list(found)
 
@@ -97,7 +98,7 @@ def find_sources(named: Sequence[str], key: str, remote: Sequence[str] | None = 
 def describe_sources(named: Sequence[str]) -> str:
     """For people: what is read, on one line."""
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro} standard library"
-    return ", ".join(python if entry == STDLIB else entry for entry in named)
+    return redact(", ".join(python if entry == STDLIB else entry for entry in named))
 
 
 def _named(path: Path, key: str) -> Source:
@@ -121,21 +122,26 @@ def _at(address: str, key: str) -> Source:
         return _named(Path(address), key)
     kind = reader_name(Url(address))
     if kind is None:
-        raise ValueError(f"{key}: {address} is a file of a kind that is not read ({_endings()})")
+        raise ValueError(f"{key}: {Url(address)} is a file of a kind that is not read ({_endings()})")
     return Source(kind, Url(address))
 
 
 def _on_store(entry: str, key: str) -> list[Source]:
+    if REDACTED in entry:
+        raise ValueError(
+            f"{key}: {entry} comes from a record, which has no credentials: give the address again, or the credentials "
+            "as its store's own environment variables or files"
+        )
     try:
         files, place = fsspec.core.url_to_fs(entry)
-        if glob.has_magic(entry):
+        if glob.has_magic(bare(entry)):
             found = sorted(files.glob(place))
         else:
             found = sorted(files.find(place)) if files.isdir(place) else [place] if files.exists(place) else []
     except Exception as error:  # of any store, and its package may be missing
-        raise ValueError(f"{key}: {entry} cannot be read: {error}") from None
+        raise ValueError(redact(f"{key}: {entry} cannot be read: {error}", entry)) from None
     if not found:
-        raise ValueError(f"{key}: there is no file at {entry}")
+        raise ValueError(f"{key}: there is no file at {Url(entry)}")
     return [_at(files.unstrip_protocol(one), key) for one in found]
 
 

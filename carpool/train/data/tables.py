@@ -86,7 +86,7 @@ class Parquet(Reader):
 
     def _dataset(self, datasets: Any, path: Path | Url, splits: Sequence[str]) -> Any:
         # What is named there is a pattern.
-        file = path if isinstance(path, Url) else glob.escape(str(path))
+        file = path.address if isinstance(path, Url) else glob.escape(str(path))
         return datasets.load_dataset("parquet", data_files=[file], split="train", streaming=True)
 
 

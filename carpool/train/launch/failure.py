@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from carpool.plugins.redact import redact
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -90,8 +92,8 @@ def record_error(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or Path(path).exists():
         return
-    now, lines, kind = time.time_ns(), "".join(traceback.format_exception(error)), type(error).__name__
-    text = text_of(error) or kind
+    now, lines, kind = time.time_ns(), redact("".join(traceback.format_exception(error))), type(error).__name__
+    text = redact(text_of(error)) or kind
     ours = {"type": kind, "text": text, "traceback": lines, "time_ns": now, "user_error": is_user_error(error)}
     extra = {"py_callstack": lines, "timestamp": str(now // 10**9)}
     message = {"message": f"{kind}: {text}", "extraInfo": extra}

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from carpool.plugins.redact import redact
 from carpool.train.launch.failure import is_consequence, record_error
 from carpool.train.launch.regroup import LOST_SECONDS, enter_group
 from carpool.train.launch.stopping import Stopped
@@ -284,13 +285,13 @@ def collector_paused() -> Iterator[None]:
 
 
 class _Lasting:
-    """A stream whose writes do not fail."""
+    """A stream whose writes do not fail, and show no credentials."""
 
     def __init__(self, stream: TextIO, name: str, other: str) -> None:
         self._stream, self._name, self._other = stream, name, other
 
     def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
+        self._try(lambda: self._stream.write(redact(text)))
         return len(text)
 
     def flush(self) -> None:

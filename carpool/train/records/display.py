@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from carpool.plugins.redact import redact
+
 LINES = 50
 """Elsewhere than on a terminal, about so many lines over a run,"""
 SILENCE = 60.0
@@ -62,7 +64,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(redact(text), markup=False, soft_wrap=True)
 
     def step(self, step: int, record: dict[str, Any]) -> None:
         """The numbers of a step that is done, from its `train` record: into the bar, or, now and then, a line."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from carpool.plugins import Registry
+from carpool.plugins.redact import redact
 from carpool.train.records.run_folder import METRICS, lock
 
 TRACKERS: Registry[type[Any]] = Registry("tracker", "carpool.trackers", {})
@@ -105,7 +106,7 @@ class Recorder:
             return
         # Numbers that are no numbers are legal here but no JSON: they are written as null.
         line = json.dumps(_finite({"kind": kind, "step": step, "time": time.time(), **fields}), allow_nan=False)
-        self._waiting += line.encode() + b"\n"
+        self._waiting += redact(line).encode() + b"\n"
         self._write_waiting()
         self._last_step = step
         if self._trackers is not None and kind in ("train", "eval", "sample"):
@@ -255,7 +256,8 @@ class _Arguments:
         self.trackio_bucket_id, self.trackio_static_space_id = None, False
         self.push_to_hub, self.load_best_model_at_end, self.process_index = False, False, 0
         # By SECTION.KEY: MLflow leaves out a value of more characters than a section has.
-        self._settings = {f"{name}.{key}": one for name, keys in settings.items() for key, one in keys.items()}
+        shown = json.loads(redact(json.dumps(settings, default=str)))
+        self._settings = {f"{name}.{key}": one for name, keys in shown.items() for key, one in keys.items()}
 
     def to_dict(self) -> dict[str, Any]:
         return self._settings

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from carpool.plugins.redact import redact
+
 METRICS, INFO, CONFIG, LAYOUT, SUMMARY = "metrics.jsonl", "run.json", "config.toml", "layout.json", "summary.json"
 DECISIONS = "decisions"  # the section of run.json
 # A folder as peft has them, of a run that trains an adapter.
@@ -90,7 +92,8 @@ def last_record(folder: Path) -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file that a reader sees either as it was or whole, also after a power failure.
+    """Writes a file that a reader sees either as it was or whole, also after a power failure; credentials of addresses
+    are left out.
 
     Raises:
         OSError: it could not be written; an earlier file of that name is untouched.
@@ -98,7 +101,7 @@ def replace_text(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with part.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+            stream.write(redact(text))
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(path)
