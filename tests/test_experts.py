@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
-from itertools import product
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradcheck
 
 from carpool.activations import Arena, HiddenStates
 from carpool.experts import (
@@ -24,14 +20,14 @@ from carpool.experts import (
     make_experts,
 )
 from carpool.experts.gemm.choices import STAGES, WAYS, Choices, default_choices
-from carpool.experts.gemm.grouped import GroupedExperts, grouped_mm, grouped_outer
+from carpool.experts.gemm.grouped import GroupedExperts
 from carpool.experts.gemm.measure_choices import _Problem, measure_choices, pick
 from carpool.experts.pairs import sort_pairs
 from carpool.metrics.counters import LayerStats
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
-from carpool.transport import TRANSPORTS, Arrivals, make_transport
+from carpool.transport import Arrivals, make_transport
 from carpool_systems.few_on_host import FewOnHost
 from tests.experts_problem import ACTIVATIONS as DESCRIBED
 from tests.experts_problem import NAMES, PATTERNS, ExpertProblem, draw_slots
@@ -215,46 +211,7 @@ def test_experts_that_have_no_adapters_refuse_them() -> None:
         ride(problem.x_RH, routing, problem.slot_RJ, problem.weights, setup)
 
 
-def _rides() -> list[Any]:
-    """All pairs of experts and transport; every other one is slow."""
-    pairs = product(enumerate(exact_experts()), enumerate(name for name in TRANSPORTS if name != "nvlink"))
-    return [
-        pytest.param(name, transport, marks=[pytest.mark.slow] if (i + j) % 2 else [])
-        for (i, name), (j, transport) in pairs
-    ]
-
-
-@pytest.mark.parametrize(("name", "transport"), _rides())
-def test_finite_differences_agree(name: str, transport: str) -> None:
-    """The whole ride on one rank, as autograd sees it, in float64."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    adapters = [draw(3, 2, 6), draw(3, 8, 2), draw(3, 2, 4), draw(3, 6, 2)]
-    inputs = [draw(5, 6), draw(3, 8, 6), draw(3, 6, 4), draw(3, 8), draw(3, 6), *adapters]
-    slot_TK = torch.tensor([[0, 1], [2, -1], [1, 0], [-1, -1], [1, 2]], dtype=torch.int32)
-    weight_TK = torch.rand(5, 2, generator=generator)
-    function = ExpertFunction(make_activation("silu", True))
-
-    def layer(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        way, experts = make_transport(transport, None, 3), make_experts(name, function)
-        setup = RideSetup(way, experts, LayerStats(3, 1, 0))
-        return ride(x, Routing(slot_TK, weight_TK), slot_TK, ExpertWeights(*weights), setup)[0]
-
-    assert gradcheck(layer, inputs, fast_mode=True)
-
-
 # -- pieces ---------------------------------------------------------------------------------------------------------
-
-
-def test_sort_pairs_of_the_docstring() -> None:
-    pairs = sort_pairs(torch.tensor([[1, 0], [1, -1]], dtype=torch.int32), 2, 4)
-    assert pairs.order_P.tolist() == [1, 0, 2, 0] and pairs.offsets_S.tolist() == [1, 3]
-    assert pairs.position_RJ.tolist() == [[1, 0], [2, -1]]
-    assert pairs.row_P.tolist() == [0, 0, 1, 0] and pairs.count_1.tolist() == [3]
-    assert {t.dtype for t in pairs} == {torch.int32}
 
 
 @pytest.mark.parametrize("bound", ["exact", "one more", "far too many"])
@@ -273,24 +230,6 @@ def test_sort_pairs_orders_by_slot_then_by_row(pattern: str, bound: str) -> None
     assert pairs.position_RJ.flatten().tolist() == [places.get(i, -1) for i in range(len(flat))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "inner", "outer"), [(37, 19, 33), (64, 16, 24), (9, 8, 3), (0, 16, 8)])
-def test_grouped_products_equal_a_loop(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    a, b, w = (
-        torch.randn(*s, generator=generator).to(dtype) for s in ((rows, inner), (rows, outer), (4, inner, outer))
-    )
-    ends = [0, rows // 3, rows // 3, rows]  # slots 0 and 2 are idle
-    offsets = torch.tensor(ends, dtype=torch.int32)
-    got, got_outer = grouped_mm(a, w, offsets), grouped_outer(a, b, offsets)
-    assert got.shape == (rows, outer) and got_outer.shape == (4, inner, outer)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    for slot, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        torch.testing.assert_close(got[start:end], a[start:end] @ w[slot], **tolerance)
-        torch.testing.assert_close(got_outer[slot], a[start:end].t() @ b[start:end], **tolerance)
-    assert not got_outer[0].any() and not got_outer[2].any()
-
-
 def test_described_activations_are_their_formulas() -> None:
     h = torch.randn(5, 12, dtype=torch.float64)
     gate, up = h[:, ::2].clamp(max=0.8), h[:, 1::2].clamp(-0.8, 0.8)
@@ -305,15 +244,6 @@ def test_descriptions_that_mean_nothing_are_refused() -> None:
         Activation("silu", limit=7.0)
     with pytest.raises(ValueError, match=r"alpha=1\.702 is a factor in silu's sigmoid; gelu has none"):
         Activation("gelu", gated=True, alpha=1.702)
-
-
-@pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_gated_activations_gate_with_the_first_half(name: str) -> None:
-    plain: Callable[[torch.Tensor], torch.Tensor] = make_activation(name, False)
-    h = torch.randn(3, 8)
-    assert torch.equal(make_activation(name, True)(h), plain(h[:, :4]) * h[:, 4:])
-    known: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
-    assert torch.equal(plain(h), known.get(name, plain)(h))
 
 
 def test_unknown_names_are_refused() -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from carpool.activations import Arena, HiddenStates
+from carpool.activations import HiddenStates
 from carpool.experts import (
     EXPERTS,
     ExpertFunction,
@@ -333,17 +332,6 @@ def test_names_and_refusals() -> None:
         make_experts("fp8", ExpertFunction(torch.nn.functional.softplus))
 
 
-def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
-    arena = Arena(10**6, torch.device("cpu"))
-    problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
-    arrivals: Any = Arrivals(HiddenStates.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
-    experts = FP8Experts(problem.function)
-    _, h, *_ = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
-    version = h.data._version
-    experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
-    assert h.data._version == version
-
-
 # -- in a model and its training --------------------------------------------------------------------------------------
 
 
@@ -381,15 +369,6 @@ def test_the_experts_of_a_model_are_selected_by_name() -> None:
     layer.set_experts("auto")
     with pytest.raises(ValueError, match=r"runs its own forward: experts='fp8' cannot replace it"):
         layer.set_experts("fp8")
-
-
-def test_the_setting_says_that_it_is_lossy() -> None:
-    from carpool.train.config import load_config
-    from carpool.train.config.schema import MoeSection
-
-    assert load_config(None, []).moe.experts == "auto" and load_config(None, ["moe.experts=fp8"]).moe.experts == "fp8"
-    assert "fp8: LOSSY" in str(MoeSection.model_fields["experts"].description)
-    assert load_config(None, ["moe.experts=fp8", "moe.fp8_cache_weights=true"]).moe.fp8_cache_weights
 
 
 def test_a_card_without_fp8_is_told_so() -> None:

@@ -147,11 +147,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 # -- assign ---------------------------------------------------------------------------------------------------------
 
 
-def test_assign_of_the_docstring() -> None:
-    expert_TK = torch.tensor([[1, 2], [3, -1]], dtype=torch.int32)
-    assert assign(expert_TK, EXAMPLE).tolist() == [[1, 3], [2, -1]]
-
-
 @pytest.mark.parametrize(("name", "ranks"), FEASIBLE)
 def test_assign_finds_every_slice_of_every_choice(name: str, ranks: int) -> None:
     layout = layout_of(name, ranks)

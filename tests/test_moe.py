@@ -21,7 +21,6 @@ import carpool
 from carpool import ActivationPolicies, ExpertLayout, Routing
 from carpool.activations.whole_layers import SavedRides
 from carpool.experts import Choices, GroupedExperts
-from carpool.layer.module import gather_homes
 from carpool.placement import predict
 from carpool.transport import Codecs, Pending, TransportOptions, between_ranks
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
@@ -250,20 +249,6 @@ def travels_between_layouts() -> list[str]:
 
 def test_state_travels_between_layouts(ranks: Ranks) -> None:
     assert ranks(travels_between_layouts) == [[]] * WORLD_SIZE
-
-
-def gathered() -> list[str]:
-    layout = ExpertLayout(((2, 0), (1,), (), (3,)))
-    row = {0: "a", 1: "b", 2: "c", 3: "d"}
-    mine = [float(ord(row[e])) for e in layout.homes[dist.get_rank()]]
-    rows = gather_homes(torch.tensor(mine).view(-1, 1), layout, mesh((WORLD_SIZE,), ("ep",)).get_group())
-    return [chr(int(v)) for v in rows.flatten()]
-
-
-def test_gather_homes_gives_logical_order(ranks: Ranks) -> None:
-    assert ranks(gathered) == [["a", "b", "c", "d"]] * WORLD_SIZE
-    rows = gather_homes(torch.tensor([[2.0], [0.0], [1.0]]), ExpertLayout(((2, 0, 1),)), None)
-    assert rows.flatten().tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_foreign_state_is_refused() -> None:
@@ -501,19 +486,6 @@ def test_entropy_counts_choices_that_exist() -> None:
     expert_TK = torch.tensor([[0, 1, -1], [2, -1, -1], [-1, -1, -1], [3, 4, 5]], dtype=torch.int32)
     moe(torch.randn(4, H), routing=Routing(expert_TK, torch.full((4, 3), 0.7)))
     assert moe.core.stats.entropy.item() == pytest.approx(math.log(2) + math.log(3), rel=1e-6)
-
-
-def switched() -> bool:
-    moe, x = build(4, "permuted"), tokens()
-    outputs = []
-    for name in (name for name in between_ranks() if name != "nvlink"):
-        moe.set_transport(name)
-        outputs.append(moe(x))
-    return all(torch.allclose(y, outputs[0], rtol=1e-5, atol=1e-6) for y in outputs)
-
-
-def test_the_transport_may_change_between_steps(ranks: Ranks) -> None:
-    assert ranks(switched) == [True] * WORLD_SIZE
 
 
 # -- gradients of a model around the layer --------------------------------------------------------------------------

@@ -200,18 +200,6 @@ def test_a_layer_can_be_compiled_before_its_first_forward() -> None:
     torch.testing.assert_close(got, x.grad)
 
 
-def test_two_layers_share_the_code_and_not_the_counters() -> None:
-    cases = [Case("dedup", tokens=13), Case("gather", tokens=9)]
-
-    def call(case: Case, *leaves: torch.Tensor) -> torch.Tensor:
-        return case.ride(*leaves)
-
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for case in cases * 2:
-        assert_same(case.train(lambda *leaves, case=case: compiled(case, *leaves)), case.train(case.ride))
-    assert [sum(case.stats.traffic.rows["plan"]) for case in cases] == [4, 4]
-
-
 def test_many_layers_share_one_graph() -> None:
     """More layers than the compiler would compile anew, each with transport, experts and counters of its own."""
     from torch._dynamo.testing import CompileCounterWithBackend

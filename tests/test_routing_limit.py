@@ -133,19 +133,6 @@ def test_whatever_the_scores(options: LimitOptions) -> None:
             assert (nodes_TN.sum(1) <= options.limit_nodes).all()
 
 
-def test_who_is_within_the_limit_keeps_its_choices() -> None:
-    layout = LAYOUTS["permuted"]
-    score_TE, share_TE = draw(2000, layout.num_experts, seed=3)
-    chosen_TK = score_TE.topk(3, dim=-1).indices
-    home_E = torch.tensor([rank for rank, _ in layout.home_of])
-    ranks_T = (home_E[chosen_TK].unsqueeze(-1) == torch.arange(4)).any(1).sum(1)
-    limit = RoutingLimit(LimitOptions(limit_ranks=2), 4)
-    expert_TK = limit.choose(score_TE, share_TE, 3, layout)
-    same_T = (expert_TK == chosen_TK).all(1)
-    assert same_T[ranks_T <= 2].all() and not same_T[ranks_T > 2].any()
-    assert 0 < (ranks_T <= 2).sum() < 2000
-
-
 @pytest.mark.parametrize(
     "options",
     [LimitOptions(limit_ranks=2), LimitOptions(limit_nodes=1, topology=TWO_NODES, limit_ranks=1)],
@@ -313,13 +300,3 @@ def test_a_limit_that_does_not_bind_changes_no_bit(ranks: Ranks) -> None:
     for free, limited in zip(ranks(_step, case, None), ranks(_step, case, LimitOptions(limit_ranks=3)), strict=True):
         assert limited["reasons"] and (free["expert"] == limited["expert"]).all()
         assert (free["y"] == limited["y"]).all() and (free["x"] == limited["x"]).all()
-
-
-def test_limits_change_the_counted_rows(ranks: Ranks) -> None:
-    """Fewer ranks, fewer rows: by the transport's own counters."""
-    case = replace(Case(top_k=6), tokens="ragged")
-    rows = [
-        sum(result["rows"] for result in ranks(_step, case, options))
-        for options in (None, LimitOptions(limit_ranks=3), LimitOptions(limit_ranks=2))
-    ]
-    assert rows[0] > rows[1] > rows[2] and rows[2] <= 2 * 26

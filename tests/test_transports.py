@@ -34,7 +34,6 @@ from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
 from carpool.transport import (
     TRANSPORTS,
-    Arrivals,
     BufferOverflowError,
     Codecs,
     HierarchicalOptions,
@@ -147,15 +146,6 @@ def test_counted_rows_and_bytes_equal_the_predicted_ones(ranks: Ranks) -> None:
             baseline = predict("alltoall", [routings[r] for r in group], layout_of(layout, ep), **shape)
             for verb in VERBS[1:]:
                 assert sum(s["baseline"][verb] for s in seen) == baseline.bytes_remote(verb), f"{case}: {verb}"
-
-
-def test_the_predictions_order_of_transports() -> None:
-    """dedup never moves more rows than alltoall, nor than gather."""
-    routings = draw_routings((6, 6, 6, 6), 6, 0.1, 0)
-    rows = {
-        name: predict(name, routings, layout_of("permuted", 4), hidden=H, element_size=2).rows_remote for name in NAMES
-    }
-    assert rows["dedup"] < rows["alltoall"] and rows["dedup"] <= rows["gather"]
 
 
 def test_predicted_rows_of_the_docstring() -> None:
@@ -366,53 +356,6 @@ def slots_of(layout_name: str, ep: int, routings: list[torch.Tensor], rank: int)
     return served_by(routings[rank], load_WE, home_E, plan, rank % ep, names_N), per_rank
 
 
-def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
-    """Plan, dispatch, and a combine that sends back what came, on this rank."""
-    rank, routings = dist.get_rank(), draw_routings((4, 7, 0, 5), 5, 0.2, 3)
-    expert_TK, (slot_TK, per_rank) = routings[rank], slots_of(layout_name, WORLD_SIZE, routings, rank)
-    transport = make_transport(name, mesh((WORLD_SIZE,), ("ep",)).get_group(), per_rank)
-    token_T = 100 * rank + torch.arange(len(expert_TK))
-    x_TH = token_T.float().unsqueeze(1).repeat(1, 3)
-    weight_TK = token_T.unsqueeze(1) + 0.01 * torch.arange(5)
-    traffic = Traffic(WORLD_SIZE, rank)
-    route = transport.plan(slot_TK, weight_TK, traffic)
-    arrivals: Arrivals = transport.dispatch(x_TH, route).wait()
-    filled, x_RH = arrivals.slot_RJ >= 0, arrivals.tokens.contiguous(route.num_rows)
-    partial_RH = route.new_partial(3, torch.float32, x_TH.device)
-    partial_RH.copy_(x_RH * filled.any(1, keepdim=True))
-    y_TH = transport.combine(route, partial_RH).wait()
-    visited = [len({s // per_rank for s in row if s >= 0}) for row in slot_TK.tolist()]
-    per_row = torch.tensor(
-        [sum(s >= 0 for s in row) for row in slot_TK.tolist()] if name in ONE_ROW_PER_CHOICE else visited
-    )
-    assert torch.equal(y_TH, x_TH * per_row.unsqueeze(1)), "each row came back once for each place that it went to"
-    assert route.num_rows == len(x_RH) and arrivals.num_pairs == route.num_pairs == int(filled.sum())
-    assert arrivals.slot_RJ.dtype == torch.int32 and arrivals.weight_RJ.dtype == torch.float32
-    assert (arrivals.weight_RJ[~filled] == 0).all()
-    assert arrivals.slot_RJ.shape[1] == route.choices_per_send
-    pairs = []
-    for row, column in filled.nonzero().tolist():
-        token = int(x_RH[row, 0])
-        pairs.append((token, int(arrivals.slot_RJ[row, column]), round(float(arrivals.weight_RJ[row, column]), 2)))
-    wanted = [
-        (token, slot, round(token + 0.01 * k, 2))
-        for token, row in zip(token_T.tolist(), slot_TK.tolist(), strict=True)
-        for k, slot in enumerate(row)
-        if slot >= 0
-    ]
-    return {"pairs": pairs, "wanted": wanted, "slots": per_rank, "columns": arrivals.slot_RJ.tolist()}
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "uneven", "permuted", "spare"])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_choice_arrives_once_where_its_slot_is(name: str, layout: str, ranks: Ranks) -> None:
-    results = ranks(arrivals_of, name, layout)
-    for rank, result in enumerate(results):
-        slots = result["slots"]
-        wanted = [(t, s % slots, w) for other in results for t, s, w in other["wanted"] if s // slots == rank]
-        assert sorted(result["pairs"]) == sorted(wanted)
-
-
 def module_rides(name: str, layout_name: str, ep: int) -> dict[str, bool]:
     """`ride_module` around the reference experts against `ride` with them: outputs and gradients, bit for bit."""
     rank = dist.get_rank()
@@ -491,30 +434,6 @@ def test_nothing_of_a_ride_survives_it(name: str, way: str) -> None:
         assert [ref() for ref in routes] == [None]
     finally:
         gc.enable()
-
-
-def test_a_second_backward_through_a_kept_graph_gives_the_same(ranks: Ranks) -> None:
-    assert ranks(_twice_backward) == [True] * WORLD_SIZE
-
-
-def _twice_backward() -> bool:
-    moe = carpool.MoE(H, F, EXPERTS, 3, ep_mesh=mesh((WORLD_SIZE,), ("ep",))["ep"])
-    x = torch.randn(5, H, requires_grad=True)
-    loss = moe(x).square().sum()
-    inputs = [x, *moe.parameters()]
-    once = torch.autograd.grad(loss, inputs, retain_graph=True)
-    again = torch.autograd.grad(loss, inputs)
-    return all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-
-
-@pytest.mark.parametrize("shared", [0, 8])
-@pytest.mark.parametrize("linear", [True, False])
-def test_second_derivatives_are_refused_rather_than_wrong(linear: bool, shared: int) -> None:
-    moe = carpool.MoE(H, F, 4, 2, shared_intermediate_size=shared)
-    x = torch.randn(5, H, requires_grad=True)
-    y = moe(x)
-    with pytest.raises(RuntimeError, match="no gradients of gradients"):
-        torch.autograd.grad(y.sum() if linear else y.square().sum(), x, create_graph=True)
 
 
 # -- choosing -------------------------------------------------------------------------------------------------------
@@ -624,24 +543,6 @@ def test_ordered_sum_adds_in_order_of_position(dtype: torch.dtype) -> None:
         values = torch.randn(n, width, generator=generator) * 10 ** torch.randint(-4, 5, (n, 1), generator=generator)
         index = torch.randint(0, rows, (n,), generator=generator)
         assert torch.equal(ordered_sum(values.to(dtype), index, rows), sequential_sum(values.to(dtype), index, rows))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ordered_sum_on_cuda_equals_that_of_the_cpu_bit_for_bit(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for n, width, rows in ((37, 5, 7), (1000, 3, 1), (4096, 64, 900), (0, 4, 3), (5, 4, 0)):
-        values = torch.randn(n if rows else 0, width, generator=generator).to(dtype)
-        values *= 10 ** torch.randint(-4, 5, (len(values), 1), generator=generator)
-        index = torch.randint(0, max(1, rows), (len(values),), generator=generator)
-        expected = ordered_sum(values, index, rows)
-        for kind in (torch.int64, torch.int32):
-            got = ordered_sum(values.cuda(), index.cuda().to(kind), rows)
-            assert torch.equal(got.cpu(), expected), f"{n} values into {rows} rows"
-        weight = torch.rand(len(values), generator=generator)
-        got = ordered_sum(values.cuda(), index.cuda(), rows, weight.cuda())
-        assert torch.equal(got, ordered_sum(values.cuda(), index.cuda(), rows, weight.cuda())), "bitwise equal twice"
-        torch.testing.assert_close(got.cpu(), ordered_sum(values, index, rows, weight), rtol=1e-5, atol=1e-1)
 
 
 def _messages(name: str, chunks: int) -> list[str]:

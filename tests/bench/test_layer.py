@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +18,7 @@ from carpool.bench import contest as agreement
 from carpool.bench.bench_settings import LayerSettings
 from carpool.bench.contest import OUT_OF_MEMORY, attempt_together, measure_on_rank
 from carpool.bench.moe import layer_contest as layer
-from carpool.bench.moe.layer_contest import BASELINE, LayerBenchmark
-from carpool.bench.moe.moe_contest import Contender, forward_backward
+from carpool.bench.moe.layer_contest import LayerBenchmark
 from carpool.bench.options import LayerShape as Shape
 from carpool.bench.routings import make_routings
 from carpool.cli import app
@@ -209,20 +207,3 @@ def test_ranks_agree_on_what_failed(ranks: Ranks):
         assert said[4] == "RuntimeError: an index is out of bounds"
         assert "failed on some ranks only (rank 0: done; rank 1: done; rank 2: out of memory; rank 3" in str(said[5])
         assert ("other ranks did not come back" if rank == 1 else "failed on some ranks only") in str(said[6])
-
-
-def _same() -> list[float]:
-    """Largest difference of two runs of each contender."""
-    settings = LayerSettings(shapes=(SMALL,), experts=("grouped",)).resolve(cuda=False, num_ranks=4)
-    bench, worst = LayerBenchmark(settings, CPU), []
-    case = bench._case(SMALL, "zipf")
-    for contender in (Contender("grouped", "dedup"), Contender("grouped", "gather"), BASELINE):
-        made = bench._make(contender, case, ExitStack())
-        (y, gradients), (again, same) = (forward_backward(made, case) for _ in range(2))
-        worst.append(max(float((a - b).abs().max()) for a, b in zip((y, *gradients), (again, *same), strict=True)))
-    return worst
-
-
-def test_two_runs_of_carpools_layers_are_equal(ranks: Ranks):
-    for worst in ranks(_same):
-        assert worst[:2] == [0.0, 0.0]

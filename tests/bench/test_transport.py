@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
@@ -46,7 +45,7 @@ from carpool.train.launch.start import local_ranks
 from carpool.train.launch.worker import find_entry
 from carpool.transport import Arrivals, Dedup, HiddenStates, Pending, make_transport
 from tests.bench.commands import lines_of, printed, result_of
-from tests.ranks import WORLD_SIZE, Ranks, free_port, mesh
+from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 ROOT = Path(__file__).parents[2]
 GLOO = ("alltoall", "dedup", "gather")
@@ -169,36 +168,6 @@ def test_where_and_how_it_ran_is_written(run: tuple[dict[str, Any], str, Path]):
     assert "nvlink (4 CTAs) is not available: there is no CUDA device" in shown
     assert len(re.findall(r"^ *dedup +- .*\d / \d", shown, re.MULTILINE)) == 6  # forward, backward, decode; 2 routings
     assert re.search(r"^wrote .*transport.json, .*transport.png$", shown, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_under_torchrun_and_without_a_figure(tmp_path: Path):
-    """As torchrun starts ranks; tests/train/test_launch.py has torchrun itself."""
-    options = ["--shape", "9,16,4,2", "--transports", "dedup", "--repetitions", "1", "--dtype", "float32"]
-    args = [sys.executable, "-m", "carpool.cli", *command(*options, "--json-only", "--out", str(tmp_path))]
-    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            args,
-            cwd=ROOT,
-            env=os.environ | launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    shown = []
-    for process in processes:
-        output, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
-        shown.append(output)
-    assert shown == [f"wrote {tmp_path}/transport.json\n", ""], "rank 0 alone speaks"
-    assert [file.name for file in tmp_path.iterdir()] == ["transport.json"]
-    (case,) = json.loads((tmp_path / "transport.json").read_text())["cases"]
-    assert case["num_ranks"] == 2
-    assert [row["label"] for row in case["rows"]] == ["dedup"]
-    assert tuple(case["rows"][0]["sections"]) == ("plan_dispatch", "dispatch", "combine")
 
 
 def test_settings_survive_the_way_to_the_ranks():
