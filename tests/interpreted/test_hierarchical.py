@@ -24,11 +24,11 @@ from carpool.ride.function import ride
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import NO_HOOKS, RideSetup
 from carpool.routing import Routing
-from carpool.transport import HierarchicalOptions, make_transport
+from carpool.transport import HierarchicalOptions
 from carpool.transport.hierarchical import FixedSizeDedup, Hierarchical
 from carpool.transport.multi_hop import Hop, MultiHop
 from carpool.transport.token_capacity import NodeCapacity
-from tests.interpreted.emulated import Meeting, emulate, on_threads
+from tests.interpreted.emulated import Meeting, RideProblem, emulate
 
 TOKENS, TOP_K, SLOTS, HIDDEN, INNER = (7, 0, 5, 9), 3, 2, 16, 12
 RANKS, NODES, PER_NODE, MOST = len(TOKENS), 2, 2, max(TOKENS)
@@ -39,35 +39,35 @@ FUNCTION = ExpertFunction(make_activation("silu", gated=True))
 class Rail:
     """Where the threads of a rail put rows for each other."""
 
-    def __init__(self) -> None:
-        self.barrier, self.boxes = threading.Barrier(NODES, timeout=240), {}
+    def __init__(self, meeting: Meeting) -> None:
+        self.meet, self.boxes = meeting.meet, {}
 
     def start(self, own: int, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Any:
         self.boxes[own] = rows.split(list(send))
-        self.barrier.wait()
+        self.meet()
         came = torch.cat([self.boxes[other][own] for other in range(NODES)])
         assert len(came) == sum(receive)
-        self.barrier.wait()
+        self.meet()
         return came, None
 
 
-def two_hops(pieces: int, resend: bool, rows: int) -> list[Hierarchical]:
-    """A transport for each rank."""
-    lock = threading.Lock()
-    rails = [Rail() for _ in range(PER_NODE)]
+def two_hops(pieces: int, resend: bool, rows: int) -> tuple[list[Hierarchical], list[Meeting]]:
+    """A transport for each rank, and who meets."""
+    turn = threading.Lock()
+    meetings = [Meeting(NODES, turn) for _ in range(PER_NODE)]
+    rails = [Rail(meeting) for meeting in meetings]
     made = []
     options = HierarchicalOptions(MOST).under(Schedule("chunks", pieces), resend).nvlink_inside(NODES)
     for node in range(NODES):
-        meeting = Meeting(PER_NODE, lock)
+        meeting = Meeting(PER_NODE, turn)
+        meetings.append(meeting)
         # Sent and received by two launches, a combine gives its lease back only when it is waited for.
         inside = emulate(
-            PER_NODE, SLOTS, capacity=NODES * MOST, row_bytes=4 * HIDDEN, top_k=TOP_K, num_leases=2 * options.num_leases
-        )
+            PER_NODE, SLOTS, capacity=NODES * MOST, row_bytes=4 * HIDDEN, top_k=TOP_K, filled=0xFF,
+            num_leases=2 * options.num_leases,
+        )  # fmt: skip
         for number, transport in enumerate(inside):
             transport._run = meeting  # type: ignore[method-assign]
-            transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
-            for lease in transport.buffers._leases:
-                lease.bytes[lease.regions.tokens :] = 0xFF  # NaN, in every place that nobody writes
             between = FixedSizeDedup(None, PER_NODE * SLOTS, HierarchicalOptions(MOST), NodeCapacity(MOST, rows))
             between.num_ranks, between.rank = NODES, node
             between._start = lambda *rows, rail=rails[number], own=node: rail.start(own, *rows)  # type: ignore[assignment, misc]
@@ -76,48 +76,28 @@ def two_hops(pieces: int, resend: bool, rows: int) -> list[Hierarchical]:
             MultiHop.__init__(both, None, SLOTS, (Hop(between, rail_ranks), Hop(transport, node_ranks)))
             both.num_ranks, both.rank, both.between, both.inside = RANKS, node * PER_NODE + number, between, transport
             made.append(both)
-    return made
+    return made, meetings
 
 
 @pytest.mark.parametrize(("chunks", "resend"), [(1, False), (3, False), (2, True)])
 def test_output_and_gradients_are_those_of_one_rank(chunks: int, resend: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    up, down = draw(EXPERTS, 2 * INNER, HIDDEN), draw(EXPERTS, HIDDEN, INNER)
-    slot = torch.rand(sum(TOKENS), EXPERTS, generator=generator).argsort(1)[:, :TOP_K].int()
-    slot[::4, 1] = -1
-    slot[::3] = -1
+    problem = RideProblem(TOKENS, TOP_K, SLOTS, HIDDEN, INNER)
+    problem.slot[::3] = -1
     # So fewer rows cross than there are tokens, in each piece.
     rows = 8 if chunks == 2 else 6
-    x, dy, weight = draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), TOP_K).abs()
 
-    def forward_and_backward(transport: Any, mine: slice, homes: slice, stats: LayerStats) -> list[torch.Tensor]:
-        leaves = [t.clone().requires_grad_() for t in (x[mine], weight[mine], up[homes], down[homes])]
+    def call(
+        transport: Any, x: torch.Tensor, routing: Routing, weights: ExpertWeights, stats: LayerStats, rank: int | None
+    ) -> torch.Tensor:
         order = PLAIN if chunks == 1 else ChunkedOrder(chunks, chunks)
         policies = ActivationPolicies("resend" if resend else "save", "save")
         setup = RideSetup(transport, GroupedExperts(FUNCTION), stats, order, NO_HOOKS, policies)
-        y, _ = ride(leaves[0], Routing(slot[mine], leaves[1]), slot[mine], ExpertWeights(*leaves[2:]), setup)
-        y.backward(dy[mine])
-        return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        return ride(x, routing, routing.expert_TK, weights, setup)[0]
 
-    every = slice(None)
-    want = forward_and_backward(make_transport("dedup", None, EXPERTS), every, every, LayerStats(EXPERTS, 1, 0))
-    transports, stats = two_hops(chunks, resend, rows), [LayerStats(EXPERTS, RANKS, rank) for rank in range(RANKS)]
-    starts = [sum(TOKENS[:rank]) for rank in range(RANKS)]
-    mine = [slice(start, start + tokens) for start, tokens in zip(starts, TOKENS, strict=True)]
-
-    def work(rank: int) -> list[torch.Tensor]:
-        homes = slice(rank * SLOTS, (rank + 1) * SLOTS)
-        return forward_and_backward(transports[rank], mine[rank], homes, stats[rank])
-
-    got = on_threads(RANKS, work)
-    for number in range(5):
-        together = torch.cat([result[number] for result in got])
-        torch.testing.assert_close(together, want[number], rtol=1e-4, atol=1e-4)
-    assert all(one.buffers is not None and not one.buffers.busy for one in transports)
+    want = problem.on_one_rank(call)
+    transports, meetings = two_hops(chunks, resend, rows)
+    for together, alone in zip(problem.on_ranks(call, transports, *meetings), want, strict=True):
+        torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
     if chunks > 1:
         return
     # Counted on the host between nodes and by kernels inside, bytes are those that the settled options predict.
@@ -126,7 +106,8 @@ def test_output_and_gradients_are_those_of_one_rank(chunks: int, resend: bool) -
         ExpertLayout.contiguous(EXPERTS, RANKS),
     )
     shape: dict[str, Any] = {"hidden": HIDDEN, "element_size": 4}
-    routings, topology = [slot[own] for own in mine], Topology.even(RANKS, NODES)
+    routings = [problem.slot[problem.rows_of(rank)] for rank in range(RANKS)]
+    topology, stats = Topology.even(RANKS, NODES), problem.stats
     volume = predict("hierarchical", routings, layout, **shape, options=settled, topology=topology)
     baseline = predict("alltoall", routings, layout, **shape)
     for verb in VERBS:

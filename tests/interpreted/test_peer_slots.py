@@ -156,7 +156,7 @@ def test_results_are_those_of_collectives(ranks: int, layout: str, spare: int, f
         return work(transports[rank].slot_links(made, spare, meters[rank]), made, rank, spare, fields, name)
 
     with rounding_as_on_a_gpu():
-        got = on_threads(ranks, task)
+        got = on_threads(ranks, task, meeting)
     for theirs, ours in zip(want, got, strict=True):
         assert len(theirs) == len(ours) > 0
         for one, other in zip(theirs, ours, strict=True):
@@ -177,7 +177,8 @@ def test_a_plan_beyond_the_limit_is_noticed_and_mended_by_growing() -> None:
     layout, tokens, hidden = ExpertLayout.contiguous(2, 2), 4, 8
     options: dict[str, Any] = {"num_leases": 1, "balance_limit": 1.0}
     transports = emulate(2, 2, capacity=tokens, row_bytes=4 * hidden, top_k=1, **options)
-    connect(transports, Meeting(2))
+    meeting = Meeting(2)
+    connect(transports, meeting)
     x_TH = draw((tokens, hidden), torch.float32, 0)
     nobody = torch.full((2, 1), -1, dtype=torch.int32)
 
@@ -194,7 +195,7 @@ def test_a_plan_beyond_the_limit_is_noticed_and_mended_by_growing() -> None:
         partial_RH.copy_(torch.where(arrivals.slot_RJ >= 0, 2 * rows, 0.0))
         return transport.combine(route, partial_RH).wait(), route.num_pairs
 
-    for y_TH, num_pairs in on_threads(2, ride):
+    for y_TH, num_pairs in on_threads(2, ride, meeting):
         assert y_TH.isnan().all() and num_pairs == tokens
     for transport in transports:
         assert [bool(one.overflowed()) for one in transport.capacities] == [False, True]
@@ -205,7 +206,7 @@ def test_a_plan_beyond_the_limit_is_noticed_and_mended_by_growing() -> None:
         made = grow_if_short(transport.capacities, x_TH.device)
         assert made is not None and made.pairs == 7
         assert grow_if_short(transport.capacities, x_TH.device) is None
-    for y_TH, num_pairs in on_threads(2, ride):
+    for y_TH, num_pairs in on_threads(2, ride, meeting):
         assert torch.equal(y_TH, 2 * x_TH) and num_pairs == 7
     for transport in transports:
         transport.check()

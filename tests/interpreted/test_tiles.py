@@ -6,8 +6,7 @@ Written as test_nvlink.py and test_gemm.py are.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,13 +26,10 @@ from carpool.transport import Codecs, RankMissingError, make_transport
 from carpool.transport.nvlink import NVLinkOptions
 from carpool_systems.tiled_experts import Forward, fused
 from carpool_systems.tiles import TiledOrder, require
-from tests.interpreted.emulated import emulate, verb
+from tests.interpreted.emulated import CPU, Meeting, emulate, on_threads, verb
 from tests.interpreted.test_experts import close, nan_in_fresh_memory  # noqa: F401
 from tests.interpreted.test_gemm import tiny_tiles
 from tests.interpreted.test_nvlink import Setting
-
-CPU = torch.device("cpu")
-
 
 # -- one kernel at a time -------------------------------------------------------------------------------------------
 
@@ -107,51 +103,6 @@ def test_every_pair_is_in_one_tile_of_its_part(slots: int, parts: int) -> None:
 # -- whole rides ----------------------------------------------------------------------------------------------------
 
 
-class Meeting:
-    """Ranks in threads, of which one runs at a time: a launch that sends, meets all the others, and receives."""
-
-    def __init__(self, ranks: int) -> None:
-        self.turn, self.barrier = threading.Lock(), threading.Barrier(ranks, timeout=240)
-
-    def __call__(self, launch: Callable[[bool, bool], None], *_: torch.Tensor) -> Callable[[], None]:
-        launch(True, False)
-        self.meet()
-
-        def receive() -> None:
-            launch(False, True)
-            self.meet()
-
-        return receive
-
-    def meet(self) -> None:
-        self.turn.release()
-        try:
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
-
-    def run(self, works: list[Callable[[], Any]]) -> list[Any]:
-        results: list[Any] = [None] * len(works)
-        errors: list[BaseException] = []
-
-        def one(rank: int) -> None:
-            with self.turn:
-                try:
-                    results[rank] = works[rank]()
-                except BaseException as error:
-                    errors.append(error)
-                    self.barrier.abort()
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(works))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-        return results
-
-
 class Layer:
     """One layer's numbers on several emulated ranks, and its rides with or without parts, on the same leases."""
 
@@ -193,12 +144,10 @@ class Layer:
         self.weight = [draw(n, top_k).abs() for n in tokens]
         sizes: dict[str, Any] = {"capacity": max(1, *tokens), "row_bytes": 4 * self.hidden, "top_k": top_k}
         # Sent and received by two launches, a combine gives its lease back only when it is waited for.
-        self.transports = emulate(self.ranks, slots, num_leases=2, **sizes, **options)
+        self.transports = emulate(self.ranks, slots, num_leases=2, filled=0xFF, **sizes, **options)
         self.meeting = Meeting(self.ranks)
         for transport in self.transports:
             transport._run = transport._run_here = self.meeting  # type: ignore[method-assign]
-            for lease in transport.buffers._leases:
-                lease.bytes[lease.regions.tokens :] = 0xFF  # NaN, in every place that nobody writes
             if arena:
                 transport.buffers.arena = Arena(1 << 18, CPU)
                 transport.buffers.arena.bytes.fill_(0xFF)
@@ -225,7 +174,7 @@ class Layer:
             named |= {f"d{name}": w.grad for name, w in own._asdict().items() if w is not None and dweights}
             return named
 
-        results = self.meeting.run([lambda rank=rank: work(rank) for rank in range(self.ranks)])
+        results = on_threads(self.ranks, work, self.meeting)
         for transport in self.transports:
             transport.buffers.check()
             assert not transport.buffers.busy and not int(transport.buffers.status)
