@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import unittest.mock
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
 from carpool.hf.build_model import build_model, check_shardable, check_tied
@@ -370,29 +368,6 @@ def test_one_expert_that_does_not_fit_is_named(folder: Path, tmp_path: Path, cha
     assert expected[change] in _refusal(other)
     assert expected[change] in _foreseen(other)
     check_weights(folder, meta_model(folder))
-
-
-def _bytes_read(path: str, layout: Layout) -> tuple[int, int]:
-    """Bytes that this rank takes from the files, and bytes of its parameters."""
-    taken: list[int] = []
-    shard = DtensorShardOperation.shard_tensor
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        part = shard(self, *args, **kwargs)
-        taken.append(0 if part is None else part.nbytes)
-        return part
-
-    with unittest.mock.patch.object(DtensorShardOperation, "shard_tensor", counted):
-        model = build_model(path, distributed_config=_distributed(layout), dtype=torch.float32, seed=0)
-    own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return sum(taken), sum(p.nbytes for p in own)
-
-
-@pytest.mark.parametrize("layout", [{"fsdp_size": 4, "ep_size": 4}, {"fsdp_size": 4, "ep_size": 2}], ids=["ep4", "ep2"])
-def test_a_rank_reads_its_own_part_only(ranks: Ranks, folder: Path, layout: Layout) -> None:
-    found = ranks(_bytes_read, str(folder), layout)
-    assert all(read == own for read, own in found)
-    assert sum(read for read, _ in found) == sum(p.nbytes for p in _build().parameters())
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

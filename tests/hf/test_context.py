@@ -93,12 +93,6 @@ def test_ranks_that_share_sequences_compute_what_one_computes(two_ranks: Ranks, 
             assert loss < BOUND and gradient < BOUND, (is_packed, loss, gradient)
 
 
-@pytest.mark.slow
-def test_heads_of_keys_fewer_than_ranks(ranks: Ranks) -> None:
-    for loss, gradient in ranks(_measure, "qwen3_moe", True, "ulysses", {"num_key_value_heads": 2}):
-        assert loss < BOUND and gradient < BOUND
-
-
 def test_ring_attention_in_a_model(two_ranks: Ranks) -> None:
     # Its values are narrower than its keys.
     for loss, gradient in two_ranks(_measure, "deepseek_v3", False, "ring", {}):

@@ -5,7 +5,6 @@ Every function that starts with an underscore and takes `path` runs on each of t
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from tests.hf.test_behaviours import _alone, _model, _own, _save
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks
 
-FAMILIES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")
-QUICK = ("gpt_oss",)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 EP2 = {"fsdp_size": 4, "ep_size": 2}  # two ranks hold each expert
 
@@ -124,32 +121,25 @@ def check(errors: dict[str, float]) -> None:
     assert max(errors.values()) <= BOUND, errors
 
 
-@pytest.mark.parametrize("folder", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAMILIES])
-def test_adapters_train_as_on_one_process(ranks: Ranks, tmp_path: Path, folder: str) -> None:
-    kwargs: dict[str, Any] = {"use_rslora": folder == "gpt_oss"}
-    for errors in ranks(_curves, str(tmp_path), folder, EP2 if folder in QUICK else {}, kwargs):
+# Of OLMoE, peft adapts attention, router and experts with "all-linear", gate and up with twice the rank.
+ALL_LINEAR = {"targets": "all-linear", "parameters": []}
+CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("gpt_oss", EP2, {"use_rslora": True}),
+    ("olmoe", {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}, ALL_LINEAR),
+    ("olmoe", {}, ALL_LINEAR),
+    *((folder, {}, {}) for folder in ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")),
+]
+
+
+@pytest.mark.parametrize(
+    ("folder", "sizes", "kwargs"),
+    [pytest.param(*case, marks=pytest.mark.slow if number else []) for number, case in enumerate(CASES)],
+)
+def test_adapters_train_as_on_one_process(
+    ranks: Ranks, tmp_path: Path, folder: str, sizes: dict[str, int], kwargs: dict[str, Any]
+) -> None:
+    for errors in ranks(_curves, str(tmp_path), folder, sizes, kwargs):
         check(errors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}, EP2, {}], ids=str)
-@pytest.mark.parametrize("implementation", ["gather", "alltoall", "dedup"])
-def test_all_linear(ranks: Ranks, tmp_path: Path, sizes: dict[str, int], implementation: str) -> None:
-    """Of OLMoE, peft adapts attention, router and experts then, gate and up with twice the rank."""
-    kwargs = {"targets": "all-linear", "parameters": []}
-    for errors in ranks(_curves_over, str(tmp_path), sizes, kwargs, implementation):
-        check(errors)
-
-
-def _curves_over(path: str, sizes: dict[str, int], kwargs: dict[str, Any], implementation: str) -> dict[str, float]:
-    import tests.hf.test_behaviours as behaviours
-
-    plain = behaviours._model
-    try:
-        globals()["_model"] = partial(plain, implementation=f"carpool-{implementation}")
-        return _curves(path, "olmoe", sizes, kwargs)
-    finally:
-        globals()["_model"] = plain
 
 
 def _dora(path: str) -> float:

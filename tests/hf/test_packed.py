@@ -153,13 +153,6 @@ def test_lengths_of_documents_are_given_to_flash_attention(rows: int, documents:
         torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_bounds_are_found_where_nobody_says_them() -> None:
-    positions_BL = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
-    assert bounds(positions_BL).flatten().tolist() == [0, 3, 5, 6, 10]
-    ends_BD = torch.tensor([[3, 5, 5], [1, 5, 5]], dtype=torch.int32)
-    assert bounds(positions_BL, ends_BD).flatten().tolist() == [0, 3, 5, 5, 6, 10, 10]
-
-
 def test_what_attention_by_bounds_does_not_compute_is_refused() -> None:
     x = torch.zeros(1, 1, 4, 8)
     with pytest.raises(ValueError, match="softcap"):

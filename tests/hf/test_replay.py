@@ -19,7 +19,6 @@ from tests.hf.test_limit import NOT_ANSWERED
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks
 
-FOLDERS = sorted(discover().keys() - EXCEPTIONS.keys())
 FEW = ("olmoe", "gpt_oss", "deepseek_v3", "gemma4", "phimoe")
 
 

@@ -163,20 +163,6 @@ def test_two_halves_each_compute_theirs_once(two_ranks: Ranks, tmp_path: Path, h
         assert not held
 
 
-def test_the_hook_leaves_the_block_as_it_was(two_ranks: Ranks, tmp_path: Path) -> None:
-    for same in two_ranks(_restored, str(tmp_path)):
-        assert same
-
-
-def _restored(path: str) -> bool:
-    _save("deepseek_v3", path)
-    model = _model("deepseek_v3", path)
-    compute_shared_beside(model, True)
-    compute_shared_beside(model, False)
-    blocks = [model.get_submodule(name.rpartition(".")[0]) for name in carpool.hf.rides(model)]
-    return all("forward" not in vars(b.shared_experts) and not b._forward_pre_hooks for b in blocks)
-
-
 def _calls_shared_experts_last(model: Any, block: Any) -> bool:
     """Watched: whether the block calls its routed experts, then its shared ones, on the rows that it is given."""
     shared = [

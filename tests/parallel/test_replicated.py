@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from carpool.parallel.flat_buffers import FlatBuffers
 from carpool.parallel.replicated import Replicated, replicated, sharded_parameters
 from tests.ranks import Ranks, mesh
 
@@ -237,20 +235,3 @@ def _nothing() -> str:
 
 def test_a_model_that_is_not_sharded_is_refused(ranks: Ranks) -> None:
     assert "no non-expert parameter" in ranks(_nothing)[0]
-
-
-def _put() -> list[Any]:
-    """The example of carpool/parallel/replicated.py, on 2 of the 4 ranks' shares."""
-    axes = mesh((2, 2), ("dp_replicate", "fsdp"))
-    a, b = torch.arange(6.0).view(3, 2), torch.arange(4.0) + 10
-    parameters = [(nn.Parameter(distribute_tensor(t, axes, [Replicate(), Shard(0)])), []) for t in (b, a)]
-    flat = FlatBuffers(parameters, torch.float32, torch.float32, 1 << 20)  # type: ignore[arg-type]
-    flat.put(flat.buckets[0], [a, b], add=False)
-    before = flat._shards.tolist()
-    return [flat._by_rank.tolist(), before]
-
-
-def test_the_example(ranks: Ranks) -> None:
-    rows = [[0, 1, 2, 3, 10, 11], [4, 5, 0, 0, 12, 13]]
-    for rank, (by_rank, shards) in enumerate(ranks(_put)):
-        assert by_rank == rows[0] + rows[1] and shards == rows[rank % 2]

@@ -14,8 +14,6 @@ from carpool.planner.machine.cost import CostModel
 from carpool.train.config import load_config
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import Stream
-from carpool_systems.mechanisms import load
-from carpool_systems.resolve import resolve
 from tests.placement.synthetic import layer
 
 
@@ -93,15 +91,6 @@ def test_experts_go_where_they_are_done_first() -> None:
         assert ours.compute_seconds < 0.9 * theirs.compute_seconds
         assert ours.load_W[3] < 0.7 * theirs.load_W[3]
         assert (ours.load_W / speed_W).max() < (theirs.load_W / speed_W).max()
-
-
-def test_hetermoe_measures_and_places_by_time() -> None:
-    config = resolve(load("hetermoe"))
-    assert config.parallelism.rank_speeds == "measured" and config.moe.schedule == "two-batch"
-    trace = layer(experts=16, top_k=2, tokens=600, zipf=0.8)
-    slow = CostModel(speeds=(1.0, 1.0, 1.0, 0.5))
-    found = solvers.solve(config.placement.solver, trace, Topology.even(4), cost=slow)
-    assert evaluate(trace, found, cost=slow).load_W.argmin() == 3
 
 
 def test_time_is_that_of_the_rank_that_is_last() -> None:

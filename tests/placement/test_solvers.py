@@ -13,7 +13,6 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate, served_by
 from carpool.placement.solvers import SOLVERS, Problem, solve, solver_names
-from carpool.placement.solvers.plain import pack
 from carpool.placement.solvers.search import OVERLOAD, aimed_load, swap_search
 from carpool.placement.trace import LayerTrace
 from carpool.planner.machine.cost import CostModel
@@ -160,10 +159,6 @@ def test_nodes_may_have_unequally_many_ranks(name: str) -> None:
     pairs = zip(rank_TK.tolist(), source_T.tolist(), strict=True)
     rows = sum(node_of[rank] != node_of[source] for ranks, source in pairs for rank in set(ranks))
     assert evaluate(SMALL, layout, topology=uneven).rows_nodes == rows
-
-
-def test_lpt_of_its_docstring() -> None:
-    assert pack(np.array([9, 7, 6, 5, 4, 1]), np.array([3, 3])).tolist() == [0, 1, 1, 0, 1, 0]
 
 
 def test_lpt_and_eplb_balance() -> None:

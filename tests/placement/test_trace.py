@@ -161,16 +161,6 @@ def test_specialisation_of_extremes() -> None:
     assert measures["load_entropy"] == pytest.approx(np.log(2) / np.log(16)) and measures["choice_information"] == 0
 
 
-def test_the_synthetic_trace_is_deterministic_and_specialised() -> None:
-    trace = topics(tokens=4000, layers=2)
-    np.testing.assert_array_equal(trace.expert_LTK, topics(tokens=4000, layers=2).expert_LTK)
-    plain = topics(tokens=4000, strength=0.0, zipf=0.0).layer(0).specialisation()
-    measures = trace.layer(0).specialisation()
-    for what in ("choice_information", "neighbour_information"):
-        assert measures[what] > plain[what] + 0.005
-    assert measures["load_entropy"] < plain["load_entropy"]
-
-
 PLAIN = ExpertLayout.contiguous(4, 2)
 OTHER = ExpertLayout(((0, 2), (1, 3)))
 

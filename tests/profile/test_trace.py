@@ -187,38 +187,6 @@ def moments(spans: list[Span]) -> set[int]:
     return {moment for start, end in spans for moment in range(start, end)}
 
 
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        ([], []),
-        ([(3, 3), (5, 4)], []),
-        ([(4, 6), (0, 2)], [(0, 2), (4, 6)]),
-        ([(0, 2), (2, 4)], [(0, 4)]),
-        ([(0, 9), (3, 5)], [(0, 9)]),
-        ([(0, 4), (2, 6), (5, 7)], [(0, 7)]),
-    ],
-)
-def test_union(spans, expected):
-    assert union(spans) == expected
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
-        ([], [(0, 1)], []),
-        ([(0, 4)], [], [(0, 4)]),
-        ([(0, 4)], [(0, 4)], []),
-        ([(0, 4)], [(4, 8)], [(0, 4)]),
-        ([(0, 9)], [(3, 5)], [(0, 3), (5, 9)]),
-        ([(3, 5)], [(0, 9)], []),
-        ([(0, 4), (10, 18)], [(2, 6), (12, 15)], [(0, 2), (10, 12), (15, 18)]),
-        ([(0, 2), (3, 5), (6, 8)], [(1, 7)], [(0, 1), (7, 8)]),
-    ],
-)
-def test_subtract(one, other, expected):
-    assert subtract(one, other) == expected
-
-
 def test_against_sets_of_moments():
     rng = random.Random(0)
     for _ in range(500):

@@ -43,19 +43,6 @@ def _largest(plan: SlotPlan) -> float:
     return (plan.load_W.max() / plan.load_W.double().mean().clamp(min=1)).item()
 
 
-def test_the_example_of_the_docstring() -> None:
-    load_WE, home_E = torch.tensor([[6, 2, 0, 0], [6, 0, 1, 1]]), torch.tensor([0, 0, 1, 1])
-    plan = plan_slots(load_WE, home_E, 1, FREE)
-    assert plan.expert_WS.tolist() == [[-1], [0]]
-    assert plan.choices_WS.tolist() == [[0], [6]]
-    assert plan.load_W.tolist() == [8, 8]
-    # Rank 1's own tokens take the copy, rank 0's stay.
-    of_rank_1 = torch.tensor([[0]] * 6 + [[2], [3]], dtype=torch.int32)
-    assert served_by(of_rank_1, load_WE, home_E, plan, 1).flatten().tolist() == [1] * 6 + [-1, -1]
-    of_rank_0 = torch.tensor([[0, 1], [0, 1]] + [[0, -1]] * 4, dtype=torch.int32)
-    assert (served_by(of_rank_0, load_WE, home_E, plan, 0) == -1).all()
-
-
 @pytest.mark.parametrize("costs", [FREE, Costs(trip=4, fetch=300), Costs(trip=4, fetch=300, limit=1100)], ids=str)
 @pytest.mark.parametrize("skew", [0.0, 1.2, 4.0])
 @pytest.mark.parametrize(
