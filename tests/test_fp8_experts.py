@@ -6,7 +6,6 @@ The kernels are compared with the definition in tests/interpreted/test_fp8.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -35,7 +34,6 @@ from carpool.transport import Arrivals, make_transport
 from carpool.transport.nvlink.route import LeasedStates
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
 
-ROOT = Path(__file__).resolve().parents[1]
 # Root mean squares of the error over those of the answer. Codes have 3 bits behind the point: of one rounding, uniform
 # in an interval of a power of two, that is 2.6 %. A product of two rounded factors has 3.7 %, two in a row 5 to 6 %.
 TOLERANCE = 0.09

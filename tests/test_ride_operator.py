@@ -212,14 +212,11 @@ def test_many_layers_share_one_graph() -> None:
     assert [sum(case.stats.load_E) for case in cases] == [int((cases[0].slot >= 0).sum())] * 10
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens: int) -> None:
-    case = Case("dedup", tokens=tokens)
-    assert_same(case.train(case.compiled()), case.train(case.ride))
-
-
-def test_routing_weights_of_another_dtype() -> None:
-    case = Case("dedup", dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "given", [{"tokens": 0}, {"tokens": 1}, {"dtype": torch.bfloat16, "weight_dtype": torch.bfloat16}], ids=str
+)
+def test_few_tokens_and_routing_weights_of_another_dtype(given: dict[str, Any]) -> None:
+    case = Case("dedup", **given)
     assert_same(case.train(case.compiled()), case.train(case.ride))
 
 

@@ -282,21 +282,19 @@ def test_four_ranks_as_one_process_with_the_same_choices(ranks: Ranks, number: i
         assert chosen == _define_all(case, options)
 
 
-def test_a_limit_of_all_ranks_is_none_bit_by_bit(ranks: Ranks) -> None:
-    case = Case(top_k=4, balance="aux+z")
-    for options in (
-        LimitOptions(limit_ranks=4),
-        LimitOptions(limit_ranks=9, limit_nodes=2, topology=TWO_NODES),
-    ):
-        for free, limited in zip(ranks(_step, case, None), ranks(_step, case, options), strict=True):
-            assert limited["reasons"] == [] and (free["y"] == limited["y"]).all() and (free["x"] == limited["x"]).all()
-            for name, gradient in free["gradients"].items():
-                assert (gradient == limited["gradients"][name]).all(), name
-
-
-def test_a_limit_that_does_not_bind_changes_no_bit(ranks: Ranks) -> None:
-    """Three ranks for two experts: the limit is looked at, and nothing is outside."""
-    case = Case(top_k=2)
-    for free, limited in zip(ranks(_step, case, None), ranks(_step, case, LimitOptions(limit_ranks=3)), strict=True):
-        assert limited["reasons"] and (free["expert"] == limited["expert"]).all()
+@pytest.mark.parametrize(
+    ("top_k", "options"),
+    [
+        # Of all ranks: there is no limit.
+        (4, LimitOptions(limit_ranks=9, limit_nodes=2, topology=TWO_NODES)),
+        # Three ranks for two experts: the limit is looked at, and nothing is outside.
+        (2, LimitOptions(limit_ranks=3)),
+    ],
+)
+def test_a_limit_that_does_not_bind_changes_no_bit(ranks: Ranks, top_k: int, options: LimitOptions) -> None:
+    case = Case(top_k=top_k, balance="aux+z")
+    for free, limited in zip(ranks(_step, case, None), ranks(_step, case, options), strict=True):
+        assert bool(limited["reasons"]) == (top_k == 2) and (free["expert"] == limited["expert"]).all()
         assert (free["y"] == limited["y"]).all() and (free["x"] == limited["x"]).all()
+        for name, gradient in free["gradients"].items():
+            assert (gradient == limited["gradients"][name]).all(), name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -59,25 +59,28 @@ def check_bench(words: Sequence[str], gpus: int) -> None:
 
 
 def options_of(script: str, words: Sequence[str]) -> argparse.Namespace:
-    """What `python -m benchmarks.script words...` understands. SystemExit: options that it does not have."""
+    """What `python -m benchmarks.script words...` understands; nothing after that is reached. ValueError: options that
+    it does not have."""
     found: list[argparse.Namespace] = []
-    parse, mixed = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args
 
     class Parsed(Exception):
         pass
 
-    def parse_and_stop(self: argparse.ArgumentParser, *given: object) -> argparse.Namespace:
-        found.append(parse(self, list(words)))
-        raise Parsed
+    def stops(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+        def parse_and_stop(self: argparse.ArgumentParser, *given: object) -> argparse.Namespace:
+            found.append(parse(self, list(words)))
+            raise Parsed
 
-    def parse_mixed_and_stop(self: argparse.ArgumentParser, *given: object) -> argparse.Namespace:
-        found.append(mixed(self, list(words)))
-        raise Parsed
+        return parse_and_stop
 
-    module = importlib.import_module(script)
+    def refuse(self: argparse.ArgumentParser, message: str) -> None:
+        raise ValueError(f"{script}: {message}")
+
+    parser, module = argparse.ArgumentParser, importlib.import_module(script)
     with (
-        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
-        mock.patch.object(argparse.ArgumentParser, "parse_intermixed_args", parse_mixed_and_stop),
+        mock.patch.object(parser, "parse_args", stops(parser.parse_args)),
+        mock.patch.object(parser, "parse_intermixed_args", stops(parser.parse_intermixed_args)),
+        mock.patch.object(parser, "error", refuse),
         mock.patch("sys.argv", [script]),
     ):
         try:
@@ -91,7 +94,7 @@ def check_command(words: Sequence[str], gpus: int) -> None:
     """Of `python -m carpool ...`, `python -m benchmarks...` and `python -m torch.distributed.run ... -m benchmarks...`.
 
     Raises:
-        ValueError, SystemExit: what it would refuse on so many GPUs, or nothing that is checked here."""
+        ValueError: what it would refuse on so many GPUs, or nothing that is checked here."""
     words = list(words)
     module = len(words) - 1 - words[::-1].index("-m") if "torch.distributed.run" in words else words.index("-m")
     name, given = words[module + 1], words[module + 2 :]

@@ -47,7 +47,6 @@ from carpool.transport import Arrivals, Dedup, HiddenStates, Pending, make_trans
 from tests.bench.commands import lines_of, printed, result_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
-ROOT = Path(__file__).parents[2]
 GLOO = ("alltoall", "dedup", "gather")
 WAYS = (*GLOO, "hierarchical", "2dh")
 ROUTINGS = ("uniform", "skewed")

@@ -6,8 +6,6 @@ docs/log.md, which is dated, a command that is gone may be named as a file, with
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import importlib
 import re
 import shlex
@@ -20,6 +18,7 @@ import typer
 from carpool.cli import app
 from carpool.recipes import names, path_of
 from carpool.train.config import load_config
+from tests.bench.started import options_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -98,34 +97,10 @@ def _check_carpool(arguments: list[str]) -> None:
 
 
 def _check_script(module: str, arguments: list[str]) -> None:
-    """Build the parser that the script builds, and let it parse; nothing after that is reached."""
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"there is no script {module}"
-    script = importlib.import_module(module)
-    parse, mixed = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args
-    if not arguments:
-        return
-
-    def parse_and_leave(parser: argparse.ArgumentParser, *_: object, **__: object) -> argparse.Namespace:
-        parse(parser, arguments)
-        raise _ParsedError
-
-    def parse_mixed_and_leave(parser: argparse.ArgumentParser, *_: object, **__: object) -> argparse.Namespace:
-        mixed(parser, arguments)
-        raise _ParsedError
-
-    def refuse(parser: argparse.ArgumentParser, message: str) -> None:
-        raise AssertionError(f"{module}: {message}")
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(_ParsedError):
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_leave)
-        patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", parse_mixed_and_leave)
-        patch.setattr(argparse.ArgumentParser, "error", refuse)
-        script.main()
-        raise AssertionError(f"{module} parses no options")
-
-
-class _ParsedError(Exception):
-    pass
+    importlib.import_module(module)
+    if arguments:
+        options_of(module, arguments)
 
 
 @pytest.mark.parametrize(("page", "line"), _commands())

@@ -18,7 +18,6 @@ import torch
 from carpool.activations import Arena, HiddenStates
 from carpool.experts import (
     Activation,
-    ExpertWeights,
     GroupedExperts,
     activation_kernels,
     make_activation,
@@ -28,7 +27,6 @@ from carpool.experts import (
 from carpool.experts import pairs as sides
 from carpool.experts.base import ActivationFunction
 from carpool.experts.pairs import Pairs, sort_pairs
-from carpool_systems.few_on_host import FewOnHost
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 SIZES = [(8, 8), (37, 19), (130, 37), (40, 24), (1, 1)]
@@ -120,19 +118,6 @@ def test_every_pattern(pattern: str) -> None:
         problem.check(got, 5e-6, all_rows=i == 1)
 
 
-def test_beside_experts_that_the_cpu_computes() -> None:
-    slot_RJ, slots = draw_slots("random", torch.Generator().manual_seed(0))
-    activation = make_activation("silu", True)
-    problem = ExpertProblem((slot_RJ[:20], slots), 37, 19, activation, True, torch.float32, ranks=(3, 5), frozen=True)
-
-    def host(slot: int) -> ExpertWeights:
-        return ExpertWeights.of(None if w is None else w[slot] for w in problem.weights[:4])
-
-    with kernels():
-        experts = FewOnHost(GroupedExperts(problem.function), problem.function, lambda: [0, 3], host)
-        problem.check(problem.run(experts, use_arena=True, all_rows=False), 1e-5, all_rows=False)
-
-
 @pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss"])
 def test_half_precision_with_tiles_as_on_a_gpu(name: str) -> None:
     """Not less exact than operations of PyTorch, each of which rounds. In float16, for the interpreter cuts bits off
@@ -145,13 +130,6 @@ def test_half_precision_with_tiles_as_on_a_gpu(name: str) -> None:
         picked = problem.wanted_R if key in ("partial", "dx") else slice(None)
         ours, theirs = (float((t[key].double() - exact[key])[picked].square().mean().sqrt()) for t in (got, plain))
         assert ours <= 1.05 * theirs, f"{key}: {ours / theirs:.2f} times the error of plain float16"
-
-
-def test_bf16() -> None:
-    problem = ExpertProblem("random", 40, 24, ACTIVATIONS["GeGLU"], bias=True, dtype=torch.bfloat16)
-    with kernels():
-        got = problem.run(GroupedExperts(problem.function), use_arena=True, all_rows=False)
-    problem.check(got, 5e-2, all_rows=False)
 
 
 def test_an_activation_that_no_kernel_knows() -> None:

@@ -181,12 +181,6 @@ def test_tables_of_tiles(pattern: str) -> None:
     assert ranked[:, :3].tolist() == sorted(slots, key=lambda entry: (entry[1] - entry[2], entry[0]))
 
 
-def test_table_of_the_docstring() -> None:
-    tiles, ranked = table_kernels.tile_table(torch.tensor([3, 3, 8], dtype=torch.int32), 8, 4)
-    assert int(tiles[0, 0]) == 3 and tiles[1:4, :3].tolist() == [[0, 0, 3], [2, 3, 8], [2, 7, 8]]
-    assert ranked[:, :3].tolist() == [[2, 3, 8], [0, 0, 3], [1, 3, 3]]
-
-
 def test_more_tiles_than_a_program_writes() -> None:
     offsets = torch.randint(0, 3, (150,), generator=torch.Generator().manual_seed(0)).cumsum(0).int()
     tiles, _ = table_kernels.tile_table(offsets, int(offsets[-1]) + 40, 1)

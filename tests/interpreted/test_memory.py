@@ -99,13 +99,6 @@ def test_rows_are_copied_to_another_arena(width: int, dtype: torch.dtype) -> Non
     assert (second.bytes == 7).all(), "nothing is written where there was no room"
 
 
-def test_rows_of_a_tensor_with_others_at_home() -> None:
-    data, home = torch.arange(12.0).view(6, 2), -torch.ones(2, 2)
-    rows = HiddenStates(data, 2, home=home, home_row=3)
-    assert rows.contiguous(6).tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1], [-1, -1], [10, 11]]
-    assert data[3, 0] == 6, "the rows themselves are left alone"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("n", "width", "rows"), [(37, 5, 7), (23, 1030, 1), (0, 4, 3), (9, 33, 25)])
 def test_the_kernel_equals_what_defines_it(n: int, width: int, rows: int, dtype: torch.dtype) -> None:

@@ -75,12 +75,6 @@ def test_choices_say_of_which_part_a_row_is(setting: Setting, parts: int) -> Non
     assert not any(int(t.buffers.status) for t in transports)
 
 
-def test_tiles_are_listed_by_part() -> None:
-    tiles, ranked, starts = table_kernels.part_table(torch.tensor([2, 3, 3, 8], dtype=torch.int32), 8, 4, 2)
-    assert tiles[0, 0] == 4 and tiles[1:5, :3].tolist() == [[0, 0, 2], [0, 2, 3], [1, 3, 8], [1, 7, 8]]
-    assert starts.tolist() == [0, 1, 4] and ranked[:, :3].tolist() == [[1, 3, 8], [0, 0, 3]]
-
-
 @pytest.mark.parametrize(("slots", "parts"), [(1, 3), (5, 4), (3, 16)])
 def test_every_pair_is_in_one_tile_of_its_part(slots: int, parts: int) -> None:
     generator = torch.Generator().manual_seed(slots)

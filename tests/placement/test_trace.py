@@ -83,25 +83,22 @@ def test_an_impossible_trace_is_refused(change: dict[str, Any], message: str) ->
 
 
 def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "t.npz"
-    path.write_bytes(b"not a zip")
-    with pytest.raises(ValueError, match=r"t\.npz is not a routing trace"):
-        Trace.load(path)
-    path.write_bytes(b"PK\x03\x04 broken")
-    with pytest.raises(ValueError, match=r"t\.npz is not a routing trace"):
-        Trace.load(path)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"t\.npz is not a routing trace"):
-        Trace.load(path)
-    np.savez(path, expert_LTK=EXPERTS)
-    with pytest.raises(ValueError, match="lacks layers, meta, sequence_T"):
-        Trace.load(path)
-    np.savez(path, expert_LTK=EXPERTS, sequence_T=SEQUENCES, layers=["a", "b"], meta=json.dumps([1]))
-    with pytest.raises(ValueError, match="meta must be an object"):
-        Trace.load(path)
-    np.savez(path, expert_LTK=EXPERTS, sequence_T=SEQUENCES, layers=["a", "b"], meta=json.dumps({"num_experts": 2}))
-    with pytest.raises(ValueError, match=r"t\.npz.*ids from 0 to 3"):
-        Trace.load(path)
+    path, whole = tmp_path / "t.npz", {"expert_LTK": EXPERTS, "sequence_T": SEQUENCES, "layers": ["a", "b"]}
+    wrong: list[tuple[bytes | dict[str, Any], str]] = [
+        (b"not a zip", r"t\.npz is not a routing trace"),
+        (b"PK\x03\x04 broken", r"t\.npz is not a routing trace"),
+        (b"", r"t\.npz is not a routing trace"),
+        ({"expert_LTK": EXPERTS}, "lacks layers, meta, sequence_T"),
+        (whole | {"meta": json.dumps([1])}, "meta must be an object"),
+        (whole | {"meta": json.dumps({"num_experts": 2})}, r"t\.npz.*ids from 0 to 3"),
+    ]
+    for content, message in wrong:
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            np.savez(path, **content)
+        with pytest.raises(ValueError, match=message):
+            Trace.load(path)
     with path.open("wb") as file:
         np.save(file, EXPERTS)
     with pytest.raises(ValueError, match=r"it is no .npz file"):
