@@ -11,18 +11,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from carpool.train.config import Config, load_config
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import Stream
-from carpool.train.launch.elastic import parse_agents
+from carpool.train.launch import regroup
+from carpool.train.launch.elastic import _Agent, parse_agents
+from carpool.train.launch.failure import record_error
 from carpool.train.launch.regroup import check_groups, regrouped
 from carpool.train.launch.stopping import EXIT_STOPPED
+from carpool.train.records import run_folder
+from carpool.train.run.finish import UnwrittenError
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start
 
@@ -167,6 +174,39 @@ def test_settings_that_no_smaller_group_has() -> None:
     with pytest.raises(ValueError, match=r"parallelism\.rank_speeds is of one number of ranks"):
         check_groups(settings_of(2, "parallelism.rank_speeds=[1, 2]"), 2, 1, 1)
     check_groups(settings_of(4), 4, 1, 1)
+
+
+def test_a_new_group_waits_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So long, and then for the next group; where nothing was trained yet, a person has to look."""
+    looks = iter(["no space", "no space", None, "no space"])
+    monkeypatch.setattr(run_folder, "why_not_writable", lambda folder: next(looks))
+    monkeypatch.setattr(regroup, "_IDLE_SECONDS", 0.01)
+    regroup._wait_for_folder(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    regroup._wait_for_folder(tmp_path)
+    monkeypatch.setattr(regroup, "_FOLDER_SECONDS", 0.0)
+    with pytest.raises(regroup.RegroupError, match="no space"):
+        regroup._wait_for_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (OSError("no space"), True),
+        (ConnectionResetError("gone"), True),
+        (UnwrittenError("the end"), False),
+        (ValueError("num_experts"), False),
+    ],
+)
+def test_which_errors_end_an_elastic_run(tmp_path: Path, error: Exception, goes_on: bool) -> None:
+    path = tmp_path / "error.json"
+    with mock.patch.dict(os.environ, TORCHELASTIC_ERROR_FILE=str(path)):
+        record_error(error)
+    agent = _Agent.__new__(_Agent)
+    agent._config, agent._newest, agent._failed = settings_of(4, f"training.output_dir={tmp_path}"), None, 0
+    agent._worker_group = SimpleNamespace(spec=SimpleNamespace(max_restarts=1))  # type: ignore[assignment]
+    agent._judge({0: ProcessFailure(0, os.getpid(), 1, str(path))})
+    assert agent._remaining_restarts == int(goes_on)
 
 
 @pytest.mark.slow

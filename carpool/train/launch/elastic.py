@@ -163,7 +163,9 @@ class _Agent(LocalElasticAgent):
         stopped = cause.get("type") == Stopped.__name__
         # Ranks that were asked to save, so that the agents that wait may join.
         joins = stopped and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
-        ends = (stopped and not joins) or bool(cause.get("user_error")) or self._failed > RESTARTS
+        # A disk that is full now takes files again later; that a run could not write its end is another error.
+        final = bool(cause.get("user_error")) and cause["type"] != OSError.__name__
+        ends = (stopped and not joins) or final or self._failed > RESTARTS
         self._remaining_restarts = 0 if ends else self._worker_group.spec.max_restarts
         if not ends and not joins:
             lost = bool(cause) and is_consequence(cause["type"], cause["text"])

@@ -36,7 +36,7 @@ _DONE, _LEFT = "carpool/run-done", "carpool/idle-left"
 _IDLE_SECONDS, _FAREWELL_SECONDS = 0.5, 5.0
 # Of a rank of which nothing was heard.
 LOST_SECONDS = 15.0
-# A rank of the group before may still hold the run's folder.
+# A rank of the group before may still hold the run's folder, or its disk be full.
 _FOLDER_SECONDS = 60.0
 
 
@@ -196,12 +196,16 @@ def enter_group(config: Config) -> tuple[Config, Group | None]:
 
 
 def _wait_for_folder(folder: Path) -> None:
-    from carpool.train.records.run_folder import check_idle
+    """Until no rank of the group before holds it, and the disk takes files again."""
+    from carpool.train.records.run_folder import METRICS, check_idle, why_not_writable
 
     end = time.monotonic() + _FOLDER_SECONDS
     while True:
         try:
-            return check_idle(folder)
+            check_idle(folder)
+            if (folder / METRICS).exists() and (why := why_not_writable(folder)):
+                raise ValueError(f"{folder}: {why}")
+            return
         except ValueError as error:
             if time.monotonic() > end:
                 raise RegroupError(str(error)) from error
