@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ def _beside(output: str, layout: Layout | None, moments: str | None) -> list[str
         if rank() == 0:
             os.rename(waited, waited.with_suffix(".waited"))
         with slow_copies(0.2):
-            assert manager.save_beside(first + 1, model, optimizer, {}) is None
+            assert manager.save(first + 1, model, optimizer, {}, beside=True) is None
         optimizer.register_step_pre_hook(lambda *_: manager.settle())
         _train(model, optimizer, range(first + 1, first + 3))
         saved = manager.collect()
@@ -101,7 +102,7 @@ def test_the_copy_is_of_the_steps_end(tmp_path: Path) -> None:
         with torch.no_grad():
             model.weight.fill_(1.0)
         with slow_copies(0.3):
-            manager.save_beside(1, model, optimizer, {})
+            manager.save(1, model, optimizer, {}, beside=True)
             if waits:
                 manager.settle()
             with torch.no_grad():
@@ -121,7 +122,7 @@ def test_buffers_and_state_are_copied_at_once(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     manager, state = CheckpointManager(tmp_path), {"totals": {"tokens": 1}}
     with slow_copies(0.2):
-        manager.save_beside(1, model, optimizer, state)
+        manager.save(1, model, optimizer, state, beside=True)
         model(torch.randn(7, 4) + 3)
         state["totals"]["tokens"] = 2
         saved = manager.collect()
@@ -136,7 +137,7 @@ def _one_tensor(output: str) -> list[str]:
     if rank() == 1:
         model.requires_grad_(False)
     manager = CheckpointManager(output)
-    manager.save_beside(1, model, optimizer, {})
+    manager.save(1, model, optimizer, {}, beside=True)
     saved = manager.collect()
     manager.close()
     assert saved is not None
@@ -175,8 +176,8 @@ def full_disk(part: str) -> Iterator[None]:
     """What the writer's process puts under `part` goes to /dev/full, where each write fails as on a full disk."""
     write = pending_save.write_beside
 
-    def redirected(files: dict[str, Any], memory: int) -> dict[str, Any]:
-        return write({"/dev/full" if f"/{part}/" in path else path: one for path, one in files.items()}, memory)
+    def redirected(files: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        return write({"/dev/full" if f"/{part}/" in path else path: one for path, one in files.items()}, *rest)
 
     with mock.patch.object(pending_save, "write_beside", redirected):
         yield
@@ -187,7 +188,7 @@ def _on_a_full_disk(output: str) -> tuple[str, str, list[str]]:
     manager = CheckpointManager(output)
     manager.save(1, model, optimizer, {})
     with full_disk("optimizer" if dist.get_rank() == 1 else "nothing"):
-        manager.save_beside(2, model, optimizer, {})
+        manager.save(2, model, optimizer, {}, beside=True)
         pending = manager.pending
         assert pending is not None
         pending.join()
@@ -197,7 +198,7 @@ def _on_a_full_disk(output: str) -> tuple[str, str, list[str]]:
         manager.collect()
     left = sorted(path.name for path in manager.folder.iterdir())
     dist.barrier()
-    manager.save_beside(3, model, optimizer, {})
+    manager.save(3, model, optimizer, {}, beside=True)
     assert manager.collect() is not None
     return str(caught.value), pending.error, left
 
@@ -211,21 +212,51 @@ def test_a_full_disk_on_one_rank(two_ranks: Ranks, tmp_path: Path) -> None:
     assert why in message and known.startswith(why)
 
 
-def test_a_writer_that_is_killed(tmp_path: Path) -> None:
+@contextmanager
+def writer(folder: Path, first: str) -> Iterator[None]:
+    """The process that writes does something in a shell first."""
+    script = folder / "writer.sh"
+    script.write_text(f'#!/bin/sh\n{first}\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    with mock.patch.object(pending_save.sys, "executable", str(script)):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("signal", "why"),
+    [
+        ("KILL", "the process that writes it ended with code -9"),
+        ("STOP", "the process that writes it wrote nothing for"),
+    ],
+)
+def test_a_writer_that_is_killed_or_stands_still(tmp_path: Path, signal: str, why: str) -> None:
+    """Nothing of its checkpoint is left, and the next one is written."""
     model, optimizer = _build(None)
-    manager = CheckpointManager(tmp_path)
-    with mock.patch.object(pending_save.sys, "executable", "/bin/false"):
-        manager.save_beside(1, model, optimizer, {})
-        with pytest.raises(CheckpointWriteError, match="the process that writes it ended with code 1"):
+    manager = CheckpointManager(tmp_path / "run", stall_seconds=1.0)
+    with writer(tmp_path, f"kill -{signal} $$"):
+        manager.save(1, model, optimizer, {}, beside=True)
+        with pytest.raises(CheckpointWriteError, match=why):
             manager.collect()
-    assert list(manager.folder.iterdir()) == []
+    assert list(manager.folder.iterdir()) == [] and not psutil.Process().children()
+    manager.save(2, model, optimizer, {}, beside=True)
+    assert manager.collect() is not None
+
+
+def test_a_slow_writer_is_waited_for(tmp_path: Path) -> None:
+    """As long as its file grows."""
+    memory, path = HostBuffer(torch.device("cpu")), tmp_path / "file"
+    memory.reserve(4096)
+    memory.memory.fill_(7)
+    with writer(tmp_path, f"for i in 1 2 3 4 5 6; do printf x >> {path}; sleep 0.5; done"):
+        records = pending_save.write_beside({str(path): (0, 3)}, memory.fd, 1.0)
+    assert records[str(path)]["bytes"] == 3 and path.read_bytes() == bytes([7] * 3)
 
 
 def test_without_host_memory_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("carpool.train.checkpoints.manager.free_host_memory", lambda: 1000)
     model, optimizer = _build(None)
     manager = CheckpointManager(tmp_path)
-    saved = manager.save_beside(1, model, optimizer, {})
+    saved = manager.save(1, model, optimizer, {}, beside=True)
     assert saved is not None and saved.copied is None and manager.pending is None and manager.latest() == saved.path
 
 

@@ -83,16 +83,19 @@ class CheckpointManager:
     Args:
         output_dir: the run's folder.
         save_total_limit: how many checkpoints are kept; None keeps all.
+        stall_seconds: after which a writer beside training that writes nothing is ended.
 
     Raises:
         ValueError: if `save_total_limit` is less than 1.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], save_total_limit: int | None = None) -> None:
+    def __init__(
+        self, output_dir: str | os.PathLike[str], save_total_limit: int | None = None, stall_seconds: float = 600.0
+    ) -> None:
         if save_total_limit is not None and save_total_limit < 1:
             raise ValueError(f"save_total_limit is {save_total_limit}, but at least one checkpoint must be kept")
         self.folder = Path(output_dir) / "checkpoints"
-        self.save_total_limit = save_total_limit
+        self.save_total_limit, self._stall_seconds = save_total_limit, stall_seconds
         # A step whose checkpoint is kept, whatever its age.
         self.best: int | None = None
         # Being written; `collect` waits for it.
@@ -159,7 +162,8 @@ class CheckpointManager:
         average: torch.optim.Optimizer | None = None,
         to_logical: Hook | None = None,
         write_files: Callable[[Path], None] | None = None,
-    ) -> SavedCheckpoint:
+        beside: bool = False,
+    ) -> SavedCheckpoint | None:
         """Writes a checkpoint. Every rank calls it, between an optimizer step and the next forward.
 
         Args:
@@ -170,37 +174,20 @@ class CheckpointManager:
             to_logical: called with the model's tensors by name, then with the optimizer's (`state.<name>.exp_avg`),
                 all as the model has them; returns the same names with experts in logical order.
             write_files: called on rank 0 with the folder: further files (.json, .npz) that a resumed run reads.
+            beside: copy, write and put it in place while training goes on (`carpool.train.checkpoints.pending_save`),
+                unless host memory lacks capacity for a copy. Before weights or the optimizer's state change, `settle`
+                must have returned, and `collect` must be called before the next save.
+
+        Returns:
+            What was written; None: it is being written.
 
         Raises:
             CheckpointWriteError: on all ranks, if one of them could not write. Earlier checkpoints are untouched.
             ValueError: if `state` is not JSON, or not the same on all ranks; or one is being written.
         """
         started = time.perf_counter()
-        return self._write(self._open(step, model, optimizer, average, state, to_logical, write_files), started)
-
-    def save_beside(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        *,
-        average: torch.optim.Optimizer | None = None,
-        to_logical: Hook | None = None,
-        write_files: Callable[[Path], None] | None = None,
-    ) -> SavedCheckpoint | None:
-        """As `save`, but the checkpoint is copied, written and put in place while training goes on
-        (`carpool.train.checkpoints.pending_save`), unless host memory lacks room for a copy. Before weights or the
-        optimizer's state change, `settle` must have returned, and `collect` must be called before the next save.
-
-        Returns:
-            What was written; None: it is being written.
-
-        Raises:
-            CheckpointWriteError, ValueError: as `save`."""
-        started = time.perf_counter()
         opened = self._open(step, model, optimizer, average, state, to_logical, write_files)
-        if not self._has_room(opened):
+        if not beside or not self._has_room(opened):
             return self._write(opened, started)
         if self._buffer is None:
             devices = {one.tensor.device for file in opened.files.values() for one in file.placed}
@@ -209,7 +196,8 @@ class CheckpointManager:
             # A connection of the thread's own: a call may wait.
             store: Any = dist.distributed_c10d._get_default_store()
             self._store = store.clone()
-        self.pending = PendingSave(opened, self._buffer, self._store, partial(self._publish, opened), started)
+        publish = partial(self._publish, opened)
+        self.pending = PendingSave(opened, self._buffer, self._store, publish, started, self._stall_seconds)
         return None
 
     def _write(self, opened: OpenedSave, started: float) -> SavedCheckpoint:

@@ -87,6 +87,7 @@ class PendingSave:
         store: of the process group, for threads; None: there is one rank.
         publish: makes the folder a checkpoint, by the reports of all ranks; its bytes. It may raise OSError.
         started: when training began to wait (`time.perf_counter`).
+        stall_seconds: after which a writer that writes nothing is ended.
 
     Attributes:
         failure: why this rank could not do its part; None: it could, or is not done.
@@ -95,9 +96,11 @@ class PendingSave:
     """
 
     def __init__(
-        self, opened: OpenedSave, buffer: HostBuffer, store: Any, publish: Callable[[Reports], int], started: float
-    ) -> None:
+        self, opened: OpenedSave, buffer: HostBuffer, store: Any, publish: Callable[[Reports], int], started: float,
+        stall_seconds: float,
+    ) -> None:  # fmt: skip
         self.opened, self._buffer, self._store, self._publish = opened, buffer, store, publish
+        self._stall_seconds = stall_seconds
         self.failure: OSError | None = None
         self.announced = False
         self._failed_elsewhere = ""
@@ -172,7 +175,8 @@ class PendingSave:
         wanted = {str(folder / name): (starts[name], file.bytes) for name, file in files.items()}
         files.clear()
         self._copied.set()
-        records = write_beside(wanted, self._buffer.fd) if wanted else {}  # there may be more ranks than tensors
+        # There may be more ranks than tensors.
+        records = write_beside(wanted, self._buffer.fd, self._stall_seconds) if wanted else {}
         return {os.path.relpath(path, folder): one for path, one in records.items()}
 
     def _exchange(self, report: dict[str, Any]) -> Reports | None:
@@ -195,26 +199,35 @@ class PendingSave:
         return None if failed else reports
 
 
-def write_beside(files: dict[str, tuple[int, int]], memory: int) -> dict[str, Any]:
+def write_beside(files: dict[str, tuple[int, int]], memory: int, stall_seconds: float) -> dict[str, Any]:
     """Write files in a process of its own, at a lower priority, and wait for it: their records, by path.
 
     Args:
         files: by path, first byte and bytes in the memory.
         memory: a file descriptor of shared memory.
+        stall_seconds: after which the process is killed if no file grows: it stands still, or the disk does.
 
     Raises:
-        OSError: what could not be written, or that the process has died.
+        OSError: what could not be written, or that the process has died or was killed.
     """
     job = json.dumps({"parent": os.getpid(), "memory": memory, "files": files})
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", shard_writer.__file__],
-        input=job + "\n", capture_output=True, text=True, pass_fds=[memory], check=False,
-    )  # fmt: skip
+    command, pipe = [sys.executable, "-I", "-S", shard_writer.__file__], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, pass_fds=[memory]) as process:
+        size, given = 0, f"{job}\n"
+        while True:
+            try:
+                said, errors = process.communicate(given, timeout=stall_seconds)
+                break
+            except subprocess.TimeoutExpired:
+                before, size, given = size, sum(os.path.getsize(path) for path in files if os.path.exists(path)), ""
+                if size == before:
+                    process.kill()
+                    raise OSError(f"the process that writes it wrote nothing for {stall_seconds:.0f} s") from None
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(said)
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise OSError(f"the process that writes it ended with code {done.returncode}: {last}") from None
+        last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+        raise OSError(f"the process that writes it ended with code {process.returncode}: {last}") from None
     if "error" in answer:
         raise OSError(*answer["error"])
     records: dict[str, Any] = answer["records"]

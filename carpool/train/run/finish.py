@@ -169,11 +169,10 @@ def save(run: Run, wait: bool = True) -> Path | None:
     to_logical = None if is_logical(run.built.model) else partial(logical_order, run.built.model)
     cuda, experts = run.built.device.type == "cuda", run.config.memory.experts
     beside = not wait and run.config.training.saves_async(cuda, experts)
-    write = run.checkpoints.save_beside if beside else run.checkpoints.save
     try:
-        saved = write(
+        saved = run.checkpoints.save(
             run.step, run.built.model, run.built.optimizer, state, average=run.built.average, to_logical=to_logical,
-            write_files=run.placement.write_files,
+            write_files=run.placement.write_files, beside=beside,
         )  # fmt: skip
     except CheckpointWriteError as error:
         _record_missed(run, run.step, error)

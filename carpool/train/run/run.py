@@ -121,7 +121,8 @@ def start_run(
             check_codecs(compare_with, built.options.codecs)
     check_metric(plan.config.training, data.held_out)
     run = Run(plan, built, data, tokenizer, compare_with, memory_before)
-    run.checkpoints = CheckpointManager(run.folder, plan.config.training.save_total_limit)
+    limit, seconds = plan.config.training.save_total_limit, float(plan.config.parallelism.timeout_seconds)
+    run.checkpoints = CheckpointManager(run.folder, limit, seconds)
     loads = time.time()
     _load_checkpoint(run, resume)
     if recovery is not None:
