@@ -8,6 +8,7 @@ import os
 import signal
 import unittest.mock
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from typer.testing import CliRunner
 
 from carpool import cli
 from carpool.serve.served_model import find_source
+from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.manager import CheckpointManager, step_of
 from carpool.train.config import TrainingSection, load_config
-from carpool.train.run import finish, loop
+from carpool.train.run import finish
 from carpool.train.run.best_model import Best, is_due
+from carpool.train.run.finish import UnwrittenError
 from tests.ranks import Ranks
 from tests.train.test_kill import PATIENCE, output_of, pid_of_rank, started, stopped_by_signal, wait_for_step
 from tests.train.test_loop import TWO, losses, records, run, start_two, weights
@@ -139,23 +142,55 @@ def test_a_run_that_was_killed_stops_early_as_it_would_have(two_ranks: Ranks, te
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def _without_a_save(output: str, settings: list[str], failing: int) -> str:
+def _without_a_save(output: str, settings: list[str], losses: list[float], failing: int) -> str:
     """On a rank: a run whose held-out losses are known, and which cannot write one of its checkpoints."""
-    losses = unittest.mock.Mock(side_effect=[3.0, 2.0, 2.5, 2.6])
-    patched = unittest.mock.patch.object
+    save, patched = CheckpointManager.save, unittest.mock.patch.object
+
+    def failing_save(manager: CheckpointManager, step: int, *args: Any, **more: Any) -> Any:
+        if step == failing:
+            raise CheckpointWriteError(f"the disk is full at step {step}")
+        return save(manager, step, *args, **more)
+
     with (
-        patched(finish, "metric", losses),
-        patched(loop, "save", lambda run, wait: None if run.step == failing else finish.save(run, wait)),
+        patched(finish, "metric", unittest.mock.Mock(side_effect=losses)),
+        patched(CheckpointManager, "save", failing_save),
     ):
-        return run(output, settings)
+        try:
+            return run(output, settings)
+        except UnwrittenError as error:
+            return str(error)
 
 
-def test_the_best_model_is_one_on_the_disk(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("losses", "failing", "best", "left"),
+    [
+        ([3.0, 2.0, 2.5, 2.6], 2, 3, [3, 4]),
+        # The last one is the best, and cannot be written: the best before it stays, and is what the run ends with.
+        ([3.0, 2.0, 2.5, 1.9], 4, 2, [2]),
+    ],
+)
+def test_the_best_model_is_one_on_the_disk(
+    two_ranks: Ranks, text: list[str], tmp_path: Path, losses: list[float], failing: int, best: int, left: list[int]
+) -> None:
     settings = [*TWO, *text, "training.max_steps=4", "training.eval_steps=1", "training.load_best_model_at_end=true"]
-    settings += ["training.save_strategy=no", "training.save_pretrained=true"]
-    assert two_ranks(_without_a_save, str(tmp_path), settings, 2) == [""] * 2
-    assert json.loads((tmp_path / "summary.json").read_text())["best_step"] == 3
-    assert list(map(step_of, CheckpointManager(tmp_path).list())) == [3, 4] and (tmp_path / "model").is_dir()
+    settings += ["training.save_strategy=no", "training.save_pretrained=true", "training.save_total_limit=1"]
+    errors = two_ranks(_without_a_save, str(tmp_path), settings, losses, failing)
+    if failing == 4:
+        assert "came to step 4, but not all of it was written: the disk is full at step 4" in errors[0]
+    assert len(set(errors)) == 1 and bool(errors[0]) == (failing == 4), errors
+    assert json.loads((tmp_path / "summary.json").read_text())["best_step"] == best
+    assert list(map(step_of, CheckpointManager(tmp_path).list())) == left
+    # What the run has exported, and what a person exports later.
+    saved, out = weights(tmp_path, best), tmp_path / "out"
+    assert CliRunner().invoke(cli.app, ["export", str(tmp_path), "--out", str(out)]).exit_code == 0
+    for folder in (tmp_path / "model", out):
+        for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
+            assert "experts" in name or torch.equal(value, saved[f"model/{name}"]), name
+    # With a disk that takes it, the run ends as it should have.
+    again = [*settings, "training.resume_from_checkpoint=auto"]
+    if failing == 4:
+        assert start_two(two_ranks, tmp_path, again) == [""] * 2
+        assert step_of(CheckpointManager(tmp_path).list()[-1]) == 4
 
 
 def test_each_epoch_is_evaluated_and_saved(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:

@@ -279,10 +279,13 @@ def finish(run: Run) -> None:
     training = run.config.training
     collect(run)
     run.placement.finish(run.step)
+    before = run.best.step, run.best.loss
     if run.best.evaluated != run.step:  # else the run has stopped early, and was evaluated before
         evaluate(run)
     if run.saved_at != run.step:
-        save(run)
+        if save(run) is None and run.best.step == run.step and training.load_best_model_at_end:
+            # The best model that is on the disk.
+            run.best.step, run.best.loss = before
     elif run.built.adapted and run.start == run.step:
         _save_adapter(run)  # whoever took the last step may have ended between the two
     for extension in run.built.extensions:
