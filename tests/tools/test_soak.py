@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from carpool.train.checkpoints.manager import CheckpointManager
+from tools.faults import DAMAGE, Faults, Run, is_alive, is_damaged, state_of
 from tools.soak import differences, soak
 
 
@@ -33,8 +38,36 @@ def test_every_tensor_and_step_is_compared(tmp_path: Path) -> None:
         differences(tmp_path / "other", tmp_path / "whole", 2)
 
 
+def test_a_fault_counts_where_it_has_struck(tmp_path: Path) -> None:
+    """Processes that are gone already, and checkpoints that are not there, do not count."""
+    run = SimpleNamespace(folder=tmp_path, agents=[], step=lambda: 7, ranks=dict, newest=lambda: None, writers=list)
+    said: list[str] = []
+    faults = Faults(cast(Run, run), random.Random(0), False, False, said.append)
+    process = subprocess.Popen(["sleep", "60"])
+    run.ranks = lambda: {0: process.pid}
+    faults.soft = {"rank paused": faults.soft["rank paused"]}
+    assert faults.add(hard=False) and state_of(process.pid) == "T" and not faults.add(hard=False)
+    faults.settle()
+    while not is_alive(process.pid):
+        pass
+    faults.hard = {"rank killed": faults.hard["rank killed"]}
+    assert faults.add(hard=True) and process.wait() == -9 and not faults.add(hard=True)
+    assert faults.counts == {"rank paused": 1, "rank killed": 1} == faults.missed
+    assert len(said) == 2 and f"step 7: rank killed: {process.pid} was alive, and is gone" in said[1]
+
+
+@pytest.mark.parametrize("how", ["cut", "spoilt", "deleted"])
+@pytest.mark.parametrize("name", ["state.json", "model/shard-00001-model-00001-of-00001.safetensors"])
+def test_a_damaged_file_is_known(tmp_path: Path, how: str, name: str) -> None:
+    model = torch.nn.Linear(3, 5)
+    saved = CheckpointManager(tmp_path).save(2, model, torch.optim.AdamW(model.parameters()), {})
+    assert saved is not None and not is_damaged(saved.path)
+    DAMAGE[f"file {how}"](saved.path / name)
+    assert is_damaged(saved.path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
-    found = soak(tmp_path, minutes=0.5, steps=40, seed=3, patience=300)
+    found = soak(tmp_path, minutes=1.0, steps=60, seed=3, patience=300)
     assert found["faults"] and not found["hangs"] and not found["wrong"], found
