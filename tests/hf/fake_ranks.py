@@ -4,7 +4,7 @@ PyTorch's "fake" process group does nothing in its collectives: numbers are wron
 plan that does not go together with the sizes of a model fails here as it would on ranks, in a fraction of a second.
 The process group is the process's own: `outcomes` is for a process that does nothing else, as
 
-    python -m tests.hf.fake_ranks 2 1      tensor-parallel ranks, key-value heads -> a JSON object by folder
+    python -m tests.hf.fake_ranks 2,1 4,4    tensor-parallel ranks, key-value heads -> for each a JSON object by folder
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ def outcomes(tp: int, key_heads: int) -> dict[str, str]:
     parity.quiet()
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     folders = sorted(discover().keys() - parity.EXCEPTIONS.keys())
-    return {folder: outcome(folder, tp, key_heads) for folder in folders}
+    found = {folder: outcome(folder, tp, key_heads) for folder in folders}
+    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(outcomes(int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps([outcomes(*map(int, pair.split(","))) for pair in sys.argv[1:]]))

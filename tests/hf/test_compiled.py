@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import carpool.hf
 from carpool import ActivationPolicies
@@ -52,6 +52,10 @@ def make(kind: str, **more: object) -> nn.Module:
     return model
 
 
+def olmoe(**more: object) -> Any:
+    return make("olmoe", num_experts=4, num_experts_per_tok=2, **more).train()
+
+
 def answer(model: nn.Module, router_logits: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad(set_to_none=True)
     tokens = torch.arange(24).reshape(2, 12) % 64
@@ -61,7 +65,7 @@ def answer(model: nn.Module, router_logits: bool = True) -> tuple[torch.Tensor, 
 
 
 def test_compiled_layers_give_the_same_loss_and_gradients() -> None:
-    model = make("olmoe", num_experts=4, num_experts_per_tok=2)
+    model = olmoe()
     loss, gradients = answer(model)
     assert compile_layers(model, "aot_eager") == 3
     compiled, ours = answer(model)
@@ -74,7 +78,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients() -> None:
 
 @pytest.mark.parametrize("ride_again", [False, True])
 def test_layers_that_are_computed_again_are_compiled_too(ride_again: bool) -> None:
-    model = make("olmoe", num_experts=4, num_experts_per_tok=2).train()
+    model = olmoe()
     loss, gradients = answer(model, router_logits=False)
     recompute_layers(model, ride_again)
     torch._dynamo.reset()
@@ -91,7 +95,7 @@ def test_layers_that_are_computed_again_are_compiled_too(ride_again: bool) -> No
 
 def test_no_step_outlives_a_layer_that_is_computed_again() -> None:
     """Its checkpoint leaves the layer before its end, with what routers made."""
-    model = make("olmoe", num_experts=4, num_experts_per_tok=2).train()
+    model = olmoe()
     recompute_layers(model, ride_again=False)
     compile_layers(model, "aot_eager")
     tokens = torch.arange(24).reshape(2, 12) % 64
@@ -109,7 +113,7 @@ def test_layers_without_experts_are_compiled_too() -> None:
 
 
 def test_what_cannot_be_compiled() -> None:
-    model = make("olmoe", num_experts=4, num_experts_per_tok=2)
+    model = olmoe()
     with pytest.raises(ValueError, match=r"no backend 'inductr' here; those for users are .*inductor"):
         compile_layers(model, "inductr")
     with pytest.raises(ValueError, match="in no list of layers"):
@@ -198,35 +202,17 @@ def test_layers_with_adapters_share_what_is_compiled() -> None:
 # Which models draw random numbers, so that layers that are computed again must note their state.
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "experts_implementation": "eager",
-}  # fmt: skip
-
-
-def olmoe(**more: Any) -> Any:
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(OlmoeConfig(num_experts=4, **SMALL, **more))
-    install(model)
-    return model.train()
-
-
-def test_nothing_random_in_a_model_without_drop_out() -> None:
-    assert not draws_random_numbers(olmoe())
-
-
-@pytest.mark.parametrize("what", ["attention", "module", "jitter", "second choices"])
+@pytest.mark.parametrize("what", ["nothing", "attention", "module", "jitter", "second choices"])
 def test_what_is_random_is_found(what: str) -> None:
     if what == "jitter":
-        config = MixtralConfig(num_local_experts=4, router_jitter_noise=0.1, **SMALL)
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = make("mixtral", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.1).train()
     else:
         model = olmoe(attention_dropout=0.1 if what == "attention" else 0.0)
     if what == "module":
         model.extra = torch.nn.Dropout(0.1)
     if what == "second choices":
         next(iter(rides(model).values())).set_drops(DropOptions(random_second=True))
-    assert draws_random_numbers(model)
+    assert draws_random_numbers(model) == (what != "nothing")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -22,20 +22,11 @@ from carpool.hf.step_graphs import EAGER_STEPS, StepGraphs
 from carpool.hf.weights.model_config import make_config
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
+from tests.hf.test_build import COMMON
 from tests.ranks import Ranks
 from tests.replayed import Again
 
-TINY: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+TINY = COMMON | {"vocab_size": 60, "num_experts": 8, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {"intermediate_size": 16},
     "qwen3_moe": {"moe_intermediate_size": 16, "tie_word_embeddings": True},

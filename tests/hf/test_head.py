@@ -19,6 +19,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.train.plan.division import distributed_config
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import EXCEPTIONS, full_gradients, relative_error
+from tests.hf.test_compiled import SIZES
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 
@@ -85,11 +86,7 @@ def _scaled(model: Any, **given: Any) -> Any:
 
 def make(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0,
-    }  # fmt: skip
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | {"vocab_size": VOCABULARY}, **more))
 
 
 def gradients(model: nn.Module, loss: HeadLoss) -> tuple[float, dict[str, torch.Tensor]]:
@@ -134,10 +131,8 @@ def test_an_output_layer_that_is_called_with_some_rows_only() -> None:
 def _sharded(tied: bool, tp: int, bf16: bool, checkpointed: bool) -> tuple[str | None, float, float]:
     """(why logits are whole, relative error of the loss, of the worst gradient) on ranks, against plain logits."""
     reuse_meshes()
-    overrides = {
-        "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "vocab_size": 100, "num_experts": 8, "tie_word_embeddings": tied, "pad_token_id": 0,
-    }  # fmt: skip
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    overrides = SIZES | heads | {"vocab_size": 100, "num_experts": 8, "tie_word_embeddings": tied}
     degrees = Degrees(dp_replicate=1, fsdp=4 // tp, tp=tp, ep=4)
     model = build_model(
         make_config("olmoe", overrides),

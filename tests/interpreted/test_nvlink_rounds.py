@@ -1,5 +1,5 @@
-"""The verbs of the `nvlink` transport one after another, in Triton's interpreter: forward and backward over several
-rounds, dispatches in flight at the same time, and what was counted. tests/gpu/nvlink_rides.py has the rides.
+"""The verbs of the `nvlink` transport one after another, in Triton's interpreter: several rounds on the same leases,
+dispatches in flight at the same time, and what was counted. tests/gpu/nvlink_rides.py has the rides.
 
 Written as test_nvlink.py is. Sums are float32 here: the interpreter cuts a float32 off where
 a GPU rounds it to bfloat16.
@@ -49,30 +49,6 @@ def step(rides: list[Ride]) -> None:
     pending = [ride.start() for ride in rides]
     for ride, sent in zip(rides, pending, strict=True):
         ride.finish(sent)
-
-
-@pytest.mark.parametrize(
-    ("shape", "sizes"),
-    [
-        (Shape(2, 8, 1, 1, torch.float32, 5), (5, 3)),
-        (Shape(3, 24, 1, 4, torch.float32, 6), (0, 6, 2)),
-        (Shape(4, 40, 3, 2, torch.float32, 7), (0, 7, 0, 1)),
-        (Shape(4, 12, 9, 1, torch.float32, 4), (4, 4, 4, 4)),  # more choices than there are slots
-        (Shape(8, 200, 5, 3, torch.float32, 4), (3, 0, 4, 1, 0, 2, 4, 1)),
-        (Shape(5, 4, 2, 2, torch.float32, 3), (0, 0, 0, 0, 0)),
-    ],
-    ids=str,
-)
-def test_forward_and_backward(shape: Shape, sizes: tuple[int, ...]) -> None:
-    """Two rounds, so that a lease is used again: its signals then carry the next epochs."""
-    transports, found = transports_of(shape, num_leases=1), Mismatches(CPU)
-    for seed in range(2):
-        rides = rides_of(transports, shape, draw_cases(shape, [sizes], seed)[0], found)
-        for _ in range(4):
-            step(rides)
-    assert not found.counts.any(), str(found)
-    lease = transports[0].buffers._leases[0]
-    assert lease.epochs.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
