@@ -12,7 +12,8 @@ and goes on training until each is whole; each is then deleted.
     share      waited, of the time from a save's beginning until it was whole: the most that it can cost, where each
                checkpoint follows the one before at once; and of `--interval` seconds between checkpoints
 
-The first save also locks the host memory that the others reuse. Predicted is the whole model: as many bytes as it has
+Before, host memory is reserved and page-locked beside steps, as a run does after its first: for so long, and the steps
+meanwhile. Predicted is the whole model: as many bytes as it has
 parameters for, copied at the measured rate, over as many GPUs as `--predict` says.
 """
 
@@ -71,7 +72,14 @@ def _measure(config: Config, name: str, settings: dict[str, Any]) -> dict[str, A
     on = config.training.model_copy(update={"async_save": "on"})
     contender = CarpoolContender(config.model_copy(update={"training": on}), "balanced", "benchmark", random_corpus)
     run, saves = contender.run, []
-    plain = _steps(contender, 4 + settings["steps"])[4:]  # captured after two
+    _steps(contender, 4)  # captured after two
+    run.checkpoints.prepare(run.built.model, run.built.optimizer)
+    begin, beside = time.perf_counter(), []
+    while slowest([float(run.checkpoints.preparing)], run.built.device) != [0.0]:
+        beside += _steps(contender, 1)
+    reserved = {"seconds": time.perf_counter() - begin, "step_ms": beside and statistics.median(beside)}
+    reserved["slowest_ms"] = beside and max(beside)
+    plain = _steps(contender, settings["steps"])
     for _ in range(settings["saves"]):
         begin = time.perf_counter()
         if save(run, wait=False) is not None:
@@ -97,7 +105,7 @@ def _measure(config: Config, name: str, settings: dict[str, Any]) -> dict[str, A
     copy = last["copied"] * of_whole / size * ranks / settings["predict"]
     contender.close()
     return {
-        "setting": name, "bytes": size, "plain_ms": statistics.median(plain), "saves": saves,
+        "setting": name, "bytes": size, "plain_ms": statistics.median(plain), "reserved": reserved, "saves": saves,
         "predicted": {
             "layers": LAYERS, "gpus": settings["predict"], "bytes": of_whole, "copied": copy,
             "host_bytes_per_gpu": of_whole / settings["predict"], "share_of_interval": copy / settings["interval"],
@@ -131,6 +139,13 @@ def _show(found: list[dict[str, Any]], failed: dict[str, str], interval: float) 
         for number, it in enumerate(one["saves"], 1)
     ]  # fmt: skip
     print_table(console, "checkpoints beside training", columns, rows)
+    for one in found:
+        memory = one["reserved"]
+        steps = f"; steps meanwhile {memory['step_ms']:.1f} ms, {memory['slowest_ms']:.1f} at most"
+        console.print(
+            f"{one['setting']}: host memory reserved in {memory['seconds']:.1f} s{steps if memory['step_ms'] else ''}",
+            highlight=False,
+        )
     for one in found:
         whole = one["predicted"]
         console.print(

@@ -42,13 +42,10 @@ EIGHT = "-m carpool bench model --model qwen3-30b-a3b --ranks {ranks} --rounds 2
 EIGHT += " --contenders carpool-compiled --set training.optimizer_state_dtype=bfloat16"
 RECOMPUTED = " --set memory.layer_activations=recompute --set memory.expert_activations=recompute"
 PAIRS = (
-    "-m carpool train model.config=qwen3-30b-a3b model.config.num_hidden_layers=16 model.dtype=bfloat16 "
-    "data.sequence_length=4096 training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8 "
-    "training.max_steps=16 training.eval_steps=none training.eval_on_start=false training.save_steps=none "
-    "training.save_pretrained=false training.optimizer_state_dtype=bfloat16 "
-    "parallelism.pp_size=2 parallelism.ep_size=2 "
-    "training.torch_compile=true model.config.tie_word_embeddings=false parallelism.num_ranks={ranks} "
-    "training.output_dir={out}/run"
+    "-m carpool bench model --model qwen3-30b-a3b --layers 16 --ranks {ranks} --rounds 2 --steps 3 --batch 1 "
+    "--accumulation 8 --contenders carpool-compiled --set training.optimizer=one-pass "
+    "--set training.optimizer_state_dtype=bfloat16 "
+    "--set parallelism.pp_size=2 --set parallelism.ep_size=2 --out {out}"
 )
 STAGE = "--set parallelism.pp_size=2 --set parallelism.pp_schedule=1F1B"
 # Two nodes of one machine: NCCL takes them for different hosts, and what crosses goes over sockets.
@@ -132,7 +129,7 @@ PENDING = [
     ),
     Measurement(
         "checkpoints beside training", "reliability.md: how long training waits, 8 layers of Qwen3-30B-A3B", 1, 240,
-        "-m benchmarks.checkpoints --ranks 1 --only consumed clipped --out {out}/checkpoints.json",
+        "-m benchmarks.checkpoints --ranks 1 --only consumed clipped --saves 1 --out {out}/checkpoints.json",
     ),
     # Muon beside AdamW: the goal is at most 1.15 times AdamW's step. Newton–Schulz takes as long whatever the tokens.
     *(
@@ -259,7 +256,8 @@ PENDING = [
     *(
         Measurement(
             f"pairs of {schedule}, {way}, graphs {graphs}", "parallelism.md: what pairs at the same time save", 4, 150,
-            f"{PAIRS} parallelism.pp_schedule={schedule} moe.schedule={way} training.cuda_graphs={graphs}",
+            f"{PAIRS} --set parallelism.pp_schedule={schedule} --set moe.schedule={way} "
+            f"--set training.cuda_graphs={graphs}",
         )
         for schedule in ("DualPipeV", "Interleaved1F1B")
         for way, graphs in (("none", "auto"), ("two-batch", "auto"), ("two-batch", "off"))

@@ -345,6 +345,15 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
     assert ("layers compiled" if compiled else "all_to_all") in theirs["what"]
 
 
+def test_routers_of_each_stage_are_forced(two_ranks: Ranks, tiny: str, tmp_path: Path) -> None:
+    settings = Settings(
+        model=tiny, layers=2, device="cpu", sequence=16, batch=2, accumulation=2, steps=1, rounds=1,
+        contenders=("carpool",), out=str(tmp_path), json_only=True, overrides=("parallelism.pp_size=2",),
+    )  # fmt: skip
+    (row,) = two_ranks(_measure, settings)[0]["rows"]
+    assert (row["unavailable"], row["load"]) == (None, 1.0)
+
+
 def _generate(folder: str) -> list[list[str]]:
     """All contenders in turns; then the groups of a memory that holds one model."""
     reuse_meshes()

@@ -171,6 +171,33 @@ def test_slices_of_any_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
+def test_memory_is_reserved_before_the_first_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In parts, beside the first steps; what could not be reserved is asked for again, and an error is raised then."""
+    monkeypatch.setattr(host_copy, "PART_BYTES", 4096)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    manager = CheckpointManager(tmp_path)
+    manager.prepare(model, optimizer)
+    assert not list(tmp_path.iterdir())
+    buffer = manager._buffer
+    assert buffer is not None
+    buffer.reserve(1)
+    descriptor = buffer.fd
+    assert buffer.bytes > 4 * 64 * 64 and os.fstat(descriptor).st_blocks * 512 >= buffer.bytes
+    manager.save(1, model, optimizer, {}, beside=True)
+    assert manager.collect() is not None and buffer.fd == descriptor
+    manager.close()
+    assert buffer.bytes == 0
+
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "no memory")):
+        buffer.prepare(4096)
+        with pytest.raises(OSError, match="no memory"):
+            buffer.reserve(4096)
+    assert buffer.bytes == 0 and buffer.fd == -1
+    buffer.reserve(4096)
+    buffer.close()
+
+
 @contextmanager
 def full_disk(part: str) -> Iterator[None]:
     """What the writer's process puts under `part` goes to /dev/full, where each write fails as on a full disk."""

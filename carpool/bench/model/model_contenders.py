@@ -340,7 +340,7 @@ def route(
                deals to it
 
     Args:
-        experts: E by the name of the experts module.
+        experts: E by the name of the experts module, of the whole model.
         tokens: T, of one forward of this rank.
         routing: "balanced", "learned", or the file of a trace.
         rank, world: of all ranks; each has choices of its own.
@@ -353,7 +353,10 @@ def route(
         return
     trace = None if routing == "balanced" else Trace.load(routing)
     choices, num_experts = {}, next(iter(experts.values()))
+    here = dict(model.named_modules())
     for number, name in enumerate(experts):
+        if name not in here:  # another pipeline stage has the layer
+            continue
         if trace is None:
             seed = 1_000_003 * (number + 1) + rank
             choices[name] = balanced_choices(tokens, num_experts, top_k, seed)

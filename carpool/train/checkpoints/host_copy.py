@@ -10,7 +10,9 @@ own, and at most `IN_FLIGHT` are asked for at a time: those of activations, expe
 the same link come between. State that is in host memory already is copied by the thread.
 
 The memory is a file without a name (`memfd_create`), which the writer inherits; /dev/shm would be as good, but is 64
-MiB in most containers. It is page-locked once, and kept for the next checkpoint.
+MiB in most containers. It is page-locked once, and kept for the next checkpoint. To page-lock 31.5 GiB took 22 s on a
+host of H200 GPUs: so a thread does it beside the first steps (`HostBuffer.prepare`), a part at a time, between which
+the driver serves training.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -29,6 +32,8 @@ from carpool.train.checkpoints.shard_files import ShardFile, total_bytes
 
 SLICE_BYTES = 64 * 2**20
 IN_FLIGHT = 2
+# What is page-locked at a time: a multiple of a slice, so that no copy reaches over the end of a part.
+PART_BYTES = 16 * SLICE_BYTES
 
 
 class HostBuffer:
@@ -46,7 +51,24 @@ class HostBuffer:
     def __init__(self, device: torch.device, path: Path | None = None) -> None:
         self._device, self._path, self.fd, self.bytes = device, path, -1, 0
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self._locked = False
+        self._locked: list[int] = []
+        self._preparing: threading.Thread | None = None
+        self._ends = threading.Event()
+
+    def prepare(self, size: int) -> None:
+        """Begin to reserve so many bytes, and return at once; `reserve` waits for it, and says what went wrong."""
+
+        def run() -> None:
+            with suppress(OSError):
+                self._reserve(size)
+
+        self._preparing = threading.Thread(target=run, name="carpool-host-memory", daemon=True)
+        self._preparing.start()
+
+    @property
+    def preparing(self) -> bool:
+        """Whether `prepare` is still at work."""
+        return self._preparing is not None and self._preparing.is_alive()
 
     def reserve(self, size: int) -> None:
         """Have at least so many bytes. What was there is lost.
@@ -54,9 +76,14 @@ class HostBuffer:
         Raises:
             OSError: there is no more memory.
         """
-        if size <= self.bytes:
-            return
-        self.close()
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        if size > self.bytes:
+            self._give_back()
+            self._reserve(size)
+
+    def _reserve(self, size: int) -> None:
         if self._path is not None:
             self.fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         elif hasattr(os, "memfd_create"):
@@ -64,20 +91,36 @@ class HostBuffer:
         else:
             with tempfile.TemporaryFile() as file:
                 self.fd = os.dup(file.fileno())
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self.fd, 0, size)  # an error now, not a bus error in the middle of a copy
-        else:
-            os.ftruncate(self.fd, size)
+        os.ftruncate(self.fd, size)
         self.memory, self.bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8), size
-        if self._device.type == "cuda":
+        for begin in range(0, size, PART_BYTES):
+            part = min(PART_BYTES, size - begin)
+            if self._ends.is_set():
+                return
+            if hasattr(os, "posix_fallocate"):
+                try:  # an error now, not a bus error in the middle of a copy
+                    os.posix_fallocate(self.fd, begin, part)
+                except OSError:
+                    self._give_back()
+                    raise
+            address = self.memory.data_ptr() + begin
             # Copies to memory that CUDA could not lock are slower, and as right.
-            self._locked = not int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
+            if self._device.type == "cuda" and not int(torch.cuda.cudart().cudaHostRegister(address, part, 0)):
+                self._locked.append(address)
 
     def close(self) -> None:
         """Give the memory back."""
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
-            self._locked = False
+        if self._preparing is not None:
+            self._ends.set()
+            self._preparing.join()
+            self._preparing = None
+            self._ends.clear()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for address in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._locked.clear()
         if self.fd >= 0:
             os.close(self.fd)
         self.memory, self.fd, self.bytes = torch.empty(0, dtype=torch.uint8), -1, 0
@@ -100,22 +143,23 @@ def copy_files(files: Mapping[str, ShardFile], buffer: HostBuffer, stream: torch
     for name, file in files.items():
         for tensor, first in file.placed:
             begin = starts[name] + first
-            target = buffer.memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for source, part in _slices(tensor, target):
-                with torch.cuda.stream(stream) if source.is_cuda else nullcontext():
+            target = buffer.memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(-1)
+            with torch.cuda.stream(stream) if tensor.is_cuda else nullcontext():
+                for source, part in _slices(tensor.contiguous().view(-1), target, begin):
                     part.copy_(source, non_blocking=True)
                     if source.is_cuda and stream is not None:
                         under_way.append(stream.record_event())
-                if len(under_way) > IN_FLIGHT:
-                    under_way.popleft().synchronize()
+                    if len(under_way) > IN_FLIGHT:
+                        under_way.popleft().synchronize()
     for event in under_way:
         event.synchronize()
     return starts
 
 
-def _slices(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if not source.is_contiguous():
-        yield source, target
-        return
-    elements = SLICE_BYTES // source.dtype.itemsize
-    yield from zip(source.view(-1).split(elements), target.view(-1).split(elements), strict=True)
+def _slices(source: torch.Tensor, target: torch.Tensor, begin: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of both, what lies between multiples of `SLICE_BYTES` in the buffer, where the target begins at byte `begin`."""
+    width = source.dtype.itemsize
+    first = min((SLICE_BYTES - begin % SLICE_BYTES) // width, len(source))
+    for one in (0, *range(first, len(source), SLICE_BYTES // width)):
+        end = first if one == 0 else one + SLICE_BYTES // width
+        yield source[one:end], target[one:end]

@@ -26,8 +26,9 @@ import platform
 import secrets
 import shutil
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -58,7 +59,7 @@ from carpool.train.checkpoints.checkpoint_files import (
 )
 from carpool.train.checkpoints.host_copy import HostBuffer
 from carpool.train.checkpoints.pending_save import OpenedSave, PendingSave, Reports, SavedCheckpoint
-from carpool.train.checkpoints.shard_files import ShardPlanner, total_bytes
+from carpool.train.checkpoints.shard_files import ShardFile, ShardPlanner, total_bytes
 from carpool.train.checkpoints.state_tensors import (
     Hook,
     Tensors,
@@ -187,18 +188,43 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         opened = self._open(step, model, optimizer, average, state, to_logical, write_files)
-        if not beside or not self._has_room(opened):
+        if not beside or not self._has_room(opened.files):
             return self._write(opened, started)
-        if self._buffer is None:
-            devices = {one.tensor.device for file in opened.files.values() for one in file.placed}
-            self._buffer = HostBuffer(next((one for one in devices if one.type == "cuda"), torch.device("cpu")))
+        buffer = self._host_buffer(opened.files)
         if self._store is None and world() > 1:
             # A connection of the thread's own: a call may wait.
             store: Any = dist.distributed_c10d._get_default_store()
             self._store = store.clone()
         publish = partial(self._publish, opened)
-        self.pending = PendingSave(opened, self._buffer, self._store, publish, started, self._stall_seconds)
+        self.pending = PendingSave(opened, buffer, self._store, publish, started, self._stall_seconds)
         return None
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average: torch.optim.Optimizer | None = None,
+        to_logical: Hook | None = None,
+    ) -> None:
+        """Begin to reserve host memory for the copies of `save(beside=True)`, so that the first one does not wait
+        for it; nothing where it lacks room. After the first update, when the optimizer has its state. Arguments as of
+        `save`. Collective.
+
+        Raises:
+            CheckpointWriteError: on all ranks, if one cannot say what it would write."""
+        doing = "host memory for checkpoints was not reserved: "
+        parts = _parts(model, optimizer, average, to_logical, doing)
+        files: dict[str, ShardFile] = {}
+        with tempfile.TemporaryDirectory() as folder, together(CheckpointWriteError, doing):
+            files = self._planner.shard_files(Path(folder), parts)  # DCP makes the folders that it plans for
+        if self._has_room(files):
+            self._host_buffer(files).prepare(total_bytes(files))
+
+    @property
+    def preparing(self) -> bool:
+        """Whether memory that `prepare` asked for is still being reserved on this rank."""
+        return self._buffer is not None and self._buffer.preparing
 
     def _write(self, opened: OpenedSave, started: float) -> SavedCheckpoint:
         """Writes and publishes it while all ranks wait."""
@@ -213,9 +239,16 @@ class CheckpointManager:
                     written = self._publish(opened, of_ranks)
         return SavedCheckpoint(opened.step, opened.final, gather(written)[0], time.perf_counter() - started)
 
-    def _has_room(self, opened: OpenedSave) -> bool:
+    def _host_buffer(self, files: Mapping[str, ShardFile]) -> HostBuffer:
+        """For a copy of these."""
+        if self._buffer is None:
+            devices = {one.tensor.device for file in files.values() for one in file.placed}
+            self._buffer = HostBuffer(next((one for one in devices if one.type == "cuda"), torch.device("cpu")))
+        return self._buffer
+
+    def _has_room(self, files: Mapping[str, ShardFile]) -> bool:
         """Whether the hosts of all ranks have memory for a copy of what they write. Collective."""
-        needed = total_bytes(opened.files) - (0 if self._buffer is None else self._buffer.bytes)
+        needed = total_bytes(files) - (0 if self._buffer is None else self._buffer.bytes)
         of_ranks = gather((needed, free_host_memory(), socket.gethostname()))
         needs: dict[str, int] = {}
         for size, _, host in of_ranks:
@@ -277,12 +310,7 @@ class CheckpointManager:
                     self._clean_up()
                     for part in (MODEL, OPTIMIZER, *([] if average is None else [AVERAGE])):
                         (temporary / part).mkdir(parents=True)
-            parts: dict[str, Tensors] = {}
-            with together(CheckpointWriteError, opened.doing):
-                parts[MODEL] = _converted(_without_buffers(model_tensors(model), model), to_logical)
-                parts[OPTIMIZER] = _converted(optimizer_tensors(model, optimizer), to_logical)
-                if average is not None:
-                    parts[AVERAGE] = _converted(average_tensors(model, average), to_logical)
+            parts = _parts(model, optimizer, average, to_logical, opened.doing)
             with together(CheckpointWriteError, opened.doing):
                 opened.files.update(self._planner.shard_files(temporary, parts))
             with together(CheckpointWriteError, opened.doing):
@@ -391,6 +419,23 @@ def _without_buffers(tensors: Tensors, model: nn.Module) -> Tensors:
     """The same tensors, with copies of buffers, which a forward may change; the rest changes in updates."""
     buffers = {buffer.data_ptr() for buffer in model.buffers()}
     return {name: one.clone() if local(one).data_ptr() in buffers else one for name, one in tensors.items()}
+
+
+def _parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: torch.optim.Optimizer | None,
+    to_logical: Hook | None,
+    doing: str,
+) -> dict[str, Tensors]:
+    """What a checkpoint holds, by the folder inside it. Collective. CheckpointWriteError: it begins with `doing`."""
+    parts: dict[str, Tensors] = {}
+    with together(CheckpointWriteError, doing):
+        parts[MODEL] = _converted(_without_buffers(model_tensors(model), model), to_logical)
+        parts[OPTIMIZER] = _converted(optimizer_tensors(model, optimizer), to_logical)
+        if average is not None:
+            parts[AVERAGE] = _converted(average_tensors(model, average), to_logical)
+    return parts
 
 
 def _converted(tensors: Tensors, hook: Hook | None) -> Tensors:

@@ -45,6 +45,7 @@ from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.manager import checkpoint_name
 from carpool.train.checkpoints.pending_save import SavedCheckpoint
 from carpool.train.checkpoints.reading import layout_hooks, load
+from carpool.train.checkpoints.state_tensors import Hook
 from carpool.train.data.loader import EvalLoader, count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed
 from carpool.train.launch.ranks import gather
@@ -166,13 +167,12 @@ def save(run: Run, wait: bool = True) -> Path | None:
         wait: until it is written, also where checkpoints are written beside training."""
     collect(run)
     state = run_state(run)
-    to_logical = None if is_logical(run.built.model) else partial(logical_order, run.built.model)
     cuda, experts = run.built.device.type == "cuda", run.config.memory.experts
     beside = not wait and run.config.training.saves_async(cuda, experts)
     try:
         saved = run.checkpoints.save(
-            run.step, run.built.model, run.built.optimizer, state, average=run.built.average, to_logical=to_logical,
-            write_files=run.placement.write_files, beside=beside,
+            run.step, run.built.model, run.built.optimizer, state, average=run.built.average,
+            to_logical=_to_logical(run), write_files=run.placement.write_files, beside=beside,
         )  # fmt: skip
     except CheckpointWriteError as error:
         _record_missed(run, run.step, error)
@@ -183,6 +183,20 @@ def save(run: Run, wait: bool = True) -> Path | None:
         return None
     _record_saved(run, saved)
     return saved.path
+
+
+def prepare(run: Run) -> None:
+    """Before the first checkpoint that is written beside training. Collective."""
+    training, epoch = run.config.training, run.data.steps_per_epoch
+    later = range(run.step + 1, run.last_step)
+    due = any(is_due(training.save_strategy, training.save_steps, step, epoch) for step in later)
+    if due and training.saves_async(run.built.device.type == "cuda", run.config.memory.experts):
+        built = run.built
+        run.checkpoints.prepare(built.model, built.optimizer, average=built.average, to_logical=_to_logical(run))
+
+
+def _to_logical(run: Run) -> Hook | None:
+    return None if is_logical(run.built.model) else partial(logical_order, run.built.model)
 
 
 def run_state(run: Run) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
 from carpool.train.run.best_model import Best, is_due
-from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, save, take_request
+from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, prepare, save, take_request
 from carpool.train.run.rollback import Spikes, Stragglers, roll_back
 from carpool.train.run.run_records import Records, record_plan, record_recovery, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
@@ -236,6 +236,8 @@ def loop(run: Run) -> None:
         run.unrecorded = step_numbers(run, losses, norm, begin)
         begin = time.perf_counter()
         announce(run)
+        if run.step == run.start + 1:
+            prepare(run)
         last = run.step == run.last_step
         signum = 0 if run.incomplete else asked.signum
         epoch = run.data.steps_per_epoch
