@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,83 @@ def test_settings_that_do_something_are_not(tmp_path):
 def test_settings_that_exclude_each_other(overrides, given, nearest):
     message = error(None, *overrides)
     assert given in message and message.endswith(nearest), message
+
+
+# Settings, of [training] where no section is said, and parts of the refusal.
+REFUSED = [
+    ("moe.expert_kernels=measur", "'measur': expected default, measure, or a table ... did you mean measure?"),
+    ("moe.expert_kernels=3", "moe.expert_kernels = 3: expected default"),
+    ("moe.expert_kernels={}", "moe.expert_kernels names no stage"),
+    ("moe.expert_kernels.upp=flat", "has no stage 'upp': expected one of up, down, ... did you mean up?"),
+    ("moe.expert_kernels.up=flt", "up = 'flt': expected one of library, wide, flat, square ... did you mean flat?"),
+    ("moe.expert_kernels.up=[1]", "moe.expert_kernels.up = [1]"),
+    ("moe.expert_kernel=measure", "did you mean moe.expert_kernels?"),
+    ("moe.experts=reference memory.expert_activations=recompute", "only grouped experts compute their activations"),
+    ("moe.schedule=chunks moe.chunks=7 moe.backward_chunks=10", "backward_chunks"),
+    ("moe.balance_batch=global moe.schedule=two-batch", "two micro-batches at a time have no order"),
+    ("optimizer=muon optimizer_offload=host", "needs the one-pass optimizer ... whole matrices with themselves"),
+    ("optimizer=muon optimizer_in_backward=true max_grad_norm=0", "all ranks in one order, after the backward"),
+    ("optimizer=muon optimizer_state_dtype=int8", "optimizer_state_dtype = 'int8' needs the one-pass optimizer"),
+    ("optimizer=muon adapter.kind=lora model.path=x data.train=x", "adapters train factors of one"),
+    ("optimizer=muon optimizer_options.momentum=1.5", "momentum = 1.5: it is from 0 to below 1"),
+    ("optimizer=muon optimizer_options.ns_steps=0", "ns_steps = 0: there is at least one"),
+    ("optimizer=muon optimizer_options.ns_dtype='float16'", "Input should be 'bfloat16' or 'float32'"),
+    ("optimizer=muon optimizer_options.nesterof=false", "did you mean training.optimizer_options.nesterov"),
+    ("optimizer=torch optimizer_state_dtype=int8", "optimizer_state_dtype = 'int8' needs the one-pass optimizer"),
+    ("optimizer_in_backward=true gradient_accumulation_steps=2 max_grad_norm=0", "steps = 2: each gradient is"),
+    ("optimizer_in_backward=true max_grad_norm=1.0", "with training.grad_clipping = 'exact': each gradient is used"),
+    ("optimizer_in_backward=true max_grad_norm=0 optimizer=torch", "in_backward = true needs the one-pass optimizer"),
+    ("optimizer_offload=host placement.every=2", "placement.every moves experts with theirs between GPUs"),
+    ("ema_decay=0.6 optimizer_offload=host optimizer=one-pass", "averages are on the device"),
+    ("ema_decay=0.6 memory.experts=host optimizer_in_backward=true max_grad_norm=0", "once more in"),
+    ("ema_decay=1.0", "a number below 1"),
+    ("eval_strategy=epochs", "did you mean epoch?"),
+    ("greater_is_better=true", "of which the lowest is best"),
+    ("early_stopping_patience=0", "a number above 0"),
+    ("lr_scheduler_type=wsd", "expected one of cosine, linear"),
+    ("lr_scheduler_type=polinomial", "did you mean polynomial?"),
+    ("lr_scheduler_kwargs.power=2", "schedule 'cosine' has no options"),
+    ("lr_scheduler_type=polynomial lr_scheduler_kwargs.power=0", "lr_scheduler_kwargs: power = 0"),
+    ("lr_scheduler_type=polynomial lr_scheduler_kwargs.power=nan", "lr_scheduler_kwargs: power = nan"),
+    ("lr_scheduler_type=polynomial lr_scheduler_kwargs.lr_end=0", "is training.min_lr_ratio"),
+    ("lr_scheduler_type=warmup_stable_decay lr_scheduler_kwargs.decay_type=sqrt", "'1-sqrt'"),
+    ("lr_scheduler_type=warmup_stable_decay lr_scheduler_kwargs.num_decay_steps=170", "before warm-up ends"),
+    ("lr_scheduler_type=warmup_stable_decay decay_from=180", "expected a step between the end of warm-up (36)"),
+    (
+        "lr_scheduler_type=warmup_stable_decay decay_from=100 lr_scheduler_kwargs.num_decay_steps=0.2",
+        "decay_from = 100 lets the rate fall for 80 steps, to max_steps = 180, ... num_decay_steps = 0.2 for 36: leave",
+    ),
+    ("memory.experts=host memory.expert_loading=popular cpu_experts.max_tokens=-1", "at least 0 or 'auto'"),
+    ("memory.experts=disk memory.expert_host_memory=lots", "expected a size with its unit"),
+    *((f"memory.budget='{size}'", "memory.budget = ... expected a size with its unit")
+      for size in ("0GiB", "GiB", "70 gigabytes", "-1GiB", "7e9B")),
+    *((f"nvlink.{name}={value}", f"nvlink.{name} = ... expected") for name, value in
+      (("capacity", 0), ("capacity", 1.5), ("dispatch_ctas", 65), ("dispatch_ctas", 0), ("leases", 0))),
+    ("parallelism.data_parallel=zero1 parallelism.tp_size=2", "tensor parallelism divides them"),
+    ("placement.every=3 placement.solver=serch", "placement.solver = 'serch': expected one of"),
+    ("placement.every=3 placement.predictor=oracle", "predictor = 'oracle' (on the command line): expected one"),
+    ("placement.every=3 placement.policy=degree", "set moe.spare_plan = 'all' and moe.spare_slots"),
+    ("placement.every=3 placement.policy=shadow", "set moe.spare_plan = 'shadow' and moe.spare_slots"),
+    ("placement.every=3 placement.replicas=1", "placement.replicas on the command line is no setting any more"),
+    ("adapter.kind=lora", "needs a model to adapt"),
+    *((f"model.path=x data.train=x adapter.kind={settings}", message) for settings, message in (
+        ("lora adapter.base_dtype=nf4 memory.experts=host", "experts that are quantised stay"),
+        ("lora adapter.targets=attention adapter.base_dtype=int8 moe.experts=fp8", "= 'int8' with moe.experts = 'fp8'"),
+        ("dora", "no adapters of experts"),
+        ("lora adapter.dropout=0.1", "peft has none"),
+        ("lora training.freeze=non_expert", "training.freeze = 'non_expert': adapters freeze all"),
+        ("lora moe.experts=fp8", "have no adapters"),
+        ("lora adapter.targets=[]", "adapter.targets is empty"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_makes_no_sense_is_refused_before_anything_is_read(settings, message):
+    sections = {section for section, *_ in keys()}
+    words = [word.replace("'", '"') for word in re.findall(r"(?:'[^']*'|\S)+", settings)]
+    found = error(None, *(word if re.split(r"[.=]", word)[0] in sections else f"training.{word}" for word in words))
+    assert all(part in found for part in message.split(" ... ")), found
 
 
 def test_files_that_are_none(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
 from carpool.train.lr_schedules import LR_SCHEDULES, learning_rate, options_of, register
 from tests.ranks import Ranks
@@ -48,34 +47,6 @@ def test_no_rate_is_below_the_minimum(name: str) -> None:
     ]
     falls = name not in ("constant", "constant_with_warmup")
     assert rates[0] == 1.0 and rates[-1] == pytest.approx(0.4 if falls else 1.0) and min(rates) >= 0.4 - 1e-12
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["lr_scheduler_type=wsd"], "expected one of cosine, linear"),
-        (["lr_scheduler_type=polinomial"], "did you mean polynomial?"),
-        (["lr_scheduler_kwargs.power=2"], "schedule 'cosine' has no options"),
-        (["lr_scheduler_type=polynomial", "lr_scheduler_kwargs.power=0"], "lr_scheduler_kwargs: power = 0"),
-        (["lr_scheduler_type=polynomial", "lr_scheduler_kwargs.power=nan"], "lr_scheduler_kwargs: power = nan"),
-        (["lr_scheduler_type=polynomial", "lr_scheduler_kwargs.lr_end=0"], "is training.min_lr_ratio"),
-        (["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs.decay_type=sqrt"], "'1-sqrt'"),
-        (["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs.num_decay_steps=170"], "before warm-up ends"),
-        (
-            ["lr_scheduler_type=warmup_stable_decay", "decay_from=100", "lr_scheduler_kwargs.num_decay_steps=0.2"],
-            "decay_from = 100 lets the rate fall for 80 steps, to max_steps = 180, and training.lr_scheduler_kwargs."
-            "num_decay_steps = 0.2 for 36: leave one",
-        ),
-        (
-            ["lr_scheduler_type=warmup_stable_decay", "decay_from=180"],
-            "expected a step between the end of warm-up (36)",
-        ),
-    ],
-)
-def test_what_a_schedule_cannot_do_is_refused(settings: list[str], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        load_config(None, [f"training.{one}" for one in settings])
-    assert message in str(error.value)
 
 
 def test_a_schedule_of_a_plugin() -> None:

@@ -23,7 +23,7 @@ from carpool.train.plan.memory_fit import MEMORY_KIND, choose_memory
 from carpool.train.plan.start_checks import decisions_of
 from carpool.train.run.run import start_run
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, start
+from tests.train.test_loop import MODEL
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,6 @@ from tests.train.test_loop import MODEL, losses, start
 )
 def test_sizes(size: str, number: int) -> None:
     assert size_of(size, "") == number
-
-
-@pytest.mark.parametrize("size", ["70", "0GiB", "GiB", "70 gigabytes", "-1GiB", "7e9B"])
-def test_sizes_that_are_none(size: str) -> None:
-    with pytest.raises(ValueError, match=r"memory\.budget = .*expected a size with its unit"):
-        load_config(None, [f'memory.budget="{size}"'])
 
 
 def run(output: str, settings: list[str]) -> dict[str, Any]:
@@ -178,14 +172,6 @@ def test_a_dry_run_shows_what_was_chosen_and_what_it_costs() -> None:
         and "ms more in a micro" in line
     )
     assert "# host memory of one rank" in shown and "# fits in 65 GiB" in shown
-
-
-@pytest.mark.slow
-def test_losses_do_not_depend_on_policies(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
-    assert start(ranks, tmp_path / "plain", [*text, "training.max_steps=2"]) == [""] * 4
-    away = ["memory.expert_inputs=resend", "memory.expert_activations=recompute", "memory.layer_activations=offload"]
-    assert start(ranks, tmp_path / "away", [*text, "training.max_steps=2", *away]) == [""] * 4
-    assert losses(tmp_path / "plain") == losses(tmp_path / "away"), "bit by bit"
 
 
 def test_a_dry_run_for_other_machines_says_how() -> None:

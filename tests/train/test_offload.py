@@ -82,30 +82,6 @@ def test_streaming_and_consuming_change_nothing(
     assert states == ["device", where]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["gradient_accumulation_steps=2", "max_grad_norm=0"],
-            "gradient_accumulation_steps = 2: each gradient is used for an update",
-        ),
-        (
-            ["max_grad_norm=1.0"],
-            "training.max_grad_norm = 1.0 with training.grad_clipping = 'exact': each gradient is used",
-        ),
-        (["max_grad_norm=0", "optimizer=torch"], "training.optimizer_in_backward = true needs the one-pass optimizer"),
-    ],
-)
-def test_gradients_that_cannot_be_consumed(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(None, ["training.optimizer_in_backward=true", *(f"training.{one}" for one in overrides)])
-
-
-def test_experts_that_move_keep_their_state_on_the_device() -> None:
-    with pytest.raises(ValueError, match=r"placement.every moves experts with theirs between GPUs"):
-        load_config(None, ["training.optimizer_offload=host", "placement.every=2"])
-
-
 def test_the_cpu_takes_experts_as_long_as_it_is_faster() -> None:
     times = {"cpu": dict.fromkeys(COUNTS, 1.0), "loaded": dict.fromkeys(COUNTS, 2.0)}
     assert most_tokens(times) == COUNTS[-1]
@@ -168,21 +144,6 @@ def test_stages_take_frozen_experts_from_host_memory(
     refused = [*settings, *away, "training.freeze=none"]
     with pytest.raises(ValueError, match=r"must be frozen \(training.freeze=experts\).*memory.experts = 'device'"):
         load_config(None, refused)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["memory.experts=host", "memory.expert_loading=popular", "cpu_experts.max_tokens=-1"],
-            "cpu_experts.max_tokens = -1 (on the command line): expected a number at least 0 or 'auto'",
-        ),
-        (["memory.experts=disk", "memory.expert_host_memory=lots"], "expected a size with its unit"),
-    ],
-)
-def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(None, overrides)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ moments, on the same ranks and on others; states of PyTorch's AdamW; what is ref
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +192,3 @@ def test_who_updates_and_what_it_keeps(dtype: str, optimizer: str, moments: str,
     weight = model[0].weight  # type: ignore[index]
     kept = sum(value.nbytes for name, value in made.state[weight].items() if name != "step")
     assert kept / weight.numel() == state_bytes(config)
-
-
-def test_torch_keeps_no_other_moments() -> None:
-    message = "training.optimizer_state_dtype = 'int8' needs the one-pass optimizer"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(None, ["training.optimizer=torch", "training.optimizer_state_dtype=int8"])

@@ -32,14 +32,12 @@ from carpool.train.run.loop import loop
 from carpool.train.run.run import start_run
 from tests.ranks import Ranks
 from tests.train import test_loop
+from tests.train.test_loop import losses
 
 CPU = torch.device("cpu")
 SILU = Activation("silu", gated=True)
 SHAPE = Shape("cpu", "float32", rows=32, slots_per_row=1, slots=2, hidden=32, inner=32)
 MIXED = Choices(up="flat", dact="wide", ddown="square")
-
-
-# -- the setting ------------------------------------------------------------------------------------------------------
 
 
 def test_a_word_or_a_table() -> None:
@@ -57,34 +55,6 @@ def test_round_trip(tmp_path: Path, value: str, comments: bool) -> None:
     config = load_config(None, [f"moe.expert_kernels={value}", "memory.expert_activations=recompute"])
     (tmp_path / "config.toml").write_text(config.to_toml(comments))
     assert load_config(tmp_path / "config.toml") == config
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["moe.expert_kernels=measur"], "moe.expert_kernels = 'measur': expected default, measure, or a table"),
-        (["moe.expert_kernels=measur"], "did you mean measure?"),
-        (["moe.expert_kernels=3"], "moe.expert_kernels = 3: expected default"),
-        (["moe.expert_kernels={}"], "moe.expert_kernels names no stage"),
-        (["moe.expert_kernels.upp=flat"], "has no stage 'upp': expected one of up, down,"),
-        (["moe.expert_kernels.upp=flat"], "did you mean up?"),
-        (["moe.expert_kernels.up=flt"], "moe.expert_kernels.up = 'flt': expected one of library, wide, flat, square"),
-        (["moe.expert_kernels.up=flt"], "did you mean flat?"),
-        (["moe.expert_kernels.up=[1]"], "moe.expert_kernels.up = [1]"),
-        (["moe.expert_kernel=measure"], "did you mean moe.expert_kernels?"),
-        (
-            ["moe.experts=reference", "memory.expert_activations=recompute"],
-            "only grouped experts compute their activations again",
-        ),
-    ],
-)  # fmt: skip
-def test_errors(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        load_config(None, overrides)
-    assert message in str(caught.value)
-
-
-# -- the decision -----------------------------------------------------------------------------------------------------
 
 
 def record_of(choices: Choices, how: str = "measured", shape: Shape = SHAPE) -> dict[str, Any]:
@@ -123,37 +93,10 @@ def test_a_table_overrides_what_it_names() -> None:
     assert chosen.answer == replace(MIXED, up="square", dup="flat") and chosen.how == "given"
 
 
-@pytest.mark.parametrize("how", ["default", "measured", "given"])
-@pytest.mark.parametrize("wanted", ["default", "measure"])
-def test_what_is_recorded_is_used_again(wanted: str, how: str) -> None:
-    record = record_of(MIXED, how)
-    chosen, to_measure = decided(wanted, record=record)
-    assert (chosen.answer, chosen.how, to_measure) == (MIXED, how, False)
-    assert chosen.times == record.get("microseconds") and f"recorded in this run ({how})" in chosen.why
-    # And again: the record of the resumed run says the same.
-    assert {**KERNELS_KIND.record(chosen), "why": ""} == {**record, "why": ""}
-
-
-@pytest.mark.parametrize("change", [{"device": "NVIDIA H200"}, {"dtype": "bfloat16"}, {"rows": 64}, {"inner": 40}])
-def test_another_shape_is_chosen_anew(change: dict[str, Any]) -> None:
-    (key,) = change
-    chosen, _ = decided("default", replace(SHAPE, **change), record_of(MIXED))
-    assert (chosen.answer, chosen.how) == (Choices(), "default")
-    assert f"chosen anew: {key} was {asdict(SHAPE)[key]}, is {change[key]}" in chosen.why
-
-
-def test_records_of_other_versions() -> None:
-    record = record_of(MIXED)
-
-    def recall(record: Any) -> tuple[Chosen[Choices] | None, str]:
-        return KERNELS_KIND.recall(record, asdict(SHAPE))
-
-    assert recall(None) == (None, "") == recall({"name": "grouped"})
-    kept, note = recall({**record, "stages": {"up": "huge"}})
-    assert kept is None and "chosen anew" in note and "'huge'" in note
-    kept, note = recall({**record, "stages": {"sideways": "flat"}})
-    assert kept is None and "sideways" in note
-    assert recall({**record, "shape": None})[0] is None
+@pytest.mark.parametrize("stages", [{"up": "huge"}, {"huge": "flat"}])
+def test_records_of_other_versions(stages: dict[str, str]) -> None:
+    kept, note = KERNELS_KIND.recall({**record_of(MIXED), "stages": stages}, asdict(SHAPE))
+    assert kept is None and "chosen anew" in note and "huge" in note
 
 
 def test_the_first_record_counts(tmp_path: Path) -> None:
@@ -166,9 +109,6 @@ def test_the_first_record_counts(tmp_path: Path) -> None:
     (tmp_path / "a" / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"a/run\.json is damaged \(a list, not an object\); delete it"):
         read_record([tmp_path / "a"], "experts")
-
-
-# -- all ranks alike --------------------------------------------------------------------------------------------------
 
 
 def times_of(rank: int) -> Measured:
@@ -205,8 +145,6 @@ def test_if_one_rank_cannot_measure_none_does(ranks: Ranks) -> None:
     assert ranks(one_has_none) == [None] * 4
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------
-
 MODEL = [
     *test_loop.MODEL, "model.config.intermediate_size=24", "training.max_steps=4", "training.save_steps=2",
     "training.eval_steps=none", "training.eval_on_start=false", "training.sample_prompt=none",
@@ -227,11 +165,6 @@ def run(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, boo
 
 def info(output: Path) -> dict[str, Any]:
     return json.loads((output / "run.json").read_text())["decisions"]["experts"]
-
-
-def losses(output: Path) -> dict[int, tuple[float, float]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"}
 
 
 def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
@@ -299,13 +232,3 @@ def test_what_is_measured_reaches_the_layers_and_the_record(ranks: Ranks, text: 
     # Resumed without anything in the place of times: there is nothing to measure any more.
     assert ranks(run, str(output), [*settings, "training.resume_from_checkpoint=last"]) == [[(expected, False)] * 2] * 4
     assert {**info(output), "why": ""} == {**first, "why": ""}
-
-
-def name_of(output: str, overrides: Sequence[str]) -> None:
-    start_run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test").close()
-
-
-def test_experts_without_stages_are_recorded_by_name(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
-    ranks(name_of, str(tmp_path / "run"), [*text, "moe.experts=reference"])
-    told = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert told["experts"] == "reference" and "experts" not in told["decisions"]
