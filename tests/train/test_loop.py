@@ -183,12 +183,13 @@ def test_masters_and_rounded_moments_resume_bit_by_bit(
     assert [loss for loss, _ in ours.values()] == pytest.approx([loss for loss, _ in exact.values()], rel=0.02)
 
 
-WAYS = ["ep_size=2", "alltoall", "permuted", "accumulate", "checkpointing", "rides first", "chunks", "offload"]
+WAYS = ["ep_size=2", "alltoall", "permuted", "checkpointing", "rides first", "chunks", "offload"]
 # Ways that do not get in each other's way, several in one run.
 TOGETHER = [
     "ep_size=2 and alltoall and checkpointing",
     "permuted and rides first and offload",
-    "accumulate and chunks",
+    "accumulate",
+    "chunks and cp",
 ]
 
 
@@ -213,6 +214,8 @@ def test_another_way_to_compute_it_gives_the_same_losses(
             "memory.expert_activations=offload",
         ],
         "chunks": ["moe.schedule=chunks", "moe.chunks=3", "moe.backward_chunks=2"],
+        # Ranks that share sequences sample and evaluate as those with whole ones do.
+        "cp": ["parallelism.cp_size=2", "training.per_device_train_batch_size=4", *EVERYTHING[:2]],
     }
     change = [setting for way in ways for setting in changes[way]]
     output = tmp_path / "other"
@@ -223,6 +226,10 @@ def test_another_way_to_compute_it_gives_the_same_losses(
     tolerance = 1e-3 if "accumulate" in ways else 2e-5
     for step in (4, 5, 6):
         assert losses(output)[step] == pytest.approx(losses(reference)[step], rel=tolerance), step
+    for step, line in records(output, "eval").items():
+        assert line["loss"] == pytest.approx(records(reference, "eval")[step]["loss"], rel=tolerance), step
+    for step, line in records(output, "sample").items():
+        assert line["text"] == records(reference, "sample")[step]["text"]
     if "accumulate" not in ways:
         first, second = weights(reference, 6), weights(output, 6)
         for name in first:
@@ -240,13 +247,8 @@ def test_fp8_experts_learn_almost_the_same(two_ranks: Ranks, reference: Path, te
 
 def test_stops_when_the_loss_is_no_number(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "nan"
-    change = [
-        "training.learning_rate=1e30",
-        "training.warmup_steps=0",
-        "training.save_steps=1",
-        "training.eval_steps=none",
-    ]
-    errors = start_two(two_ranks, output, [*text, *change])
+    change = ["learning_rate=1e30", "warmup_steps=0", "save_steps=1", "eval_steps=none"]
+    errors = start_two(two_ranks, output, [*text, *(f"training.{one}" for one in change)])
     assert len(set(errors)) == 1 and errors[0].startswith("NonFiniteError: step 2: loss")
     assert "model." in errors[0] and "checkpoints/step-00000001" in errors[0]
     assert (output / "checkpoints" / "step-00000001").is_dir()
@@ -261,14 +263,8 @@ def test_stops_when_the_loss_is_no_number(two_ranks: Ranks, text: list[str], tmp
     ("change", "message"),
     [
         (["parallelism.ep_size=3"], "parallelism.ep_size = 3 is larger than the number of ranks, 2"),
-        (["model.config.num_expert=6"], "num_experts"),
-        (["data.train=/nowhere/at/all"], "/nowhere/at/all"),
-        (["moe.layout=/nowhere/layout.json"], "/nowhere/layout.json"),
         (["training.resume_from_checkpoint=last"], "holds no checkpoint that can be read"),
-        (["training.report_to=nothing_known"], "nothing_known"),
-        (["moe.transport=nvlink"], "transport 'nvlink' cannot be used here: "),
         (["training.per_device_train_batch_size=100000"], "per_device_train_batch_size"),
-        (["training.output_dir=/proc/carpool/run"], "training.output_dir = /proc/carpool/run: nothing can be written"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(
@@ -277,15 +273,6 @@ def test_bad_input_is_refused_before_any_work(
     errors = start_two(two_ranks, tmp_path / "run", [*text, *change])
     assert all(error.startswith("ValueError: ") and message in error for error in errors), errors
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_checkpoint_keeps_its_configuration(
-    two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path
-) -> None:
-    """What cannot be honoured is refused, not ignored."""
-    for change in ("model.num_experts_per_tok=2", "model.config.num_hidden_layers=1"):
-        errors = two_ranks(run, str(tmp_path / "run"), [*text, f"model.path={reference}/model", change])
-        assert all("edit its config.json" in error for error in errors), errors
 
 
 def test_trains_on_from_a_checkpoint_folder(two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path) -> None:
@@ -385,12 +372,6 @@ def test_tokenizing_may_take_longer_than_a_collective(two_ranks: Ranks, text: li
     assert two_ranks(_tokenize_slowly, str(tmp_path / "run"), settings) == [""] * 2
 
 
-def test_a_model_without_experts_is_refused(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
-    dense = [setting for setting in TWO if "expert" not in setting and "router" not in setting]
-    errors = two_ranks(run, str(tmp_path / "run"), [*dense, *text, "model.model_type=llama"])
-    assert all("LlamaForCausalLM has no experts" in error for error in errors), errors
-
-
 def test_a_run_is_not_overwritten(two_ranks: Ranks, reference: Path, text: list[str]) -> None:
     before = (reference / "metrics.jsonl").read_bytes()
     errors = start_two(two_ranks, reference, text)
@@ -443,15 +424,6 @@ def test_all_ranks_go_on_from_the_same_checkpoint(
     assert json.loads((output / "run.json").read_text())["history"][-1]["from_step"] == 6
 
 
-def test_the_model_loads_in_plain_transformers(reference: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(reference / "model", dtype=torch.float32)
-    saved = weights(reference, 6)
-    for name, parameter in model.state_dict().items():
-        assert torch.equal(parameter, saved[f"model/{name}"]), name
-
-
 def test_generates_from_the_newest_checkpoint(reference: Path) -> None:
     model, tokenizer, _ = load_run(reference)
     want = sample(model, tokenizer, "def f", max_new_tokens=12, temperature=0)
@@ -460,32 +432,3 @@ def test_generates_from_the_newest_checkpoint(reference: Path) -> None:
     assert result.exit_code == 0 and result.stdout == f"{want}\n" and want.startswith("def f")
     with pytest.raises(ValueError, match="is not a run directory"):
         load_run(reference / "checkpoints")
-
-
-def _balance(per_layer: bool) -> tuple[float, torch.Tensor]:
-    from carpool.hf.routing.router_balance import balance_loss
-
-    generator = torch.Generator().manual_seed(0)
-    sizes = [5, 0, 9, 3]
-    logits = [torch.randn(sum(sizes), 8, generator=generator) for _ in range(2)]
-    rank = dist.get_rank()
-    own = [x.split(sizes)[rank].clone().requires_grad_() for x in logits]
-    loss = balance_loss(own, 3, per_layer=per_layer)
-    loss.backward()
-    return loss.item(), torch.stack([x.grad if x.grad is not None else torch.zeros_like(x) for x in own])
-
-
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_the_balance_loss_is_that_of_the_whole_batch(ranks: Ranks, per_layer: bool) -> None:
-    """Against transformers' own function on all tokens at once, or on those of each layer; value and gradient."""
-    from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
-
-    results = ranks(_balance, per_layer)
-    generator = torch.Generator().manual_seed(0)
-    logits = tuple(torch.randn(17, 8, generator=generator).requires_grad_() for _ in range(2))
-    alone = [(layer,) for layer in logits] if per_layer else [logits]
-    whole = torch.stack([torch.as_tensor(load_balancing_loss_func(own, 8, 3)) for own in alone]).mean()
-    whole.backward()
-    assert [value for value, _ in results] == pytest.approx([whole.item()] * 4, rel=1e-6)
-    gradient = torch.cat([g for _, g in results], dim=1) / 4  # ranks are averaged
-    torch.testing.assert_close(gradient, torch.stack([x.grad for x in logits]), rtol=1e-5, atol=1e-9)
