@@ -14,12 +14,12 @@ import torch
 
 from tests.environment import ROOT, allow_writes, prepare_environment, refuse_writes
 from tests.interpreter import choose_interpreter
-from tests.ranks import Ranks, fork_server
+from tests.ranks import WORLD_SIZE, Ranks, fork_server
 
 # Folders in the order of how long a file of theirs takes.
 FIRST = ["train", "hf", "schedule", "tests", "interpreted"]
 
-POOLS = ("ranks", "two_ranks")
+POOLS = ("ranks", "two_ranks", "one_rank")
 FOLDER = pytest.StashKey[str]()
 STARTED = pytest.StashKey[dict[str, Ranks]]()
 
@@ -52,17 +52,24 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
     They have imported the tests' modules when they start, and what such a module names as RANKS_IMPORT.
     """
-    pool = Ranks(_imported(request.session))
-    request.session.stash.setdefault(STARTED, {})["ranks"] = pool
-    yield pool
-    pool.stop()
+    yield from _pool(request, "ranks", WORLD_SIZE)
 
 
 @pytest.fixture(scope="session")
 def two_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two such ranks, in a group of their own."""
-    pool = Ranks(_imported(request.session), world_size=2)
-    request.session.stash.setdefault(STARTED, {})["two_ranks"] = pool
+    yield from _pool(request, "two_ranks", 2)
+
+
+@pytest.fixture(scope="session")
+def one_rank(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """One such rank."""
+    yield from _pool(request, "one_rank", 1)
+
+
+def _pool(request: pytest.FixtureRequest, name: str, world_size: int) -> Iterator[Ranks]:
+    pool = Ranks(_imported(request.session), world_size)
+    request.session.stash.setdefault(STARTED, {})[name] = pool
     yield pool
     pool.stop()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from carpool.parallel import fsdp
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated
 from carpool.train.checkpoints.state_tensors import average_tensors
-from carpool.train.config import load_config
 from carpool.train.run.loop import gradients
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
@@ -91,9 +89,6 @@ def test_it_equals_its_definition(
     average.begin()
     assert torch.equal(average.state[weight]["average"], taken[-1])
     assert [round(decay_at(step, 0.9), 3) for step in (1, 10, 80, 10**6)] == [0.182, 0.55, 0.9, 0.9]
-
-
-# ------------------------------------------------------------------------------------------------------------ meshes
 
 
 @dataclass(frozen=True)
@@ -191,16 +186,6 @@ def test_meshes_average_whole_weights(ranks: Ranks, tmp_path: Path, meshes: list
     assert ranks(two_steps, meshes, str(tmp_path), timeout=900.0) == [[""] * len(meshes)] * 4
 
 
-# -------------------------------------------------------------------------------------------------------------- runs
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[Ranks]:
-    pool = Ranks(RANKS_IMPORT, world_size=1)
-    yield pool
-    pool.stop()
-
-
 def averages(output: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: one for name, one in weights(output, step).items() if name.startswith("ema/")}
 
@@ -277,22 +262,6 @@ def test_a_run_that_was_cut_has_the_same_bits(two_ranks: Ranks, text: list[str],
     assert losses(tmp_path / "none") == losses(uncut)
     begun, full = averages(tmp_path / "none", 6), averages(uncut, 6)
     assert begun.keys() == full.keys() and not all(torch.equal(begun[name], full[name]) for name in begun)
-
-
-# --------------------------------------------------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        (["training.optimizer_offload=host", "training.optimizer=one-pass"], "averages are on the device"),
-        (["memory.experts=host", "training.optimizer_in_backward=true", "training.max_grad_norm=0"], "once more in"),
-        (["training.ema_decay=1.0"], "a number below 1"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(settings: list[str], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        load_config(None, [EMA, *settings])
 
 
 def test_its_memory_is_predicted() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,9 +186,6 @@ def test_routers_and_embeddings_are_no_matrices_of_layers(family: str) -> None:
     assert len(found) > len(experts) and not any(name.endswith("bias") for name in found)
 
 
-# ----------------------------------------------------------------------------------------------------------- meshes
-
-
 @dataclass(frozen=True)
 class MuonCase(Case):
     """A case of the parity matrix whose run has Muon."""
@@ -300,44 +295,29 @@ def test_meshes_equal_one_process(ranks: Ranks, tmp_path: Path, meshes: list[Any
         assert max(own) <= 1.5 * sum(own) / 4, case
 
 
-# ------------------------------------------------------------------------------------------------------------- runs
-
 CHOSEN = ["training.optimizer=muon", "training.learning_rate=0.01"]
 EXACT = [*CHOSEN, 'training.optimizer_options.ns_dtype="float32"']
 ONE = [*MODEL, "training.per_device_train_batch_size=8"]
 
 
-def test_runs_resume_bit_by_bit_and_on_fewer_ranks(ranks: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
-    """A run of four ranks, one that is cut in two, and one that goes on with two."""
-    uncut, cut, fewer = tmp_path / "whole", tmp_path / "cut", tmp_path / "fewer"
-    assert start(ranks, uncut, EXACT) == [""] * 4
-    assert start(ranks, cut, [*EXACT, "training.stop_at_step=3"]) == [""] * 4
-    shutil.copytree(cut, fewer)
-    resume = "training.resume_from_checkpoint=last"
-    assert start(ranks, cut, [*EXACT, resume]) == [""] * 4
-    assert losses(cut) == losses(uncut) and len(losses(uncut)) == 6
-    ours, theirs = weights(cut, 6), weights(uncut, 6)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def test_a_run_of_four_ranks_goes_on_with_two(ranks: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
+    """On as many ranks it has the same bits: test_features.py."""
+    four, two = tmp_path / "four", tmp_path / "two"
+    assert start(ranks, four, EXACT) == [""] * 4
+    resume = f"training.resume_from_checkpoint={four}/checkpoints/step-00000003"
+    assert start_two(two_ranks, two, [*EXACT, resume]) == [""] * 2
+    close_to(two, four, range(4, 7))
+    ours, theirs = weights(two, 6), weights(four, 6)
+    assert ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in ours)
     kept = [name for name in ours if name.endswith(".momentum_buffer")]
     assert kept and any("experts.gate_up_proj" in name for name in kept) and not any("embed" in name for name in kept)
-    assert start_two(two_ranks, fewer, [*EXACT, resume]) == [""] * 2
-    close_to(fewer, uncut)
-    ours = weights(fewer, 6)
-    assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in ours)
 
 
-def close_to(ours: Path, theirs: Path, rtol: float = 1e-5) -> None:
+def close_to(ours: Path, theirs: Path, steps: range = range(1, 7)) -> None:
     found, expected = losses(ours), losses(theirs)
-    assert found.keys() == expected.keys()
-    for step, numbers in expected.items():
-        assert found[step][0] == pytest.approx(numbers[0], rel=rtol), step
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[Ranks]:
-    pool = Ranks(RANKS_IMPORT, world_size=1)
-    yield pool
-    pool.stop()
+    assert [*found] == [*steps]
+    for step in steps:
+        assert found[step][0] == pytest.approx(expected[step][0], rel=1e-5), step
 
 
 def test_runs_equal_one_process(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
@@ -356,30 +336,6 @@ def test_runs_equal_one_process(one_rank: Ranks, two_ranks: Ranks, tmp_path: Pat
     assert any(look["event"] == "moved" for look in looks(tmp_path / "moved"))
     ours, one, other = (losses(tmp_path / name) for name in ("bf16", "one0", "one1"))
     assert abs(ours[6][0] - one[6][0]) < 0.2 * abs(other[6][0] - one[6][0])
-
-
-# ----------------------------------------------------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        (["training.optimizer_offload=host"], r"needs the one-pass optimizer.*whole matrices with themselves"),
-        (
-            ["training.optimizer_in_backward=true", "training.max_grad_norm=0"],
-            "needs the one-pass optimizer.*all ranks in one order, after the backward",
-        ),
-        (["training.optimizer_state_dtype=int8"], "optimizer_state_dtype = 'int8' needs the one-pass optimizer"),
-        (["adapter.kind=lora", "model.path=allenai/OLMoE-1B-7B-0924"], "adapters train factors of one"),
-        (["training.optimizer_options.momentum=1.5"], "momentum = 1.5: it is from 0 to below 1"),
-        (["training.optimizer_options.ns_steps=0"], "ns_steps = 0: there is at least one"),
-        (['training.optimizer_options.ns_dtype="float16"'], "Input should be 'bfloat16' or 'float32'"),
-        (["training.optimizer_options.nesterof=false"], "did you mean training.optimizer_options.nesterov"),
-    ],
-)
-def test_what_it_cannot_have_is_refused_before_anything_is_read(settings: list[str], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        load_config(None, [*CHOSEN, *settings])
 
 
 def test_slices_of_experts_that_cannot_be_put_together_are_refused(tmp_path: Path) -> None:
