@@ -69,9 +69,6 @@ def write_parquet(path: Path, **columns) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------------------------------------- tokenizers
-
-
 def test_bytes_tokenizer():
     assert BYTES.encode("ké").tolist() == [107, 195, 169]
     assert BYTES.decode([107, 195, 169, EOS, BYTES.bos_id, 300]) == "ké"
@@ -165,12 +162,6 @@ def test_prompts_that_name_the_special_tokens_do_not_get_them_twice(tmp_path, pr
     assert Text(folder).encode(prompt) == [0, 3, 4], "as it is asked afterwards"
 
 
-def test_whole_surrogate_pairs_are_characters(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(rb'{"text": "\uD83D\uDE97"}')
-    assert texts_of(corpus(tmp_path, train=[str(path)]).train) == ["🚗"]
-
-
 def test_tokenizer_files(tmp_path):
     path = make_tokenizer(tmp_path / "a")
     tokenizer = load_tokenizer(str(path))
@@ -187,11 +178,8 @@ def test_tokenizer_files(tmp_path):
         load_tokenizer(None, model_path=str(tmp_path))
     assert load_tokenizer(str(path), eos_token="<x>").eos_id == 1
     assert load_tokenizer(str(path), eos_token="<x>").fingerprint != tokenizer.fingerprint
-
-
-@pytest.mark.parametrize("said", ["<end>", {"content": "<end>"}])
-def test_eos_as_the_file_beside_it_says(tmp_path, said):
-    assert FileTokenizer(make_tokenizer(tmp_path, "<end>", {"eos_token": said})).eos_token == "<end>"
+    for said in ("<end>", {"content": "<end>"}):
+        assert FileTokenizer(make_tokenizer(tmp_path / "end", "<end>", {"eos_token": said})).eos_token == "<end>"
 
 
 def test_bad_tokenizers(tmp_path):
@@ -209,13 +197,10 @@ def test_bad_tokenizers(tmp_path):
         load_tokenizer("bytes", eos_token="<x>")
 
 
-# ------------------------------------------------------------------------------------------------------- sources
-
-
 def test_every_kind_of_source_gives_its_texts(tmp_path):
     import datasets
 
-    texts = ["one", "zwei ü", "three\nlines\n"]
+    texts = ["one", "zwei ü🚗", "three\nlines\n"]
     rows = [{"text": text, "n": 3} for text in texts]
     (tmp_path / "a.txt").write_text(texts[0])
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
@@ -299,11 +284,7 @@ def test_the_standard_library_is_the_embedded_default(tmp_path):
         ("a.txt", b"", "has no text"),
         ("a.txt", b" \n\n", "has no text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text": "bc\n',
-            r"line 2 is not JSON: Unt.* column 10; it ends .*: it was cut",
-        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "bc\n', r"line 2 is not JSON: Unt.* column 10; it ends .*: it was cut"),
         ("a.jsonl", b'{\n"text": "a"\n}\n', r"line 1 is not JSON: .* column 2; .* or goes over several lines"),
         ("a.jsonl", rb'{"text": "a \uD83D b"}', r"a\.jsonl, line 1 has '\\ud83d', half of a surrogate pair"),
         ("a.jsonl", b'{"text": "a", "x": ' + b"[" * 100_000, r"a\.jsonl, line 1 is nested too deeply"),
@@ -388,9 +369,6 @@ def test_paths_where_nothing_is(tmp_path):
         check_sources(DataSection(train=(str(tmp_path / "a.txt"),), eval=(str(tmp_path / "no.txt"),)))
 
 
-# --------------------------------------------------------------------------------------------- split and cache
-
-
 @pytest.mark.parametrize(("count", "share", "held"), [(7, 0.4, [2, 4]), (40, 0.05, [19, 39]), (3, 0.05, [2])])
 def test_whole_documents_are_held_out_evenly(tmp_path, count, share, held):
     path = write_lines(tmp_path / "a.jsonl", [{"text": f"doc {i}"} for i in range(count)])
@@ -454,13 +432,9 @@ def test_only_builders_build(tmp_path):
     assert texts_of(waited.train) == ["doc"] * 4
 
 
-def _prepare_at_once(data: DataSection, start) -> str:
-    start.wait()
-    return prepare(data, BYTES).fingerprint
-
-
 def _prepare_into(data: DataSection, start, results) -> None:
-    results.put(_prepare_at_once(data, start))
+    start.wait()
+    results.put(prepare(data, BYTES).fingerprint)
 
 
 def test_several_builders_at_once(tmp_path):
@@ -521,8 +495,6 @@ def test_large_vocabularies_take_32_bits(tmp_path):
     assert got.train.dtype == np.uint32
     assert got.train.tolist() == [97, 98, 99_999] * 2
 
-
-# ------------------------------------------------------------------------------------------------------- loaders
 
 L = 5
 
@@ -592,26 +564,6 @@ def test_a_step_is_the_same_set_on_any_number_of_ranks(ranks, batch, accumulatio
         assert got == [expected[rank::ranks] for rank in range(ranks)]
 
 
-def test_state_continues_exactly_also_on_other_ranks():
-    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
-    loader = train_loader(tokens, batch_size=6)
-    for _ in range(4):
-        next(loader)
-    state = json.loads(json.dumps(loader.state_dict()))
-    assert state["position"] == 24
-    expected = [rows(next(loader)) for _ in range(6)]
-    resumed = train_loader(tokens, batch_size=6)
-    next(resumed)
-    resumed.load_state_dict(state)
-    assert [rows(next(resumed)) for _ in range(6)] == expected
-    halves = [train_loader(tokens, batch_size=3, dp_rank=rank, dp_size=2) for rank in range(2)]
-    for half in halves:
-        half.load_state_dict(state)
-    for step in expected:
-        assert sorted(rows(next(halves[0])) + rows(next(halves[1]))) == sorted(step)
-    assert halves[0].state_dict() == halves[1].state_dict() == resumed.state_dict()
-
-
 def test_batches_that_are_made_ahead_are_the_same_and_the_state_is_of_those_handed_out():
     tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
     plain, ahead = train_loader(tokens, batch_size=6), Prefetch(train_loader(tokens, batch_size=6), torch.device("cpu"))
@@ -640,15 +592,13 @@ def test_an_error_of_the_thread_that_makes_batches_ends_the_step():
     ahead.close()
 
 
-def test_the_targets_of_a_step_are_known_without_the_other_ranks():
-    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
-    shares = [train_loader(tokens, batch_size=3, accumulation=2, dp_rank=rank, dp_size=2) for rank in range(2)]
-    counted = sum(count_targets(batch["labels"]) for loader in shares for batch in next(loader))
-    assert counted == shares[0].targets == shares[1].targets == shares[0].tokens == 12 * (L - 1)
-
-
-def test_state_of_other_data_is_refused():
-    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
+def test_other_and_too_little_data_are_refused():
+    tokens = np.arange(4 * 7 + 1, dtype=np.uint32)
+    train_loader(tokens, batch_size=7)
+    with pytest.raises(ValueError, match=r"29 tokens, 7 sequences .* one step takes 8 sequences .*2 \* .*1 \* 4 ranks"):
+        train_loader(tokens, batch_size=2, dp_size=4)
+    with pytest.raises(ValueError, match="0 tokens, 0 sequences"):
+        train_loader(np.empty(0, dtype=np.uint32))
     state = train_loader(tokens).state_dict()
     with pytest.raises(ValueError, match="trained on other data"):
         train_loader(tokens, fingerprint="g").load_state_dict(state)
@@ -656,15 +606,6 @@ def test_state_of_other_data_is_refused():
         train_loader(tokens, length=4).load_state_dict(state)
     with pytest.raises(ValueError, match=r"set training\.seed=3"):
         train_loader(tokens, seed=4).load_state_dict(state)
-
-
-def test_too_little_data_for_one_step():
-    tokens = np.arange(4 * 7 + 1, dtype=np.uint32)
-    train_loader(tokens, batch_size=7)
-    with pytest.raises(ValueError, match=r"29 tokens, 7 sequences .* one step takes 8 sequences .*2 \* .*1 \* 4 ranks"):
-        train_loader(tokens, batch_size=2, dp_size=4)
-    with pytest.raises(ValueError, match="0 tokens, 0 sequences"):
-        train_loader(np.empty(0, dtype=np.uint32))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -739,9 +680,6 @@ def test_stores_and_the_hub_are_read_if_a_key_asks(tmp_path, monkeypatch):
     assert texts_of(found.sources[0].train) == texts and texts_of(found.held_out[0].train) == texts[:1]
     with pytest.raises(ValueError, match=r"hf download some-body/chats .*, or set data\.allow_download=true"):
         corpora(tmp_path, **data | {"allow_download": False})
-
-
-# ------------------------------------------------------------------------------------------------- tokens, plug-ins
 
 
 def test_megatrons_files_and_shards_of_tokens(tmp_path):
