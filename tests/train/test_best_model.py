@@ -36,7 +36,7 @@ WORSE = [
 ]  # fmt: skip
 
 
-def test_what_is_best_and_when_to_stop() -> None:
+def test_what_is_best_and_when_it_is_asked() -> None:
     best = Best()
     better = [best.add(step, loss, 0.0) for step, loss in enumerate([3.1, 2.8, 2.9, 2.7, 2.75, math.nan], 1)]
     assert better == [True, True, False, True, False, False] and best == Best(4, 2.7, 2, 2.7, 6)
@@ -47,9 +47,6 @@ def test_what_is_best_and_when_to_stop() -> None:
     odd = Best()
     assert [odd.add(step, loss, 0.0) for step, loss in enumerate([math.nan, 3.0, 2.9], 1)] == [False, True, True]
     assert odd == Best(3, 2.9, 0, 2.9, 3), "what comes after a loss that is no number is compared"
-
-
-def test_an_epoch_ends_within_a_step() -> None:
     assert [step for step in range(1, 32) if is_due("epoch", 1, step, 10.25)] == [11, 21, 31]
     assert [step for step in range(1, 9) if is_due("epoch", None, step, 0.5)] == list(range(1, 9))
     assert not is_due("no", 1, 1, 1.0) and not is_due("epoch", 1, 1, math.inf)

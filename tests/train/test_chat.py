@@ -22,10 +22,13 @@ from carpool.train.data.corpus import Corpus, prepare_all
 from carpool.train.data.show import show
 from carpool.train.data.tokenizer import BytesTokenizer
 from examples.tiny_chat_model import CONVERSATIONS, TEMPLATE, make_tokenizer
+from tests.train.test_data import write_parquet
 
 ROWS = [json.loads(line) for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines()]
 USER, HI, BYE = ({"role": "user", "content": text} for text in ("Hello?", "What now?", "Bye."))
 ONE, TWO = ({"role": "assistant", "content": text} for text in ("Hi! 😬", "Nothing."))
+GOOD: dict[str, Any] = {"messages": [USER, ONE]}
+DEEP = "[" * 100_000 + "]" * 100_000
 MARKED = TEMPLATE.replace(
     "        {{- '<|im_start|>' + message.role + '\\n' + message.content }}",
     "        {{- '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}{% generation %}"
@@ -82,6 +85,11 @@ def test_answers_alone_are_learned_to_the_token_that_ends_them() -> None:
         '<tool_call>\n{"name": "find_book", "arguments": {"title": "Middlemarch"}}\n</tool_call><|im_end|>\n'
     )
     assert answer == "Yes. It is on shelf E 14, and nobody has it.<|im_end|>\n"
+    assert encode([USER, ONE, HI, TWO], MARKED) == [["Hi! 😬<|im_end|>", "Nothing.<|im_end|>"]]
+    with pytest.raises(ValueError, match=r"here: weight of a message is 0\.5; true, false, 1 or 0"):
+        encode([USER, ONE | {"weight": 0.5}])
+    with pytest.raises(ValueError, match='no message of the role "tool or system", but user, assistant'):
+        encode([USER, ONE], roles_to_train=("tool", "system"))
 
 
 def test_arguments_of_tools_are_objects_or_texts_as_the_template_takes_them() -> None:
@@ -125,26 +133,16 @@ def test_messages_that_call_tools_may_have_no_content(tmp_path: Path, nulls: str
     answer = {"role": "assistant", "content": "It is 1.", "tool_calls": None}
     messages = [USER, calling, {"role": "tool", "content": "1"}, answer]
     if nulls == "of a table":
-        import pyarrow
-        import pyarrow.parquet
-
-        path = tmp_path / "a.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"messages": [messages]}), path)
+        path = write_parquet(tmp_path / "a.parquet", messages=[messages])
     else:
         path = lines(tmp_path / "a.jsonl", {"messages": messages})
-    for name, template, first in (
-        ("concatenates", TEMPLATE, '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'),
-        ("prints", PRINTS, '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'),
-    ):
+    first = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'
+    for name, template in (("concatenates", TEMPLATE), ("prints", PRINTS)):
         pretrained = make_tokenizer(template)
         pretrained.save_pretrained(tmp_path / name)
         (ids, learned), *_ = examples(corpus(tmp_path / name, path))
         text = pretrained.decode([token for token, mark in zip(ids, learned, strict=True) if mark])
         assert text.startswith(first) and text[len(first) :].startswith("It is 1."), name
-
-
-def test_a_template_that_marks_its_answers_is_believed() -> None:
-    assert encode([USER, ONE, HI, TWO], MARKED) == [["Hi! 😬<|im_end|>", "Nothing.<|im_end|>"]]
 
 
 def test_a_template_that_rewrites_answers_is_refused_unless_they_are_apart() -> None:
@@ -240,59 +238,37 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        ([{"messages": [USER, ONE]}, {"messages": [USER]}], {}, r"a\.jsonl, line 2: the conversation has no answer"),
+        ([GOOD, {"messages": [USER]}], {}, r"a\.jsonl, line 2: the conversation has no answer"),
         (
-            '{"messages": []}\n{"messages": \n',
-            {"format": "messages"},
+            '{"messages": []}\n{"messages": \n', {"format": "messages"},
             r"a\.jsonl, line 2 is not JSON: Expecting value in column 13; it ends in the middle, with '{\"messages",
         ),
-        (
-            [{"messages": [USER, ONE]}, {"messages": [USER, {"role": "assistant", "content": None}]}],
-            {},
-            r"a\.jsonl, line 2: message 2 of 'messages' has no content: give it a text",
-        ),
+        ([GOOD, {"messages": [USER, ONE | {"content": None}]}], {}, r"line 2: message 2 of 'messages' has no content"),
         ([{"messages": [{"role": "user"}, ONE]}], {}, r"line 1: message 1 of 'messages' has no content"),
         (
-            '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}',
-            {},
+            '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}', {},
             r"a\.jsonl, line 1 has '\\ud83d', half of a surrogate pair: write the whole, or",
         ),
-        (
-            '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}",
-            {"format": "messages"},
-            r"a\.jsonl, line 1 is nested too deeply to be read: make it flatter",
-        ),
-        (
-            [{"messages": [USER, ONE]}, {"text": "a"}],
-            {},
-            r"line 2 has no field 'messages'; it has text: set data\.mess",
-        ),
+        (f'{{"messages": {DEEP}}}', {"format": "messages"}, r"line 1 is nested too deeply to be read: make it flatter"),
+        ([GOOD, {"text": "a"}], {}, r"line 2 has no field 'messages'; it has text: set data\.mess"),
         ([{"chat": [USER, ONE]}], {"format": "messages"}, "has no field 'messages'; it has chat"),
         ([{"messages": []}], {}, "line 1: the field 'messages' is empty"),
         ([{"messages": "hi"}], {}, "'messages' holds str; a list of messages"),
         ([{"messages": ["hi"]}], {}, "message 1 of 'messages' is str; an object"),
         ([{"messages": [{"speaker": "human"}]}], {}, "message 1 of 'messages' has no role, but speaker"),
         ([{"messages": [ONE, USER]}], {}, "the first message is an answer"),
-        (
-            [{"messages": [{"role": "critic", "content": "x"}, ONE]}],
-            {},
-            "line 1: .* TemplateError: unexpected role critic",
-        ),
-        ([{"messages": [USER, ONE], "tools": "{"}], {}, "the text in the field 'tools' is not JSON"),
-        ([{"messages": [USER, ONE], "tools": 3}], {}, "'tools' holds int, not a list"),
-        ([{"messages": [USER, ONE], "text": "a"}], {}, r"several formats \(text, messages\): set data\.format"),
-        ([{"messages": [USER, ONE]}], {"packing": "stream"}, "messages rows, which are not laid end to end"),
-        (
-            [{"messages": [USER, ONE]}],
-            {"chat_template": "no.jinja"},
-            r"data\.chat_template: the file no\.jinja does not exist",
-        ),
-        ([{"messages": [USER, ONE]}], {"eval": ("EMPTY.jsonl",)}, r"data\.eval \(.*\) has no text"),
-        ([{"messages": [USER, ONE]}], {"tokenizer": "bytes"}, "need a folder with a tokenizer of transformers"),
+        ([{"messages": [USER | {"role": "critic"}, ONE]}], {}, "line 1: .* TemplateError: unexpected role critic"),
+        ([GOOD | {"tools": "{"}], {}, "the text in the field 'tools' is not JSON"),
+        ([GOOD | {"tools": 3}], {}, "'tools' holds int, not a list"),
+        ([GOOD | {"text": "a"}], {}, r"several formats \(text, messages\): set data\.format"),
+        ([GOOD], {"packing": "stream"}, "messages rows, which are not laid end to end"),
+        ([GOOD], {"chat_template": "no.jinja"}, r"data\.chat_template: the file no\.jinja does not exist"),
+        ([GOOD], {"eval": ("EMPTY.jsonl",)}, r"data\.eval \(.*\) has no text"),
+        ([GOOD], {"tokenizer": "bytes"}, "need a folder with a tokenizer of transformers"),
         ("", {}, r"data\.train \(.*\) has no text: every file"),
         ("plain\n", {"format": "text", "train": ("TEXT",), "eval": None}, None),
     ],
-)
+)  # fmt: skip
 def test_bad_data(folder: Path, tmp_path: Path, content: Any, settings: Any, message: str | None) -> None:
     path = tmp_path / "a.jsonl"
     if isinstance(content, str):
@@ -301,11 +277,7 @@ def test_bad_data(folder: Path, tmp_path: Path, content: Any, settings: Any, mes
         lines(path, *content)
     (tmp_path / "TEXT").write_text("plain")
     (tmp_path / "EMPTY.jsonl").write_text("")
-    named = {
-        key: tuple(str(tmp_path / one) for one in value)
-        for key, value in settings.items()
-        if key in ("train", "eval") and value
-    }
+    named = {key: tuple(str(tmp_path / one) for one in settings[key]) for key in ("train", "eval") if settings.get(key)}
     if message is None:
         assert corpus(folder, path, **(settings | named)).train_marks is None
         return
@@ -336,20 +308,14 @@ def test_bad_templates(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "other.jinja").write_text("as it pleases")
     with pytest.raises(ValueError, match=r"line 1: the chat template of .*other\.jinja writes nothing of message 2"):
         corpus(folder, path, chat_template=str(tmp_path / "other.jinja"))
-    with pytest.raises(ValueError, match=r"data\.turns = 'apart' with data\.loss = 'all': an example of each answer"):
-        load_config(None, ["data.turns=apart", "data.loss=all", f"data.train={path}", f"data.tokenizer={folder}"])
 
 
 def test_what_is_learned_is_shown_and_data_is_read_before_ranks_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = lines(tmp_path / "a.jsonl", *[{"messages": [USER, ONE, HI, TWO]}] * 3)
-    named = [
-        f"data.train={path}",
-        f"data.tokenizer={folder}",
-        f"data.cache_dir={tmp_path}/cache",
-        "data.eval_fraction=0",
-    ]
+    named = [f"data.train={path}", f"data.tokenizer={folder}", f"data.cache_dir={tmp_path}/cache"]
+    named.append("data.eval_fraction=0")
     config = load_config(None, [*named, "data.sequence_length=96"])
     with Console(
         record=True, width=200, force_terminal=True, color_system="truecolor", file=open("/dev/null", "w")
@@ -410,13 +376,6 @@ def test_which_messages_are_learned(template: str, flags: Any, settings: Any, le
     text = "".join(found)
     parts = [part for part in re.split(r"<\|im_end\|>\n?", text) if part]
     assert [part.removeprefix("<|im_start|>").removeprefix("assistant\n") for part in parts] == learned
-
-
-def test_a_flag_is_true_or_false() -> None:
-    with pytest.raises(ValueError, match=r"here: weight of a message is 0\.5; true, false, 1 or 0"):
-        encode([USER, ONE | {"weight": 0.5}])
-    with pytest.raises(ValueError, match='no message of the role "tool or system", but user, assistant'):
-        encode([USER, ONE], roles_to_train=("tool", "system"))
 
 
 def test_sharegpt_and_alpaca_are_conversations(folder: Path, tmp_path: Path) -> None:

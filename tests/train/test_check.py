@@ -40,6 +40,8 @@ REFUSED = [
     ("model.config.hidden_act=sillu", "no activation of Transformers; did you mean 'silu'"),
     ("model.config.attention_dropout=3", "attention_dropout = 3 in the olmoe configuration must be at least 0 and"),
     ("model.attn_implementation=flex_attention", "model.attn_implementation = 'flex_attention': OlmoeForCausalLM"),
+    ("model.attn_implementation=flex_atention", "'flex_atention'"),
+    ("model.config.vocab_size=300", "vocab_size = 300 is smaller than the tokenizer's vocabulary of 320"),
     ("model.experts_implementation=loop", "model.experts_implementation = 'loop': "),
     ("training.report_to=tensorbord", "training.report_to names tensorbord, which transformers does not know"),
     ("training.cuda_graphs=on", "training.cuda_graphs = 'on', but steps cannot be captured: there is no GPU"),
@@ -92,14 +94,6 @@ def test_the_run_and_its_dry_run_refuse_the_same(tmp_path: Path, setting: str, m
     assert not (tmp_path / "new").exists()
 
 
-def test_what_clearly_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("carpool.train.launch.machine.rank_memory", lambda cuda, ranks: 2**20)
-    monkeypatch.setattr("carpool.train.plan.memory_fit.advise", lambda *_: [])
-    found = resolve_config(None, ["parallelism.device=cpu", f"training.output_dir={tmp_path}"])
-    with pytest.raises(ValueError, match="this run does not fit"):
-        check_run(found.config, found.fixed)
-
-
 def test_the_command_looks_ahead_before_it_reads_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     @contextlib.contextmanager
     def here(config: Config, entry: str, *, debug: bool, **kwargs: Any) -> Iterator[None]:
@@ -125,23 +119,15 @@ def test_looking_ahead_brings_the_error_back(entry: str, message: str) -> None:
     assert str(refused.value) == message
 
 
-def test_errors_that_no_user_makes_are_left_to_the_ranks() -> None:
+def test_what_ends_a_look_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with look_ahead(Config(), "tests.train.ahead_entries:fail", rank=0):
         pass
-
-
-def test_a_look_ahead_that_does_not_answer_is_ended_and_ranks_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    with pytest.raises(KeyError), look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
+        raise KeyError
     monkeypatch.setattr("carpool.train.launch.start._LIMIT_SECONDS", 0.2)
     with look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
         pass
     assert "did not answer for 0 s, and was ended; ranks start" in capsys.readouterr().err
-
-
-def test_an_error_meanwhile_ends_the_look_ahead() -> None:
-    with pytest.raises(KeyError), look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
-        raise KeyError
 
 
 def test_a_folder_is_one_run_s_at_a_time(tmp_path: Path) -> None:
@@ -237,18 +223,17 @@ def test_a_path_is_not_empty(key: str) -> None:
     assert f"{key} = '' (on the command line): expected text that is not empty" in error_of("train", f'{key}=""')
 
 
-def test_escape_sequences_are_not_passed_on(tmp_path: Path) -> None:
+def test_errors_are_safe_to_print_and_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("a = 1 \x1b[31m")
     for given in (["training.\x1b[31mx=3"], ["\x1b[31mx=3"], ["--config", str(file)], ["--config", "\x1b[31mx.toml"]):
         message = error_of("train", *given)
         assert "\x1b" not in message and r"\x1b[31m" in message
-
-
-def test_a_tracker_that_is_not_installed_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     message = error_of("train", "--dry-run", "training.report_to=mlflow")
     assert "training.report_to names mlflow, which is not installed: pip install mlflow" in message
     assert "Exception ignored" not in capfd.readouterr().err
+    said = why_not_several(Topology.even(4))
+    assert said is not None and "carpool.transport.set_topology" in said and "ep_size" not in said
 
 
 def test_who_waits_is_told_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,8 +243,3 @@ def test_who_waits_is_told_why(capsys: pytest.CaptureFixture[str]) -> None:
     with said_if_slow(0.01):
         time.sleep(0.3)
     assert "layer by layer; thousands of layers take minutes" in capsys.readouterr().err
-
-
-def test_the_library_names_what_the_library_has() -> None:
-    said = why_not_several(Topology.even(4))
-    assert said is not None and "carpool.transport.set_topology" in said and "ep_size" not in said

@@ -36,21 +36,15 @@ def error_of(*args: str) -> str:
     return result.stderr
 
 
-def test_version():
+def test_help_is_complete():
     result = carpool_command("--version")
     assert (result.exit_code, result.stdout) == (0, f"carpool {carpool.__version__}\n")
-
-
-def test_every_command_is_offered_and_has_help():
     for group, commands in (((), cli.app), (("bench",), cli.bench), (("recipes",), cli.recipes)):
         shown = carpool_command(*group, "--help").stdout
         for command in commands.registered_commands:
             name = command.name or command.callback.__name__
             assert re.search(rf"\b{name}\b", shown), name
             assert carpool_command(*group, name, "--help").exit_code == 0
-
-
-def test_every_setting_is_explained():
     shown = carpool_command("train", "--help-config").stdout
     for name, _, default, description in describe():
         assert f"{name} = {default}" in shown
@@ -86,14 +80,11 @@ def test_answers_to_words_name_settings_that_there_are() -> None:
         for command in re.findall(r"carpool (\w+)", said):
             assert command in {one.name or one.callback.__name__ for one in cli.app.registered_commands}, said
         assert words == words.lower()
-
-
-def test_a_word_of_no_setting_is_an_error() -> None:
     for word in ("teleport", "swa"):  # the latter is in "as warm-up"
         assert error_of("train", "--help-config", word).startswith(f"error: no setting mentions {word}")
 
 
-def test_errors_of_the_input_are_one_line(tmp_path):
+def test_errors_of_the_input_are_one_line(tmp_path, monkeypatch):
     file = tmp_path / "my.toml"
     file.write_text("[training]\nmax_step = 3\n")
     expected = f"error: unknown key training.max_step in {file}; did you mean training.max_steps?\n"
@@ -107,6 +98,10 @@ def test_errors_of_the_input_are_one_line(tmp_path):
     )
     debug = carpool_command("train", "--debug", "training.max_step=3")
     assert isinstance(debug.exception, ValueError), "with --debug the error itself, hence its traceback"
+    assert error_of("report", str(tmp_path)).startswith("error: ")
+    assert error_of("generate", str(tmp_path), "--prompt", "def ").startswith("error: ")
+    monkeypatch.setenv("RANK", "3")
+    assert error_of("train", "training.max_step=3").startswith("error (rank 3): unknown key")
 
 
 @pytest.mark.parametrize(
@@ -175,21 +170,6 @@ def test_what_a_command_reads_and_writes_is_checked_before_its_work(tmp_path, as
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
-def test_a_folder_that_holds_a_run_is_profiled(monkeypatch, tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    monkeypatch.setattr("carpool.train.launch.start.run", lambda config, entry, **_: print("starts", entry))
-    ahead = []
-    monkeypatch.setattr(sys.modules["carpool.cli.train"], "check_ahead", lambda _, entry, debug: ahead.append(entry))
-    done = carpool_command("profile", f"training.output_dir={tmp_path}")
-    assert (done.exit_code, done.stdout) == (0, "starts carpool.train.run.profile_run:profile\n")
-    assert ahead == ["carpool.train.run.profile_run:check_profile"]
-
-
-def test_reports_and_samples_need_a_run(tmp_path):
-    assert error_of("report", str(tmp_path)).startswith("error: ")
-    assert error_of("generate", str(tmp_path), "--prompt", "def ").startswith("error: ")
-
-
 def failing(*, user_error: bool) -> RankFailure:
     text = "what was [wrong]"
     return RankFailure(text, rank=1, pid=5, exit_code=1, user_error=user_error, traceback="Traceback: there")
@@ -222,11 +202,6 @@ def test_how_failures_are_shown(monkeypatch, tmp_path, error, debug, code, shown
         assert result.exception is error, "a bug keeps its traceback"
     else:
         assert (result.exit_code, result.stderr) == (code, shown)
-
-
-def test_ranks_of_a_launcher_say_who_they_are(monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    assert error_of("train", "training.max_step=3").startswith("error (rank 3): unknown key")
 
 
 def test_the_command_is_installed_and_returns_its_exit_code():

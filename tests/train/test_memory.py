@@ -136,7 +136,7 @@ def test_what_is_measured_decides() -> None:
     assert set(fits.answer.values()) == {"save"} and fits.how == "default"
 
 
-def test_what_is_measured_is_a_step_alone() -> None:
+def test_what_is_measured_is_a_step_of_a_small_model_alone() -> None:
     given = [
         "training.cuda_graphs=on", "placement.every=10", "training.gradient_accumulation_steps=4",
         "memory.budget=1GiB", "memory.expert_inputs=resend",
@@ -145,9 +145,6 @@ def test_what_is_measured_is_a_step_alone() -> None:
     assert small.placement.every is None and small.moe.layout == "contiguous"
     assert small.training.gradient_accumulation_steps == 1 and small.training.cuda_graphs == "auto"
     assert small.memory.budget is None and set(small.memory.policies.values()) == {"save"}
-
-
-def test_a_small_model_has_layers_with_experts() -> None:
     config = AutoConfig.for_model("deepseek_v3", num_hidden_layers=9, first_k_dense_replace=2, vocab_size=5000)
     small = small_model(config, 2)
     assert (small.num_hidden_layers, small.vocab_size, small.pad_token_id) == (5, 256, None)

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,62 +109,44 @@ def test_bits_of_pefts_merge(cut: str | None, family: str, dtype: torch.dtype, t
     assert any(not torch.equal(ours[name], before[name]) for name in ours)
 
 
-def drops_an_expert(name: str, merged: torch.Tensor, base: torch.Tensor) -> None:
-    if name.endswith("layers.1.mlp.experts.down_proj"):
-        merged[5] = base[5]
+def bits(value: torch.Tensor) -> torch.Tensor:
+    return value.view(torch.int16 if value.dtype == torch.bfloat16 else torch.int32)
 
 
-def swaps_gate_and_up(name: str, merged: torch.Tensor, base: torch.Tensor) -> None:
-    if name.endswith("gate_up_proj"):
-        delta = merged - base
-        merged.copy_(base + delta.roll(delta.shape[1] // 2, 1))
-
-
-def transposes(name: str, merged: torch.Tensor, base: torch.Tensor) -> None:
-    if name.endswith("o_proj.weight"):
-        merged.copy_(merged.T.clone())
-
-
-def scales(name: str, merged: torch.Tensor, base: torch.Tensor) -> None:
-    if name.endswith("layers.0.self_attn.q_proj.weight"):
-        merged.copy_(base + 0.9 * (merged - base))
-
-
-def touches_another(name: str, merged: torch.Tensor, base: torch.Tensor) -> None:
-    if name == "model.norm.weight":
-        merged.view(torch.int16 if merged.dtype == torch.bfloat16 else torch.int32)[3] += 1
-
-
-def is_not_a_number(name: str, merged: torch.Tensor, base: torch.Tensor) -> None:
-    if name.endswith("layers.1.mlp.experts.gate_up_proj"):
-        merged[2, 0, 0] = float("nan")
-
-
-BREAKS = {
-    drops_an_expert: "layers.1.mlp.experts.down_proj, expert 5 is wrong in",
-    swaps_gate_and_up: "layers.0.mlp.experts.gate_up_proj, expert 0, gate is wrong in",
-    transposes: "layers.0.self_attn.o_proj.weight is wrong in",
-    scales: "layers.0.self_attn.q_proj.weight is wrong in",
-    touches_another: "model.norm.weight is wrong in 1 of 32 values",
-    is_not_a_number: "layers.1.mlp.experts.gate_up_proj, expert 2, gate is wrong in 1 of",
-}
+# The end of a weight's name, what is done to it (given the merged weight and the base's), and what is said then.
+BREAKS: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], Any], str]] = {
+    "drops an expert": ("layers.1.mlp.experts.down_proj", lambda m, b: m[5].copy_(b[5]), ", expert 5 is wrong in"),
+    "swaps gate and up": (
+        "layers.0.mlp.experts.gate_up_proj", lambda m, b: m.copy_(b + (m - b).roll(m.shape[1] // 2, 1)),
+        ", expert 0, gate is wrong in",
+    ),
+    "transposes": ("layers.0.self_attn.o_proj.weight", lambda m, _: m.copy_(m.T.clone()), " is wrong in"),
+    "scales": ("layers.0.self_attn.q_proj.weight", lambda m, b: m.copy_(b + 0.9 * (m - b)), " is wrong in"),
+    "touches another": ("model.norm.weight", lambda m, _: bits(m)[3].add_(1), " is wrong in 1 of 32 values"),
+    "is not a number": (
+        "layers.1.mlp.experts.gate_up_proj", lambda m, _: m[2, 0, 0].fill_(torch.nan),
+        ", expert 2, gate is wrong in 1 of",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wrong", BREAKS, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("wrong", BREAKS)
 def test_a_wrong_merge_is_found_and_leaves_no_folder(
-    wrong: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, tiny_model(discover()["olmoe"]).to(dtype), KINDS["olmoe"], "turns")
     read = merging._merged
+    changed, change, said = BREAKS[wrong]
 
     def broken(modules: Any, weights: Any, name: str) -> torch.Tensor:
         merged = read(modules, weights, name).clone()
-        wrong(name, merged, weights.read(name))
+        if name.endswith(changed):
+            change(merged, weights.read(name))
         return merged
 
     monkeypatch.setattr(merging, "_merged", broken)
-    with pytest.raises(CheckpointWriteError, match=f"merged was not written: .*{BREAKS[wrong]}"):
+    with pytest.raises(CheckpointWriteError, match=f"merged was not written: .*{changed}{said}"):
         merge_adapter(run, tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
 

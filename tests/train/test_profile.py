@@ -99,15 +99,12 @@ def test_what_cannot_be_profiled(two_ranks: Ranks, text: list[str], tmp_path: Pa
     assert all(f"{tmp_path} holds no checkpoint" in error for error in two_ranks(record, str(tmp_path), wanted, 2))
 
 
-def test_errors_of_the_command_are_one_line(tmp_path):
+def test_errors_of_the_command_are_one_line_and_before_the_run(tmp_path):
     assert "has no profile" in error_of("profile", "--show", str(tmp_path))
     assert "has no profile" in error_of("profile", "--compare", str(tmp_path))
     assert "unknown key training.max_step" in error_of("profile", "training.max_step=3")
     assert "--show records nothing" in error_of("profile", "--show", str(tmp_path), "training.max_steps=3")
     assert "--output is of --show" in error_of("profile", "--output", str(tmp_path / "page.html"))
-
-
-def test_what_the_ranks_would_refuse_is_refused_before(tmp_path):
     given = [*MODEL, "parallelism.num_ranks=2", "parallelism.device=cpu", f"training.output_dir={tmp_path}"]
     (tmp_path / "metrics.jsonl").write_text("")
     check_profile(load_config(None, given), ())
@@ -121,6 +118,7 @@ def test_what_the_command_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "look_ahead", lambda *args, **kwargs: nullcontext(ahead.append((args, kwargs))))
     monkeypatch.setattr(module, "read_data", lambda config: None)
     monkeypatch.setattr("carpool.train.launch.start.run", lambda *args, **kwargs: started.append((args, kwargs)))
+    (tmp_path / "metrics.jsonl").touch()  # a folder that holds a run
     result = CliRunner().invoke(cli.app, ["profile", f"training.output_dir={tmp_path}", "--steps", "3"])
     assert result.exit_code == 0, result.output
     ((config, entry), kwargs) = started[0]

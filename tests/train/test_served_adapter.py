@@ -113,20 +113,11 @@ MISTAKES: list[tuple[str, str, Callable[[Tensors, dict[str, Any]], None], str, i
 
 
 @pytest.mark.parametrize(("family", "server", "mistake", "says", "read"), MISTAKES)
-def test_mistakes_are_noticed(
-    family: str,
-    server: str,
-    mistake: Callable[[Tensors, dict[str, Any]], None],
-    says: str,
-    read: int,
-    tmp_path: Path,
-) -> None:
+def test_mistakes_are_noticed(family: str, server: str, mistake: Any, says: str, read: int, tmp_path: Path) -> None:
     folder, out = adapter(tmp_path, family), tmp_path / "out"
     check_served(folder, tmp_path / "base", server, out=out)
-    tensors, config = (
-        load_file(out / "adapter_model.safetensors"),
-        json.loads((out / "adapter_config.json").read_text()),
-    )
+    tensors = load_file(out / "adapter_model.safetensors")
+    config = json.loads((out / "adapter_config.json").read_text())
     mistake(tensors, config)
     save_file(tensors, out / "adapter_model.safetensors")
     (out / "adapter_config.json").write_text(json.dumps(config))
@@ -154,11 +145,8 @@ def test_what_servers_do_not_have(server: str, kind: dict[str, Any], says: str, 
 def test_what_is_written_wrongly_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = adapter(tmp_path, "olmoe")
     real = served_adapter.save_file
-    monkeypatch.setattr(
-        served_adapter,
-        "save_file",
-        lambda tensors, *args, **kwargs: real(dict(list(tensors.items())[2:]), *args, **kwargs),
-    )
+    lossy = lambda tensors, *args, **more: real(dict(list(tensors.items())[2:]), *args, **more)  # noqa: E731
+    monkeypatch.setattr(served_adapter, "save_file", lossy)
     with pytest.raises(CheckpointWriteError, match="out was not written: vllm"):
         check_served(folder, tmp_path / "base", "vllm", out=tmp_path / "out")
     with pytest.raises(ValueError, match="no layout is known"):
@@ -169,7 +157,8 @@ def test_what_is_written_wrongly_leaves_no_folder(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "family", [*FAMILIES[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[3:])]
+    "family",
+    [pytest.param(one, marks=() if one in ("gpt_oss", "deepseek_v3") else pytest.mark.slow) for one in FAMILIES],
 )
 def test_adapters_are_what_was_trained(ranks: Ranks, family: str, tmp_path: Path) -> None:
     outcome = follow(ranks, family, tmp_path)

@@ -14,7 +14,7 @@ from carpool.cli import app
 from carpool.report import write_report
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import WORLD_SIZE, Ranks
-from tests.train.test_loop import losses, records, run, weights
+from tests.train.test_loop import goes_on, losses, records, run
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 32, "num_experts_per_tok": 4}
 SETTINGS = [
@@ -24,6 +24,8 @@ SETTINGS = [
     "training.save_pretrained=false", "moe.router_aux_loss_coef=0",
 ]  # fmt: skip
 SPARE = "moe.spare_slots=2"
+TWICE = "training.gradient_accumulation_steps=2"
+AGAIN = ["memory.layer_activations=recompute", "memory.moe_outputs=recompute"]
 LORA = ["adapter.kind=lora", "adapter.rank=4"]
 
 
@@ -91,20 +93,15 @@ def test_ranks_are_even_and_losses_the_same(stayed: Path, balanced: Path) -> Non
 def test_a_resumed_run_is_the_same(
     ranks: Ranks, specialised: Path, balanced: Path, text: list[str], tmp_path: Path
 ) -> None:
-    resume = f"training.resume_from_checkpoint={balanced}/checkpoints/step-00000002"
-    output = start(ranks, specialised, tmp_path / "resumed", *text, SPARE, resume)
-    assert losses(output) == {3: losses(balanced)[3]}
-    first, second = weights(balanced, 3), weights(output, 3)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    goes_on(ranks, balanced, tmp_path / "resumed", [f"model.path={specialised}", *SETTINGS, *text, SPARE], 2)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        ["training.gradient_accumulation_steps=2", "memory.layer_activations=recompute", "moe.spare_weights=save"],
-        ["memory.layer_activations=recompute", "memory.moe_outputs=recompute", "moe.schedule=chunks"],
-        ["training.gradient_accumulation_steps=2", "moe.schedule=two-batch", "memory.expert_inputs=resend"],
-        LORA,
+        [TWICE, "memory.layer_activations=recompute", "moe.schedule=chunks", "moe.spare_weights=save"],
+        [TWICE, *AGAIN, "moe.schedule=two-batch", "memory.expert_inputs=resend"],
+        pytest.param(LORA, marks=pytest.mark.slow),
         [*LORA, "adapter.base_dtype=nf4"],
     ],
     ids=" ".join,

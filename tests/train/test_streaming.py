@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from carpool.train.config import load_config
 from carpool.train.config.declarations import check_effects
 from carpool.train.config.load import resolve_config
 from carpool.train.config.schema_data import DataSection
 from carpool.train.data.streaming import StreamLoader, Streams, lanes_for
 from carpool.train.data.tokenizer import BytesTokenizer
-from tests.ranks import Ranks
-from tests.train.test_kill import PATIENCE, output_of, pid_of_rank, started, wait_for_step
-from tests.train.test_loop import losses, records, start
 
 pytestmark = pytest.mark.timeout(900)
 L = 17
@@ -151,36 +145,3 @@ def test_what_a_stream_does_not_take(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trained on other data"):
         other.load_state_dict(whole.state_dict())
     assert [lanes_for(8, step) for step in (1, 6, 8, 12, 64)] == [1, 6, 8, 6, 8]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_and_one_on_a_single_rank_see_the_same(two_ranks: Ranks, tmp_path: Path) -> None:
-    tables = ", ".join(f'{{path = "{one["path"]}", weight = {one["weight"]}}}' for one in write(tmp_path))
-    settings = [
-        f"data.sources=[{tables}]", f"data.eval={tmp_path}/a/0.jsonl", f"data.cache_dir={tmp_path}/cache",
-        "data.streaming=true", "data.stream_buffer=5", "training.max_steps=1000", "training.eval_steps=none",
-        "training.sample_prompt=none",
-    ]  # fmt: skip
-    until = [*settings, "training.stop_at_step=8"]
-    assert start(two_ranks, tmp_path / "whole", [*until, "training.save_steps=none"]) == [""] * 2
-    killed = tmp_path / "killed"
-    process = started(killed, [*settings, "training.save_steps=2"])
-    try:
-        wait_for_step(killed, 5, lambda: output_of(process))
-        os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
-        process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-    if max(losses(killed)) < 8:
-        assert start(two_ranks, killed, [*until, "training.resume_from_checkpoint=last"]) == [""] * 2
-    steps = losses(tmp_path / "whole")
-    assert {step: losses(killed)[step] for step in steps} == steps
-    one = [*until, "training.save_steps=none", "training.per_device_train_batch_size=4", "parallelism.num_ranks=1"]
-    process = started(tmp_path / "one", one)
-    shown, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, shown
-    assert "streamed from 6 files in up to 8 lanes" in shown
-    for step, line in records(tmp_path / "one").items():
-        assert line["loss"] == pytest.approx(steps[step][0], abs=2e-3)
-        assert line["source_tokens"] == records(killed)[step]["source_tokens"] == {"a": step * 93, "b": step * 31}
-    assert load_config(killed / "config.toml").data.streaming
