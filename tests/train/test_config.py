@@ -407,15 +407,12 @@ def test_derived_degrees(section, world, experts, expected):
     assert degrees.efsdp * degrees.ep * degrees.dp_replicate == world
 
 
-def test_all_derived_degrees():
+def test_all_derived_degrees_and_warmup():
     section = ParallelismSection(cp_size=2, tp_size=2, pp_size=2, etp_size=2, dp_replicate_size=2)
     degrees = section.resolve(64, 6)
     assert (degrees.fsdp, degrees.ep, degrees.efsdp, degrees.world_size) == (4, 2, 4, 64)
     with pytest.raises(ValueError, match="with 16 ranks per copy these do: 1, 2"):
         section.model_copy(update={"ep_size": 4}).resolve(64, 6)
-
-
-def test_warmup_as_steps_or_share():
     assert TrainingSection(max_steps=50, warmup_steps=20).warmup() == 20
     assert TrainingSection(max_steps=50, warmup_steps=0.05).warmup() == 3
     assert TrainingSection(max_steps=50, warmup_steps=0).warmup() == 0
@@ -443,14 +440,11 @@ def test_toml_round_trip(tmp_path, comments):
         assert f"\n{key} = " in text or f"[{section}.{key}]" in text, "every key is written"
 
 
-def test_configs_are_frozen_and_travel_as_json():
+def test_configs_are_frozen_described_and_travel_as_json():
     config = load_config(None, ["model.config.num_experts=8", "training.report_to=tensorboard"])
     with pytest.raises(ValidationError, match="frozen"):
         config.training.max_steps = 3
     assert config_type().model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
-
-
-def test_every_key_is_described():
     described = list(describe())
     assert [name for name, *_ in described] == [f"{section}.{key}" for section, _, key in keys()]
     for name, kind, default, description in described:

@@ -378,7 +378,7 @@ def test_whole_documents_are_held_out_evenly(tmp_path, count, share, held):
     assert (got.train_documents, got.eval_documents) == (count - len(held), len(held))
 
 
-def test_a_single_document_cannot_be_held_out(tmp_path):
+def test_what_cannot_be_held_out_and_what_is_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("alone")
     with pytest.raises(ValueError, match=r"has a single document.*data\.eval, or set data\.eval_fraction=0"):
         corpus(tmp_path, train=[str(tmp_path / "a.txt")], eval_fraction=0.05)
@@ -386,9 +386,6 @@ def test_a_single_document_cannot_be_held_out(tmp_path):
     (tmp_path / "b.txt").write_text("")
     with pytest.raises(ValueError, match=r"data\.eval .* has no text"):
         corpora(tmp_path, train=[str(tmp_path / "a.txt")], eval=[str(tmp_path / "b.txt")])
-
-
-def test_max_bytes_counts_bytes_and_keeps_documents_whole(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "üü"}] * 9)
     assert texts_of(corpus(tmp_path, train=[str(path)], max_bytes=9).train) == ["üü"] * 3
 
@@ -419,17 +416,6 @@ def test_a_damaged_entry_is_built_again(tmp_path):
     assert texts_of(corpus(tmp_path, train=[str(path)]).train) == ["doc"] * 5
     (entry / "meta.json").write_text("{")
     assert texts_of(corpus(tmp_path, train=[str(path)]).train) == ["doc"] * 5
-
-
-def test_only_builders_build(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
-    data = DataSection(train=(str(path),), cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
-    with pytest.raises(ValueError, match="another rank should have built"):
-        prepare(data, BYTES, build=False)
-
-    prepare(data, BYTES)
-    waited = prepare(data, BYTES, build=False)
-    assert texts_of(waited.train) == ["doc"] * 4
 
 
 def _prepare_into(data: DataSection, start, results) -> None:
@@ -470,18 +456,23 @@ def test_what_killed_builders_left_is_removed(tmp_path):
     assert left == {alive, recent, "books.v2"}
 
 
-def test_a_cache_that_cannot_be_written(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot keep tokens in .*set data\.cache_dir"):
-        prepare(DataSection(train=(str(path),), cache_dir=str(tmp_path / "file")), BYTES)
-
-
-def test_the_cache_folder_follows_xdg(monkeypatch):
+def test_where_the_cache_is_and_who_builds_it(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
     assert default_cache_dir() == Path("/some/cache/carpool")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache" / "carpool"
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
+    data = DataSection(train=(str(path),), cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
+    with pytest.raises(ValueError, match="another rank should have built"):
+        prepare(data, BYTES, build=False)
+
+    prepare(data, BYTES)
+    waited = prepare(data, BYTES, build=False)
+    assert texts_of(waited.train) == ["doc"] * 4
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot keep tokens in .*set data\.cache_dir"):
+        prepare(DataSection(train=(str(path),), cache_dir=str(tmp_path / "file")), BYTES)
 
 
 def test_large_vocabularies_take_32_bits(tmp_path):
@@ -536,9 +527,6 @@ def test_the_order_depends_on_seed_and_epoch_only():
     assert first[0] != other[0]
     assert first[0] != first[1] != first[2]
     assert sorted(first[0]) == sorted(first[1]) == sorted(other[2])
-
-
-def test_permutation_is_a_fixed_one():
     assert sorted(permutation(1000, 7, 0)) == list(range(1000))
     # Known values: an order that changed would silently reorder the rest of every resumed run.
     assert permutation(10, 0, 0).tolist() == [4, 8, 0, 1, 7, 6, 2, 5, 3, 9]

@@ -31,11 +31,6 @@ def _run(total: int, seconds: float, terminal: bool, start: int = 0, steps: int 
     return out.getvalue()
 
 
-def test_a_line_says_the_load_of_ranks_with_spare_slots() -> None:
-    said = details(RECORD | {"rank_load_before": 1.731, "rank_load_after": 1.024})
-    assert said[-2:] == ["load 1.98", "load of ranks 1.73 -> 1.02"]
-
-
 def test_a_line_says_what_matters() -> None:
     lines = _run(420, 1.0, terminal=False, steps=84).splitlines()
     assert lines[0].startswith("step   1/420  loss 2.3512  412 ms  4,952 tokens/s  grad 0.71")
@@ -44,6 +39,11 @@ def test_a_line_says_what_matters() -> None:
         == "step  80/420  loss 2.3512  412 ms  4,952 tokens/s  grad 0.71  ranks/token 2.84  load 1.98  6 min left"
     )
     assert lines[-1] == "[bold]done[/]"
+    said = details(RECORD | {"rank_load_before": 1.731, "rank_load_after": 1.024})
+    assert said[-2:] == ["load 1.98", "load of ranks 1.73 -> 1.02"]
+    # One line for 1/50 of a long run would come after hours.
+    shown = len(re.findall("^step", _run(100_000, SILENCE / 4, False, steps=40), re.MULTILINE))
+    assert shown == 10
 
 
 @pytest.mark.parametrize("start", [0, 100])
@@ -51,12 +51,6 @@ def test_lines_are_few_and_hold_both_ends(start: int) -> None:
     steps = [int(n) for n in re.findall(r"^step +(\d+)/", _run(500, 0.1, False, start), re.MULTILINE)]
     assert steps[0] == start + 1 and steps[-1] == 500
     assert len(steps) <= LINES + 1
-
-
-def test_a_slow_run_is_not_silent() -> None:
-    """One line for 1/50 of a long run would come after hours."""
-    shown = len(re.findall("^step", _run(100_000, SILENCE / 4, False, steps=40), re.MULTILINE))
-    assert shown == 10
 
 
 @pytest.mark.parametrize("width", [80, 120])

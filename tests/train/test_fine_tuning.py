@@ -81,23 +81,17 @@ def test_a_long_context_is_not_taken_whole_and_parts_of_a_model_are_looked_into(
     assert found.config.model.dtype == "bfloat16"
 
 
-def test_adapters_learn_faster(checkpoint: Path) -> None:
+def test_what_a_checkpoint_needs_and_brings(checkpoint: Path) -> None:
     settings = {"model": {"path": str(checkpoint)}, "data": {"train": ["a"]}}
     rate = "training", "learning_rate"
     full, adapter = (defaults({**settings, **more})[rate][0] for more in ({}, {"adapter": {"kind": "lora"}}))
     assert adapter == pytest.approx(10 * full)
-
-
-def test_a_checkpoint_needs_data(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=rf"carpool train model.path={checkpoint} data.train=my-data.jsonl"):
         load_config(None, [f"model.path={checkpoint}"])
     mixture = resolve_config(
         None, [f"model.path={checkpoint}", "data.sources=[{path = 'a.jsonl'}]"]
     ).config.data.sources
     assert mixture is not None and mixture[0].path == ("a.jsonl",)
-
-
-def test_without_weights_it_is_the_demos_defaults_which_say_so(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     found = resolve_config(None, [f"model.path={checkpoint}"])
     assert found.config.data == Config().data and found.config.training == Config().training

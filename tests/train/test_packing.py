@@ -207,18 +207,6 @@ def test_batches_are_as_long_as_their_longest_and_steps_of_similar_lengths(group
         TrainLoader(sequences_of(unlike(), changed), batch_size=2, seed=3).load_state_dict(state)
 
 
-def test_held_out_batches_are_equally_long_on_all_ranks() -> None:
-    corpus = unlike()
-    corpus = Corpus(corpus.train, corpus.train, 1, 203, "f", "here", corpus.train_marks, corpus.train_marks)
-    held = eval_sequences(Corpora((corpus,)), section(packing="off", sequence_length=60))["eval"]
-    loaders = [EvalLoader(held, batch_size=3, dp_rank=rank, dp_size=2) for rank in range(2)]
-    batches = list(zip(*loaders, strict=True))
-    assert len(batches) == 34 and {one["input_ids"].shape == two["input_ids"].shape for one, two in batches} == {True}
-    assert sum(count_targets(one["labels"]) for both in batches for one in both) == held.targets(np.arange(203))
-    assert {one["input_ids"].shape[1] for one, _ in batches} <= {8, 16, 24, 32, 40, 48, 56, 60}
-    assert min(one["input_ids"].shape[1] for one, _ in batches) < 60
-
-
 def test_tokens_that_the_model_has_not_are_refused() -> None:
     corpus = Corpora((make_corpus(),))
     last = 99 + sum(SIZES)
@@ -239,3 +227,12 @@ def test_held_out_examples_are_evaluated_whole() -> None:
     corpus = Corpus(corpus.eval, corpus.eval[:0], 2, 0, "f", "here", corpus.eval_marks, None, settings.eval_sets()[0])
     with pytest.raises(ValueError, match=r"^data\.eval\.x: 1 of 2 examples"):
         eval_sequences(Corpora((), (corpus,)), settings)
+    corpus = unlike()
+    corpus = Corpus(corpus.train, corpus.train, 1, 203, "f", "here", corpus.train_marks, corpus.train_marks)
+    held = eval_sequences(Corpora((corpus,)), section(packing="off", sequence_length=60))["eval"]
+    loaders = [EvalLoader(held, batch_size=3, dp_rank=rank, dp_size=2) for rank in range(2)]
+    batches = list(zip(*loaders, strict=True))
+    assert len(batches) == 34 and {one["input_ids"].shape == two["input_ids"].shape for one, two in batches} == {True}
+    assert sum(count_targets(one["labels"]) for both in batches for one in both) == held.targets(np.arange(203))
+    assert {one["input_ids"].shape[1] for one, _ in batches} <= {8, 16, 24, 32, 40, 48, 56, 60}
+    assert min(one["input_ids"].shape[1] for one, _ in batches) < 60

@@ -82,6 +82,8 @@ def test_what_is_planned_fits_and_keeps_the_tokens_of_a_step() -> None:
     assert plan.taken.label in why and "H100" in why and plan.inputs
     small = planned("parallelism=auto", "memory=auto", memory=24 * GiB)[2].taken
     assert small.memory_bytes <= 0.92 * 24 * GiB and small.step_ms[1] >= plan.taken.step_ms[1]
+    with pytest.raises(ValueError, match=r"no plan fits into 1\.0 GiB of a rank\. The configuration that needs least"):
+        planned("parallelism=auto", "memory=auto", memory=GiB)
 
 
 def test_what_the_user_says_stays() -> None:
@@ -119,11 +121,6 @@ def test_what_a_run_decides_by_a_rule_is_predicted_as_something_that_can_be(aske
     assert "auto" not in label and ("zero1" in label or "fsdp" in label)
 
 
-def test_nothing_that_fits_is_an_error_that_says_how_much_it_takes() -> None:
-    with pytest.raises(ValueError, match=r"no plan fits into 1\.0 GiB of a rank\. The configuration that needs least"):
-        planned("parallelism=auto", "memory=auto", memory=GiB)
-
-
 def test_plans_that_cannot_be_run_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many of them would be faster."""
     seen: list[int] = []
@@ -150,9 +147,6 @@ def test_no_plan_divides_a_key_value_head() -> None:
         model = meta_model(model_source(resolved.config, load_tokenizer(None, None, None)))
         with nullcontext() if plans else pytest.raises(ValueError, match="no plan"):
             make_plan(resolved.config, resolved.fixed, model, HARDWARE["H100"], world=4, per_node=4, memory=80 * GiB)
-
-
-# -- held against the first steps -----------------------------------------------------------------------------------
 
 
 def predicted(label: str, rides: float, experts: float, rest: float, **settings: Any) -> Predicted:
@@ -185,9 +179,6 @@ def test_other_plans_are_corrected_by_what_was_measured() -> None:
     assert "b would take 79.1 ms" in second and "x=2" in second
     right = measured_beside(plan, steps(10, 20, 30))
     assert right is not None and len(describe(plan, right)) == 1, "nothing would be faster"
-
-
-def test_without_times_of_parts_the_step_corrects_all() -> None:
     plan = Planned(predicted("a", 10, 20, 30), (predicted("b", 0, 20, 20),), {})
     found = measured_beside(plan, [{**one, "ms": {}} for one in steps(20, 40, 60)])
     assert found is not None

@@ -105,13 +105,10 @@ def test_schedules_that_make_no_sense(name: str, chunks: int, says: str) -> None
         Schedule(name, chunks)
 
 
-def test_forward_and_backward_are_tried_apart() -> None:
+def test_orders_and_neighbours_of_schedules() -> None:
     assert neighbours(Schedule()) == ()
     assert neighbours(Schedule("chunks", 2)) == (Schedule("chunks", 2, 4), Schedule("chunks", 4, 2))
     assert Schedule("chunks", 4, 6).pieces == 12 and str(Schedule("chunks", 4, 6)) == "chunks=4,6"
-
-
-def test_tiles_on_a_gpu_need_a_transport_with_signals() -> None:
     transport = Dedup(None, 4)
     assert Schedule("tiles", 2).order(transport, torch.device("cpu")) == ChunkedOrder(2, 2)
     assert Schedule("chunks", 2, 3).order(transport, torch.device("cuda")) == ChunkedOrder(2, 3)

@@ -66,11 +66,18 @@ def decided(wanted: Any, shape: Shape = SHAPE, record: Any = None) -> tuple[Chos
     return decide_kernels(wanted, shape, CPU, SILU, *KERNELS_KIND.recall(record, asdict(shape)))
 
 
-def test_a_new_run_goes_by_the_shape_where_it_cannot_measure() -> None:
+def test_what_a_new_run_takes() -> None:
     for wanted in ("default", "measure"):
         chosen, to_measure = decided(wanted)
         assert (chosen.answer, chosen.how, to_measure) == (Choices(), "default", False)
         assert ("nothing was measured: the kernels need a GPU" in chosen.why) == (wanted == "measure")
+    given = {"up": "square", "dup": "flat"}
+    chosen, to_measure = decided(given)
+    assert (chosen.answer, chosen.how, to_measure) == (Choices(up="square", dup="flat"), "given", False)
+    assert "up, dup as moe.expert_kernels says; the rest by the shape" in chosen.why
+    assert "the library computes all of them" in chosen.why  # on this device, as said in the same breath
+    chosen, _ = decided(given, record=record_of(MIXED))
+    assert chosen.answer == replace(MIXED, up="square", dup="flat") and chosen.how == "given"
 
 
 def test_a_quantised_base_is_never_whole() -> None:
@@ -81,16 +88,6 @@ def test_a_quantised_base_is_never_whole() -> None:
         with where, mock.patch("carpool.train.build.measured_choices.why_no_kernels", lambda *_: ""):
             chosen, _ = decide_kernels("default", replace(shape, **more), torch.device("cuda"), SILU, None, "")
         assert ("library" in chosen.answer.to_dict().values()) == library
-
-
-def test_a_table_overrides_what_it_names() -> None:
-    given = {"up": "square", "dup": "flat"}
-    chosen, to_measure = decided(given)
-    assert (chosen.answer, chosen.how, to_measure) == (Choices(up="square", dup="flat"), "given", False)
-    assert "up, dup as moe.expert_kernels says; the rest by the shape" in chosen.why
-    assert "the library computes all of them" in chosen.why  # on this device, as said in the same breath
-    chosen, _ = decided(given, record=record_of(MIXED))
-    assert chosen.answer == replace(MIXED, up="square", dup="flat") and chosen.how == "given"
 
 
 @pytest.mark.parametrize("stages", [{"up": "huge"}, {"huge": "flat"}])
