@@ -116,16 +116,6 @@ def test_training_has_the_same_bits(
     assert not list(tmp_path.iterdir())
 
 
-def test_other_backwards_leave_gradients_and_free_experts() -> None:
-    right, model = model_of(), model_of()
-    loss_of(right, 0).backward()
-    away = keep_experts_in_host_memory(model)
-    loss_of(model, 0).backward()
-    for (name, p), q in zip(model.named_parameters(), right.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad), name
-    assert [layer.here for layer in away._layers] == [True] + [False] * (LAYERS - 1)
-
-
 def test_values_can_be_read_and_changed() -> None:
     right, model = model_of(), model_of()
     away = keep_experts_in_host_memory(model)
@@ -141,6 +131,13 @@ def test_values_can_be_read_and_changed() -> None:
                 p.mul_(1.5)
     with torch.no_grad():
         assert torch.equal(loss_of(model, 1), loss_of(right, 1))
+    right, model = model_of(), model_of()
+    loss_of(right, 0).backward()
+    away = keep_experts_in_host_memory(model)
+    loss_of(model, 0).backward()
+    for (name, p), q in zip(model.named_parameters(), right.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad), name
+    assert [layer.here for layer in away._layers] == [True] + [False] * (LAYERS - 1)
 
 
 def test_a_generation_brings_each_layer_in_once_a_token() -> None:
@@ -194,7 +191,7 @@ def test_what_stays_on_the_device_does_not_come_again(
     assert hits[0].kept == 0 < hits[1].kept < hits[2].kept
 
 
-def test_likely_experts_are_those_that_went_together() -> None:
+def test_what_predictors_foretell() -> None:
     seen = NextExperts(3, 10)
     assert seen.likely(0, {3: 1}) == []
     for first, second in (([3, 5], [1, 4]), ([3, 6], [1, 2])):
@@ -206,9 +203,6 @@ def test_likely_experts_are_those_that_went_together() -> None:
     seen.saw(0, {9: 1})
     found = seen.priority()[0]
     assert found[9] == found[3] == 2 * found[5] == 1 / 3 and found[0] == 0
-
-
-def test_the_nearest_activation_matrix_foretells() -> None:
     seen = ActivationMatrices(2, 4)
     assert seen.likely(0, {1: 1}) == []
     for first, second in (({0: 9, 1: 1, 2: 2}, {1: 7, 3: 5}), ({1: 4, 3: 8}, {0: 6, 1: 6})):
@@ -224,6 +218,18 @@ def test_the_nearest_activation_matrix_foretells() -> None:
     seen.saw(1, {2: 5})
     found = seen.priority()
     assert found[0, 3] > found[1, 2] > found[0, 0] > found[0, 1] > found[1, 0]
+    seen = Popularity(2, 4, few=1)
+    assert seen.likely(0, {}) == []
+    for batch_ in ({0: 8, 1: 2}, {0: 6, 2: 4}):
+        seen.saw(1, batch_)
+    # 7, 1, 2 and 0 tokens are expected; the CPU computes those with one.
+    assert seen.likely(0, {3: 1}) == [0, 2]
+    assert seen.priority()[1].tolist() == [0.7, 0.1, 0.2, 0.0]
+    one = [torch.zeros(4, 256, dtype=torch.uint8)]
+    cache = ExpertCache([one, one], 256, torch.device("cpu"))
+    assert cache.put(1, 2, seen.priority(), only_lower=True) is not None
+    assert cache.put(1, 1, seen.priority(), only_lower=True) is None
+    assert cache.put(1, 0, seen.priority(), only_lower=True) is not None and cache.held(1) == {0}
 
 
 def test_a_cache_of_experts_gives_up_the_least_wanted() -> None:
@@ -244,12 +250,19 @@ def test_a_cache_of_experts_gives_up_the_least_wanted() -> None:
     assert kept is not None and kept[0].eq(2).all() and kept[1].eq(2).all() and cache.find(0, 1) is None
 
 
-def test_experts_that_share_memory_are_refused() -> None:
+def test_experts_that_cannot_be_away(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     first, second = list(rides(model).values())[:2]
     second.experts.down_proj = first.experts.down_proj
     with pytest.raises(ValueError, match=r"experts of two layers share memory"):
         keep_experts_in_host_memory(model)
+    model = model_of()
+    for own in rides(model).values():
+        own.set_schedule(Schedule("tiles", 2))
+        monkeypatch.setattr(own, "transport", mock.Mock(rides_in_parts=True))
+    away = keep_experts_in_host_memory(model, predictor=Popularity)
+    with pytest.raises(ValueError, match=r"those of moe.schedule = 'tiles' arrive in parts"):
+        compute_few_on_cpu(model, away, 1)
 
 
 def cpu_expert_tokens(step: int) -> torch.Tensor:
@@ -331,31 +344,6 @@ def test_the_cpu_computes_experts_with_few_tokens(monkeypatch: pytest.MonkeyPatc
     (whole, nobody), (less, stays), _ = came
     assert nobody is None and stays is not None and any(stays.of.values())
     assert less.bytes_in < whole.bytes_in if frozen else less.bytes_in <= whole.bytes_in
-
-
-def test_the_cpu_takes_no_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of()
-    for own in rides(model).values():
-        own.set_schedule(Schedule("tiles", 2))
-        monkeypatch.setattr(own, "transport", mock.Mock(rides_in_parts=True))
-    away = keep_experts_in_host_memory(model, predictor=Popularity)
-    with pytest.raises(ValueError, match=r"those of moe.schedule = 'tiles' arrive in parts"):
-        compute_few_on_cpu(model, away, 1)
-
-
-def test_popular_experts_are_those_of_the_last_batches() -> None:
-    seen = Popularity(2, 4, few=1)
-    assert seen.likely(0, {}) == []
-    for batch_ in ({0: 8, 1: 2}, {0: 6, 2: 4}):
-        seen.saw(1, batch_)
-    # 7, 1, 2 and 0 tokens are expected; the CPU computes those with one.
-    assert seen.likely(0, {3: 1}) == [0, 2]
-    assert seen.priority()[1].tolist() == [0.7, 0.1, 0.2, 0.0]
-    one = [torch.zeros(4, 256, dtype=torch.uint8)]
-    cache = ExpertCache([one, one], 256, torch.device("cpu"))
-    assert cache.put(1, 2, seen.priority(), only_lower=True) is not None
-    assert cache.put(1, 1, seen.priority(), only_lower=True) is None
-    assert cache.put(1, 0, seen.priority(), only_lower=True) is not None and cache.held(1) == {0}
 
 
 @pytest.mark.parametrize("host_layers", [0, 1, 3, 9])

@@ -22,7 +22,6 @@ from carpool.ride.function import ride
 from carpool.ride.schedule import Schedule
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
-from carpool.train.config import load_config
 from carpool.transport import make_transport
 from tests.ranks import Ranks, mesh
 
@@ -81,9 +80,6 @@ def test_every_policy_gives_the_same_bits(two_ranks: Ranks, transport: str) -> N
     assert two_ranks(differing, transport) == [[]] * 2
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
-
-
 class Layer:
     """One ride on one rank, with an arena or without."""
 
@@ -139,6 +135,14 @@ def test_what_is_not_kept_is_not_saved() -> None:
         gone = (policies.expert_inputs != "save") * rows + (policies.expert_activations != "save") * hidden
         ticket = 8 if policies.offloads else 0
         assert kept[SAVE_ALL] - size == gone - ticket, policies
+
+
+def test_activated_rows_are_never_kept() -> None:
+    shapes: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+        Layer(SAVE_ALL)()
+    assert any(shape[-1:] == (2 * F,) for shape in shapes), "pre-activations are"
+    assert not any(len(shape) == 2 and shape[-1] == F for shape in shapes)
 
 
 def test_hooks_never_see_an_arena() -> None:
@@ -218,9 +222,6 @@ def test_policies_that_are_none() -> None:
         )
 
 
-# -- how many bytes that is -------------------------------------------------------------------------------------------
-
-
 def test_predicted_bytes_are_those_that_are_saved() -> None:
     of_one = 11 * H * 4, 11 * K * 2 * F * 4, 11 * H * 4
     whole = dict.fromkeys(POLICIES, "save")
@@ -262,20 +263,6 @@ def test_predicted_bytes_of_a_model(
     }  # fmt: skip
 
 
-# -- the settings -----------------------------------------------------------------------------------------------------
-
-
-def test_what_is_none_is_kept() -> None:
-    memory = load_config(None, ["memory.expert_inputs=resend"]).memory
-    assert memory.policies == {
-        "expert_inputs": "resend",
-        "expert_activations": "save",
-        "layer_activations": "save",
-        "moe_outputs": "save",
-    }
-    assert memory.activation_policies == ActivationPolicies(expert_inputs="resend")
-
-
 def test_layers_that_are_copied_share_an_offloader_of_their_own() -> None:
     """So that the backward of a layer asks for the items of the one before it."""
     net, offloader = torch.nn.Sequential(*(carpool.MoE(H, F, E, K) for _ in range(2))), Offloader()
@@ -300,7 +287,7 @@ def write(rows: HiddenStates, value: float, n: int) -> None:
     rows.data.data[start(rows) : start(rows) + n * rows.width] = value
 
 
-def test_rows_of_several_layers_do_not_touch() -> None:
+def test_places_in_an_arena() -> None:
     arena = Arena(1 << 16, CPU)
     a, b = arena.reserve(7, torch.float32, count(5)), arena.reserve(24, torch.bfloat16, count(3))
     write(a, 1.0, 5)
@@ -308,9 +295,6 @@ def test_rows_of_several_layers_do_not_touch() -> None:
     assert torch.equal(a.contiguous(5), torch.ones(5, 7))
     assert torch.equal(b.contiguous(3), torch.full((3, 24), 2.0, dtype=torch.bfloat16))
     assert int(arena.needed) == 256 + 256
-
-
-def test_released_rows_give_their_place_back_from_the_top() -> None:
     arena = Arena(1 << 16, CPU)
     a, b, c = (arena.reserve(64, torch.float32, count(1)) for _ in range(3))
     del b  # below c: its place stays taken until c is released
@@ -319,9 +303,6 @@ def test_released_rows_give_their_place_back_from_the_top() -> None:
     del c, d
     e = arena.reserve(64, torch.float32, count(2))
     assert start(e) == 64 and int(arena.pointer) == 256 + 512
-
-
-def test_what_does_not_fit_is_marked_and_counted() -> None:
     arena = Arena(1024, CPU)
     fits = arena.reserve(64, torch.float32, count(4))
     late = arena.reserve(64, torch.float32, count(1))
@@ -329,6 +310,13 @@ def test_what_does_not_fit_is_marked_and_counted() -> None:
     assert int(arena.needed) == 1280 > arena.capacity
     del late
     assert start(arena.reserve(64, torch.float32, count(0))) == 256  # nothing to write: it fits
+    arena = Arena(4096, torch.device("cpu"))
+    rows = arena.reserve(4, torch.float32, torch.tensor([3]))
+    with pytest.raises(RuntimeError, match="still keeps rows"):
+        arena.restart()
+    del rows
+    arena.restart()
+    assert arena.reserve(4, torch.float32, torch.tensor([3])).start.tolist() == [0]
 
 
 def test_autograd_and_checkpointing_hold_the_place_just_as_long_as_they_need_it() -> None:
@@ -360,13 +348,3 @@ def test_autograd_and_checkpointing_hold_the_place_just_as_long_as_they_need_it(
     assert not any(held.alive for _, held in arena._stack), "what is recomputed is not kept"
     y.sum().backward()
     assert used == [1, 1]
-
-
-def test_it_begins_anew_only_when_nobody_holds_anything() -> None:
-    arena = Arena(4096, torch.device("cpu"))
-    rows = arena.reserve(4, torch.float32, torch.tensor([3]))
-    with pytest.raises(RuntimeError, match="still keeps rows"):
-        arena.restart()
-    del rows
-    arena.restart()
-    assert arena.reserve(4, torch.float32, torch.tensor([3])).start.tolist() == [0]

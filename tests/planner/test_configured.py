@@ -185,11 +185,11 @@ def test_a_stretched_plan_says_why_it_is_slow_and_what_to_ask_for(
     (asked,) = re.findall(r"^The file is for 4 GPUs\. .*: carpool (plan .*)$", slow, re.MULTILINE)
     assert "--moments bfloat16 " in asked
     assert CliRunner().invoke(app, asked.split()).exit_code == 0
-    fast = CliRunner().invoke(app, ["simulate", "runs/plan-16384/plan-1.toml", "--hardware", "H200", "--json"])
-    record = json.loads(fast.stdout)
+    command = ["simulate", "runs/plan-16384/plan-1.toml", "--hardware", "H200", "--out", "fast"]
+    plain = CliRunner().invoke(app, command).output
+    record = json.loads(Path("fast/simulation.json").read_text())
     assert record["gpus"] == 16384 and record["tokens"] == 16384 * 8192
     assert record["sizes"][-1]["efficiency"] > 0.8 and record["step_seconds"] < 2
-    plain = CliRunner().invoke(app, ["simulate", "runs/plan-16384/plan-1.toml", "--hardware", "H200"]).output
     assert "The step goes to" in plain and "The file is for" not in plain
 
 
@@ -295,11 +295,8 @@ def test_what_cannot_be_taken_again_is_chosen_anew_and_says_why(change: dict[str
     assert found.answer == 16 and says in found.why
 
 
-def test_a_record_without_a_choice_is_none() -> None:
+def test_decisions_are_one_record_that_may_hold_none() -> None:
     assert KIND.recall({"name": "grouped"}, SHAPE) == (None, "") == KIND.recall(None, SHAPE)
-
-
-def test_a_runs_decisions_are_one_record() -> None:
     decisions, other = Decisions(), Kind[str]("way", lambda name: {"name": name}, lambda record: str(record["name"]))
     decisions.add(KIND, Chosen(4, SHAPE, "default", "by the rule"))
     decisions.add(other, Chosen("dedup", {}, "given", "asked for"))
@@ -316,7 +313,4 @@ def test_a_runs_decisions_are_one_record() -> None:
     again = Decisions(decisions.record, from_rank_0)
     assert again.choose(other, {}, lambda kept, note: (kept or Chosen("x", {}, "", note), False)).answer == "dedup"
     assert asked == [1], "one rank reads and decides"
-
-
-def test_what_costs_more_must_be_clearly_faster() -> None:
     assert fastest({"a": 10.0, "b": 9.9, "c": 9.5, "d": 9.4}) == "c"

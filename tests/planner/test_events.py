@@ -30,9 +30,6 @@ def test_streams_run_beside_each_other_and_in_order() -> None:
     assert found.path_seconds() == {"dense": 2.0, "dispatch": 3.0, "experts": 1.0}
     # The ride is exposed from 4 to 5; before that it is hidden.
     assert found.exposed_seconds() == {"attention": 2.0, "dense": 2.0, "experts": 1.0, "dispatch": 1.0, IDLE: 0.0}
-
-
-def test_waiting_for_nothing_is_idle() -> None:
     graph = Graph()
     host = graph.add("host", "host", 2.0)
     graph.add("dense", "dense", 1.0, (host,))
@@ -155,29 +152,6 @@ def _check_path(found: Execution) -> None:
     assert sum(found.path_seconds().values()) == pytest.approx(found.step)
 
 
-def test_bounds_are_other_lengths() -> None:
-    graph = Graph()
-    graph.add("one", "dense", 2.0, low=1.0, high=4.0)
-    graph.add("two", "dense", 3.0)
-    assert execute(graph).step == 5.0
-    assert execute(graph, seconds=lambda event: event.low).step == 4.0
-    assert execute(graph, seconds=lambda event: event.high).step == 7.0
-
-
-def test_a_clock_runs_a_graph_as_it_is_built() -> None:
-    graph, clock = Graph(), Clock()
-    for one in (graph, clock):
-        first = one.add("a", "attention", 2.0)
-        ride = one.add("b", "dispatch", 1.5, (first,), group=Group(2))
-        one.add("c", "dense", 0.5, (first,))
-        one.add("d", "experts", 3.0, (ride,))
-        one.add("e", "send", 1.0, (first,), stage=1, stream="sends forward")
-        one.add("f", "dense", 9.0, stage=1)
-    assert clock.step == execute(graph).step == 9.0
-    clock.add("g", "combine", 4.0, (3,))
-    assert clock.step == 10.5
-
-
 def test_a_program_is_what_was_recorded_again_and_again() -> None:
     """Random events of which three copies follow each other, with ends that others and the outside wait for."""
     rng = np.random.default_rng(0)
@@ -203,14 +177,11 @@ def test_a_program_is_what_was_recorded_again_and_again() -> None:
             assert clock.step == execute(graph).step and [clock._end[one] for one in first[1]] == ends.tolist()
 
 
-def test_ranks_that_are_alike() -> None:
+def test_a_step_is_the_sum_over_layers_of_the_maximum_over_ranks() -> None:
     step = build(16)
     routing = sampled(step, None, stretch=0.0)
     assert execute(step.graph, 16, drawn_seconds(step, routing)).step == pytest.approx(balanced())
-
-
-def test_a_step_is_the_sum_over_layers_of_the_maximum_over_ranks() -> None:
-    """One group of four ranks, so every layer's experts and rides are those of its slowest rank."""
+    # One group of four ranks, so every layer's experts and rides are those of its slowest rank.
     step = build(4)
     routing = sampled(step, None)
     took = REDUCTION + 6 * ATTENTION
@@ -256,21 +227,15 @@ def test_scaling_and_troubles() -> None:
     assert record["tokens_per_second_with_failures"] < record["tokens_per_second"]
 
 
-def test_sizes_that_the_degrees_do_not_divide() -> None:
+def test_other_numbers_of_ranks() -> None:
     assert [size.gpus for size in simulate(build, 48).sizes] == [12, 48]
     with pytest.raises(ValueError, match="30 GPUs cannot be divided by 4"):
         simulate(build, 30)
     with pytest.raises(ValueError, match="10 GPUs cannot be divided by 4"):
         simulate(build, 24, sizes=[10])
-
-
-def test_one_rank_is_simulated_as_many_are() -> None:
     found = simulate(lambda gpus: build(gpus, ep=1), 4, sizes=[1])
     assert [size.gpus for size in found.sizes] == [1, 4]
     assert found.sizes[0].drawn == pytest.approx(balanced())
-
-
-def test_a_pipeline_of_many_ranks() -> None:
     found = simulate(lambda gpus: build(gpus, layers=4, stages=2), 16)
     assert found.execution.end_SR.shape == (2, 8)
     assert found.sizes[-1].balanced == pytest.approx(balanced(4))
@@ -287,14 +252,18 @@ def test_sixteen_thousand_ranks_take_seconds() -> None:
     assert np.ptp(found.end_SR) == 0
 
 
-# -- failures ---------------------------------------------------------------------------------------------------------
-
 MANY = Failures.of_gpus(16384, GPU_MTBF_HOURS, checkpoint=60.0, restart=600.0)
 
 
-def test_a_large_run() -> None:
+def test_failures_of_large_and_hopeless_runs() -> None:
     assert MANY.mtbf == pytest.approx(3.093 * HOUR, rel=1e-3) and MANY.per_day == pytest.approx(419 / 54)
     assert MANY.young == pytest.approx(math.sqrt(2 * 60 * MANY.mtbf))
+    assert Failures(1.0, 60.0, 2000.0).goodput(100.0) == 0.0
+    assert Failures(10.0, 60.0, 1.0).daly == 10.0
+    with pytest.raises(ValueError, match="must be positive"):
+        Failures(0.0, 60.0, 1.0)
+    with pytest.raises(ValueError, match=r"one of 4,096 GPUs fails every .* s, .* nothing would be trained"):
+        Failures.of_gpus(4096, 1e-3, 60.0, 600.0)
 
 
 @pytest.mark.parametrize("interval", [300.0, MANY.young, 3 * HOUR])
@@ -311,12 +280,3 @@ def test_dalys_interval_is_the_best(failures: Failures) -> None:
     best = max(map(failures.goodput, intervals))
     assert failures.goodput(failures.daly) == pytest.approx(best, rel=2e-4)
     assert failures.goodput(failures.young) <= failures.goodput(failures.daly) + 1e-9
-
-
-def test_nothing_gets_done_where_failures_come_too_fast() -> None:
-    assert Failures(1.0, 60.0, 2000.0).goodput(100.0) == 0.0
-    assert Failures(10.0, 60.0, 1.0).daly == 10.0
-    with pytest.raises(ValueError, match="must be positive"):
-        Failures(0.0, 60.0, 1.0)
-    with pytest.raises(ValueError, match=r"one of 4,096 GPUs fails every .* s, .* nothing would be trained"):
-        Failures.of_gpus(4096, 1e-3, 60.0, 600.0)

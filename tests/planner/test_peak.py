@@ -67,9 +67,6 @@ def test_the_timeline_rises_and_falls() -> None:
     assert max(sizes.values()) == pytest.approx(peak.tensors) and peak.at in sizes
     assert sizes["forward of layer 3"] < sizes["forward of layer 30"] < sizes["loss"]
     assert memory_of(shape, candidate).parts == peak.parts
-
-
-def test_the_layer_that_is_computed_again_is_there_in_the_backward_alone() -> None:
     shape = shape_of(QWEN)
     candidate = Candidate(Degrees(1, 8, 1, 8), 4096, 1, 2, policies={**KEEP, "layer_activations": "recompute"})
     found, sizes = dict(memory_of(shape, candidate, every_layer=True).timeline), sizes_of(shape, candidate, 0, Routes())
@@ -79,7 +76,7 @@ def test_the_layer_that_is_computed_again_is_there_in_the_backward_alone() -> No
     assert found[f"backward of layer {last - 1}"] > found["loss"] - logits + max(sizes.layers)
 
 
-def test_gradients_in_buffers_take_no_place_that_a_graph_has_freed() -> None:
+def test_sizes_of_gradients_and_stages() -> None:
     shape = shape_of(QWEN, 4)
     # Pre-activations of a layer are larger than the gradients of its experts.
     alone, whole = (Candidate(Degrees(1, ranks), 8192, 8, compiled=False) for ranks in (1, 8))
@@ -87,9 +84,6 @@ def test_gradients_in_buffers_take_no_place_that_a_graph_has_freed() -> None:
     for one, fewer in ((alone, True), (whole, False)):
         of_two = memory_of(shape, Candidate(**{**vars(one), "accumulation": 2})).parts["gradients"]
         assert (memory_of(shape, one).parts["gradients"] < of_two) == fewer
-
-
-def test_early_stages_of_a_pipeline_keep_more_micro_batches() -> None:
     shape = shape_of(QWEN)
     one, four = (
         memory_of(shape, Candidate(Degrees(1, 8 // pp, 1, 2, pp=pp), 4096, 1, 8)).parts["activations"] for pp in (1, 4)

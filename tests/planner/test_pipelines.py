@@ -49,13 +49,10 @@ def test_orders_are_pytorchs(schedule: str, chunks: int, stages: int, micro_batc
             assert found[stage] == _torch_order(schedule, stages, micro_batches, chunks, stage)
 
 
-def test_one_forward_one_backward_by_hand() -> None:
+def test_orders_by_hand() -> None:
     text = ["".join(f" {one.kind}{one.micro_batch}" for (one,) in order) for order in orders("1F1B", 3, 4)]
     assert text == [" F0 F1 F2 B0 F3 B1 B2 B3", " F0 F1 B0 F2 B1 F3 B2 B3", " F0 B0 F1 B1 F2 B2 F3 B3"]
-
-
-def test_pairs_of_interleaved_stages_by_hand() -> None:
-    """Chunks c and 2 + c of stage c; a pair is in brackets, and its forward comes first."""
+    # Chunks c and 2 + c of stage c; a pair is in brackets, and its forward comes first.
     text = []
     for order in orders("Interleaved1F1B", 2, 4, 2, paired=True):
         parts = [" ".join(f"{one.kind}{one.chunk}.{one.micro_batch}" for one in actions) for actions in order]

@@ -122,13 +122,10 @@ def test_bagualu_spreads_experts_over_all_nodes() -> None:
     assert one.degrees == Degrees(1, 16, 1, 16) and one.transport == "hierarchical" and one.data_parallel == "zero1"
 
 
-def test_constraints_are_tried_in_the_order_of_what_they_cost() -> None:
+def test_constraints_are_tried_and_kept() -> None:
     space = read_constraints(Space(), ["optimizer_offload=host,none", "transport=alltoall,dedup,nvlink", "ep=8,2"])
     assert space.optimizer_offload == ("none", "host"), "what fits with the first one is not tried with the second"
     assert space.transports == ("nvlink", "dedup", "alltoall") and space.ep == (8, 2)
-
-
-def test_constraints_are_kept_by_every_search() -> None:
     space = read_constraints(Space(), ["ep=2,8", "memory.expert_activations=save", "optimizer_offload=none"])
     space = replace(space, tp=(1,), pp=(1,), cp=(1,), micro_batches=(1, 2))
     one = plan(SHAPE, H100, **NUMBERS, best=1, space=space)
@@ -154,9 +151,6 @@ def test_constraints_are_kept_by_every_search() -> None:
         PLANNERS["bagualu"].restrict(read_constraints(Space(), ["pp=4"]), SHAPE)
 
 
-# -- rides in chunks -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 def test_equal_rides_follow_the_formula(chunks: int) -> None:
     for a, c in itertools.product((0.1, 1.0, 2.0, 7.0), (0.1, 1.0, 3.0, 9.0)):
@@ -166,17 +160,11 @@ def test_equal_rides_follow_the_formula(chunks: int) -> None:
         assert took == pytest.approx(formula) if c <= a or c >= 2 * a else formula <= took <= formula + 2 * (c - a)
 
 
-def test_nothing_beside_takes_the_sum() -> None:
+def test_chunks_by_hand() -> None:
     pieces = Pieces(1.0, 2.0, 3.0, 4.0)
     assert chunked(pieces, 3, beside=False) == pytest.approx(30.0) == 3 * pieces.alone
-
-
-def test_a_delayed_gradient_hides_the_combine() -> None:
     assert chunked(Pieces(1.0, 2.0, 3.0, after=4.0), 1) == 7.0
     assert chunked(Pieces(1.0, 2.0, 3.0, after=1.0), 1) == 6.0
-
-
-def test_a_slow_host_makes_chunks_useless() -> None:
     ready = {r: chunked(Pieces(2 / r, 4 / r, 2 / r, host=0.0), r) for r in (1, 2, 4)}
     slow = {r: chunked(Pieces(2 / r, 4 / r, 2 / r, host=6.0), r) for r in (1, 2, 4)}
     assert min(ready, key=ready.__getitem__) == 4 and min(slow, key=slow.__getitem__) == 1

@@ -103,20 +103,14 @@ def test_uniform_routing_is_balanced_on_average(one_row_for: Any) -> None:
     assert 1.0 < sampled.imbalance() < 1.03
 
 
-def test_visits_are_those_of_uniform_choices() -> None:
-    """3 of 12 experts on 6 ranks: a token misses a rank with 10/12 x 9/11 x 8/10."""
+def test_draws_of_layers_and_their_deviations() -> None:
+    # 3 of 12 experts on 6 ranks: a token misses a rank with 10/12 x 9/11 x 8/10.
     assert _spread().visits == pytest.approx(1 - 10 / 12 * 9 / 11 * 8 / 10)
     assert _spread(one_row_for="expert").visits == 0.5
-
-
-def test_stretched_deviations() -> None:
     spread = _spread()
     one, two, none = (SampledRouting(spread, _trace(), layers=3, stretch=by) for by in (1.0, 2.0, 0.0))
     np.testing.assert_allclose(two.load_R(1) - 1, 2 * (one.load_R(1) - 1))
     assert none.imbalance() == 1.0 < one.imbalance() < two.imbalance()
-
-
-def test_layers_and_micro_batches_differ() -> None:
     sampled = SampledRouting(_spread(), _trace(), layers=4)
     assert not np.array_equal(sampled.load_R(0), sampled.load_R(1))
     assert sorted(sampled.load_R(0)) == pytest.approx(sorted(sampled.load_R(1)))  # of one recorded layer, turned

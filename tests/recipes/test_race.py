@@ -49,15 +49,6 @@ def test_a_transport_that_is_a_recipes_point_runs_beside_the_races(tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_what_changes_nothing_in_any_row_is_refused(tmp_path: Path) -> None:
-    own = field_of(tmp_path, "fastmoe", "tutel-2dh").own
-    of_one = settings(tmp_path, own=own, contenders=tuple(own), overrides=("moe.chunks=3",))
-    of_one.check_set()  # of tutel-2dh
-    of_none = settings(tmp_path, own=own, contenders=tuple(own), overrides=("moe.limit_by=groups",))
-    with pytest.raises(ValueError, match=r"--set moe.limit_by changes nothing without moe.limit_ranks"):
-        of_none.check_set()
-
-
 def test_recipes_that_come_to_the_same_run_share_a_row(tmp_path: Path) -> None:
     found = field_of(tmp_path, "hetumoe", "fastmoe", "deepspeed-moe")
     assert list(found.own) == [
@@ -68,6 +59,12 @@ def test_recipes_that_come_to_the_same_run_share_a_row(tmp_path: Path) -> None:
     race = settings(tmp_path, own=found.own)
     runs = [in_effect(race.config_of(name)) | {"training.output_dir": ""} for name in found.own]
     assert all(one != other for number, one in enumerate(runs) for other in runs[:number])
+    own = field_of(tmp_path, "fastmoe", "tutel-2dh").own
+    of_one = settings(tmp_path, own=own, contenders=tuple(own), overrides=("moe.chunks=3",))
+    of_one.check_set()  # of tutel-2dh
+    of_none = settings(tmp_path, own=own, contenders=tuple(own), overrides=("moe.limit_by=groups",))
+    with pytest.raises(ValueError, match=r"--set moe.limit_by changes nothing without moe.limit_ranks"):
+        of_none.check_set()
 
 
 def test_every_recipe_races_or_says_why_not(tmp_path: Path) -> None:
@@ -237,9 +234,6 @@ def test_each_mechanism_is_of_a_recipe() -> None:
     assert named >= set(MECHANISMS) - {"saved:activations-recomputed", "sliced:experts"}
     assert all(one in MECHANISMS or one.partition(":")[0] in BY_NAME for one in named)
     assert find("magic:x") is None
-
-
-def test_what_is_under_way_is_counted() -> None:
     seen = Recorder()
     seen.events = ["dispatch", "dispatch", "shared experts", "dispatch came", "experts", "dispatch came", "experts"]
     assert seen.during("shared experts", "dispatch") == seen.during("experts", "dispatch") == 1

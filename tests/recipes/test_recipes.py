@@ -57,17 +57,14 @@ def test_a_recipe_loads_unless_it_says_what_is_missing(name: str) -> None:
         load_config(recipe.path, [])
 
 
-def test_recipes_have_other_settings_and_mechanisms() -> None:
-    """Recipes that differ only in what their authors say of them would print the same numbers under two names."""
+def test_recipes_have_other_settings_and_mechanisms(tmp_path: Path) -> None:
+    # Recipes that differ only in what their authors say of them would print the same numbers under two names.
     runs = {"no recipe": in_effect(config_type()())}
     parts = [frozenset([*read(name).mechanisms, *read(name).missing]) for name in names()]
     assert len(set(parts)) == len(parts), "each is another choice of mechanisms, not of numbers"
     runs |= {name: in_effect(resolve(read(name))) for name in names() if not read(name).missing}
     assert not [(a, b) for a, b in combinations(runs, 2) if runs[a] == runs[b]]
-
-
-def test_settings_without_effect_do_not_make_another_run(tmp_path: Path) -> None:
-    """The experts' default and its name are one, and a solver means nothing where no policy asks it."""
+    # The experts' default and its name are one, and a solver means nothing where no policy asks it.
     path = tmp_path / "mine.toml"
     for of, more in (
         ("fastmoe", "\n[placement]\nsolver = 'eplb'"),
@@ -200,9 +197,6 @@ def test_replaying_is_deterministic_and_parts_are_checked(trace: Trace) -> None:
     assert all(one.same_as(other) for one, other in zip(first, second, strict=True))
     with pytest.raises(ValueError, match="the trace has 32 sequences"):
         compare("placement", [load("smartmoe")], trace, ranks=4, parts=33)
-
-
-def test_a_limit_is_kept_and_called_lossy(trace: Trace) -> None:
     plain, pruned = compare("routing", [load("occult-pruned")], trace, ranks=4, parts=3, placement=load("occult"))
     assert pruned.rows <= 2 < plain.rows and pruned.lossy and not plain.lossy
 

@@ -78,69 +78,48 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def test_the_whole_block() -> None:
     assert text_block(SUMMARY, run_info(SHAPE)) == BLOCK
+    # Those of the comparison lack the optimizer: beside the step's they would contradict it.
+    block = text_block(SUMMARY, run_info(SHAPE))
+    assert re.findall(r"[\d.]+ m?s\b", block) == ["412 ms"]
+    block = text_block({**SUMMARY, "lossy_reasons": ["a reason of some length"] * 20}, run_info(SHAPE))
+    assert max(map(len, block.splitlines())) <= 100
+    assert block.replace("\n", "").isprintable()
 
 
-def test_lossy_gives_every_reason() -> None:
+def test_lossy_and_slower_are_told_as_they_are() -> None:
     reasons = ["capacity factor 1.0 drops tokens", "FP8 payload"]
     told = _line(text_block({**SUMMARY, "exact": False, "lossy_reasons": reasons}, run_info(SHAPE)), "LOSSY")
     assert all(reason in told for reason in reasons)
     assert "EXACT" not in text_block({**SUMMARY, "exact": False}, run_info(SHAPE))
     # A reason wins over a flag that was forgotten.
     assert "LOSSY" in text_block({**SUMMARY, "exact": True, "lossy_reasons": reasons}, run_info(SHAPE))
-
-
-def test_a_slower_ride_is_told_as_it_is() -> None:
     compare = {"transport": "alltoall", "step_ms": 380.0, "ours_step_ms": 400.0, "ratio": 0.95, "repetitions": 5}
     told = _line(text_block({**SUMMARY, "compare": compare}, run_info(SHAPE)), "alltoall takes")
     assert "0.95× as long so it was the faster one" in told
 
 
-def test_there_is_one_step_time() -> None:
-    """Those of the comparison lack the optimizer: beside the step's they would contradict it."""
-    block = text_block(SUMMARY, run_info(SHAPE))
-    assert re.findall(r"[\d.]+ m?s\b", block) == ["412 ms"]
-
-
-def test_without_comparison_and_held_out_text() -> None:
+def test_what_is_not_known_or_no_number() -> None:
     block = text_block({**SUMMARY, "compare": None, "final_eval_loss": None, "first_eval_loss": None}, run_info(SHAPE))
     assert "412 ms median of the steps" in _line(block, "step time") and "as long" not in block
     assert "– not measured; training loss 1.900 at the end" in _line(block, "held-out loss")
-
-
-def test_nothing_known_is_not_an_error() -> None:
     block = text_block({}, {})
     assert "UNKNOWN" in block and "not recorded" in block
     assert "None" not in block and "nan" not in block.lower()
+    block = text_block({**SUMMARY, "mfu_median": 0.2137, "final_loss": math.nan}, run_info(SHAPE))
+    assert "MFU 21 %" in _line(block, "step time")
+    assert "training loss NaN" in _line(block, "held-out loss")
+    with pytest.raises(ValueError, match=r"bytes_remote: .*'many'"):
+        text_block({**SUMMARY, "bytes_remote": "many"}, run_info(SHAPE))
 
 
-def test_one_rank_moves_nothing() -> None:
+def test_bytes_between_ranks_and_nodes() -> None:
     block = text_block({**SUMMARY, "bytes_remote": 0, "bytes_remote_alltoall": 0}, run_info(SHAPE))
     assert "0 B between ranks: every expert lives where its tokens are" in _line(block, "bytes moved")
-
-
-def test_bytes_between_nodes_are_said_where_there_are_several() -> None:
     line = _line(text_block({**SUMMARY, "bytes_network": 300_000_000}, run_info(SHAPE)), "bytes moved")
     assert (
         "1.23 GB 300 MB of them between nodes, of training steps' rides alone: gradients, parameters and evaluation"
         in line
     )
-
-
-def test_mfu_and_nan() -> None:
-    block = text_block({**SUMMARY, "mfu_median": 0.2137, "final_loss": math.nan}, run_info(SHAPE))
-    assert "MFU 21 %" in _line(block, "step time")
-    assert "training loss NaN" in _line(block, "held-out loss")
-
-
-def test_lines_stay_narrow_and_plain() -> None:
-    block = text_block({**SUMMARY, "lossy_reasons": ["a reason of some length"] * 20}, run_info(SHAPE))
-    assert max(map(len, block.splitlines())) <= 100
-    assert block.replace("\n", "").isprintable()
-
-
-def test_wrong_types_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"bytes_remote: .*'many'"):
-        text_block({**SUMMARY, "bytes_remote": "many"}, run_info(SHAPE))
 
 
 def test_a_run_without_summary_is_summarised_alike(tmp_path: Path) -> None:
@@ -220,8 +199,10 @@ def _said(
     return state, f"{word} {rest}"
 
 
-def test_a_healthy_run() -> None:
+def test_a_healthy_run_and_a_short_one() -> None:
     assert _said(_steps(), planned=40) == ("good", f"Healthy. {RIDES}")
+    state, line = _said(_steps()[:5], evals=[], summary=NO_EVALS)
+    assert state == "unknown" and line.startswith("Too early to say: 5 steps cannot show whether the loss falls.")
 
 
 NO_EVALS = {"first_eval_loss": None, "final_eval_loss": None}
@@ -282,11 +263,6 @@ def test_what_is_said(changes: dict[str, Any], how: dict[str, Any], state: str, 
     assert line.startswith(words[state])
     if state != "bad":
         assert line.endswith(RIDES if how.get("ranks") != 1 else "One rank: nothing travels.")
-
-
-def test_a_short_run_is_not_called_healthy() -> None:
-    state, line = _said(_steps()[:5], evals=[], summary=NO_EVALS)
-    assert state == "unknown" and line.startswith("Too early to say: 5 steps cannot show whether the loss falls.")
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,6 @@ def test_the_table_is_of_the_files(tmp_path: Path) -> None:
     assert rows["Experts, per step"] == [*map(ms_text, spent), f"{spent[1] / spent[0]:.3f}"]
     assert rows["Training loss at the end"] == [f"{a['final_loss']:.4f}"] * 2 + ["1.000"]
     assert rows["Bytes between ranks, per token"][0] == bytes_text(a["bytes_remote"] / a["tokens"])
-
-
-def test_configurations(tmp_path: Path) -> None:
     a, b = _write(tmp_path / "a"), _write(tmp_path / "b")
     (a / "config.toml").write_text('[training]\nlearning_rate = 0.1\noutput_dir = "a"\n[moe]\nx = 1\n')
     (b / "config.toml").write_text('[training]\nlearning_rate = 0.2\noutput_dir = "b"\n[moe]\nx = 1\ny = "<b>"\n')

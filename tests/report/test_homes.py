@@ -63,19 +63,13 @@ def test_what_moved(tmp_path: Path) -> None:
     assert json.loads(_picture(start).attrib["data-hover"])["x"] == lefts
 
 
-def test_only_layouts_that_differ_are_drawn(tmp_path: Path) -> None:
+def test_only_layouts_that_differ_are_drawn_and_few(tmp_path: Path) -> None:
     again = {**MOVED, "step": 20}  # a restart writes the layout again
     assert [title for title, _ in pictures(_run(tmp_path, START, MOVED, again))] == ["At the start", "From step 11"]
-
-
-def test_a_run_resumed_on_other_ranks_begins_anew(tmp_path: Path) -> None:
     more = {"kind": "layout", "step": 20, "homes": [[0], [1], [2], [3]]}
     ((title, picture),) = pictures(_run(tmp_path, START, MOVED, more))
     assert title == "At the start"
     assert json.loads(_picture(picture).attrib["data-hover"])["columns"] == [f"rank {i}" for i in range(4)]
-
-
-def test_of_many_moves_the_last_ones_are_drawn(tmp_path: Path) -> None:
     layouts = [START, *({**(MOVED if i % 2 else START), "step": 2 * i} for i in range(1, 10))]
     titles = [title for title, _ in pictures(_run(tmp_path, *layouts))]
     assert len(titles) == PICTURES and titles[0] == "At the start" and titles[-1] == "From step 19"

@@ -82,10 +82,7 @@ def test_page_of_one_run(tmp_path):
     assert not re.search(r"(?:src|href)=|url\(", page) and page.count("<script") == 1, "it needs nothing else"
     assert "Exposed rides took 23 % of a step of 1.00 ms; 28 % of the rides were hidden." in page
     assert page.index("<svg") < page.index("In numbers") < page.index("<table"), "the lanes come first"
-
-
-def test_page_of_a_cpu_says_so(tmp_path):
-    page = write_profile(recorded(tmp_path / "run", on_device=False)).read_text()
+    page = write_profile(recorded(tmp_path / "cpu", on_device=False)).read_text()
     assert "Recorded on a CPU" in page and "nothing runs beside anything" in page
 
 
@@ -129,7 +126,7 @@ def test_the_run_s_report_tells_it(tmp_path):
     assert '<a href="profile.html">Lane by lane</a>' in write_report(run).read_text()
 
 
-def test_errors_help(tmp_path):
+def test_errors_help(tmp_path, found: Simulation):
     run = recorded(tmp_path / "run")
     with pytest.raises(ValueError, match="has no profile"):
         write_profile(tmp_path)
@@ -142,6 +139,9 @@ def test_errors_help(tmp_path):
     profile_path(run).write_text("{}")
     with pytest.raises(ValueError, match="is damaged"):
         write_profile(run)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="name another folder with --out"):
+        write_simulation(found, tmp_path / "file", ABOUT)
 
 
 ABOUT = {"Plan": "<b>&plan.toml", "Hardware": "H200: measured"}
@@ -194,23 +194,11 @@ def test_the_verdict_comes_first_in_words(found: Simulation, tmp_path: Path) -> 
     assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=1.1)
     assert shares[0] == pytest.approx(100 * failures.sampled_goodput(failures.daly)[0], abs=1.5)
     assert len(explanation(found)) == 2
-
-
-def test_what_cannot_be_written(found: Simulation, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="name another folder with --out"):
-        write_simulation(found, tmp_path / "file", ABOUT)
-
-
-def test_tables_for_a_terminal(found: Simulation) -> None:
     told = io.StringIO()
     print_simulation(found, Console(file=told, width=160))
     text = told.getvalue()
     assert text.startswith("16 GPUs take ") and "What goes wrong, at 16 GPUs" in text
     assert ["Failures a day", "2.4"] in failure_rows(found.failures or pytest.fail("no failures"))
-
-
-def test_scaling_has_an_ideal_line_and_logarithmic_axes(found: Simulation, tmp_path: Path) -> None:
     page = write_simulation(found, tmp_path, ABOUT).read_text()
     picture = page[page.index('id="scaling"') : page.index("</figure>", page.index('id="scaling"'))]
     assert "both axes logarithmic" in picture and f"ideal: the step of {found.sizes[0].gpus} GPUs" in picture

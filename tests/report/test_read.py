@@ -10,7 +10,7 @@ import pytest
 
 from carpool.report.read import read_run
 from carpool.report.record_types import Train
-from tests.report.runs import Shape, run_info, side_lines, summary_of, train_lines, write_lines, write_run
+from tests.report.runs import Shape, side_lines, train_lines, write_lines, write_run
 
 SMALL = Shape(steps=12, sampled=64)
 
@@ -40,79 +40,61 @@ def test_everything_written_is_read(tmp_path: Path) -> None:
     assert run.notes == []
 
 
-def test_a_resume_supersedes_what_it_repeats(tmp_path: Path) -> None:
-    first = [_train(s, 9.0) for s in range(1, 8)]
-    second = [_train(s, 1.0) for s in range(5, 11)]
-    run = read_run(_run(tmp_path, first + second))
-    assert [(t.step, t.loss) for t in run.train] == [(s, 9.0) for s in range(1, 5)] + [(s, 1.0) for s in range(5, 11)]
-    assert "3 lines" in run.notes[0]
+EVAL: dict[str, object] = {"kind": "eval", "step": 4, "loss": 3.0}
+OLD = {"kind": "layers", "step": 9, "load": [[9, 9]], "copies": [9.0], "traffic_rows": [[9]]}
+NEW = {"kind": "layers", "step": 5, "load": [[1, 3]], "copies": [1.0], "traffic_rows": [[0]]}
 
 
-def test_stale_steps_ahead_of_a_resumed_run_go(tmp_path: Path) -> None:
-    """The second attempt is at step 6: nothing of the first one's steps 7 to 9 may be shown, of whatever kind."""
-    first = [_train(s, 9.0) for s in range(1, 10)]
-    first.insert(4, {"kind": "eval", "step": 4, "loss": 3.0})
-    first.append({"kind": "eval", "step": 8, "loss": 99.0})
-    first.append({"kind": "layers", "step": 9, "load": [[9, 9]], "copies": [9.0], "traffic_rows": [[9]]})
-    layers = {"kind": "layers", "step": 5, "load": [[1, 3]], "copies": [1.0], "traffic_rows": [[0]]}
-    second = [_train(5, 1.0), layers, _train(6, 1.0)]
-    run = read_run(_run(tmp_path, first + second))
-    assert [(t.step, t.loss) for t in run.train] == [(1, 9.0), (2, 9.0), (3, 9.0), (4, 9.0), (5, 1.0), (6, 1.0)]
-    assert [(e.step, e.loss) for e in run.evals] == [(4, 3.0)]
-    assert run.last_layers is not None and run.last_layers.load == [[1, 3]]
-    assert [d.imbalance_L for d in run.layers] == [[1.5]]
+@pytest.mark.parametrize(
+    ("first", "second", "end", "evals"),
+    [
+        ([], [_train(s, 1.0) for s in range(5, 11)], 10, []),
+        # The second attempt is at step 6: nothing of the first one's steps 7 to 9 is shown, of whatever kind.
+        ([EVAL, {**EVAL, "step": 8, "loss": 99.0}, OLD], [_train(5, 1.0), NEW, _train(6, 1.0)], 6, [(4, 3.0)]),
+        # Lines of the new attempt that were written before its training line.
+        ([], [{**EVAL, "step": 5, "loss": 2.0}, _train(5, 1.0)], 5, [(5, 2.0)]),
+        # Of equal kind and step the last line counts.
+        ([EVAL, {**EVAL, "loss": 2.0}], [_train(5, 1.0)], 5, [(4, 2.0)]),
+    ],
+    ids=["repeated", "stale", "early", "twice"],
+)
+def test_a_resume_supersedes_what_it_repeats(
+    tmp_path: Path, first: list[dict[str, object]], second: list[dict[str, object]], end: int, evals: list[object]
+) -> None:
+    lines = sorted([*(_train(s, 9.0) for s in range(1, 10)), *first], key=lambda line: int(str(line["step"])))
+    run = read_run(_run(tmp_path, lines + second))
+    assert [(t.step, t.loss) for t in run.train] == [(s, 9.0 if s < 5 else 1.0) for s in range(1, end + 1)]
+    assert [(e.step, e.loss) for e in run.evals] == evals and "lines" in run.notes[0]
+    assert [d.imbalance_L for d in run.layers] == ([[1.5]] if NEW in second else [])
 
 
-def test_lines_of_the_new_attempt_written_before_its_training_line_stay(tmp_path: Path) -> None:
-    first = [_train(s, 9.0) for s in range(1, 7)]
-    second = [{"kind": "eval", "step": 5, "loss": 2.0}, _train(5, 1.0)]
-    run = read_run(_run(tmp_path, first + second))
-    assert [(e.step, e.loss) for e in run.evals] == [(5, 2.0)]
-
-
-def test_of_equal_kind_and_step_the_last_line_counts(tmp_path: Path) -> None:
-    lines = [_train(1, 5.0), {"kind": "eval", "step": 1, "loss": 4.0}, {"kind": "eval", "step": 1, "loss": 3.0}]
-    assert [e.loss for e in read_run(_run(tmp_path, lines)).evals] == [3.0]
-
-
-def test_probes_and_samples_of_one_step_are_told_apart(tmp_path: Path) -> None:
+def test_kinds_and_values(tmp_path: Path) -> None:
     lines = [_train(1, 5.0)]
     lines += [{"kind": "probe", "step": 1, "transport": t, "step_ms": [1.0]} for t in ("dedup", "alltoall")]
     lines += [{"kind": "sample", "step": 1, "prompt": p, "text": p} for p in ("def ", "class ")]
     run = read_run(_run(tmp_path, lines))
     assert [p.transport for p in run.probes] == ["dedup", "alltoall"]
     assert [s.prompt for s in run.samples] == ["def ", "class "]
-
-
-def test_null_is_absent_and_nan_is_kept(tmp_path: Path) -> None:
     nothing = dict.fromkeys(train_lines(SMALL, last=1)[0])
     lines = [{**nothing, "kind": "train", "step": 1}, _train(2, math.nan)]
     run = read_run(_run(tmp_path, lines))
     assert run.train[0] == Train(step=1)
     assert run.train[1].loss is not None and math.isnan(run.train[1].loss)
-
-
-def test_unknown_kinds_and_fields_are_of_a_newer_version(tmp_path: Path) -> None:
     lines = [{**_train(1, 5.0), "new": {"x": 1}}, {"kind": "novel", "step": 1, "what": "?"}]
     assert [t.loss for t in read_run(_run(tmp_path, lines)).train] == [5.0]
 
 
-@pytest.mark.parametrize("cut", [1, 5, 40])
+@pytest.mark.parametrize("cut", [0, 1, 5, 40])
 def test_a_cut_last_line_is_left_out(tmp_path: Path, cut: int) -> None:
     write_run(tmp_path, SMALL, finished=False)
     metrics = tmp_path / "metrics.jsonl"
     write_lines(tmp_path, [_train(s, 5.0) for s in range(1, 4)])
     with metrics.open("a") as file:
-        file.write(json.dumps(_train(4, 5.0))[:-cut])
+        line = json.dumps(_train(4, 5.0))
+        file.write(line[: len(line) - cut])
     run = read_run(tmp_path)
-    assert [t.step for t in run.train] == [1, 2, 3]
-    assert "line 4" in run.notes[0] and "cut off" in run.notes[0]
-
-
-def test_a_whole_last_line_without_line_end_counts(tmp_path: Path) -> None:
-    write_run(tmp_path, SMALL, finished=False)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(_train(1, 5.0)) + "\n" + json.dumps(_train(2, 5.0)))
-    assert [t.step for t in read_run(tmp_path).train] == [1, 2]
+    assert [t.step for t in run.train] == [1, 2, 3, 4][: 3 if cut else 4]
+    assert not cut or ("line 4" in run.notes[0] and "cut off" in run.notes[0])
 
 
 def test_a_summary_older_than_the_last_step_is_not_used(tmp_path: Path) -> None:
@@ -130,17 +112,11 @@ def _message(run: Path) -> str:
     return str(caught.value)
 
 
-def test_missing_folder(tmp_path: Path) -> None:
+def test_folders_that_are_no_run_or_have_no_step(tmp_path: Path) -> None:
     assert "is not a folder" in _message(tmp_path / "nope")
-
-
-def test_folder_that_is_no_run(tmp_path: Path) -> None:
     assert "has no run.json" in _message(tmp_path)
     write_run(tmp_path / "a", SMALL)
     assert f"did you mean one of {tmp_path / 'a'}" in _message(tmp_path)
-
-
-def test_no_step_yet(tmp_path: Path) -> None:
     write_run(tmp_path, SMALL)
     write_lines(tmp_path, [line for line in side_lines(SMALL) if line["kind"] == "eval"])
     assert "no training step" in _message(tmp_path)
@@ -186,17 +162,3 @@ def test_damaged_or_foreign_files(tmp_path: Path, name: str) -> None:
     assert "list where an object is expected" in _message(tmp_path)
     (tmp_path / name).write_text(json.dumps({"lossy_reasons": 7}))
     assert "lossy_reasons" in _message(tmp_path)
-
-
-def test_the_fixture_agrees_with_itself() -> None:
-    """The simulated run is only worth testing on if its own numbers hang together."""
-    lines = train_lines(SMALL)
-    for train, layers in zip(lines[::2], lines[1::2], strict=True):
-        rows = layers["traffic_rows"]
-        remote = sum(sum(row) for row in rows) - sum(rows[i][i] for i in range(len(rows)))
-        assert train["rows_remote"] == remote
-        assert sum(map(sum, rows)) == pytest.approx(sum(layers["copies"]) * SMALL.tokens)
-        assert all(sum(load) == SMALL.tokens * SMALL.chosen for load in layers["load"])
-        assert 0 < train["bytes_remote"] < train["bytes_remote_alltoall"]
-    assert sum(summary_of(lines, SMALL)["share"].values()) == pytest.approx(1)
-    assert 2.5 < run_info(SMALL)["predicted"]["copies_per_token_uniform"] < 3

@@ -1,4 +1,5 @@
-"""`carpool eval`: perplexity against a token-by-token reference, and what it refuses."""
+"""`carpool eval`: perplexity against a token-by-token reference, what it refuses, and ranks with unequally many
+forwards."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from carpool.cli import app
+from carpool.serve.eval_tasks import InStep
 from carpool.serve.evaluate import Perplexity, Window, perplexity, windows
 from carpool.serve.prompts import Text
 from carpool.serve.served_model import find_source, open_model
@@ -22,7 +25,7 @@ from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 from tests.serve.checkpoints import save, tokenizer
 
-RANKS_IMPORT = ("carpool.serve.evaluate",)
+RANKS_IMPORT = ("carpool.serve.evaluate", "carpool.serve.served_model")
 TEXTS = ["The first document is a little longer than one window.", "Short.", "x", "Another one, of some length."]
 
 
@@ -92,9 +95,6 @@ def test_bytes_of_tokens_that_are_bytes_by_number(tmp_path: Path) -> None:
     assert text.bytes_of(0) == 0, "a special token"
 
 
-# ------------------------------------------------------------------------------------------------- the command itself
-
-
 def _run(*arguments: object) -> Result:
     return CliRunner(env={"COLUMNS": "1000", "NO_COLOR": "1"}).invoke(app, ["eval", *map(str, arguments)])
 
@@ -147,3 +147,55 @@ def test_tasks_without_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("carpool.serve.eval_tasks.find_spec", lambda _: None)
     result = _run(tmp_path, "--tasks", "hellaswag")
     assert result.exit_code == 1 and "--tasks needs lm-evaluation-harness" in result.stderr
+
+
+# Of each rank.
+UNEQUAL = [[[1, 2, 3, 4, 5], [6, 7, 8], [9, 10]], []]
+
+
+def _logits(folder: str) -> list[torch.Tensor]:
+    """Of this rank's texts, and of a second time, when the other rank has them."""
+    reuse_meshes()
+    model = open_model(find_source(Path(folder)), max_tokens=64)
+    steps, found = InStep(model), []
+    for turn in range(2):
+        with torch.no_grad(), steps.work():
+            for text in UNEQUAL[(dist.get_rank() + turn) % 2]:
+                found.append(model(input_ids=torch.tensor([text]), use_cache=False).logits)
+    steps.remove()
+    return found
+
+
+def test_a_rank_without_work_takes_part_in_the_forwards_of_others(two_ranks: Ranks, tmp_path: Path) -> None:
+    model = save(tmp_path, "qwen3_moe")
+    with torch.no_grad():
+        alone = [model(input_ids=torch.tensor([text]), use_cache=False).logits for text in UNEQUAL[0]]
+    for found in two_ranks(_logits, str(tmp_path)):
+        assert len(found) == len(alone)
+        for ours, theirs in zip(found, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def _failures(folder: str) -> list[str]:
+    """What each rank sees if one fails after its first forward, the others being at work or done."""
+    reuse_meshes()
+    model = open_model(find_source(Path(folder)), max_tokens=64)
+    steps, found = InStep(model), []
+    for forwards in (3, 0):
+        try:
+            with torch.no_grad(), steps.work():
+                for number in range(2 if dist.get_rank() else forwards):
+                    model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+                    if dist.get_rank():
+                        raise KeyError(number)
+        except (KeyError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    steps.remove()
+    return found
+
+
+def test_if_a_rank_fails_between_forwards_the_others_do_not_wait(two_ranks: Ranks, tmp_path: Path) -> None:
+    save(tmp_path, "qwen3_moe")
+    other, failed = two_ranks(_failures, str(tmp_path))
+    assert failed == ["KeyError: 0"] * 2
+    assert other == ["RuntimeError: another rank has failed between two forwards: its error says why"] * 2

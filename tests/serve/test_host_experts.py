@@ -27,15 +27,24 @@ def _run(*arguments: object) -> Result:
     return CliRunner(env={"COLUMNS": "1000", "NO_COLOR": "1"}).invoke(app, ["generate", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_it_is_what_experts_on_the_device_make(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("tier", [HOST, ExpertTier("disk", memory=20_000)], ids=["host", "disk"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_moe", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mixtral", "deepseek_v3", "gpt_oss"))],
+)
+def test_it_is_what_experts_on_the_device_make(tmp_path: Path, architecture: str, tier: ExpertTier) -> None:
     plain = save(tmp_path, architecture)
-    model = open_model(find_source(tmp_path), max_tokens=64, experts=HOST)
+    model = open_model(find_source(tmp_path), max_tokens=64, experts=tier)
     away = host_experts(model)
     assert away is not None
     for prompt in ([5, 9, 11, 40], [7]):
         assert greedy(model, prompt, 10) == greedy(plain, prompt, 10)
     assert away.hits.foretold > 0 and away.bytes_out == 0
+    if tier is not HOST:
+        assert away.disk_bytes[0] > 0
+        with sharded_parameters(model):
+            held = sum(p.untyped_storage().nbytes() for own in rides(model).values() for p in own.experts.parameters())
+        assert held == 0
 
 
 def test_the_command_says_what_came(tmp_path: Path) -> None:
@@ -86,7 +95,7 @@ def test_what_cannot_be_read_from_disk_is_said(tmp_path: Path, monkeypatch: pyte
         find_source(tmp_path / "whole")
 
 
-def test_the_gpu_needs_two_layers_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_needs_two_layers_of_experts_and_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "qwen3_moe", num_hidden_layers=6)
     needed = serve_memory.needed_bytes(tmp_path, torch.float32, 1, 4, 4)
     experts, layers = serve_memory.expert_elements(tmp_path)
@@ -96,31 +105,10 @@ def test_the_gpu_needs_two_layers_of_experts(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ValueError, match="or on one rank --experts host"):
         serve_memory.check_room(tmp_path, torch.float32, 1, 4, 4)
     serve_memory.check_room(tmp_path, torch.float32, 1, 4, 4, experts=HOST)
-
-
-def test_decode_steps_are_no_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "qwen3_moe")
     model = open_model(find_source(tmp_path), max_tokens=64, experts=HOST)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     assert decode_graph.why_not(model) == "experts come from host memory"
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    ["qwen3_moe", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mixtral", "deepseek_v3", "gpt_oss"))],
-)
-def test_experts_on_disk_make_the_same_text(tmp_path: Path, architecture: str) -> None:
-    plain = save(tmp_path, architecture)
-    tier = ExpertTier("disk", memory=20_000)
-    model = open_model(find_source(tmp_path), max_tokens=64, experts=tier)
-    away = host_experts(model)
-    assert away is not None
-    for prompt in ([5, 9, 11, 40], [7]):
-        assert greedy(model, prompt, 10) == greedy(plain, prompt, 10)
-    assert away.disk_bytes[0] > 0 and away.bytes_out == 0
-    with sharded_parameters(model):
-        held = sum(p.untyped_storage().nbytes() for own in rides(model).values() for p in own.experts.parameters())
-    assert held == 0
 
 
 def test_host_memory_keeps_what_was_read(tmp_path: Path) -> None:
