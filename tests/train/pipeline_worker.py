@@ -80,22 +80,13 @@ def batches_of(micro_batches: int, rank: int, ranks: int, padded: bool = False) 
 
 
 def objective_of(
-    config: Any,
-    schedule: str,
-    degrees: Degrees,
-    whole: Any,
-    settings: dict[str, Any],
-    *,
-    dense: str = "fsdp",
-    paired: bool = False,
-    recompute: str = "",
-    priority: bool = False,
-    offload: bool = False,
-    shared_beside: bool = True,
-    compiled: str = "",
-) -> PipelineObjective:
+    config: Any, schedule: str, degrees: Degrees, whole: Any, aux_coef: float, *, dense: str = "fsdp",
+    paired: bool = False, recompute: str = "", priority: bool = False, offload: bool = False,
+    shared_beside: bool = True, compiled: str = "",
+) -> PipelineObjective:  # fmt: skip
     """Of a model with the weights of `whole`, cut into stages. `paired`: pairs run at the same time."""
-    meshes, settings, dtype = make_meshes(degrees), dict(settings), torch.float32
+    meshes, dtype = make_meshes(degrees), torch.float32
+    settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux_coef, "autocast": None}
     rank, parts = dist.get_rank(), cut_model(whole, 2 * len(stages_of(schedule, 2)[0]))
     sizes = DistributedConfig(fsdp_size=degrees.fsdp, ep_size=degrees.ep, ep_implementation="carpool")
     own = [parts[stage] for stage in stages_of(schedule, 2)[degrees.coordinate(rank, "pp")]]
@@ -119,17 +110,9 @@ def objective_of(
         keep_experts(model)
     group = meshes.group("pp")
     assert group is not None
-    return PipelineObjective(
-        model,
-        parts,
-        schedule=schedule,
-        group=group,
-        stage_group=meshes.stage_group(),
-        routers=dict.fromkeys(map(layer_number, find_routers(whole)), 8),
-        dtype=dtype,
-        dp_size=degrees.dp,
-        **settings,
-    )
+    routers = dict.fromkeys(map(layer_number, find_routers(whole)), 8)
+    settings |= {"schedule": schedule, "group": group, "stage_group": meshes.stage_group(), "routers": routers}
+    return PipelineObjective(model, parts, dtype=dtype, dp_size=degrees.dp, **settings)
 
 
 def compare_with_one_process(families: list[str]) -> dict[str, float]:
@@ -142,14 +125,14 @@ def _error_of_stages(family: str) -> float:
     positions = {"rope_parameters": POSITIONS[family]} if family in POSITIONS else {}
     config = tiny_config(discover()[family], **positions)
     whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
-    batches, settings = batches_of(2, 0, 1), {"top_k": TOP_K, "aux_coef": 0.0, "autocast": None}
+    batches = batches_of(2, 0, 1)
     tokens, total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches), 0.0
     for batch in batches:
         logits_BLV = whole(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits_BLV.flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), reduction="sum")
         (loss / tokens).backward()
         total += float(loss / tokens)
-    objective = objective_of(config, "1F1B", Degrees(pp=2, fsdp=1, ep=1), whole, settings)
+    objective = objective_of(config, "1F1B", Degrees(pp=2, fsdp=1, ep=1), whole, 0.0)
     found = objective.backward(batches).loss
     expected = {name for name, p in whole.named_parameters() if p.grad is not None}
     own = {name: p for name, p in objective.model.named_parameters() if name in expected}
@@ -175,27 +158,10 @@ class Pairs(NamedTuple):
 def compare_pairs(family: str, schedule: str, micro_batches: int, ep: int = 1, **how: Any) -> Pairs:
     """Steps of a schedule on two ranks or four."""
     sparse = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"] * 8} if family == "deepseek_v3" else {}
-    config = tiny_config(discover()[family], num_hidden_layers=8, attention_dropout=0.5, **sparse)
-    degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
-    whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
-    aux = 0.0 if family == "deepseek_v3" else AUX
-    settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux, "autocast": None}
-    mine = batches_of(micro_batches, degrees.dp_rank(dist.get_rank()), degrees.dp)
-    found: list[tuple[Any, dict[str, Any]]] = []
-    seen: list[tuple[str, int]] = []
-    roots: list[bool] = []
-    for paired in (False, True):
-        objective = objective_of(config, schedule, degrees, whole, settings, paired=paired, **how)
-        torch.manual_seed(dist.get_rank())
-        if paired:
-            seen, roots = _watch(objective.model)
-        loss = objective.backward(mine)
-        if (kept := replicated(objective.model)) is not None:
-            kept.finish()
-        with sharded_parameters(objective.model):
-            gradients = {name: p.grad for name, p in objective.model.named_parameters()}
-        found.append((loss, gradients))
-    (one, expected), (other, ours) = found
+    how |= {"sizes": {"num_hidden_layers": 8, **sparse}, "aux": 0.0 if family == "deepseek_v3" else AUX}
+    apart, paired = (Steps(family, schedule, micro_batches, ep, paired=paired, **how) for paired in (False, True))
+    (one, expected), (seen, roots) = apart.step(0), _watch(paired.objective.model)
+    other, ours = paired.step(0)
     equal = one == other and _same(ours, expected)
     return Pairs(equal, [entry for entry in seen if entry[1] >= 0], all(roots))
 
@@ -203,14 +169,23 @@ def compare_pairs(family: str, schedule: str, micro_batches: int, ep: int = 1, *
 class Steps:
     """Of a model in stages, whose micro-batches are drawn: what a step computes."""
 
-    def __init__(self, family: str, schedule: str, micro_batches: int, ep: int = 1, **how: Any) -> None:
+    def __init__(
+        self,
+        family: str,
+        schedule: str,
+        micro_batches: int,
+        ep: int = 1,
+        aux: float = AUX,
+        sizes: Any = None,
+        **how: Any,
+    ) -> None:
         # Each forward has its own drop-out, recorded or not; a backward beside it draws nothing.
-        config = tiny_config(discover()[family], num_hidden_layers=4, attention_dropout=0.5, **LAYERS.get(family, {}))
+        sizes = sizes or {"num_hidden_layers": 4, **LAYERS.get(family, {})}
+        config = tiny_config(discover()[family], attention_dropout=0.5, **sizes)
         degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
         whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
-        settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": AUX, "autocast": None}
         torch._dynamo.reset()
-        self.objective = objective_of(config, schedule, degrees, whole, settings, **how)
+        self.objective = objective_of(config, schedule, degrees, whole, aux, **how)
         rank = degrees.dp_rank(dist.get_rank())
         self.batches = [batches_of(micro_batches, rank, degrees.dp, padded) for padded in (False, True)]
         for batch in self.batches[0]:

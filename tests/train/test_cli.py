@@ -120,7 +120,6 @@ def test_errors_of_the_input_are_one_line(tmp_path, monkeypatch):
         ("data.tokenizer={}", "tokenizer: {}/tokenizer.json does not exist"),
         ("training.output_dir={}/run", "{}/run already holds a run: continue it with"),
         ("training.output_dir={}/file", "training.output_dir = {}/file: nothing can be written to it"),
-        ("training.resume_from_checkpoint=last", "training.resume_from_checkpoint = 'last', but"),
         ("data.chat_template={}/no.jinja", "data.chat_template: the file {}/no.jinja does not exist"),
         ("parallelism.hardware=H2000", "hardware 'H2000' is not known; did you mean H200?"),
         ("parallelism.num_ranks=100000", "parallelism.num_ranks = 100000 processes take"),

@@ -13,8 +13,8 @@ from carpool.train.config import Config, ParallelismSection, TrainingSection, de
 from carpool.train.config.declarations import check_effects, declared
 from carpool.train.config.schema import config_type, keys
 
-UPDATED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0"]
-POPULAR = ["memory.expert_loading=popular", "memory.expert_device_memory=1GiB"]
+UPDATED = "training.optimizer_in_backward=true training.max_grad_norm=0"
+POPULAR = "memory.expert_loading=popular memory.expert_device_memory=1GiB"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -155,47 +155,48 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "needs"),
     [
-        (["moe.limit_by=groups"], "moe.limit_ranks or moe.limit_nodes"),
-        (["moe.first_choices_first=true"], "true (on the command line) changes nothing without moe.capacity_factor"),
-        (["moe.balance_scope=layer", "moe.router_aux_loss_coef=0"], "moe.router_aux_loss_coef above 0"),
-        (["moe.fp8_cache_weights=true"], "moe.experts=fp8"),
-        (["moe.expert_kernels=measure", "moe.experts=fp8"], "moe.experts=grouped"),
-        (["moe.chunks=3"], "moe.schedule=chunks or tiles"),
-        (["moe.backward_chunks=3", "moe.schedule=tiles"], "moe.schedule=chunks"),
-        (["nvlink.leases=3", "moe.transport=dedup"], "moe.transport=nvlink"),
-        (["codec.merge_options={similarity = 0.5}"], "codec.merge"),
-        (["codec.inter_node=nodes", "moe.transport=hierarchical"], "a codec"),
-        (["adapter.rank=8"], "adapter.kind"),
-        (["training.grad_clipping=delayed"], "training.optimizer_in_backward=true"),
-        (["training.stop_at_step=181"], "a training.max_steps"),
-        (["training.early_stopping_patience=2", "training.eval_strategy=no"], "evaluations before the end"),
-        (["training.load_best_model_at_end=true", "training.eval_steps=none"], "evaluations before the end"),
-        (["training.min_lr_ratio=0.5", "training.lr_scheduler_type=constant"], "training.lr_scheduler_type"),
-        (["training.torch_compile_backend=eager", "training.torch_compile=false"], "training.torch_compile"),
-        (["training.sample_tokens=3", "training.sample_prompt=none"], "training.sample_prompt"),
-        (["data.eval_max_sequences=3", "data.eval_fraction=0"], "held-out data"),
-        (["data.eval_fraction=0.1", "data.eval=stdlib"], "data.eval=none"),
-        (["data.text_field=a", "data.format=messages"], "rows that are plain text"),
-        (["data.pad_to=sequence_length"], "data.packing=off"),
-        (["data.group_by_length=false", "data.packing=examples"], "data.packing=off"),
-        (["parallelism.pp_schedule=GPipe"], "parallelism.pp_size"),
-        (["parallelism.sequence_parallel=off"], "parallelism.tp_size"),
-        (["memory.moe_outputs=recompute"], "memory.layer_activations=recompute"),
-        (["memory.expert_loading=popular"], "memory.experts=host or disk"),
+        ("moe.limit_by=groups", "moe.limit_ranks or moe.limit_nodes"),
+        ("moe.first_choices_first=true", "true (on the command line) changes nothing without moe.capacity_factor"),
+        ("moe.balance_scope=layer moe.router_aux_loss_coef=0", "moe.router_aux_loss_coef above 0"),
+        ("moe.fp8_cache_weights=true", "moe.experts=fp8"),
+        ("moe.expert_kernels=measure moe.experts=fp8", "moe.experts=grouped"),
+        ("moe.chunks=3", "moe.schedule=chunks or tiles"),
+        ("moe.backward_chunks=3 moe.schedule=tiles", "moe.schedule=chunks"),
+        ("nvlink.leases=3 moe.transport=dedup", "moe.transport=nvlink"),
+        ("codec.merge_options={similarity=0.5}", "codec.merge"),
+        ("codec.inter_node=nodes moe.transport=hierarchical", "a codec"),
+        ("adapter.rank=8", "adapter.kind"),
+        ("training.grad_clipping=delayed", "training.optimizer_in_backward=true"),
+        ("training.stop_at_step=181", "a training.max_steps"),
+        ("training.early_stopping_patience=2 training.eval_strategy=no", "evaluations before the end"),
+        ("training.load_best_model_at_end=true training.eval_steps=none", "evaluations before the end"),
+        ("training.min_lr_ratio=0.5 training.lr_scheduler_type=constant", "training.lr_scheduler_type"),
+        ("training.torch_compile_backend=eager training.torch_compile=false", "training.torch_compile"),
+        ("training.sample_tokens=3 training.sample_prompt=none", "training.sample_prompt"),
+        ("data.eval_max_sequences=3 data.eval_fraction=0", "held-out data"),
+        ("data.eval_fraction=0.1 data.eval=stdlib", "data.eval=none"),
+        ("data.text_field=a data.format=messages", "rows that are plain text"),
+        ("data.pad_to=sequence_length", "data.packing=off"),
+        ("data.group_by_length=false data.packing=examples", "data.packing=off"),
+        ("parallelism.pp_schedule=GPipe", "parallelism.pp_size"),
+        ("parallelism.sequence_parallel=off", "parallelism.tp_size"),
+        ("memory.moe_outputs=recompute", "memory.layer_activations=recompute"),
+        ("memory.expert_loading=popular", "memory.experts=host or disk"),
         (
-            ["memory.experts=host", "cpu_experts.max_tokens=3", *UPDATED],
+            f"memory.experts=host cpu_experts.max_tokens=3 {UPDATED}",
             "memory.experts=host and memory.expert_loading=popular",
         ),
         (
-            ["memory.experts=host", "memory.expert_device_memory=1GiB", "training.freeze=experts"],
+            "memory.experts=host memory.expert_device_memory=1GiB training.freeze=experts",
             "memory.expert_loading=popular",
         ),
-        (["memory.experts=host", "memory.expert_host_memory=1GiB", *UPDATED], "memory.experts=disk"),
-        (["memory.disk_folder=/tmp"], "training.optimizer_offload=disk"),
-        (["placement.lag=3"], "placement.policy=migrate"),
+        (f"memory.experts=host memory.expert_host_memory=1GiB {UPDATED}", "memory.experts=disk"),
+        ("memory.disk_folder=/tmp", "training.optimizer_offload=disk"),
+        ("placement.lag=3", "placement.policy=migrate"),
     ],
 )
 def test_settings_that_change_nothing_are_refused(overrides, needs):
+    overrides = overrides.split()
     with pytest.raises(ValueError) as caught:
         check_effects(resolve_config(None, overrides))
     name = next(one for one in str(caught.value).split() if one)
@@ -242,27 +243,19 @@ def test_settings_that_do_something_are_not(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "given", "nearest"),
     [
-        (["memory.experts=host"], "memory.experts = 'host' with training.optimizer_in_backward = false", "'device'"),
-        (
-            ["memory.experts=host", *UPDATED, "training.torch_compile=true"],
-            "with training.torch_compile = 'on'",
-            "'auto'",
-        ),
-        (["memory.experts=host", *UPDATED, "moe.schedule=two-batch"], "with moe.schedule = 'two-batch'", "'none'"),
-        (["memory.experts=disk", *UPDATED, "placement.every=3"], "with placement.every = 3", "'device'"),
-        (["memory.experts=host", *UPDATED, *POPULAR], "with memory.expert_device_memory = '1GiB'", "'none'"),
-        (["data.turns=apart", "data.loss=all"], "data.turns = 'apart' with data.loss = 'all'", "'together'"),
-        (
-            ["placement.policy=place", "placement.every=3"],
-            "placement.policy = 'place' with placement.every = 3",
-            "'FILE'",
-        ),
-        (["memory.expert_activations=recompute", "moe.experts=fp8"], "with moe.experts = 'fp8'", "'none'"),
-        (["memory.moe_outputs=recompute", "memory.expert_inputs=offload"], "expert_inputs = 'offload'", "'none'"),
+        ("memory.experts=host", "memory.experts = 'host' with training.optimizer_in_backward = false", "'device'"),
+        (f"memory.experts=host {UPDATED} training.torch_compile=true", "with training.torch_compile = 'on'", "'auto'"),
+        (f"memory.experts=host {UPDATED} moe.schedule=two-batch", "with moe.schedule = 'two-batch'", "'none'"),
+        (f"memory.experts=disk {UPDATED} placement.every=3", "with placement.every = 3", "'device'"),
+        (f"memory.experts=host {UPDATED} {POPULAR}", "with memory.expert_device_memory = '1GiB'", "'none'"),
+        ("data.turns=apart data.loss=all", "data.turns = 'apart' with data.loss = 'all'", "'together'"),
+        ("placement.policy=place placement.every=3", "placement.policy = 'place' with placement.every = 3", "'FILE'"),
+        ("memory.expert_activations=recompute moe.experts=fp8", "with moe.experts = 'fp8'", "'none'"),
+        ("memory.moe_outputs=recompute memory.expert_inputs=offload", "expert_inputs = 'offload'", "'none'"),
     ],
 )
 def test_settings_that_exclude_each_other(overrides, given, nearest):
-    message = error(None, *overrides)
+    message = error(None, *overrides.split())
     assert given in message and message.endswith(nearest), message
 
 

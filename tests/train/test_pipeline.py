@@ -121,17 +121,14 @@ def test_recorded_stages(two_ranks: Ranks) -> None:
     """What a graph computes needs GPUs (tests/gpu/test_pipeline_gpu.py). What is recorded, in which order, and between
     which tensors, does not."""
     assert two_ranks(replay, "olmoe", "DualPipeV", 4) == [[True] * 4] * 2
+    # All ranks go on eagerly, with the same bits, and say why.
+    assert two_ranks(replay, "olmoe", "DualPipeV", 4, fails=True, paired=True) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("schedule", PAIRED)
 def test_recorded_pairs(two_ranks: Ranks, schedule: str) -> None:
     """A pair is recorded by two threads, as one piece of work."""
     assert two_ranks(replay, "olmoe", schedule, 4, paired=True) == [[True] * 4] * 2
-
-
-def test_a_stage_that_cannot_be_recorded(two_ranks: Ranks) -> None:
-    """All ranks go on eagerly, with the same bits, and say why."""
-    assert two_ranks(replay, "olmoe", "DualPipeV", 4, fails=True, paired=True) == [[True] * 4] * 2
 
 
 @pytest.mark.slow
