@@ -254,8 +254,8 @@ def test_describing_expert_shards_moves_no_data(ranks: Ranks) -> None:
     assert all(ranks(_rectangles_share_memory))
 
 
-def test_a_checkpoint_before_the_first_step_counts_no_step(tmp_path: Path) -> None:
-    """The optimizer creates its state by a step; it must not be remembered, nor move anything."""
+def test_states_that_are_not_there_yet(tmp_path: Path) -> None:
+    # The optimizer creates its state by a step; it must not be remembered, nor move anything.
     model, optimizer = _build(None)
     before = {name: tensor.clone() for name, tensor in model_tensors(model).items()}
     path = CheckpointManager(tmp_path).save(0, model, optimizer, {}).path
@@ -265,10 +265,7 @@ def test_a_checkpoint_before_the_first_step_counts_no_step(tmp_path: Path) -> No
     expected = _train(*_build(None), range(2), dropout=False)
     assert _train(model, optimizer, range(2), dropout=False) == expected
     assert _train(again, again_optimizer, range(2), dropout=False) == expected
-
-
-def test_state_that_only_some_parameters_have_yet(tmp_path: Path) -> None:
-    """A parameter without a gradient so far has no state; with zeros, it starts later exactly as it would have."""
+    # A parameter without a gradient so far has no state; with zeros, it starts later exactly as it would have.
     model, optimizer = _build(None)
     late = model.model.norm.weight
     late.requires_grad_(False)
@@ -302,6 +299,9 @@ def test_kept_to_a_number_in_the_order_of_saving(tmp_path: Path) -> None:
     assert sorted(p.name for p in manager.folder.iterdir()) == ["step-00000025", "step-00000030"]
     with pytest.raises(ValueError, match="save_total_limit is 0"):
         CheckpointManager(tmp_path, save_total_limit=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointWriteError, match=r"Not a directory \(.*file/checkpoints\)"):
+        CheckpointManager(tmp_path / "file").save(1, *_build(None), {})
 
 
 def test_a_replacement_that_was_interrupted(tmp_path: Path) -> None:
@@ -374,12 +374,6 @@ def test_a_full_disk_on_one_rank_stops_the_save_on_all(two_ranks: Ranks, tmp_pat
         assert f"rank 1: {os.strerror(errno.ENOSPC)}" in message and "free some space" in message
         assert went_on
     assert results[0][1] == ["step-00000001"]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointWriteError, match=r"Not a directory \(.*file/checkpoints\)"):
-        CheckpointManager(tmp_path / "file").save(1, *_build(None), {})
 
 
 def _write_half(folder: Path, pipe: Any) -> None:

@@ -32,7 +32,7 @@ from tests.hf.meshes import reuse_meshes
 from tests.meshes.cases import Case
 from tests.meshes.parity import Step
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, records, run, start, start_two, weights
+from tests.train.test_loop import MODEL, losses, records, run, same_weights, start, start_two, weights
 from tests.train.test_memory import _estimate
 from tests.train.test_muon import whole
 from tests.train.test_placement import PLACED, looks
@@ -252,8 +252,7 @@ def test_a_run_that_was_cut_has_the_same_bits(two_ranks: Ranks, text: list[str],
     more = [*settings, "training.resume_from_checkpoint=last"]
     assert start_two(two_ranks, cut, more) == [""] * 2
     assert losses(cut) == losses(uncut) and records(cut, "eval")[6]["loss"] == records(uncut, "eval")[6]["loss"]
-    ours, theirs = weights(cut, 6), weights(uncut, 6)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert same_weights(cut, uncut, 6)
     # Averages change nothing of the training; a run that goes on without any says so, and one may begin later.
     without = [one for one in settings if one != EMA]
     assert start_two(two_ranks, tmp_path / "none", [*without, "training.stop_at_step=3"]) == [""] * 2

@@ -101,6 +101,20 @@ def weights(output: Path, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def same_weights(ours: Path, theirs: Path, step: int) -> bool:
+    """Bit by bit, with all that the optimizer keeps."""
+    first, second = weights(ours, step), weights(theirs, step)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def goes_on(ranks: Ranks, whole: Path, output: Path, settings: Sequence[str], step: int) -> None:
+    """A run that goes on from a checkpoint of another one has its losses, and ends with its bits."""
+    resume = f"training.resume_from_checkpoint={whole}/checkpoints/step-{step:08d}"
+    assert ranks(run, str(output), [*settings, resume]) == [""] * ranks.world_size
+    expected = {at: line for at, line in losses(whole).items() if at > step}
+    assert expected and losses(output) == expected and same_weights(output, whole, max(expected))
+
+
 @pytest.fixture(scope="module")
 def reference(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "reference"
@@ -144,13 +158,6 @@ def test_learns_and_records_what_it_did(two_ranks: Ranks, reference: Path) -> No
     assert "EXACT" in write_report(reference).read_text()
 
 
-def test_the_same_seed_gives_the_same_bits(two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path) -> None:
-    assert start_two(two_ranks, tmp_path / "again", text) == [""] * 2
-    assert losses(tmp_path / "again") == losses(reference)
-    first, second = weights(reference, 6), weights(tmp_path / "again", 6)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_resumes_as_if_nothing_had_happened(two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "resumed"
     assert start_two(two_ranks, output, [*text, "training.stop_at_step=3"]) == [""] * 2
@@ -158,8 +165,7 @@ def test_resumes_as_if_nothing_had_happened(two_ranks: Ranks, reference: Path, t
         file.write('{"kind": "train", "step": 4, "lo')  # what a killed writer leaves
     assert start_two(two_ranks, output, [*text, "training.resume_from_checkpoint=last"]) == [""] * 2
     assert losses(output) == losses(reference)
-    first, second = weights(reference, 6), weights(output, 6)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert same_weights(output, reference, 6)
     assert json.loads((output / "summary.json").read_text())["tokens"] == 6 * 8 * 31
     assert [entry["from_step"] for entry in json.loads((output / "run.json").read_text())["history"]] == [0, 3]
 
@@ -170,12 +176,9 @@ def test_masters_and_rounded_moments_resume_bit_by_bit(
     """bfloat16 weights learn almost as float32's do; random roundings and low bits come back."""
     settings = [*text, "model.dtype=bfloat16", "training.optimizer_state_dtype=bfloat16"]
     assert start_two(two_ranks, tmp_path / "whole", settings) == [""] * 2
-    resume = f"training.resume_from_checkpoint={tmp_path}/whole/checkpoints/step-00000003"
-    assert start_two(two_ranks, tmp_path / "parts", [*settings, resume]) == [""] * 2
-    assert losses(tmp_path / "parts") == {step: losses(tmp_path / "whole")[step] for step in (4, 5, 6)}
-    first, second = weights(tmp_path / "whole", 6), weights(tmp_path / "parts", 6)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-    assert any(name.endswith("low_bits") and value.any() for name, value in first.items())
+    goes_on(two_ranks, tmp_path / "whole", tmp_path / "parts", [*TWO, *settings], 3)
+    kept = weights(tmp_path / "whole", 6)
+    assert any(name.endswith("low_bits") and value.any() for name, value in kept.items())
     info = json.loads((tmp_path / "whole" / "run.json").read_text())
     assert info["optimizer"] == {"name": "one-pass", "masters": True, "moments": "bfloat16", "state": "device"}
     assert info["lossy_reasons"] == ["the optimizer's moments are kept in bfloat16"]
@@ -273,16 +276,6 @@ def test_bad_input_is_refused_before_any_work(
     errors = start_two(two_ranks, tmp_path / "run", [*text, *change])
     assert all(error.startswith("ValueError: ") and message in error for error in errors), errors
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_trains_on_from_a_checkpoint_folder(two_ranks: Ranks, reference: Path, text: list[str], tmp_path: Path) -> None:
-    settings = [setting for setting in TWO if not setting.startswith("model.")]
-    output = tmp_path / "finetuned"
-    settings += [*text, f"model.path={reference}/model", "training.max_steps=3"]
-    assert two_ranks(run, str(output), settings) == [""] * 2
-    before = records(output, "eval")[0]["loss"]
-    assert before == pytest.approx(records(reference, "eval")[6]["loss"], rel=1e-6)
-    assert records(output, "eval")[3]["loss"] < before
 
 
 def test_a_run_that_was_killed_at_its_end_is_finished(

@@ -184,7 +184,7 @@ def estimate_of(*overrides: str, ranks: int = 2, experts: int = 128) -> MemoryEs
     return MemoryEstimate(config, config.parallelism.resolve(ranks, experts), model, cuda=True)
 
 
-def test_a_mask_of_packed_documents_is_kept_in_each_layer_where_there_is_one() -> None:
+def test_what_attention_keeps() -> None:
     shape = ["model.config.num_hidden_layers=2", "data.sequence_length=1024"]
     plain = estimate_of(*shape)
     masked = estimate_of(*shape, "data.packing=examples", "model.attn_implementation=sdpa")
@@ -192,9 +192,6 @@ def test_a_mask_of_packed_documents_is_kept_in_each_layer_where_there_is_one() -
     assert masked.kept.layers[1] - plain.kept.layers[1] == 2 * 2 * (1024**2 + 2 * 1024 * (32 - 4) * 128)
     for more in ([], ["model.attn_implementation=flash_attention_2"]):
         assert estimate_of(*shape, "data.packing=examples", *more).kept == plain.kept
-
-
-def test_flex_attention_keeps_no_scores() -> None:
     shape = ["model.config=gpt-oss-20b", "model.config.num_hidden_layers=2", "data.sequence_length=1024"]
     fused, written = (estimate_of(*shape, *more, experts=32).kept for more in ([], ["model.attn_implementation=eager"]))
     # In bfloat16, of 2 sequences and 64 heads: what softmax makes of the scores.

@@ -327,7 +327,7 @@ def test_runs_equal_one_process(one_rank: Ranks, two_ranks: Ranks, tmp_path: Pat
         assert one_rank(run, str(tmp_path / f"one{seed}"), settings) == [""]
     assert one_rank(run, str(tmp_path / "one"), [*ONE, *EXACT]) == [""]
     fsdp = ["parallelism.ep_size=2", "parallelism.data_parallel=fsdp"]
-    ways = {"fsdp": [*EXACT, *fsdp], "etp": [*EXACT, "parallelism.etp_size=2"], "moved": [*EXACT, *PLACED]}
+    ways = {"fsdp": [*EXACT, *fsdp], "moved": [*EXACT, *PLACED]}
     for name, more in {**ways, "bf16": CHOSEN}.items():
         assert start_two(two_ranks, tmp_path / name, more) == [""] * 2
     for name in ways:
@@ -338,8 +338,8 @@ def test_runs_equal_one_process(one_rank: Ranks, two_ranks: Ranks, tmp_path: Pat
     assert abs(ours[6][0] - one[6][0]) < 0.2 * abs(other[6][0] - one[6][0])
 
 
-def test_slices_of_experts_that_cannot_be_put_together_are_refused(tmp_path: Path) -> None:
-    """A layout whose ranks have an expert's slices at different places, or several slices."""
+def test_what_cannot_be_orthogonalised_is_refused(tmp_path: Path) -> None:
+    # A layout whose ranks have an expert's slices at different places, or several slices.
     together = ((0, 6), (1, 7), (2, 4), (3, 5))
     for number, homes in enumerate([together, ((0, 2), (3, 1), (4, 6), (5, 7)), ((0, 3), (1, 2), (4, 6), (5, 7))]):
         file = tmp_path / f"{number}.json"
@@ -351,9 +351,6 @@ def test_slices_of_experts_that_cannot_be_put_together_are_refused(tmp_path: Pat
             continue
         with pytest.raises(ValueError, match="'muon' needs whole experts, so ranks of an expert hold"):
             check_layout_file(config, "olmoe", {"experts": 4}, degrees)
-
-
-def test_nothing_to_orthogonalise_is_refused() -> None:
     with pytest.raises(ValueError, match="no parameter that is trained is a matrix of a layer: take AdamW"):
         Muon(Muon.groups([("norm", nn.Parameter(torch.ones(4)))], 0.1))
 

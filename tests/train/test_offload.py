@@ -21,7 +21,7 @@ from carpool_systems.cpu_experts import COUNTS, choose_few_tokens, measured_time
 from tests.memory.test_host_experts import model_of
 from tests.ranks import Ranks
 from tests.train import test_loop
-from tests.train.test_loop import losses, run, weights
+from tests.train.test_loop import losses, run, same_weights
 
 MODEL = [
     *test_loop.MODEL, "model.dtype=bfloat16", "training.max_steps=3", "training.save_steps=none",
@@ -76,8 +76,7 @@ def test_streaming_and_consuming_change_nothing(
     assert len(kept) == 3 and [loss for loss, _ in kept.values()] == [loss for loss, _ in ours.values()]
     # The norm is added up in another order.
     assert [norm for _, norm in ours.values()] == pytest.approx([norm for _, norm in kept.values()], rel=1e-6)
-    one, other = (weights(folder, 3) for folder in folders)
-    assert one.keys() == other.keys() and all((one[name] == value).all() for name, value in other.items())
+    assert same_weights(*folders, 3)
     states = [json.loads((folder / "run.json").read_text())["optimizer"]["state"] for folder in folders]
     assert states == ["device", where]
 
@@ -120,8 +119,7 @@ def test_a_run_goes_on_from_host_memory_bit_by_bit(
     assert two_ranks(run, str(parts), [*settings, "training.stop_at_step=2"]) == [""] * 2
     assert two_ranks(run, str(parts), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
     assert losses(whole) == losses(parts)
-    one, other = weights(whole, 4), weights(parts, 4)
-    assert all((one[name] == value).all() for name, value in other.items())
+    assert same_weights(parts, whole, 4)
     assert "gradients are clipped by the norm of the step before" in (whole / "run.json").read_text()
 
 

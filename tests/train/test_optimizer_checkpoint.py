@@ -116,7 +116,7 @@ def _checkpoint(folder: Path, cls: Any, dtype: torch.dtype, **how: Any) -> tuple
     return CheckpointManager(folder).save(3, model, optimizer, {}).path, model, optimizer
 
 
-def test_a_checkpoint_of_torch_goes_on(tmp_path: Path) -> None:
+def test_states_of_other_optimizers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, theirs, state = _checkpoint(tmp_path, torch.optim.AdamW, BFLOAT16)
     model = torch.nn.Linear(300, 64).bfloat16()
     ours = AdamW(model.parameters())
@@ -126,6 +126,17 @@ def test_a_checkpoint_of_torch_goes_on(tmp_path: Path) -> None:
     for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p, q) and not ours.state[p]["low_bits"].any() and ours.state[p]["step"] == 3
         assert torch.equal(ours.state[p]["exp_avg"], state.state[q]["exp_avg"].float())
+    path, _, _ = _checkpoint(tmp_path, AdamW, BFLOAT16)
+    model = torch.nn.Linear(300, 64)
+    with pytest.raises(CheckpointError, match=r"float32 masters .* model\.dtype=\"bfloat16\""):
+        load(path, model, torch.optim.AdamW(model.parameters()))
+    path, _, theirs = _checkpoint(tmp_path, AdamW, torch.float32, moments="bfloat16")
+    model = torch.nn.Linear(300, 64)
+    ours = AdamW(model.parameters())
+    load(path, model, ours)
+    assert "from torch.bfloat16 to torch.float32" in caplog.text
+    for p, q in zip(model.parameters(), theirs.param_groups[0]["params"], strict=True):
+        assert torch.equal(ours.state[p]["exp_avg_sq"], theirs.state[q]["exp_avg_sq"].float())
 
 
 @pytest.mark.parametrize(
@@ -141,23 +152,6 @@ def test_codes_are_not_taken_for_numbers(tmp_path: Path, saved: str, wanted: str
     with pytest.raises(CheckpointError, match=message):
         load(path, model, AdamW(model.parameters(), moments=wanted))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
-def test_masters_are_not_lost(tmp_path: Path) -> None:
-    path, _, _ = _checkpoint(tmp_path, AdamW, BFLOAT16)
-    model = torch.nn.Linear(300, 64)
-    with pytest.raises(CheckpointError, match=r"float32 masters .* model\.dtype=\"bfloat16\""):
-        load(path, model, torch.optim.AdamW(model.parameters()))
-
-
-def test_moments_in_bfloat16_go_on_in_float32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, _, theirs = _checkpoint(tmp_path, AdamW, torch.float32, moments="bfloat16")
-    model = torch.nn.Linear(300, 64)
-    ours = AdamW(model.parameters())
-    load(path, model, ours)
-    assert "from torch.bfloat16 to torch.float32" in caplog.text
-    for p, q in zip(model.parameters(), theirs.param_groups[0]["params"], strict=True):
-        assert torch.equal(ours.state[p]["exp_avg_sq"], theirs.state[q]["exp_avg_sq"].float())
 
 
 def _model(dtype: str) -> torch.nn.Module:

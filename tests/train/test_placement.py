@@ -34,7 +34,7 @@ from carpool.transport.codecs import PLAIN
 from tests.placement.synthetic import topics
 from tests.ranks import Ranks
 from tests.train import test_loop
-from tests.train.test_loop import losses, records, run, weights
+from tests.train.test_loop import goes_on, losses, records, run, weights
 
 MODEL = [
     *test_loop.MODEL, "model.config.num_experts=16", "model.config.router_aux_loss_coef=0.01",
@@ -109,11 +109,7 @@ def test_what_was_foretold_is_measured(moved: Path) -> None:
 
 def test_a_resumed_run_goes_on_with_what_moved(ranks: Ranks, moved: Path, text: list[str], tmp_path: Path) -> None:
     """From between a look and the use of its answer, a step after it: bit by bit the same."""
-    resume = f"training.resume_from_checkpoint={moved}/checkpoints/step-00000007"
-    output = start(ranks, tmp_path / "resumed", *text, *PLACED, resume)
-    assert losses(output) == {step: losses(moved)[step] for step in (8, 9)}
-    first, second = weights(moved, 9), weights(output, 9)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    goes_on(ranks, moved, output := tmp_path / "resumed", [*MODEL, *text, *PLACED], 7)
     assert layouts_of(output, 9) == layouts_of(moved, 9)
     assert json.loads((output / "run.json").read_text())["layout"]["source"] == "checkpoint"
 
@@ -134,21 +130,6 @@ def test_beside_training_or_inside_it(ranks: Ranks, moved: Path, text: list[str]
     output = start(ranks, tmp_path / "beside", *text, *change)
     assert losses(output) == losses(moved) and layouts_of(output, 9) == layouts_of(moved, 9)
     assert not any((output / "placement").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["placement.solver=serch"], "placement.solver = 'serch': expected one of"),
-        (["placement.predictor=oracle"], "placement.predictor = 'oracle' (on the command line): expected one of"),
-        (["placement.policy=degree"], "set moe.spare_plan = 'all' and moe.spare_slots"),
-        (["placement.replicas=1"], "placement.replicas on the command line is no setting any more: replicas follow"),
-        (["placement.policy=shadow"], "set moe.spare_plan = 'shadow' and moe.spare_slots"),
-    ],
-)
-def test_bad_input_is_refused(ranks: Ranks, text: list[str], tmp_path: Path, change: list[str], message: str) -> None:
-    errors = ranks(run, str(tmp_path / "run"), [*MODEL, *text, "placement.every=3", *change])
-    assert all(message in error for error in errors), errors
 
 
 def _without_a_solver(output: str, overrides: list[str], solver: str) -> str:
@@ -218,14 +199,6 @@ def test_the_file_of_a_policy_must_be_what_it_says(
         dry_run(config)
 
 
-def test_a_wrong_file_is_refused_before_the_model_is_built(ranks: Ranks, tmp_path: Path) -> None:
-    Layouts(SOLVED, {}).save(file := tmp_path / "layouts.json")
-    output, settings = tmp_path / "run", [f"moe.layout={file}", "placement.policy=place"]
-    for error in ranks(run, str(output), [*MODEL, *settings]):
-        assert "does not say which solver made it" in error
-    assert not output.exists()
-
-
 COST = CostModel(transport="dedup", tokens_per_rank=8192, hidden=64, expert_hidden=1024, element_size=2, hardware=H200)
 FACTS = Facts(COST, Topology.even(4), top_k=4, micro_batches=2)
 
@@ -277,9 +250,6 @@ def test_what_is_foretold_is_what_transports_would_count() -> None:
         rides = volume.bytes_remote("dispatch", "combine", "dispatch_backward", "combine_backward")
         assert told["rows"] == pytest.approx(volume.rows_remote / 600)
         assert told["bytes"] == pytest.approx(2 * rides / 600), transport
-
-
-def test_load_is_foretold_for_what_tokens_will_choose() -> None:
     trace = topics(experts=16, top_k=4, tokens=600, length=30).layer(0)
     layout = ExpertLayout.contiguous(16, 4)
     same, found = foretell(trace, layout, 10.0 * trace.load_E, FACTS), evaluate(trace, layout, cost=COST)
@@ -292,12 +262,9 @@ def test_load_is_foretold_for_what_tokens_will_choose() -> None:
     assert then.rows_remote == found.rows_remote
 
 
-def test_the_load_of_the_fullest_rank() -> None:
+def test_loads_and_tokens_that_count() -> None:
     load_E = np.array([8.0, 1, 1, 1, 1, 4, 1, 1])
     assert load_ratio(load_E, ExpertLayout.contiguous(8, 4)) == pytest.approx(9 / 4.5)
-
-
-def test_the_newest_tokens_are_kept_in_whole_sequences() -> None:
     trace = topics(experts=16, top_k=2, tokens=100, length=30)
     kept = newest(trace, 35)
     assert kept.num_tokens == 40 and np.array_equal(kept.expert_LTK, trace.expert_LTK[:, 60:])

@@ -16,7 +16,7 @@ from carpool.train.run import loop
 from carpool.train.run.rollback import Spikes, Stragglers
 from carpool.train.run.run import train
 from tests.ranks import Ranks
-from tests.train.test_loop import MODEL, losses, records, start, weights
+from tests.train.test_loop import MODEL, losses, records, same_weights, start
 
 pytestmark = pytest.mark.timeout(600)
 G = 4  # sequences of a step
@@ -28,15 +28,12 @@ SETTINGS = [
 ]
 
 
-def test_a_spike_is_no_reference_for_others() -> None:
+def test_what_is_a_spike_and_who_is_slow() -> None:
     spikes = Spikes(1.5)
     assert [spikes.add(loss) for loss in (9.0, 5.0, 2.0, 2.1, 1.9, 2.0, 2.2, 1.8)] == [None] * 8
     for _ in range(2):
         assert "loss 3.2 is 1.56 times the median" in str(spikes.add(3.2))
     assert spikes.add(3.0) is None
-
-
-def test_a_rank_is_slow_for_many_steps() -> None:
     slow = Stragglers(4, (0, 0, 1, 1))
     # Once is chance, and all ranks are slow at times.
     found = [slow.add(work) for work in ([10, 11, 10, 30], [10, 9, 10, 10], [90, 90, 91, 90], [10, 10, 10, 11])]
@@ -87,9 +84,7 @@ def test_a_wrong_step_takes_the_run_back(
     write_state(checkpoint, content)
     assert start(two_ranks, other, [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
     assert losses(output) == losses(other)
-    expected = weights(other, 14)
-    for name, tensor in weights(output, 14).items():
-        assert torch.equal(tensor, expected[name]), name
+    assert same_weights(output, other, 14)
 
 
 def test_too_many_wrong_steps_end_the_run(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:

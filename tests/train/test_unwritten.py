@@ -100,9 +100,6 @@ def test_a_tracker_that_fails_ends_no_run(tmp_path: Path) -> None:
     assert said == ["warning: trackers get no more numbers after step 1: no network"] and steps(tmp_path) == [1, 2]
 
 
-# -- whole runs ------------------------------------------------------------------------------------------------------
-
-
 def _train(output: str, settings: list[str], what: str) -> str:
     """On a rank: train, while rank 0 does something to the folder; the error's text if it ends in one."""
     folder = Path(output)
