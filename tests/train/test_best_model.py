@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import unittest.mock
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -20,12 +17,12 @@ from carpool import cli
 from carpool.serve.served_model import find_source
 from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.manager import CheckpointManager, step_of
-from carpool.train.config import TrainingSection, load_config
+from carpool.train.config import TrainingSection
 from carpool.train.run import finish
 from carpool.train.run.best_model import Best, is_due
 from carpool.train.run.finish import UnwrittenError
 from tests.ranks import Ranks
-from tests.train.test_kill import PATIENCE, output_of, pid_of_rank, started, stopped_by_signal, wait_for_step
+from tests.train.test_kill import stopped_by_signal
 from tests.train.test_loop import TWO, losses, records, run, start_two, weights
 
 # The rate grows until steps make the model worse.
@@ -114,31 +111,6 @@ def test_a_run_ends_with_its_best_model(two_ranks: Ranks, text: list[str], tmp_p
         assert json.loads((folder / "summary.json").read_text())["best_step"] == best
 
 
-@pytest.mark.slow
-def test_a_run_that_was_killed_stops_early_as_it_would_have(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
-    """By kill -9 of a rank, after an evaluation that was no better, and before the best model is known."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    settings = [*text, *WORSE, "training.per_device_train_batch_size=4", "training.save_strategy=steps"]
-    settings += ["training.save_steps=2", "training.save_total_limit=2"]
-    assert start_two(two_ranks, whole, settings) == [""] * 2
-    best = json.loads((whole / "summary.json").read_text())["best_step"]
-    process = started(killed, settings)
-    try:
-        wait_for_step(killed, best + 1, lambda: output_of(process))
-        os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
-        process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-    assert process.returncode != 0 and not (killed / "summary.json").exists()
-    assert start_two(two_ranks, killed, [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
-    assert losses(killed) == losses(whole)
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (killed, whole)]
-    for key in ("steps", "best_step", "best_eval_loss", "final_eval_loss"):
-        assert summaries[0][key] == summaries[1][key], key
-    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (killed, whole))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def _without_a_save(output: str, settings: list[str], losses: list[float], failing: int) -> str:
     """On a rank: a run whose held-out losses are known, and which cannot write one of its checkpoints."""
     save, patched = CheckpointManager.save, unittest.mock.patch.object
@@ -200,17 +172,3 @@ def test_each_epoch_is_evaluated_and_saved(two_ranks: Ranks, text: list[str], tm
     assert len(evaluated) == 4 and len(saved) == 3
     for found in (sorted(evaluated)[1:], sorted(saved)):
         assert all(abs(step - end) <= 1 for step, end in zip(found, ends, strict=True)), (found, ends)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["eval_strategy=epochs"], "did you mean epoch?"),
-        (["greater_is_better=true"], "of which the lowest is best"),
-        (["early_stopping_patience=0"], "a number above 0"),
-    ],
-)
-def test_bad_settings_are_refused(settings: list[str], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        load_config(None, [f"training.{one}" for one in settings])
-    assert message in str(error.value)
