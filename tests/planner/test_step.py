@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +21,7 @@ from carpool.planner.candidate import KEEP, Candidate, Spare
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.routes import Choice, Routes
 from carpool.planner.model.shape import ModelShape
-from carpool.planner.step.events import execute
+from carpool.planner.step.events import Graph, execute, exposed_of
 from carpool.planner.step.graph import StepClock, step_graph
 from carpool.planner.step.lengths import HOST_ACTION, Lengths, break_even_tokens, stream_seconds
 from carpool.planner.step.peak import memory_of
@@ -34,6 +35,10 @@ TWO = Degrees(1, 2, 1, 2)
 ALONE = Candidate(
     Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", optimizer_in_backward=True, eager="asked for"
 )
+
+
+def graph_of(found: Prediction) -> Graph:
+    return step_graph(found.clock.lengths)
 
 
 QWEN15 = {
@@ -88,7 +93,7 @@ def test_steps_of_an_h100_that_no_rate_was_fitted_to(keys: dict[str, Any], layer
 
 def test_the_steps_parts_are_the_profiled_ones() -> None:
     """docs/measurements.md: kinds of kernels of the compiled step of 167 ms, in ms. Norms take less since then."""
-    graph = predict(shape("qwen3-30b-a3b", 12), H200, Candidate(TWO, 4096, 2, moments="bfloat16"), 8).graph
+    graph = graph_of(predict(shape("qwen3-30b-a3b", 12), H200, Candidate(TWO, 4096, 2, moments="bfloat16"), 8))
     found: Counter[str] = Counter()
     for event in graph.events:
         found[event.kind] += 1e3 * event.seconds
@@ -123,21 +128,18 @@ def test_what_hides_is_not_exposed() -> None:
         predict(model, slow, Candidate(ranks, 4096, 2, 2, schedule=schedule, eager="asked for", policies=KEEP), 8)
         for schedule in ("none", "two-batch")
     )
-    rides = sum(event.seconds for event in one.graph.events if event.kind in ("dispatch", "combine"))
+    rides = sum(event.seconds for event in graph_of(one).events if event.kind in ("dispatch", "combine"))
     assert one.exposed["dispatch"] + one.exposed["combine"] == pytest.approx(rides)
     assert two.exposed["dispatch"] + two.exposed["combine"] < 0.5 * rides and two.seconds.middle < one.seconds.middle
     fsdp = predict(model, H200, Candidate(ranks, 4096, 16, data_parallel="fsdp"), 8)
-    gathers = sum(event.seconds for event in fsdp.graph.events if event.kind == "all-gather")
+    gathers = sum(event.seconds for event in graph_of(fsdp).events if event.kind == "all-gather")
     assert fsdp.exposed.get("all-gather", 0.0) < 0.5 * gathers
 
 
 def test_order_is_of_pairs_that_differ() -> None:
     def point(name: str, measured: float, predicted: float) -> Compared:
         found = predict(shape("mixtral-8x7b", 1), H200, Candidate(TWO, 64, 1), 8)
-        seconds = found.seconds._replace(middle=predicted)
-        return Compared(
-            name, measured, Prediction(found.candidate, found.graph, found.execution, seconds, None, 0), None, 0
-        )
+        return Compared(name, measured, replace(found, seconds=found.seconds._replace(middle=predicted)), None, 0)
 
     points = [point("held/a, 1", 1.0, 1.0), point("held/a, 2", 1.02, 0.9), point("held/a, 3", 1.2, 0.95),
               point("held/b, 1", 9.0, 0.1)]  # fmt: skip
@@ -174,7 +176,7 @@ def test_chunks_of_the_backward_are_its_own_and_carry_all_that_it_sends() -> Non
     base = Candidate(Degrees(1, 16, 1, 16), 4096, 2, transport="hierarchical", schedule="chunks", chunks=2)
 
     def dispatches(**changed: Any) -> tuple[Counter[str], float]:
-        events = predict(shape("qwen3-30b-a3b", 1), HARDWARE["H100"], replace(base, **changed), 8).graph.events
+        events = graph_of(predict(shape("qwen3-30b-a3b", 1), HARDWARE["H100"], replace(base, **changed), 8)).events
         found = [event for event in events if event.kind == "dispatch"]
         return Counter(event.phase for event in found), sum(e.seconds for e in found if e.phase == "backward")
 
@@ -190,7 +192,7 @@ def test_captured_stages_start_without_asking_for_layers() -> None:
     model = shape("mixtral-8x7b", 4)
     eager, captured = (predict(model, H200, replace(candidate, eager=why), 8) for why in ("asked for", None))
     assert not eager.candidate.captured and captured.candidate.captured
-    hosts = [[one for one in found.graph.events if one.stream == "host"] for found in (eager, captured)]
+    hosts = [[one for one in graph_of(found).events if one.stream == "host"] for found in (eager, captured)]
     assert len(hosts[1]) == 2 * 4 * 2 and {one.seconds for one in hosts[1]} == {HOST_ACTION}
     assert len(hosts[0]) == 2 * 4 * 2 + 4 * 4 * 2 and captured.seconds.middle <= eager.seconds.middle
 
@@ -293,16 +295,21 @@ def test_float32_moves_twice_the_bytes_and_multiplies_without_tensor_cores() -> 
         {"degrees": Degrees(1, 4, 1, 4, pp=2), "accumulation": 6, "pipeline": "DualPipeV", "schedule": "two-batch"},
     ],
 )
-def test_a_clock_gives_the_sums_of_the_graph_to_the_last_digit(more: dict[str, Any]) -> None:
+def test_a_clock_gives_the_sums_of_the_graph(more: dict[str, Any]) -> None:
     given: dict[str, Any] = {"sequence_length": 4096, "micro_batch": 1, "compiled": False, **more}
+    exactly = partial(pytest.approx, rel=1e-12)
     shapes = shape("deepseek-v3-cut", 9), shape("qwen3-30b-a3b", 9)
     for model in shapes:
         lengths = Lengths(model, HARDWARE["H100"], Candidate(**given), 4)
         clock, number = StepClock(lengths), lengths.candidate.accumulation
         graph = step_graph(lengths)
-        assert clock.seconds(number, 9) == execute(graph).step
-        assert clock.seconds(number, 9, "low") == execute(graph, seconds=lambda event: event.low).step
-        assert clock.seconds(number, 9, "high") == execute(graph, seconds=lambda event: event.high).step
+        run = execute(graph)
+        busiest = run.end_SR.max(1).argmax().item()
+        watched = clock.run(number, 9, watched=busiest)
+        assert exposed_of(watched.spans, watched.step) == pytest.approx(run.exposed_seconds(busiest))
+        assert watched.busiest == busiest and watched.step == exactly(run.step)
+        assert clock.seconds(number, 9, "low") == exactly(execute(graph, seconds=lambda event: event.low).step)
+        assert clock.seconds(number, 9, "high") == exactly(execute(graph, seconds=lambda event: event.high).step)
         # Of fewer, from what is made already.
         assert clock.seconds(2 * (number // 2) or 1, 4) == StepClock(lengths).seconds(2 * (number // 2) or 1, 4)
 

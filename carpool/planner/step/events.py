@@ -35,8 +35,8 @@ a step does again for each micro-batch is recorded once, and then run many times
     program = tape.program([c])                               computation: 2.0 and 1.0, after 0; rides: 3.0, after these
     (end,) = clock.run(program, stage=0, after=[(first,)])
 
-A program leaves out what other waits imply, and takes events of a stream together that nobody else waits for. Lengths
-are added in the order of the graph, so that both give the same sums to the last digit.
+A program leaves out what other waits imply, and takes events of a stream together that nobody else waits for, so its
+steps are those of the graph but for how sums are rounded.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ KINDS = tuple(STREAM_OF)
 # In which ranks wait for data of others.
 COMMUNICATION = ("dispatch", "combine", "all-gather", "reduction", "send")
 IDLE = "idle"
+Spans = dict[str, list[tuple[float, float]]]  # Of a rank: when events of each kind start and end.
 
 
 class Group(NamedTuple):
@@ -203,22 +204,27 @@ class Execution:
         Args:
             rank: of the stage, one of `kept`; None: the first of these."""
         at = self.kept.index(rank) if rank is not None else 0
-        spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        spans: Spans = defaultdict(list)
         for event, arrive, end in zip(self.graph.events, self.arrive_EK[:, at], self.end_EK[:, at], strict=True):
             if event.stage == stage:
                 spans[event.kind].append((arrive, end))
-        # The moments at which anything starts or ends, and which of the pieces between them belong to a kind.
-        moments = np.unique([0.0, self.step, *(moment for own in spans.values() for span in own for moment in span)])
-        lengths, taken = np.diff(moments), np.zeros(len(moments) - 1, dtype=bool)
-        found = {}
-        for kind in filter(spans.__contains__, KINDS):
-            starts, ends = np.searchsorted(moments, np.array(spans[kind]).T)
-            change = np.bincount(starts, minlength=len(moments)) - np.bincount(ends, minlength=len(moments))
-            running = (np.cumsum(change) > 0)[:-1]
-            found[kind] = float(lengths[running & ~taken].sum())
-            taken |= running
-        found[IDLE] = float(lengths[~taken].sum())
-        return found
+        return exposed_of(spans, self.step)
+
+
+def exposed_of(spans: Spans, step: float) -> dict[str, float]:
+    """As `Execution.exposed_seconds`, of the events of a rank."""
+    # The moments at which anything starts or ends, and which of the pieces between them belong to a kind.
+    moments = np.unique([0.0, step, *(moment for own in spans.values() for span in own for moment in span)])
+    lengths, taken = np.diff(moments), np.zeros(len(moments) - 1, dtype=bool)
+    found = {}
+    for kind in filter(spans.__contains__, KINDS):
+        starts, ends = np.searchsorted(moments, np.array(spans[kind]).T)
+        change = np.bincount(starts, minlength=len(moments)) - np.bincount(ends, minlength=len(moments))
+        running = (np.cumsum(change) > 0)[:-1]
+        found[kind] = float(lengths[running & ~taken].sum())
+        taken |= running
+    found[IDLE] = float(lengths[~taken].sum())
+    return found
 
 
 def execute(
@@ -359,12 +365,14 @@ class Stretch(NamedTuple):
     Attributes:
         stream: where they run.
         waits: what the first of them waits for, by number: inputs of the program come first, then stretches.
-        seconds: of each.
+        total: seconds of all.
+        events: kind and seconds of each.
     """
 
     stream: str
     waits: tuple[int, ...]
-    seconds: list[float]
+    total: float
+    events: list[tuple[str, float]]
 
 
 class Program(NamedTuple):
@@ -386,27 +394,31 @@ class Tape:
     def __init__(self, inputs: int) -> None:
         self._inputs = inputs
         self._order: list[tuple[str, tuple[int, ...]]] = []
-        self._seconds: list[float] = []
+        self._lengths: list[tuple[str, float]] = []
 
     def add(
         self, name: str, kind: str, seconds: float, after: Iterable[int] = (), *, stream: str | None = None, **more: Any
     ) -> int:
         """As `Graph.add`; all events are of one stage."""
-        return self.record(stream or STREAM_OF[kind], seconds, tuple(after))
+        return self.record(stream or STREAM_OF[kind], kind, seconds, tuple(after))
 
-    def record(self, stream: str, seconds: float, after: tuple[int, ...], stage: int = 0) -> int:
+    def record(self, stream: str, kind: str, seconds: float, after: tuple[int, ...], stage: int = 0) -> int:
         assert seconds >= 0, f"an event on {stream} takes {seconds} s"
         self._order.append((stream, after))
-        self._seconds.append(seconds)
+        self._lengths.append((kind, seconds))
         return self._inputs + len(self._order) - 1
 
     def program(self, ends: Sequence[int]) -> Program:
         """What was recorded. `ends`: events whose ends are wanted."""
         found = _layout(self._inputs, tuple(self._order), tuple(ends))
-        stretches = [Stretch(stream, waits, []) for stream, waits in found.stretches]
-        for at, seconds in zip(found.place, self._seconds, strict=True):
+        events: list[list[tuple[str, float]]] = [[] for _ in found.stretches]
+        for at, (kind, seconds) in zip(found.place, self._lengths, strict=True):
             if seconds:
-                stretches[at].seconds.append(seconds)
+                events[at].append((kind, seconds))
+        stretches = [
+            Stretch(*stretch, sum(seconds for _, seconds in of), of)
+            for stretch, of in zip(found.stretches, events, strict=True)
+        ]
         return Program(tuple(stretches), found.ends)
 
 
@@ -449,9 +461,14 @@ def _layout(inputs: int, events: tuple[tuple[str, tuple[int, ...]], ...], ends: 
 
 
 class Clock:
-    """A `Graph` that is run as it is built, one rank for each stage."""
+    """A `Graph` that is run as it is built, one rank for each stage.
 
-    def __init__(self) -> None:
+    Args:
+        watched: the stage whose `spans` are wanted; None: no stage's.
+    """
+
+    def __init__(self, watched: int | None = None) -> None:
+        self.watched, self.spans = watched, defaultdict[str, list[tuple[float, float]]](list)
         self._end: list[float] = []
         self._last: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
@@ -467,11 +484,14 @@ class Clock:
         **more: Any,
     ) -> int:
         """As `Graph.add`."""
-        return self.record(stream or STREAM_OF[kind], seconds, after, stage)
+        return self.record(stream or STREAM_OF[kind], kind, seconds, after, stage)
 
-    def record(self, stream: str, seconds: float, after: Iterable[int], stage: int = 0) -> int:
+    def record(self, stream: str, kind: str, seconds: float, after: Iterable[int], stage: int = 0) -> int:
         last = self._last[stage]
-        last[stream] = end = self._ready(last[stream], after) + seconds
+        begin = self._ready(last[stream], after)
+        last[stream] = end = begin + seconds
+        if stage == self.watched:
+            self.spans[kind].append((begin, end))
         self._end.append(end)
         return len(self._end) - 1
 
@@ -482,15 +502,18 @@ class Clock:
             after: of each input of the program, what it stands for: the last of these events."""
         last = self._last[stage]
         at = [self._ready(0.0, one) for one in after]
-        for stream, waits, lengths in program.stretches:
+        watched = stage == self.watched
+        for stream, waits, total, events in program.stretches:
             begin = last[stream]
             for one in waits:
                 if at[one] > begin:
                     begin = at[one]
-            for seconds in lengths:
-                begin += seconds
-            last[stream] = begin
-            at.append(begin)
+            last[stream] = end = begin + total
+            at.append(end)
+            if watched:
+                for kind, seconds in events:
+                    self.spans[kind].append((begin, begin + seconds))
+                    begin += seconds
         first = len(self._end)
         self._end += [at[one] for one in program.ends]
         return range(first, len(self._end))
@@ -505,3 +528,8 @@ class Clock:
     def step(self) -> float:
         """Seconds from the first event to the last."""
         return max((end for last in self._last.values() for end in last.values()), default=0.0)
+
+    @property
+    def busiest(self) -> int:
+        """The stage that ends last."""
+        return max(sorted(self._last), key=lambda stage: max(self._last[stage].values()))

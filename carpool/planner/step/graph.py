@@ -38,7 +38,7 @@ AT_HOME = 2
 # Reductions for which an update waits.
 LAST = 4
 Bound = Literal["low", "high"]
-BOUNDS: tuple[Bound, Bound] = "low", "high"
+BOUNDS: tuple[Bound | None, ...] = "low", None, "high"
 
 
 def step_graph(lengths: Lengths) -> Graph:
@@ -53,16 +53,20 @@ class StepClock:
     is made once."""
 
     def __init__(self, lengths: Lengths) -> None:
-        self._made = _Made(lengths)
+        self.lengths, self._made = lengths, _Made(lengths)
 
     def seconds(self, accumulation: int, layers: int, bound: Bound | None = None) -> float:
         """Of the first micro-batches and of the first layers.
 
         Args:
             bound: of all lengths at once; None: the lengths themselves."""
-        clock = Clock()
+        return self.run(accumulation, layers, bound).step
+
+    def run(self, accumulation: int, layers: int, bound: Bound | None = None, watched: int | None = None) -> Clock:
+        """The same, as a clock that has watched a stage."""
+        clock = Clock(watched)
         _Builder(self._made, clock, accumulation, layers, bound).build()
-        return clock.step
+        return clock
 
 
 class _Made:
@@ -175,7 +179,7 @@ class _Builder:
         rank = self.rank_of[at.stage]
         if not isinstance(self.graph, Graph):
             seconds = piece.seconds if self.bound is None else piece.seconds * getattr(piece, self.bound)
-            event = self.graph.record(piece.stream or STREAM_OF[piece.kind], seconds, after, rank)
+            event = self.graph.record(piece.stream or STREAM_OF[piece.kind], piece.kind, seconds, after, rank)
         else:
             event = self.graph.add(
                 f"{at.where}::{at.phase}::{piece.name}", piece.kind, piece.seconds, after, stream=piece.stream,

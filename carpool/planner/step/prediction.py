@@ -3,7 +3,6 @@
     prediction = predict(shape, find_hardware("H100"), candidate, per_node=8)
     prediction.seconds            Interval(1.21, 1.38, 1.71)
     prediction.exposed            {"dispatch": 0.08, ...}: what no computation hides, on a rank
-    prediction.graph              for `carpool simulate`
 
 Bounds: all rates at once at their better, or worse, end. So an interval is wider than what is likely.
 """
@@ -20,8 +19,8 @@ from carpool.planner.candidate import Candidate
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import LayerShape, ModelShape
-from carpool.planner.step.events import COMMUNICATION, Execution, Graph, execute
-from carpool.planner.step.graph import BOUNDS, StepClock, step_graph
+from carpool.planner.step.events import COMMUNICATION, exposed_of
+from carpool.planner.step.graph import BOUNDS, StepClock
 from carpool.planner.step.lengths import Lengths
 
 _PERIOD = 8  # layers after which their kinds repeat
@@ -41,16 +40,16 @@ class Prediction:
 
     Attributes:
         candidate: of what.
-        graph: the step.
-        execution: of it.
+        clock: of its step.
+        busiest: the stage that ends last.
         seconds: of the step.
         mfu: model FLOPs utilisation; None where the device's peak is not known.
         flops: operations of the mathematics, of one rank.
     """
 
     candidate: Candidate
-    graph: Graph
-    execution: Execution
+    clock: StepClock
+    busiest: int
     seconds: Interval
     mfu: Interval | None
     flops: float
@@ -58,7 +57,9 @@ class Prediction:
     @cached_property
     def exposed(self) -> dict[str, float]:
         """Seconds of the step of the busiest stage by kind: what computes, and what else is exposed."""
-        return self.execution.exposed_seconds(self.execution.end_SR.max(1).argmax().item())
+        layers = len(self.clock.lengths.shape.layers)
+        done = self.clock.run(self.candidate.accumulation, layers, watched=self.busiest)
+        return exposed_of(done.spans, done.step)
 
     @property
     def communication(self) -> float:
@@ -73,7 +74,7 @@ class Prediction:
 def predict(
     shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int, routes: Routes | None = None
 ) -> Prediction:
-    """Build the graph of a step and run it.
+    """What is predicted of a step.
 
     Args:
         per_node: GPUs of a node, consecutive ranks.
@@ -81,15 +82,13 @@ def predict(
 
     Raises:
         ValueError: a pipeline that cannot be."""
-    lengths = Lengths(shape, hardware, candidate, per_node, routes)
-    graph, clock = step_graph(lengths), StepClock(lengths)
-    done = execute(graph)
-    low, high = (clock.seconds(candidate.accumulation, len(shape.layers), bound) for bound in BOUNDS)
+    clock = StepClock(Lengths(shape, hardware, candidate, per_node, routes))
+    low, middle, high = (clock.run(candidate.accumulation, len(shape.layers), bound) for bound in BOUNDS)
     flops = shape.flops_per_token(candidate.sequence_length) * candidate.tokens / candidate.degrees.world_size
-    seconds, mfu = Interval(low, done.step, high), None
+    seconds, mfu = Interval(low.step, middle.step, high.step), None
     if hardware.peak_flops is not None:
-        mfu = Interval(*(flops / one / hardware.peak_flops for one in (high, done.step, low)))
-    return Prediction(candidate, graph, done, seconds, mfu, flops)
+        mfu = Interval(*(flops / one / hardware.peak_flops for one in reversed(seconds)))
+    return Prediction(candidate, clock, middle.busiest, seconds, mfu, flops)
 
 
 def step_seconds(

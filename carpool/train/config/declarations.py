@@ -19,7 +19,7 @@ configuration, plug-ins' sections included. A condition is text, as a user write
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -113,6 +113,13 @@ class Rule:
         """Whether it refuses these settings."""
         return _hold(self.conditions, settings)
 
+    def may_apply(self, keys: Set[str]) -> bool:
+        """Whether it can refuse settings of these keys, all others of which have their defaults."""
+        return all(
+            any(key in keys or not isinstance(test, _Comparison) or test({}) for key, test in group)
+            for group in self.conditions
+        )
+
     def keys(self, settings: Settings) -> list[str]:
         """The settings that make it apply, axes of parallelism first."""
         found = dict.fromkeys(key for group in self.conditions for key, test in group if key and test(settings))
@@ -138,6 +145,7 @@ class Declared:
         self.rules = [
             self._rule(name, one) for name, all_ in self.of.items() for one in all_ if isinstance(one, Excludes)
         ]
+        self._possible: dict[frozenset[str], list[Rule]] = {}
         # By the old name: the new one, with its option, and how values changed.
         self.renamed = {
             one.name: (f"{name}.{one.option}".rstrip("."), one)
@@ -162,7 +170,10 @@ class Declared:
 
     def refusal(self, settings: Settings) -> Rule | None:
         """The first rule that refuses a combination, or None if it works."""
-        return next((rule for rule in self.rules if rule.applies(settings)), None)
+        keys = frozenset(settings)
+        if keys not in self._possible:
+            self._possible[keys] = [rule for rule in self.rules if rule.may_apply(keys)]
+        return next((rule for rule in self._possible[keys] if rule.applies(settings)), None)
 
     def why_refused(self, settings: Settings) -> str | None:
         """Why there is no such combination, in short; None: there is."""
@@ -219,7 +230,7 @@ class Declared:
         """Groups of which one alternative each must hold. `name`: the setting that a function is about."""
         if isinstance(condition, tuple):
             key, test = condition
-            return [[(key, lambda settings: test(settings.get(key, self.defaults[key])))]]
+            return [[(key, _Comparison(key, self.defaults[key], test))]]
         if not isinstance(condition, str):
             return [[(name, condition)]]
         return [list(self._alternatives(group)) for group in condition.split(" and ")]
@@ -235,13 +246,25 @@ def _hold(conditions: Sequence[Sequence[tuple[str, Test]]], settings: Settings) 
     return all(any(test(settings) for _, test in group) for group in conditions)
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """A condition of one setting alone."""
+
+    key: str
+    default: Any
+    test: Callable[[Any], bool]
+
+    def __call__(self, settings: Settings) -> bool:
+        return self.test(settings.get(self.key, self.default))
+
+
 def _compared(key: str, sign: str, values: list[str], default: Any) -> Test:
     if not sign:
-        return lambda settings: settings.get(key, default) not in (None, default)
+        return _Comparison(key, default, lambda value: value not in (None, default))
     if sign == ">":
         limit = float(values[0])
-        return lambda settings: (value := settings.get(key, default)) is not None and value > limit
-    return lambda settings: (_word(settings.get(key, default)) in values) == (sign == "=")
+        return _Comparison(key, default, lambda value: value is not None and value > limit)
+    return _Comparison(key, default, lambda value: (_word(value) in values) == (sign == "="))
 
 
 def _word(value: Any) -> str:
