@@ -48,6 +48,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("memory.layer_activations=recompute",),
     "clipping": ("training.max_grad_norm=1.0",),
     "adapters": ("adapter.kind=lora",),
+    "experts move": ("placement.every=100",),
 }
 
 PAGE = """\

@@ -26,6 +26,7 @@ from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.tensor_parallel import sequence_shard
 from carpool.layer.recorder import Mark, Recorder
 from carpool.metrics.counters import in_recompute
+from carpool.planner.candidate import STRETCH
 
 __all__ = ["Mark", "TraceRecorder"]
 
@@ -51,7 +52,7 @@ class TraceRecorder(Recorder):
         capacity_tokens: int = 8192,
         *,
         every: int = 1,
-        stretch: int = 512,
+        stretch: int = STRETCH,
         weights: bool = False,
         evaluation: bool = False,
         layers: Sequence[str] | None = None,
@@ -96,7 +97,7 @@ class TraceRecorder(Recorder):
     @torch.no_grad()
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward.stretches = []
-        if not (module.training or self.evaluation) or in_recompute():
+        if self.paused or not (module.training or self.evaluation) or in_recompute():
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         shaped = ids if ids is not None else kwargs.get("inputs_embeds")

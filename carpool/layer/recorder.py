@@ -90,6 +90,9 @@ class Recorder:
         replica, num_replicas: the number of this rank among ranks with the same tokens, and their number. Only the
             first one's stretches are in the trace.
 
+    Attributes:
+        paused: nothing is recorded (`pause`).
+
     Raises:
         ValueError: a size below 1.
     """
@@ -122,6 +125,7 @@ class Recorder:
         # Tokens in each place of the ring buffer. All places have the same size.
         self._lengths = [0] * places
         self._forwards = self._recorded = 0
+        self.paused = False
         self._forward = _Forward()
         self._expert_LCK: torch.Tensor | None = None
         self._weight_LCK: torch.Tensor | None = None
@@ -189,6 +193,14 @@ class Recorder:
         self._lengths = [0] * len(self._lengths)
         self._recorded, self._misfit = 0, None
 
+    def pause(self) -> None:
+        """Record no forwards until `resume`. They may be CUDA graphs, for which the host chooses no stretches."""
+        self.paused = True
+
+    def resume(self, recorded: int) -> None:
+        """Record on, as if `recorded` stretches had been recorded since the last `reset`; they are not in the trace."""
+        self.paused, self._recorded, self._lengths = False, recorded, [0] * len(self._lengths)
+
     def mark(self) -> Mark:
         """The current position, for `rewind`."""
         return Mark(self._forwards, self._recorded, tuple(self._lengths))
@@ -221,6 +233,8 @@ class Recorder:
         """Choose the stretches to record of a forward of `sequences` sequences of `tokens` tokens. A rank without
         tokens uses a place too, so that places correspond to the same forwards on all ranks."""
         self._forward.stretches, self._forward.tokens = [], sequences * tokens
+        if self.paused:
+            return
         self._forwards += 1
         if (self._forwards - 1) % self.every:
             return

@@ -10,6 +10,7 @@ Why forward and backward are no CUDA graph is asked in many places, and answered
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
@@ -31,6 +32,8 @@ LENGTHS = "this attention reads the lengths of documents on the host (model.attn
 SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_length makes all alike)"
 # A graph can draw once more what it has drawn, and nothing that another graph has.
 RANDOM = "layers are computed again in another graph than their forward's, which has drawn random numbers (drop-out)"
+RECORDED = "the host names the tokens whose choices each step records (placement.tokens, placement.every)"
+STRETCH = 512  # neighbouring tokens that `carpool.hf.trace_recorder` records of a forward
 _TIERS = {"host": "host memory", "disk": "disk"}
 
 
@@ -39,19 +42,28 @@ def of_transport(name: str | None) -> str:
     return f"transport {name} waits for the host"
 
 
-def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True) -> str | None:
-    """Why, by what plans do not vary (`settings`: sections and keys, with their defaults); None: nothing of that."""
+def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True, ranks: int = 1) -> str | None:
+    """Why, by what plans do not vary (`settings`: sections and keys, with their defaults); None: nothing of that.
+    `ranks`: with tokens of their own."""
     if settings["training"]["cuda_graphs"] == "off":
         return "training.cuda_graphs = 'off'"
     if not gpu:
         return "there is no GPU"
     if settings["data"]["pad_to"] == "longest" and settings["data"]["packing"] == "off":
         return SHAPES
-    if settings["placement"]["every"] is not None:
-        return "experts move"
+    if (every := (placement := settings["placement"])["every"]) is not None and placement["policy"] == "migrate":
+        forwards = settings["training"]["gradient_accumulation_steps"]
+        if recorded_steps(placement["tokens"], ranks, forwards) >= every:
+            return RECORDED
     if (tier := settings["memory"]["experts"]) != "device":
         return f"experts come from {_TIERS[tier]}"
     return None
+
+
+def recorded_steps(tokens: int, ranks: int, forwards: int) -> int:
+    """Of so many forwards, in which so many ranks record the choices of so many tokens: a stretch of each forward."""
+    stretch = min(STRETCH, tokens)
+    return math.ceil(math.ceil(tokens / (stretch * ranks)) / forwards)
 
 
 # What may be done about each item that is saved for the backward (`carpool.planner.step.peak`).

@@ -284,6 +284,12 @@ TOGETHER = {
         "moe.spare_slots=2", "moe.balance_limit=1", "moe.schedule=two-batch",
         "memory.layer_activations=recompute",
     ),
+    # After step 5, of which step 4 records choices; and by the loads after steps 4 and 8.
+    "experts move": (
+        "placement.every=4", "placement.lag=1", "placement.hysteresis=0", "placement.tokens=1024",
+        "placement.background=false",
+    ),
+    "experts move by loads": ("placement.every=4", "placement.policy=pick"),
     # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
     "overflow": ("nvlink.capacity=0.125", "training.learning_rate=0.02"),
 }  # fmt: skip

@@ -32,6 +32,10 @@ def compare(tmp_path: Path, name: str) -> None:
     assert [line["kind"] for line in captured if line["kind"] in kinds] == [
         line["kind"] for line in eager if line["kind"] in kinds
     ]
+    moved = [line["step"] for line in captured if line["kind"] == "placement" and line["event"] == "moved"]
+    assert bool(moved) == ("move" in name) and moved == [
+        line["step"] for line in eager if line["kind"] == "placement" and line["event"] == "moved"
+    ]
     for one, other in zip(eager, captured, strict=True):
         if one["kind"] in ("train", "eval"):
             assert {key: one.get(key) for key in COUNTED} == {key: other.get(key) for key in COUNTED}, one["step"]

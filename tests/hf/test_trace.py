@@ -78,6 +78,22 @@ def test_stretches_of_neighbours_in_turn(folder: str) -> None:
     assert at == trace.num_tokens
 
 
+def test_what_is_recorded_at_the_end_is_as_if_all_had_been() -> None:
+    """Of 7 forwards the last 3: of as many places, and of one more than was recorded."""
+    model = tiny_model(discover()["olmoe"]).train()
+    for capacity in (12, 16):
+        with TraceRecorder(model, capacity, stretch=4) as whole, TraceRecorder(model, capacity, stretch=4) as late:
+            late.pause()
+            _run(model, late, Watch(model), 4)
+            assert not late._recorded
+            late.resume(4)
+            for seed in range(3):
+                model(**tiny_batch(model, 10 + seed))
+            one, other = whole.trace(), late.trace()
+        assert other.num_tokens == 12 and np.array_equal(one.expert_LTK[:, -12:], other.expert_LTK)
+        assert one.token_T is not None and np.array_equal(one.token_T[-12:], other.token_T)
+
+
 def test_the_newest_are_kept_and_every_other_is_left_out() -> None:
     model = tiny_model(discover()["olmoe"]).train()
     watch = Watch(model)

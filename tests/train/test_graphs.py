@@ -98,7 +98,10 @@ CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0", "
         ),
         (OnGpu(), layer(), ["moe.spare_slots=2"], "none", None),
         (OnGpu(), layer(reads_plans=True), ["moe.spare_slots=2"], "none", "some the host reads which experts go"),
-        (OnGpu(), layer(), ["placement.every=10"], "none", "move"),
+        # Of 16,384 tokens each forward of the only rank records 512.
+        (OnGpu(), layer(), ["placement.every=32"], "none", "the host names the tokens"),
+        (OnGpu(), layer(), ["placement.every=33"], "none", None),
+        (OnGpu(), layer(), ["placement.every=1", "placement.policy=pick"], "none", None),
         (OnGpu(), layer(), ["data.packing=off"], "none", "data.pad_to=sequence_length makes all alike"),
         (OnGpu(), layer(), ["data.packing=off", "data.pad_to=sequence_length"], "none", None),
         (OnGpu("flash_attention_2"), layer(), [], "none", "lengths of documents"),

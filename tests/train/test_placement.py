@@ -6,16 +6,19 @@ from __future__ import annotations
 import errno
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from carpool.hf.step_graphs import StepGraphs
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
@@ -25,6 +28,7 @@ from carpool.placement.predicted_volume import predict
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import DEFAULT as H200
 from carpool.report import write_report
+from carpool.train.build import assemble
 from carpool.train.config import load_config
 from carpool.train.moving.runtime import load_ratio, newest
 from carpool.train.moving.solve import NOT_WRITTEN, Facts, Solving, foretell, outlook
@@ -33,6 +37,7 @@ from carpool.transport import Codecs, TransportOptions, find_transport
 from carpool.transport.codecs import PLAIN
 from tests.placement.synthetic import topics
 from tests.ranks import Ranks
+from tests.replayed import Again
 from tests.train import test_loop
 from tests.train.test_loop import goes_on, losses, records, run, weights
 
@@ -64,6 +69,29 @@ def looks(output: Path) -> list[dict[str, Any]]:
 def layouts_of(output: Path, step: int) -> Layouts:
     state = json.loads((output / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())["state"]
     return Layouts.from_dict(state["placement"]["layouts"])
+
+
+class Later(Again):
+    """Does nothing where it is recorded, as a capture."""
+
+    made: ClassVar = list[Any]()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.made.append(work)
+
+        def again() -> None:
+            with torch.enable_grad():
+                work()
+
+        return again
+
+
+def run_captured(output: str, overrides: list[str]) -> str:
+    """As `run`; gives back how often a step was captured."""
+    Later.made.clear()
+    graphs = partial(StepGraphs, recorder=Later)
+    with mock.patch.multiple(assemble, why_no_graphs=lambda *_: None, StepGraphs=graphs):
+        return run(output, overrides) or str(len(Later.made))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +140,22 @@ def test_a_resumed_run_goes_on_with_what_moved(ranks: Ranks, moved: Path, text: 
     goes_on(ranks, moved, output := tmp_path / "resumed", [*MODEL, *text, *PLACED], 7)
     assert layouts_of(output, 9) == layouts_of(moved, 9)
     assert json.loads((output / "run.json").read_text())["layout"]["source"] == "checkpoint"
+
+
+@pytest.mark.parametrize("policy", ["migrate", "pick"])
+def test_steps_are_captured_between_looks(ranks: Ranks, text: list[str], tmp_path: Path, policy: str) -> None:
+    """The step before a look records choices, eagerly; each move ends the graphs. The bits are those of eager steps."""
+    few = ["placement.every=6", "placement.lag=1", "placement.tokens=128", f"placement.policy={policy}"]
+    few += [one for one in PLACED[2:] if policy == "migrate"]
+    few += ["training.max_steps=14", "training.save_steps=none"]
+    eager = start(ranks, tmp_path / "eager", *text, *few)
+    moves = [look["step"] for look in looks(eager) if look["event"] == "moved"]
+    assert moves == ([7, 13] if policy == "migrate" else [6, 12])
+    # Captured in step 3, and in step 10, or 9 where loads decide and no step is recorded.
+    found = ranks(run_captured, str(tmp_path / "captured"), [*MODEL, *text, *few])
+    assert found == ["2"] * 4
+    assert losses(tmp_path / "captured") == losses(eager)
+    assert Layouts.load(tmp_path / "captured" / "layout.json") == Layouts.load(eager / "layout.json")
 
 
 def test_on_other_ranks_it_starts_from_the_configured_layout(

@@ -103,7 +103,7 @@ def candidate_of(
         optimizer_in_backward=training["optimizer_in_backward"],
         max_grad_norm=training["max_grad_norm"],
         compiled=training["torch_compile"] in ("on", True),
-        eager=by_settings(settings),
+        eager=by_settings(settings, ranks=degrees.world_size // degrees.tp),
         experts="fp8" if moe["experts"] == "fp8" else "grouped",
         pipeline=settings["parallelism"]["pp_schedule"],
         stored=stored,

@@ -12,7 +12,9 @@ checkpoint holds experts in logical order as always, the layouts of the moment, 
 seen so far, the loads, an answer that is under way), so that a resumed run goes on as the other would have.
 
 Statistics: the load is counted and summed over ranks in each step anyway (carpool/hf/ride_metrics.py); the choices
-are sampled on the device by `carpool.hf.trace_recorder.TraceRecorder`, and gathered when they are looked at.
+are sampled on the device by `carpool.hf.trace_recorder.TraceRecorder`, and gathered when they are looked at. The host
+says which tokens are sampled, which a CUDA graph cannot ask, so only the steps whose tokens are looked at are sampled,
+and computed eagerly (`records`). A move ends the graphs, which hold the old layouts; new ones come after two steps.
 
 The other policies (carpool/placement/policies.py) look at the predicted load alone, on every rank alike, and what they
 say is used before the next step.
@@ -41,6 +43,7 @@ from carpool.layout.layouts import Layouts
 from carpool.placement.adopt import aligned
 from carpool.placement.policies import POLICIES, forecast
 from carpool.placement.trace import Trace, concatenate
+from carpool.planner.candidate import recorded_steps
 from carpool.replicas.migrate import Moved
 from carpool.report.units import bytes_text
 from carpool.train.config.schema import Config
@@ -62,6 +65,8 @@ class Placement:
         folder: of the run; the main rank puts questions for the solver below it.
         say, record: a line for the terminal; one for metrics.jsonl.
         saved, files: of the checkpoint that is resumed: its state, and its folder.
+        forwards: of a step;  ranks: with tokens of their own.
+        before_move: is called before experts move.
     """
 
     def __init__(
@@ -76,7 +81,11 @@ class Placement:
         saved: dict[str, Any],
         files: Path | None,
         average: torch.optim.Optimizer | None = None,
+        forwards: int = 1,
+        ranks: int = 1,
+        before_move: Callable[[], None] = lambda: None,
     ) -> None:
+        self.forwards, self.ranks, self.before_move = forwards, ranks, before_move
         self.section: PlacementSection = config.placement
         # The other ranks wait for the answer in a collective.
         self.patience = 0.9 * config.parallelism.timeout_seconds
@@ -91,7 +100,9 @@ class Placement:
         self.recorder: TraceRecorder | None = None
         if self.on and self.section.policy == "migrate":
             self.recorder = TraceRecorder(model, self.section.tokens)
+            self.recorder.pause()
         self.fresh = True  # nothing was recorded since it was reset
+        self.step = self.reset_at = 0
         self.earlier: Trace | None = None
         self.loads: deque[Array] = deque(maxlen=HISTORY)
         self.solving: Solving | None = None
@@ -100,6 +111,25 @@ class Placement:
         self.since: int | None = None
         self.moved = False
         self._restore(saved.get("placement") or {}, files)
+
+    def records(self, step: int) -> bool:
+        """Before the forwards of a step: whether their choices are recorded, which no CUDA graph can do. It is the same
+        where steps are no graphs."""
+        if self.recorder is None or self.section.every is None:
+            return False
+        if not self.step:
+            self.reset_at = step - 1
+        self.step = step
+        look = -(-step // self.section.every) * self.section.every
+        number = recorded_steps(self.section.tokens, self.ranks, self.forwards)
+        if look - number >= step or look + self.section.lag >= self.last_step:
+            self.recorder.pause()
+            return False
+        if self.recorder.paused:
+            # The stretches are those that a recording of all steps would have.
+            self.recorder.resume((step - 1 - self.reset_at) * self.forwards)
+        self.fresh = False
+        return True
 
     def count(self, rode: RideRecord) -> None:
         """The rides of a step, once they are known: before `after_step` of the same step if that `decides`, else at any
@@ -120,7 +150,6 @@ class Placement:
         """After the optimizer's step, gradients gone: use an answer that is due, ask when it is time."""
         if not self.on or self.section.every is None:
             return
-        self.fresh = False
         if self.section.policy != "migrate":
             if step % self.section.every == 0 and step < self.last_step:
                 self._react(step)
@@ -233,6 +262,7 @@ class Placement:
         self._tell(step, {**about, **looks}, self._move(step, changed))
 
     def _move(self, step: int, changed: dict[str, ExpertLayout]) -> Moved:
+        self.before_move()
         moved = set_layout(self.model, current_layouts(self.model).with_layers(changed), self.optimizer, self.average)
         for own in rides(self.model).values():
             # Before the next forward, whose rows the run must find room for.
@@ -269,6 +299,7 @@ class Placement:
     def _gather(self) -> None:
         """All ranks' newest choices into `earlier`. So a checkpoint divides what is looked at in the same way whether
         the run goes on or is resumed from there."""
+        self.reset_at = self.step
         if self.recorder is not None and not self.fresh:
             parts = [self.recorder.trace()] if self.earlier is None else [self.earlier, self.recorder.trace()]
             self.earlier = newest(concatenate(parts), self.section.tokens)

@@ -113,7 +113,8 @@ def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers
     """Why the steps of a run are not captured; None: they can be. `candidate`: the run in the planner's words, with
     the schedule that it has."""
     gpu = next(model.parameters()).device.type == "cuda"
-    if reason := by_settings(config.model_dump(), gpu):
+    degrees = candidate.degrees
+    if reason := by_settings(config.model_dump(), gpu, degrees.world_size // degrees.tp):
         return reason
     if reason := why_model_waits(model, layers, takes_lengths(model) and candidate.degrees.cp == 1):
         return candidate.why_fsdp or reason if reason == FSDP else reason

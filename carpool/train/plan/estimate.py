@@ -220,7 +220,7 @@ class MemoryEstimate:
     def _why_eager(self) -> str | None:
         """Why steps are not CUDA graphs, by settings and model."""
         config = self.config
-        if found := by_settings(config.model_dump(), self.cuda):
+        if found := by_settings(config.model_dump(), self.cuda, self.degrees.world_size // self.degrees.tp):
             return found
         if (spare := config.moe.spare) is not None and spare.planner().on_host:
             return PLANS

@@ -318,6 +318,8 @@ def update(run: Run) -> tuple[Losses, float, Asked]:
     for extension in built.extensions:
         extension.before_step(run)
     batches = [run.to_device(batch) for batch in next(run.data.train)]
+    if run.placement.records(run.step):
+        run.forget_graphs()
     means, measured = run.with_capacity(partial(_launch, run, batches))
     run.fit_capacity()
     # Here alone the host waits for the device, and what follows depends on it.

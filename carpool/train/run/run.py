@@ -130,7 +130,8 @@ def start_run(
     run.placement = Placement(
         plan.config, built.model, built.optimizer, _facts(plan, built), run.folder,
         lambda text: run.records.say(text), lambda *args, **fields: run.records.write(*args, **fields), saved, resume,
-        built.average,
+        built.average, max(plan.config.training.gradient_accumulation_steps, built.objective.at_once),
+        plan.degrees.world_size // plan.degrees.tp, run.forget_graphs,
     )  # fmt: skip
     run.records = open_records(run, command, resume)
     if built.objective.graphs is not None:
