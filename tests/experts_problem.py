@@ -16,6 +16,7 @@ from carpool.experts import Activation, ExpertFunction, Experts, ExpertWeights, 
 from carpool.experts.base import NUM_TRAINED, ActivationFunction, stand_in
 from carpool.experts.quantised import Kind, dequantised, quantise
 from carpool.transport import Arrivals
+from tests.no_waits import no_waits
 
 ACTIVATIONS = {
     "SwiGLU": Activation("silu", gated=True),
@@ -159,7 +160,7 @@ class ExpertProblem:
             x = replace(x, gaps=not all_rows)
             assert x.start is not None
             x.data[int(x.start) : int(x.start) + x_RH.numel()] = x_RH.flatten()
-        with no_host_synchronisation(device == "cuda" and not may_wait):
+        with no_waits(device == "cuda" and not may_wait):
             saved = experts.forward(arrivals, weights, partial, arena)
             x_RH.fill_(torch.nan)  # it was leased
             dweight, finish = experts.backward(saved, x, weights, HiddenStates.of(dpartial_RH), dx, not self.frozen)
@@ -198,18 +199,3 @@ class ExpertProblem:
         assert not got["dweight"][self.slot_RJ < 0].any(), "a weight that nobody uses has no gradient"
         if all_rows:
             assert not got["partial"][~self.wanted_R].any() and not got["dx"][~self.wanted_R].any()
-
-
-class no_host_synchronisation:
-    """Inside this `with`, PyTorch raises if the host waits for the GPU."""
-
-    def __init__(self, on: bool) -> None:
-        self.on = on
-
-    def __enter__(self) -> None:
-        if self.on:
-            torch.cuda.set_sync_debug_mode("error")
-
-    def __exit__(self, *_: object) -> None:
-        if self.on:
-            torch.cuda.set_sync_debug_mode("default")

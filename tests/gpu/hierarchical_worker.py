@@ -24,6 +24,7 @@ from carpool.transport.hierarchical import FixedSizeDedup, Hierarchical
 from carpool.transport.nvlink import NVLink
 from tests.gpu.ranks import run_mode
 from tests.hf.test_sequence_moves import step
+from tests.no_waits import no_waits
 from tests.parallel.test_node_slots import SLOTS, filled
 from tests.ranks import mesh
 from tests.test_parity import Case, differences, run_cases
@@ -99,11 +100,8 @@ def sync() -> tuple[bool, str]:
     assert isinstance(transport, Hierarchical)
     both = isinstance(transport.between, FixedSizeDedup) and isinstance(transport.inside, NVLink)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         moe(x).square().sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return both and transport.graphable, f"no wait for the device, {moe.core.why}"
 
 

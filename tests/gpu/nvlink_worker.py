@@ -33,6 +33,7 @@ from carpool.transport.nvlink import NVLink, NVLinkOptions
 from tests.gpu.nvlink_rides import Mismatches, Ride, Shape, gradient_rows, rows_of, scale_rows, scaled
 from tests.gpu.nvlink_stress import Cases, from_rank_0, stress, world
 from tests.gpu.ranks import run_mode
+from tests.no_waits import no_waits
 
 FP8_GROUP = 128  # columns that share a scale
 
@@ -45,11 +46,8 @@ def sync() -> tuple[bool, str]:
     want = train(moe, *inputs[0])
     train(moe, *inputs[1])  # buffers are full of something else now
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         once = train(moe, *inputs[0])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     train(moe, *inputs[1])
     unequal = [name for again in (once, train(moe, *inputs[0])) for name in differing(again, want)]
     return not unequal, f"no wait for the device; {len(want)} tensors, unequal in reruns: {unequal}"

@@ -19,6 +19,13 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = torch.cuda.device_count()
+# Of tests of kernels that must not read memory that nobody initialised (tests/gpu/conftest.py).
+NAN_IN_FRESH_MEMORY = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("nan_in_fresh_memory"),
+    pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled"),
+    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
+]
 SHARED = GPUS == 1
 RANKS = 4 if SHARED else min(4, GPUS)
 ENVIRONMENT = {
@@ -66,6 +73,14 @@ def torchrun(ranks: int, module: str, *arguments: str, seconds: int) -> str:
     print(out)
     assert process.returncode == 0, out[-5000:] + errors[-5000:]
     return out
+
+
+def check_mode(module: str, mode: str, *arguments: str, ranks: int = RANKS, seconds: int = 400) -> str:
+    """What a worker that ends with `run_mode` says of a mode, which must be right on all ranks."""
+    out = torchrun(ranks, module, mode, *arguments, seconds=seconds)
+    lines = [line for line in out.splitlines() if line.startswith(f"{mode}: ")]
+    assert len(lines) == 1 and lines[0].endswith(", ok"), out
+    return lines[0]
 
 
 def run_mode(modes: Mapping[str, Callable[..., tuple[bool, str]]]) -> None:

@@ -14,6 +14,7 @@ from carpool.layout import expert_layout as layout_module
 from carpool.replicas.slot_plan import count_choices
 from carpool.replicas.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
+from tests.no_waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -26,11 +27,8 @@ def test_the_kernel_equals_plain_pytorch(case: Case) -> None:
     want, there_TK = assign(expert_TK, layout), expert_TK.cuda()
     with mock.patch.object(layout_module, "on_gpu", lambda _: False):
         plain = assign(there_TK, layout)  # and the table is there
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         got = assign(there_TK, layout)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert got.dtype == torch.int32 and torch.equal(got, plain)
     assert torch.equal(got.cpu(), want)
 

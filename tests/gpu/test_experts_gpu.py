@@ -5,8 +5,6 @@ PyTorch fills memory that nobody initialised with NaN here, so that a kernel tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,20 +13,9 @@ from carpool.experts.gemm.choices import STAGES, WAYS, Choices
 from carpool.experts.gemm.measure_choices import measure_choices
 from carpool.experts.pairs import Pairs, sort_pairs
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
+from tests.gpu.ranks import NAN_IN_FRESH_MEMORY
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled"),
-    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
-]
-
-
-@pytest.fixture(autouse=True)
-def nan_in_fresh_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = NAN_IN_FRESH_MEMORY
 
 
 def routed(rows: int, columns: int, slots: int, skewed: bool = False) -> tuple[torch.Tensor, int]:

@@ -5,7 +5,6 @@ Both add in the same order, so that no bit differs. PyTorch fills memory that no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -19,22 +18,12 @@ from carpool.experts.pairs import sort_pairs
 from carpool.kernels import GROUP
 from carpool.kernels.packets import FP8, pack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
+from tests.gpu.ranks import NAN_IN_FRESH_MEMORY
 from tests.gpu.test_experts_gpu import routed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled"),
-    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
-]
+pytestmark = NAN_IN_FRESH_MEMORY
 TOLERANCE = 0.09  # as in tests/test_fp8_experts.py
 KINKED = 0.45
-
-
-@pytest.fixture(autouse=True)
-def nan_in_fresh_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def without_hopper() -> mock._patch[mock.Mock]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.ranks import needs, torchrun
+from tests.gpu.ranks import check_mode, needs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
@@ -12,6 +12,4 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 @needs(4)
 @pytest.mark.parametrize("mode", ["parity", "sync", "rows", "slots", "sequences"])
 def test_two_nodes_of_two_ranks(mode: str) -> None:
-    out = torchrun(4, "tests.gpu.hierarchical_worker", mode, seconds=400)
-    lines = [line for line in out.splitlines() if line.startswith(f"{mode}: ")]
-    assert len(lines) == 1 and lines[0].endswith(", ok"), out
+    check_mode("tests.gpu.hierarchical_worker", mode, ranks=4)

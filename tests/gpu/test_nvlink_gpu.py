@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
-from tests.gpu.ranks import RANKS, ROOT, SHARED, needs, rank_environment, torchrun
+from tests.gpu.ranks import RANKS, ROOT, SHARED, check_mode, needs, rank_environment, torchrun
 from tests.ranks import free_port
 
 # A rank gives up after 3 s; the rest is for starting the kernel and looking.
@@ -20,11 +21,7 @@ PATIENCE, SLACK = 3, 5
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
 
-def check(mode: str, *arguments: str, ranks: int = RANKS, seconds: int = 180) -> str:
-    out = torchrun(ranks, "tests.gpu.nvlink_worker", mode, *arguments, seconds=seconds)
-    lines = [line for line in out.splitlines() if line.startswith(f"{mode}: ")]
-    assert len(lines) == 1 and lines[0].endswith(", ok"), out
-    return lines[0]
+check = partial(check_mode, "tests.gpu.nvlink_worker")
 
 
 @needs(2)

@@ -18,6 +18,7 @@ from carpool.optim import in_backward as consumed
 from carpool.optim import muon as matrices
 from carpool.optim import offloaded_state as streamed
 from carpool.optim.adamw_reference import DTYPES
+from tests.no_waits import no_waits
 from tests.optimizer_problem import MATRICES, gradients, groups, masters, muon, parameters, train
 
 pytestmark = pytest.mark.gpu
@@ -64,15 +65,12 @@ def test_nothing_waits_for_the_host() -> None:
     train(optimizer, found, 1)
     grads = [[grad.bfloat16() for grad in gradients(step, "cuda")] for step in (1, 2)]
     factor = torch.tensor(0.5, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for of_step in grads:
             for p, grad in zip(found, of_step, strict=True):
                 p.grad = grad
             optimizer.param_groups[0]["lr"] *= 0.5
             optimizer.step(factor=factor)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_captured_in_a_graph() -> None:

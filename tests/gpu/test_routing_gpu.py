@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -11,13 +10,11 @@ import torch
 from carpool import Router
 from carpool.routing import Rule
 from carpool.routing import router as routing
+from tests.gpu.ranks import NAN_IN_FRESH_MEMORY
+from tests.no_waits import no_waits
 from tests.routing_problem import CASES, Case, check, check_not_finite
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled"),
-    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
-]
+pytestmark = NAN_IN_FRESH_MEMORY
 
 LARGE = [
     Case(8192, 64, Rule(8, "softmax", aux_loss_coef=0.3, z_loss_coef=0.1)),
@@ -26,14 +23,6 @@ LARGE = [
     Case(20001, 60, Rule(4, "sigmoid", aux_loss_coef=0.3, z_loss_coef=0.1), values="ties"),
     Case(9999, 256, Rule(8, "sigmoid", True, 2.5, 0, 0, 0.3), given=True),
 ]
-
-
-@pytest.fixture(autouse=True)
-def nan_in_fresh_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
@@ -90,11 +79,8 @@ def test_a_router_waits_for_nothing_and_repeats_itself(dtype: torch.dtype, repla
     recording = torch.rand(1003, 64, device="cuda").argsort(1)[:, :5].int() if replay else None
     first = steps(router, x, recording)
     router.reset_counts()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         second = steps(router, x, recording)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     # The same numbers in plain PyTorch on the same GPU; a few near-ties may be decided otherwise.
     router.reset_counts()

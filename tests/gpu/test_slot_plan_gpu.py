@@ -10,6 +10,7 @@ import torch
 
 from carpool.replicas import slot_plan, slot_plan_kernel
 from carpool.replicas.slot_plan import Costs, SlotPlan, add_counts, count_choices, plan_slots, served_by
+from tests.no_waits import no_waits
 from tests.slot_plan_problem import CASES, Case, SlotPlanProblem, problem, random_plan
 
 pytestmark = pytest.mark.gpu
@@ -42,15 +43,12 @@ def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
     with mock.patch.object(slot_plan, "on_gpu", lambda _: False):
         plain_TK = served_by(*arguments)
     names = names_N.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         plan = plan_slots(load_WE, home_E, case.spare, case.costs, node_W)
         slot_TK, named_TK = served_by(*arguments), served_by(*arguments, names)
         load_E = count_choices(expert_TK, case.experts)
         counts = load_WE.new_zeros(7, dtype=torch.int64)
         add_counts(counts, load_WE, home_E, plan, case.ranks - 1, 1100)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for got, other, defined in zip(plan, plain, want, strict=True):
         assert got.dtype == defined.dtype and torch.equal(got, other) and torch.equal(got.cpu(), defined)
     assert slot_TK.dtype == torch.int32 and torch.equal(slot_TK, plain_TK)

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.ranks import RANKS, needs, torchrun
+from tests.gpu.ranks import check_mode, needs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(360), needs(2)]
 
 
 @pytest.mark.parametrize("mode", ["collectives", "graph", "leases"])
 def test_spare_slots(mode: str) -> None:
-    out = torchrun(RANKS, "tests.gpu.spare_slots_worker", mode, seconds=300)
-    lines = [line for line in out.splitlines() if line.startswith(f"{mode}: ")]
-    assert len(lines) == 1 and lines[0].endswith(", ok"), out
+    check_mode("tests.gpu.spare_slots_worker", mode, seconds=300)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from tests.gpu.ranks import RANKS, SHARED, needs, torchrun
+from tests.gpu.ranks import RANKS, SHARED, check_mode, needs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
 
-def check(mode: str, *arguments: str, ranks: int = RANKS, seconds: int = 400) -> str:
-    out = torchrun(ranks, "tests.gpu.tiles_worker", mode, *arguments, seconds=seconds)
-    lines = [line for line in out.splitlines() if line.startswith(f"{mode}: ")]
-    assert len(lines) == 1 and lines[0].endswith(", ok"), out
-    return lines[0]
+check = partial(check_mode, "tests.gpu.tiles_worker")
 
 
 @needs(2)
