@@ -185,12 +185,6 @@ def _objective(bf16: bool, settings: dict[str, Any]) -> tuple[bool, bool, list[s
     return expected == losses, same(ours, theirs), happened[1]
 
 
-@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_objective(ranks: Ranks, bf16: bool) -> None:
-    for equal, bits, _ in ranks(_objective, bf16, {"priority": True}):
-        assert equal and bits
-
-
 @pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_objective_with_two_batches(ranks: Ranks, bf16: bool) -> None:
     """The reductions of half 1 run beside a ride."""
