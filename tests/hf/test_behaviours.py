@@ -263,7 +263,7 @@ def _lora(targets: list[str]) -> LoraConfig:
     return LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
 
 
-def _lora_on_attention(path: str) -> tuple[list[str], list[float], float]:
+def _lora_on_attention(path: str) -> tuple[list[str], list[float]]:
     _save("olmoe", path)
     base, reference = _model("olmoe", path), _alone("olmoe", path)
     torch.manual_seed(dist.get_rank())  # adapters start from other values on each rank, as they would by chance
@@ -277,20 +277,14 @@ def _lora_on_attention(path: str) -> tuple[list[str], list[float], float]:
         base.enable_input_require_grads()
         model(**_own(base)).loss.backward()
         errors.append(_worst(model, single))
-
-    model.save_pretrained(f"{path}/adapter")
-    dist.barrier()
-    loaded = PeftModel.from_pretrained(_alone("olmoe", path), f"{path}/adapter")
-    difference = float((loaded(**_own(base)).logits - model(**_own(base)).logits).abs().max())
-    return carpool.hf.synchronize_adapters(model), errors, difference
+    return carpool.hf.synchronize_adapters(model), errors
 
 
 def test_lora_on_attention(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Adapters of peft are synchronised by themselves: gradients are those of one process, and they save and load."""
-    for left_over, errors, difference in two_ranks(_lora_on_attention, str(tmp_path)):
-        assert left_over == []
-        assert max(errors) <= BOUND
-        assert difference <= BOUND
+    """Adapters of peft are synchronised by themselves: gradients are those of one process. What saves and loads is in
+    test_expert_adapters.py."""
+    for left_over, errors in two_ranks(_lora_on_attention, str(tmp_path)):
+        assert left_over == [] and max(errors) <= BOUND
 
 
 def _loaded_lora(path: str) -> dict[str, float]:

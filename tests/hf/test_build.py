@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -223,61 +224,56 @@ def _copy(folder: Path, to: Path, **config: Any) -> Path:
     to.mkdir()
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
-    if config:
-        raw = json.loads((to / "config.json").read_text())
-        (to / "config.json").write_text(json.dumps(raw | config))
+    _set(**config)(to)
     return to
 
 
-def _change(folder: Path, what: str) -> None:
-    """Do to a checkpoint folder what its name says."""
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    if what == "empty":
-        config.unlink()
-    elif what == "an adapter alone":
-        config.unlink()
-        (folder / "adapter_config.json").write_text("{}")
-    elif what == "an adapter beside":  # with peft installed, Transformers would load adapter_model.bin
-        (folder / "adapter_config.json").write_text("{}")
-    elif what.startswith("config"):
-        config.write_text(what.split()[1])
-    elif what.startswith("index"):
-        (folder / "model.safetensors.index.json").write_text(what.split(maxsplit=1)[1])
-    elif what == "pickled":
-        weights.rename(folder / "pytorch_model.bin")
-    elif what == "bare":
-        weights.unlink()
-    elif what == "another code":
-        config.write_text(json.dumps({"model_type": "olmoee", "auto_map": {"AutoConfig": "evil.Config"}}))
-    else:
-        key, value = {
-            "quantised": ("quantization_config", {"quant_method": "mxfp4"}),
-            "named": ("transformers_weights", "other.safetensors"),
-        }[what]
-        config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+Change = Callable[[Path], Any]
+INDEX = "model.safetensors.index.json"
+
+
+def _write(name: str, text: str) -> Change:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _remove(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def _set(**keys: Any) -> Change:
+    """Of its config.json."""
+    return lambda folder: (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | keys)
+    )
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("changes", "message"),
     [
-        ("empty", "has no config.json"),
-        ("an adapter alone", "it holds an adapter"),
-        ("an adapter beside", "holds an adapter beside the model; merge it"),
-        ("named", "names its weights itself"),
-        ("config {", "is not a JSON object"),
-        ("config []", "is not a JSON object"),
-        ("another code", "did you mean 'olmoe' ... It brings its own code (auto_map), which Carpool never runs"),
-        ("pickled", "are pickles (pytorch_model.bin), which can run code when they are loaded, and Carpool never"),
-        ("bare", "holds no weights"),
-        ('index {"weight_map": {"lm_head.weight": "model-2.safetensors"}}', "its index names model-2.safetensors"),
-        ("quantised", "quantised (mxfp4)"),
-        *((f"index {content}", "model.safetensors.index.json is no index of weights")
+        ([_remove("config.json")], "has no config.json"),
+        ([_remove("config.json"), _write("adapter_config.json", "{}")], "it holds an adapter"),
+        # With peft installed, Transformers would load adapter_model.bin.
+        ([_write("adapter_config.json", "{}")], "holds an adapter beside the model; merge it"),
+        ([_set(transformers_weights="other.safetensors")], "names its weights itself"),
+        ([_write("config.json", "{")], "is not a JSON object"),
+        ([_write("config.json", "[]")], "is not a JSON object"),
+        ([_write("config.json", '{"model_type": "olmoee", "auto_map": {"AutoConfig": "evil.Config"}}')],
+         "did you mean 'olmoe' ... It brings its own code (auto_map), which Carpool never runs"),
+        ([lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin")],
+         "are pickles (pytorch_model.bin), which can run code when they are loaded, and Carpool never"),
+        ([_remove("model.safetensors")], "holds no weights"),
+        ([_write(INDEX, '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')],
+         "its index names model-2.safetensors"),
+        ([_set(quantization_config={"quant_method": "mxfp4"})], "quantised (mxfp4)"),
+        *(([_write(INDEX, content)], "model.safetensors.index.json is no index of weights")
           for content in ("[]", "{", '{"weight_map": []}', "{}")),
     ],
 )  # fmt: skip
-def test_folders_that_are_refused(folder: Path, tmp_path: Path, what: str, message: str) -> None:
-    _change(_copy(folder, tmp_path / "other"), what)
-    refusal = _refusal(tmp_path / "other")
+def test_folders_that_are_refused(folder: Path, tmp_path: Path, changes: list[Change], message: str) -> None:
+    other = _copy(folder, tmp_path / "other")
+    for change in changes:
+        change(other)
+    refusal = _refusal(other)
     assert all(part in refusal for part in message.split(" ... ")), refusal
     assert f"there is no checkpoint folder {tmp_path / 'nowhere'}" in _refusal(tmp_path / "nowhere")
 
