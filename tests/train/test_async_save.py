@@ -259,12 +259,13 @@ def writer(folder: Path, first: str) -> Iterator[None]:
 def test_a_writer_that_is_killed_or_stands_still(tmp_path: Path, signal: str, why: str) -> None:
     """Nothing of its checkpoint is left, and the next one is written."""
     model, optimizer = _build(None)
+    children = set(psutil.Process().children())  # ranks of other tests
     manager = CheckpointManager(tmp_path / "run", stall_seconds=1.0)
     with writer(tmp_path, f"kill -{signal} $$"):
         manager.save(1, model, optimizer, {}, beside=True)
         with pytest.raises(CheckpointWriteError, match=why):
             manager.collect()
-    assert list(manager.folder.iterdir()) == [] and not psutil.Process().children()
+    assert list(manager.folder.iterdir()) == [] and set(psutil.Process().children()) <= children
     manager.save(2, model, optimizer, {}, beside=True)
     assert manager.collect() is not None
 
