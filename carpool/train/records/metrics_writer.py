@@ -66,8 +66,6 @@ class Recorder:
         report_to: names that transformers knows, such as "tensorboard".
         settings, max_steps: for the trackers' overview.
         say: shows a line to the user.
-        begins: the run starts from its beginning: what one that was killed before its first checkpoint has recorded
-            there goes.
         restore: writes the run directory's other files again, after it was deleted.
 
     Raises:
@@ -83,7 +81,6 @@ class Recorder:
         max_steps: int,
         *,
         say: Callable[[str], None] = print,
-        begins: bool = False,
         restore: Callable[[], None] = lambda: None,
     ) -> None:
         self._path, self._main, self._say, self._restore = folder / METRICS, main, say, restore
@@ -96,8 +93,6 @@ class Recorder:
             self._file = FileIO(self._path, "a")
             if not lock(self._file):
                 raise ValueError(f"another run has just begun to write into {folder}: choose another folder")
-            if begins:
-                self._file.truncate(0)
             _cut_partial_line(self._path)
 
     def write(self, kind: str, step: int, **fields: Any) -> None:

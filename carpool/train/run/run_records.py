@@ -93,7 +93,7 @@ def open_records(run: Run, command: str, resume: Path | None) -> Records:
     with together(ValueError, ""):
         recorder = Recorder(
             run.folder, run.main, training.report_to, run.config.model_dump(mode="json"), training.steps,
-            say=display.say, begins=resume is None, restore=lambda: write_files(run, records.info),
+            say=display.say, restore=lambda: write_files(run, records.info),
         )  # fmt: skip
     records = Records(run.folder, run.main, recorder, display)
     records.info = run_info(run, command, resume)
