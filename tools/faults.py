@@ -150,7 +150,13 @@ class Run:
 
 
 class Faults:
-    """What is done to a run, at random. `disk`: it has one of its own. `say`: gets a line for each fault.
+    """What is done to a run, at random.
+
+    Args:
+        disk: it has one of its own.
+        beside: it writes checkpoints beside training.
+        snapshots: it has them.
+        say: gets a line for each fault.
 
     Attributes:
         counts: faults that struck, by kind.
@@ -158,7 +164,7 @@ class Faults:
     """
 
     def __init__(
-        self, run: Run, chance: random.Random, disk: bool, snapshots: bool, say: Callable[[str], None]
+        self, run: Run, chance: random.Random, disk: bool, beside: bool, snapshots: bool, say: Callable[[str], None]
     ) -> None:
         self.run, self.chance, self._say = run, chance, say
         self.counts, self.missed = Counter[str](), Counter[str]()
@@ -171,15 +177,16 @@ class Faults:
             "node killed": self.kill_node,
             "all agents killed": lambda: self._kill(*(one.pid for one in self.run.agents)),
             "agent asked to leave": self.ask_agent,
-            "writer killed": lambda: self._kill(self._writer()),
-            "writer stopped for good": lambda: self._stop(self._writer()),
             **{kind: partial(self.damage, how) for kind, how in DAMAGE.items()},
         }  # fmt: skip
         self.soft: dict[str, Callable[[], str | None]] = {
             "rank paused": lambda: self._pause(self._any(self.run.ranks().values())),
             "agent paused": lambda: self._pause(self.chance.choice(self.run.agents).pid),
-            "writer paused": lambda: self._pause(self._writer()),
         }
+        if beside:
+            self.soft["writer paused"] = lambda: self._pause(self._writer())
+            self.hard["writer killed"] = lambda: self._kill(self._writer())
+            self.hard["writer stopped for good"] = lambda: self._stop(self._writer())
         if disk:
             self.soft["disk full"] = self.fill_disk
         if snapshots:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -117,6 +118,7 @@ def _begin(job: dict[str, Any], files: Sequence[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(job["env"])
     random.seed()
+    faulthandler.register(signal.SIGUSR2, sys.stderr)  # which says where it is
     _prctl(_PR_SET_NAME, job["name"].encode())
     code: object = 0
     try:

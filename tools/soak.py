@@ -64,9 +64,9 @@ SETTINGS = (
 )  # fmt: skip
 # Of runs that are disturbed: how they save, and whether they have snapshots.
 _SAVES, _SNAPSHOTS = ("on", "on", "off"), (None, None, 1, 3)
-_PAUSE_SECONDS = (0.3, 2.0)
+_PAUSE_SECONDS = (0.3, 1.5)
 # Of faults: those that end processes, and of those, that come while a run recovers from another.
-_HARD, _SECOND = 0.7, 0.2
+_HARD, _SECOND = 0.85, 0.2
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -133,7 +133,7 @@ def disturb(run: Run, faults: Faults | None, until: float, patience: float) -> t
             elif now > after:
                 after = now + faults.chance.uniform(*_PAUSE_SECONDS)
                 if (second or not recovers) and faults.chance.random() < _HARD:
-                    struck = faults.add(True)
+                    struck = faults.add(True) or faults.add(True)
                     if struck:
                         second = not second and faults.chance.random() < _SECOND
                         again = run.step() + faults.chance.randint(1, 2 * SAVE_STEPS)
@@ -192,7 +192,7 @@ def soak(
             _say(f"run {rounds}: {' '.join(more)}")
             path = folder / f"disk{rounds}" / "run"
             run = Run(path, folder / f"run{rounds}.log", [*settings, *more], steps, server)
-            faults = Faults(run, chance, disk, window is not None, _say)
+            faults = Faults(run, chance, disk, saves == "on", window is not None, _say)
             try:
                 hung, pause = disturb(run, faults, until, patience)
             finally:
@@ -205,10 +205,13 @@ def soak(
             if hung:
                 wrong.append(f"hung after step {run.step()}:\n{run.log.read_text(errors='replace')[-6000:]}")
                 continue
-            wrong += differences(run.folder, whole.folder, steps)
+            found = differences(run.folder, whole.folder, steps)
+            wrong += [f"run {rounds - 1}: {one}" for one in found]
             lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
             recoveries += [line for line in lines if line["kind"] == "recovery"]
-            _say(f"  {faults.counts.total()} faults, longest pause {pause:.0f} s; {len(wrong)} differences so far")
+            _say(
+                f"  {faults.counts.total()} faults, longest pause {pause:.0f} s; {len(found)} differences {found[:20]}"
+            )
     return {
         "seeds": [seed],
         "faults": counts.total(),
@@ -243,7 +246,7 @@ def together(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, default=150, help="of each run")
+    parser.add_argument("--steps", type=int, default=300, help="of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=300.0, help="seconds without a step that are a hang")
     parser.add_argument("--start", action="store_true", help="start processes instead of forking them")

@@ -42,7 +42,7 @@ def test_a_fault_counts_where_it_has_struck(tmp_path: Path) -> None:
     """Processes that are gone already, and checkpoints that are not there, do not count."""
     run = SimpleNamespace(folder=tmp_path, agents=[], step=lambda: 7, ranks=dict, newest=lambda: None, writers=list)
     said: list[str] = []
-    faults = Faults(cast(Run, run), random.Random(0), False, False, said.append)
+    faults = Faults(cast(Run, run), random.Random(0), False, False, False, said.append)
     process = subprocess.Popen(["sleep", "60"])
     run.ranks = lambda: {0: process.pid}
     faults.soft = {"rank paused": faults.soft["rank paused"]}
