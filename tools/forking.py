@@ -139,6 +139,7 @@ def _begin(job: dict[str, Any], files: Sequence[int]) -> NoReturn:
 def _run_agent(arguments: list[str]) -> None:
     """`-m carpool train ...`, whose ranks are forked."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     from carpool.cli import main
     from carpool.train.launch import start
@@ -154,6 +155,8 @@ def _run_agent(arguments: list[str]) -> None:
     only_here: Any = type(sys)("subprocess")
     only_here.__dict__.update({**subprocess.__dict__, "Popen": Ranks})
     start.subprocess = only_here
+    # For a name in its log, the rendezvous looks through all modules, of which an agent that is started has fewer.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     sys.argv = ["carpool", *arguments[2:]]
     main()
 
