@@ -151,7 +151,8 @@ def _run_agent(arguments: list[str]) -> None:
             super().__init__(server, args, **given)
 
     # Python's own `subprocess` stays as it is for all others.
-    subprocess_handler.Popen = Ranks  # type: ignore[attr-defined]
+    handler: Any = subprocess_handler
+    handler.Popen = Ranks
     only_here: Any = type(sys)("subprocess")
     only_here.__dict__.update({**subprocess.__dict__, "Popen": Ranks})
     start.subprocess = only_here

@@ -154,30 +154,36 @@ def _say(text: str) -> None:
 
 
 def soak(
-    folder: Path, minutes: float, steps: int, seed: int, patience: float, logs: Path | None = None, forks: bool = True
+    folder: Path,
+    minutes: float,
+    steps: int,
+    seed: int,
+    patience: float,
+    logs: Path | None = None,
+    forks: bool = True,
+    reference: Path | None = None,
 ) -> dict[str, Any]:
     """Runs with faults for so long, and what came of them.
 
     Args:
         logs: a folder that gets what agents wrote.
-        forks: processes are forked; else they are started."""
-    chance, imported = random.Random(seed), folder / "imported"
-    settings = (*SETTINGS, f"data.cache_dir={folder / 'cache'}")
+        forks: processes are forked; else they are started.
+        reference: a folder that keeps the run without faults, for further soaks of the same code and steps."""
+    chance, settings = random.Random(seed), (*SETTINGS, f"data.cache_dir={folder / 'cache'}")
     _say(f"seed {seed}: {minutes:g} minutes, runs of {steps} steps, processes {'forked' if forks else 'started'}")
-    whole = Run(
-        folder / "whole",
-        folder / "whole.log",
-        settings,
-        steps,
-        None,
-        {IMPORTED: str(imported), "CARPOOL_PLUGINS": "tools.imported"},
-    )
-    try:
-        hung, _ = disturb(whole, None, 0.0, patience)
-    finally:
-        whole.end()
-    if hung:
-        raise SystemExit(f"the run without faults takes no steps:\n{whole.log.read_text()[-3000:]}")
+    kept = reference or folder / "reference"
+    whole, imported = kept / "run", kept / "imported"
+    if not imported.exists():
+        kept.mkdir(parents=True)
+        variables = {IMPORTED: str(kept / "importing"), "CARPOOL_PLUGINS": "tools.imported"}
+        run = Run(whole, kept / "run.log", settings, steps, None, variables)
+        try:
+            hung, _ = disturb(run, None, 0.0, patience)
+        finally:
+            run.end()
+        if hung:
+            raise SystemExit(f"the run without faults takes no steps:\n{run.log.read_text()[-3000:]}")
+        (kept / "importing").rename(imported)
     server = None
     if forks:
         import_all(list(dict.fromkeys(imported.read_text().split())))
@@ -205,7 +211,7 @@ def soak(
             if hung:
                 wrong.append(f"hung after step {run.step()}:\n{run.log.read_text(errors='replace')[-6000:]}")
                 continue
-            found = differences(run.folder, whole.folder, steps)
+            found = differences(run.folder, whole, steps)
             wrong += [f"run {rounds - 1}: {one}" for one in found]
             lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
             recoveries += [line for line in lines if line["kind"] == "recovery"]
@@ -219,7 +225,7 @@ def soak(
         "did_not_strike": dict(missed),
         "runs": rounds,
         "steps": steps * rounds,
-        "tensors": len(tensors(whole.folder, steps)) * rounds,
+        "tensors": len(tensors(whole, steps)) * rounds,
         "hangs": hangs,
         "longest_pause_seconds": longest,
         "agents_ended": {str(code): count for code, count in ended.items()},
@@ -250,6 +256,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=300.0, help="seconds without a step that are a hang")
     parser.add_argument("--start", action="store_true", help="start processes instead of forking them")
+    parser.add_argument(
+        "--reference", type=Path, help="a folder that keeps the run without faults, for further soaks of as many steps"
+    )
     parser.add_argument("--out", type=Path, help="a file for the numbers")
     parser.add_argument("--logs", type=Path, help="a folder that gets what the agents of each run wrote")
     parser.add_argument("--sum", type=Path, nargs="+", metavar="OUT", help="print the sum of soaks, from their --out")
@@ -260,7 +269,10 @@ def main() -> int:
     else:
         folder = Path(tempfile.mkdtemp(prefix="soak-"))  # a `TemporaryDirectory` goes with any process that is forked
         try:
-            found = soak(folder, given.minutes, given.steps, given.seed, given.patience, given.logs, not given.start)
+            found = soak(
+                folder, given.minutes, given.steps, given.seed, given.patience, given.logs, not given.start,
+                given.reference,
+            )  # fmt: skip
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     text = json.dumps(found, indent=1)
