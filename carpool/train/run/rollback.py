@@ -117,6 +117,6 @@ def roll_back(run: Run, error: WrongStepError) -> None:
     run.records.steps[:] = [one for one in run.records.steps if one["step"] <= run.step]
     run.records.write("rollback", run.step, wrong=wrong, why=str(error))
     run.records.say(
-        f"step {wrong}: {error}. ROLLED BACK to {checkpoint}; the batches of steps {run.step + 1} to {wrong} are left "
+        f"{error}. ROLLED BACK to {checkpoint}; the batches of steps {run.step + 1} to {wrong} are left "
         f"out ({run.rollbacks} of training.max_rollbacks = {run.config.training.max_rollbacks})"
     )

@@ -227,6 +227,7 @@ def record_recovery(run: Run) -> None:
     seconds = {key: times[key] - before for (key, before) in zip([*times][1:], times.values(), strict=False)}
     run.records.write("recovery", run.step, ranks=run.plan.machine.ranks, from_step=run.start, **seconds)
     text = ", ".join(f"{key.replace('_', ' ')} {one:.1f} s" for key, one in seconds.items())
+    text += f" ({seconds['regroup'] + seconds['first_step']:.1f} s beyond imports and loading)"
     run.records.say(f"recovered on {run.plan.machine.ranks} ranks, from step {run.start}: {text}")
 
 
