@@ -98,16 +98,6 @@ PENDING = [
         "--out {out}",
     ),
     Measurement(
-        "fetches into spare slots", "measurements.md, spare slots: GB/s of parameters and gradients", 4, 60,
-        TORCHRUN + " -m benchmarks.slot_fetch --out {out}/slot_fetch.json", least=2,
-    ),
-    Measurement(
-        "layers with spare slots", "measurements.md, spare slots: loads of a trace beside forced balance", 4, 100,
-        "-m carpool bench layer --model olmoe --routing docs/traces/e64-noaux-1615.npz --spare-slots 0,1,2,4 "
-        "--transports nvlink --experts grouped --captured --ranks {ranks} --out {out}",
-        least=2,
-    ),
-    Measurement(
         "fp8 in loss, bf16", "measurements.md, what FP8 costs in loss: the commands have not been run on a GPU", 1, 100,
         "-m carpool train training.max_steps=600 training.per_device_train_batch_size=8 training.eval_steps=100 "
         "parallelism.num_ranks={ranks} training.output_dir={out}/run",
@@ -119,27 +109,12 @@ PENDING = [
     ),
     # Fine-tuning on one GPU.
     Measurement(
-        "memory of fine-tuning on one GPU", "fine-tuning-one-gpu.md: measured beside predicted", 1, 300,
-        "-m benchmarks.one_gpu_memory --rows qwen-attention qwen-experts oss-attention oss-experts load-nf4 load-mxfp4 "
-        "--out {out}/memory.json",
-    ),
-    Measurement(
-        "table of fine-tuning on one GPU", "fine-tuning-one-gpu.md: five models by three methods", 1, 1200,
-        "-m benchmarks.one_gpu --minutes 20 --out {out}",
+        "table of fine-tuning on one GPU", "fine-tuning-one-gpu.md: five models by three methods: two rows", 1, 240,
+        "-m benchmarks.one_gpu --only \"GLM-4.5-Air, full\" \"Qwen3-30B-A3B, LoRA\" --minutes 4 --out {out}",
     ),
     Measurement(
         "checkpoints beside training", "reliability.md: how long training waits, 8 layers of Qwen3-30B-A3B", 1, 240,
         "-m benchmarks.checkpoints --ranks 1 --only consumed clipped --saves 1 --out {out}/checkpoints.json",
-    ),
-    # Muon beside AdamW: the goal is at most 1.15 times AdamW's step. Newton–Schulz takes as long whatever the tokens.
-    *(
-        Measurement(
-            f"{optimizer}, 8 layers of qwen3, {8192 * micro_batches:,} tokens a step",
-            "train.md, the optimizer: Muon's step beside AdamW's", 1, 150,
-            f"{EIGHT} --accumulation {micro_batches} --set training.optimizer={optimizer}",
-        )
-        for micro_batches in (1, 16)
-        for optimizer in ("one-pass", "muon")
     ),
     # Qwen3-30B-A3B, all 48 layers.
     Measurement(
