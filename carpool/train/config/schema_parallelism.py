@@ -107,6 +107,9 @@ class ParallelismSection(Section):
     hardware: str | None = None
     """Rates of links and computation, for what is predicted (placement, memory policies): the name of a GPU (H100,
     H200, A100, B200, ...) or a file of `carpool doctor --measure`. none: by the device's name."""
+    price_per_device_hour: float | None = Field(default=None, ge=0)
+    """What one GPU (or what a rank on CPUs has) costs in an hour, in any currency: a dry run and the first lines of a
+    run then say what the run costs, beside how long it takes. none: no costs."""
     rank_speeds: Literal["measured"] | Numbers | None = None
     """Speeds of the ranks, one number for each, in any unit: a rank gets sequences of a micro-batch in proportion
     (training.per_device_train_batch_size is their mean), and experts that move are placed by the time that they take

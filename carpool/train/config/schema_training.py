@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from carpool.optim import OPTIMIZERS, OptimizerBase, find_optimizer
 from carpool.optim.base import AVERAGE_BYTES
@@ -35,6 +35,16 @@ def _within(settings: Settings) -> bool:
     """Whether a run gets to the step at which it is to stop."""
     stop, steps = settings["training.stop_at_step"], settings["training.max_steps"]
     return steps is None or stop is None or stop <= steps
+
+
+def _whole_uploads(value: Any) -> Any:
+    """Refuses the other strategies of Transformers."""
+    if value in ("every_save", "all_checkpoints"):
+        raise ValueError(
+            f'training.hub_strategy = "{value}": checkpoints hold shards and the optimizer\'s state, and no model for '
+            "Transformers, which is written at the end: set end, or checkpoint, which uploads the newest one, too"
+        )
+    return value
 
 
 class TrainingSection(Section):
@@ -289,6 +299,22 @@ class TrainingSection(Section):
     """Name a rank that works clearly longer than the others over so many steps. none: name none."""
     save_pretrained: bool = True
     """At the end, also write the model as a plain transformers checkpoint, into the folder model of output_dir."""
+    push_to_hub: Annotated[
+        bool, Needs("training.save_pretrained=true or adapter.kind!=none", "training.save_pretrained=true")
+    ] = False
+    """Upload what the run has trained to the Hugging Face Hub at its end, with a model card: the model that
+    save_pretrained writes, or the adapter. The token is that of HF_TOKEN or of `hf auth login`; whether it may write is
+    checked before training."""
+    hub_model_id: Annotated[str | None, Needs("training.push_to_hub")] = Field(default=None, min_length=1)
+    """The repository: OWNER/NAME, or a name below the token's user. It is made, unless it is there. none: the name of
+    output_dir."""
+    hub_private_repo: Annotated[bool | None, Needs("training.push_to_hub")] = None
+    """Whether a repository that is made is private. none: as the Hub has it for its owner (public for users)."""
+    hub_strategy: Annotated[
+        Literal["end", "checkpoint"], Needs("training.push_to_hub"), BeforeValidator(_whole_uploads)
+    ] = "end"
+    """checkpoint: besides, upload the newest checkpoint as the folder last-checkpoint, beside training; one that is
+    saved while another is on its way is left out. end: only what was trained."""
     resume_from_checkpoint: str | None = Field(default=None, min_length=1)
     """Go on from a checkpoint: "last" (the newest good one in output_dir), "auto" (that one, or the beginning where
     no checkpoint was saved yet: for jobs that a scheduler starts again) or a checkpoint's folder. none: start anew."""

@@ -156,14 +156,18 @@ def rank_failure(
         logs: The agent's folder of logs, which has what ranks other than 0 wrote.
         started: When the ranks were started, in seconds since the epoch.
     """
+    from carpool.train.records.run_folder import SUMMARY
+
     rank = first_cause(failures)
     failure, error, hint = failures[rank], recorded(failures[rank]), resume_hint(config)
     hint = hint[0].upper() + hint[1:]
     user_error = bool(error.get("user_error"))
     if user_error:
         lines = [error["text"]]
-        # The run may have got far before it met the error (a full disk, a loss that is not a number).
-        if any(path.stat().st_mtime >= started for path in _checkpoints(config)):
+        # The run may have got far before it met the error (a full disk, a loss that is not a number), or to its end.
+        ended = config.training.folder / SUMMARY
+        ended_now = ended.exists() and ended.stat().st_mtime >= started
+        if not ended_now and any(path.stat().st_mtime >= started for path in _checkpoints(config)):
             lines.append(hint)
     else:
         stopped = {1: "", 2: "; the other rank was stopped"}.get(ranks, f"; the other {ranks - 1} ranks were stopped")

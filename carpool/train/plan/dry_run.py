@@ -10,11 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from carpool.planner.decisions.configured import candidate_of
-from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.lengths import break_even_tokens
-from carpool.planner.step.prediction import predict
-from carpool.train.blueprint import planned_attention
 from carpool.train.config.schema import Config, keys
 from carpool.train.launch.machine import imagine_machine
 from carpool.train.plan.compile_and_capture import describe_graphs
@@ -22,6 +18,7 @@ from carpool.train.plan.estimate import state_bytes
 from carpool.train.plan.memory_fit import describe_fit
 from carpool.train.plan.resolve import Plan
 from carpool.train.plan.start_checks import check_choices, find_checkpoint, foresee
+from carpool.train.plan.time_and_cost import describe_time
 
 NOT_COUNTED = {
     True: "evaluation with larger batches than training",
@@ -63,7 +60,7 @@ def dry_run_with_fit(config: Config, sources: Sources | None = None, gpu: str | 
             f"{error} (if the run is meant for GPUs of another machine: --gpu h100, or what they are)"
         ) from None
     needed, verdict = _needed(plan)
-    lines = [*_decided(plan), *_time(plan), *needed, *verdict]
+    lines = [*_decided(plan), *describe_time(plan), *needed, *verdict]
     text = (
         plan.written.to_toml(sources={**sources, **_searched(plan)}) + "\n" + "\n".join(f"# {line}" for line in lines)
     )
@@ -100,35 +97,6 @@ def _decided(plan: Plan) -> list[str]:
         f"transport {plan.transport.answer}: {plan.transport.why}",
         f"memory: {policies}: {plan.policies.why}",
         *([describe_graphs(plan.candidate.why_eager)] if plan.machine.cuda else []),
-    ]
-
-
-def _time(plan: Plan) -> list[str]:
-    """A line about how long a step takes, by the planner's model of costs. None on CPUs, and where not the whole model
-    is trained, of which that knows nothing."""
-    config, machine = plan.config, plan.machine
-    if not machine.cuda or config.adapter.is_used or config.training.freeze is not None:
-        return []
-    settings = config.model_dump()
-    settings["moe"]["transport"], settings["parallelism"]["data_parallel"] = (
-        plan.transport.answer,
-        plan.data_parallel.answer,
-    )
-    settings["memory"] |= plan.policies.answer
-    per_node = machine.topology.ranks_beside(0)
-    try:
-        model = plan.blueprint.model
-        attention = planned_attention(config, plan.degrees, model, machine.cuda)
-        shape = ModelShape.read(model.config.to_dict(), attention)
-        candidate, _ = candidate_of(settings, plan.degrees, shape, machine.hardware, per_node)
-        found = predict(shape, machine.hardware, candidate, per_node)
-    except ValueError as error:
-        return [f"time of a step: not predicted: {error}"]
-    low, middle, high = (1e3 * one for one in found.seconds)
-    mfu = "" if found.mfu is None else f", MFU {found.mfu.middle:.0%}"
-    return [
-        f"time of a step: {middle:,.0f} ms ({low:,.0f} to {high:,.0f}), {found.tokens_per_second():,.0f} tokens/s per "
-        f"GPU{mfu} (modelled, with balanced routing)"
     ]
 
 

@@ -24,6 +24,7 @@ from carpool.hf.weights.weight_files import check_whole
 from carpool.planner.decisions.chosen import Decisions
 from carpool.train.blueprint import Blueprint
 from carpool.train.checkpoints.adapter_files import AdapterModules
+from carpool.train.checkpoints.hub import check_hub
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.checkpoints.resume import check_base, check_goes_on, checkpoint_to_resume, read_run_state
@@ -56,6 +57,8 @@ def check_run(config: Config, fixed: Collection[str], compare: str | None = None
     Raises:
         ValueError: that."""
     checkpoint, _ = find_checkpoint(config)
+    if config.training.push_to_hub:
+        check_hub(config.training)
     check_start(config, fixed, checkpoint, compare)
 
 

@@ -66,6 +66,12 @@ def check_metric(training: TrainingSection, sets: Collection[str]) -> None:
         )
 
 
+def due_times(strategy: str, every: int | None, step: int, last: int, steps_per_epoch: float) -> int:
+    """How often that is after this step, the time at the end of the run included."""
+    period = {"epoch": steps_per_epoch, "steps": every}.get(strategy)
+    return math.ceil(last / period - 1e-9) - math.floor(step / period + 1e-9) if period else 1
+
+
 def is_due(strategy: str, every: int | None, step: int, steps_per_epoch: float) -> bool:
     """Whether something that happens by this strategy does after this step. An epoch ends within a step, after it."""
     if strategy == "epoch":

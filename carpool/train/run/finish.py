@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import signal
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -42,17 +43,19 @@ from carpool.train.checkpoints import requested_save
 from carpool.train.checkpoints.adapter_files import save_adapter
 from carpool.train.checkpoints.checkpoint_files import CheckpointError, CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint
+from carpool.train.checkpoints.hub import write_card
 from carpool.train.checkpoints.manager import checkpoint_name
 from carpool.train.checkpoints.pending_save import SavedCheckpoint
 from carpool.train.checkpoints.reading import layout_hooks, load
 from carpool.train.checkpoints.state_tensors import Hook
 from carpool.train.data.loader import EvalLoader, count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed
-from carpool.train.launch.ranks import gather
+from carpool.train.launch.ranks import gather, patiently
 from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.best_model import is_due, metric
+from carpool.train.run.run_records import say_time_left
 from carpool.train.steps.capacity import full_capacity
 from carpool.train.steps.training_objective import Losses
 from carpool.transport import TransportOptions
@@ -70,7 +73,7 @@ def compares_models(run: Run) -> bool:
 def evaluate(run: Run) -> bool:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective.
     Whether the loss is the lowest so far, where models are compared by it."""
-    training, built, better = run.config.training, run.built, False
+    training, built, better, began = run.config.training, run.built, False, time.perf_counter()
     with full_capacity(capacities_of_rides(built.rides)), run.averaged():
         if any(map(len, run.data.held_out.values())):
             of_sets = {name: _held_out(run, batches) for name, batches in run.data.held_out.items() if len(batches)}
@@ -101,6 +104,7 @@ def evaluate(run: Run) -> bool:
                     seed=training.seed, context=run.plan.sequence_length,
                 )  # fmt: skip
             run.records.write("sample", run.step, prompt=training.sample_prompt, text=text)
+    run.records.took["evaluation"] = time.perf_counter() - began
     return better
 
 
@@ -256,6 +260,8 @@ def take_request(run: Run) -> None:
 def _record_saved(run: Run, saved: SavedCheckpoint) -> None:
     run.records.unwritten.pop("checkpoint", None)
     run.saved_at = saved.step
+    first = "checkpoint" not in run.records.took
+    run.records.took["checkpoint"] = saved.seconds
     path = str(saved.path.relative_to(run.folder))
     beside = {} if saved.copied is None else {"copied_seconds": saved.copied, "written_seconds": saved.written}
     run.records.write("checkpoint", saved.step, path=path, bytes=saved.bytes, seconds=saved.seconds, **beside)
@@ -265,8 +271,13 @@ def _record_saved(run: Run, saved: SavedCheckpoint) -> None:
             f" (training waited {saved.seconds:.2f} s; copied in {saved.copied:.2f} s, there in {saved.written:.1f} s)"
         )
     run.records.say(f"step {saved.step}: checkpoint {saved.path}{took}")
+    if first:
+        say_time_left(run)
     if run.main:
         requested_save.answer(run.folder, saved.path)
+    hub = run.hub if run.config.training.hub_strategy == "checkpoint" and run.step < run.last_step else None
+    if hub is not None and (text := hub.push_checkpoint(saved.path)) is not None:
+        run.records.say(text)
 
 
 def leave(run: Run, signum: int) -> None:
@@ -322,6 +333,8 @@ def finish(run: Run) -> None:
             run.records.unwritten["summary"] = f"{run.folder / SUMMARY} was not written: {error.strerror}"
         run.records.say("")
         run.records.say(text_block(summary, run.records.info, run.records.steps))
+    if ended and training.push_to_hub:
+        _push(run)
     check_written(run)
     if run.built.adapted and not run.config.model.from_scratch:
         run.records.say(f"adapter for peft: {run.folder / ADAPTER}   merged: carpool merge {run.folder} --out DIR")
@@ -370,6 +383,30 @@ def _export(run: Run) -> None:
         run.records.say(f"model for transformers: {export_checkpoint(run.folder, checkpoint, target, replace=True)}")
     except (CheckpointError, CheckpointWriteError) as error:
         run.records.missed("model", error)
+
+
+def _push(run: Run) -> None:
+    """Upload what was written: by rank 0, for which the others wait. Collective."""
+    training, written = run.config.training, run.folder / (ADAPTER if run.built.adapted else "model")
+    with patiently():
+        if run.hub is None:
+            return
+        run.records.say(f"uploading {written} to {run.hub.address}")
+        newest = run.checkpoints.latest()
+        if training.hub_strategy == "checkpoint" and newest is not None:
+            for said in (run.hub.wait(), run.hub.push_checkpoint(newest), run.hub.wait()):
+                if said is not None:
+                    run.records.say(said)
+        loss = run.best.loss if training.load_best_model_at_end else run.losses["final_eval_loss"]
+        base = run.plan.blueprint.source if run.built.adapted else None
+        try:
+            write_card(
+                written, run.hub.name, run.step, run.totals["tokens"], loss, base, run.records.info["lossy_reasons"]
+            )
+            run.hub.push(written, f"{run.step} steps of Carpool")
+            run.records.say(f"uploaded: {run.hub.address}")
+        except OSError as error:
+            run.records.missed("upload", error)
 
 
 def _compare(run: Run) -> dict[str, Any] | None:

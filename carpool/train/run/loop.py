@@ -36,6 +36,7 @@ from carpool.metrics.metric import METRICS, LaterMetrics, Metric, start_metrics
 from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.build.run_data import RunData
+from carpool.train.checkpoints.hub import Hub
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.requested_save import REQUEST
 from carpool.train.config.schema import Config
@@ -50,7 +51,7 @@ from carpool.train.plan.resolve import Plan
 from carpool.train.run.best_model import Best, is_due
 from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, prepare, save, take_request
 from carpool.train.run.rollback import Spikes, Stragglers, roll_back
-from carpool.train.run.run_records import Records, record_plan, record_recovery, warn_of_load
+from carpool.train.run.run_records import Records, record_plan, record_recovery, say_time_left, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
 from carpool.train.steps.diagnose import NonFiniteError, WrongStepError, explain
 from carpool.train.steps.training_objective import Batch, Losses
@@ -90,6 +91,7 @@ class Run:
         metrics: those of plug-ins.
         rollbacks: how often the run has gone back to the checkpoint rolled_back_to.
         spikes, stragglers: of its latest steps; no spikes unless they are looked for.
+        hub: where it is uploaded to, on rank 0.
         recovery: of an elastic run that goes on in a new group, `recovery_times` and later ones, until they are said.
     """
 
@@ -116,6 +118,7 @@ class Run:
     recovery: dict[str, float] | None = None
     rollbacks: int = 0
     rolled_back_to: Path | None = None
+    hub: Hub | None = None
     spikes: Spikes | None = field(init=False)
     stragglers: Stragglers = field(init=False)
     metrics: list[Metric] = field(default_factory=lambda: [cls() for cls in METRICS.values()])
@@ -472,8 +475,10 @@ def record_step(run: Run, numbers: StepNumbers) -> None:
             f"{slow['ratio']:.2f} times as long as the rank in the middle, over {slow['steps']} steps, and the others "
             "wait for it"
         )
-    if run.plan.searched is not None and len(records.steps) == SKIPPED + MEASURED:
-        record_plan(records, run.plan.searched.answer)
+    if len(records.steps) == SKIPPED + MEASURED:
+        if run.plan.searched is not None:
+            record_plan(records, run.plan.searched.answer)
+        say_time_left(run)
 
 
 def _computed_again(run: Run) -> float:

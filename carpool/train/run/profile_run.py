@@ -114,7 +114,7 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
         resume = None if found is None else str(found)
     changed = {
         "output_dir": str(recorded), "resume_from_checkpoint": resume, "learning_rate": 0.0, "report_to": (),
-        "stop_at_step": None,
+        "stop_at_step": None, "push_to_hub": False,
     }  # fmt: skip
     if resume is not None:
         # A run that has ended may be profiled, too.

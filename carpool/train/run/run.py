@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from carpool.hf.architecture_changes import why_not_in_transformers
 from carpool.hf.seam.expert_rides import buffers_of_rides
 from carpool.metrics.host import peak_memory
 from carpool.planner.machine.cost import CostModel
@@ -32,12 +33,13 @@ from carpool.train.build.assemble import Built, build
 from carpool.train.build.policy_times import measure_on_small_model
 from carpool.train.build.run_data import MakeCorpus, RunData, read_data
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
+from carpool.train.checkpoints.hub import Hub
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import check_base, check_steps_left, set_aside
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
-from carpool.train.launch.ranks import from_rank_0, gather
+from carpool.train.launch.ranks import from_rank_0, gather, together
 from carpool.train.launch.regroup import FULL, RegroupError, recovery_times
 from carpool.train.launch.stopping import Stopped
 from carpool.train.launch.worker import Watchdog
@@ -133,6 +135,7 @@ def start_run(
         built.average, max(plan.config.training.gradient_accumulation_steps, built.objective.at_once),
         plan.degrees.world_size // plan.degrees.tp, run.forget_graphs,
     )  # fmt: skip
+    _open_hub(run)
     run.records = open_records(run, command, resume)
     if built.objective.graphs is not None:
         built.objective.graphs.known = partial(record_graphs, run)
@@ -205,6 +208,17 @@ def _older(checkpoints: CheckpointManager, checkpoint: Path) -> str:
     path = str(checkpoint.absolute())
     before = saved[: saved.index(path)] if path in saved else []
     return f". The one before is training.resume_from_checkpoint={before[-1]}" if before else ""
+
+
+def _open_hub(run: Run) -> None:
+    """Make sure that the run can be uploaded at its end, if it is to be. Collective."""
+    if not run.config.training.push_to_hub:
+        return
+    if not run.built.adapted and (why := why_not_in_transformers(run.built.model.config)):
+        raise ValueError(f"training.push_to_hub = true, but Transformers could not load the model: {why}")
+    with together(ValueError, ""):
+        if run.main:
+            run.hub = Hub(run.config.training)
 
 
 def _facts(plan: Plan, built: Built) -> Facts:

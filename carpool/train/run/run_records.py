@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -27,17 +28,22 @@ from carpool.train.checkpoints.checkpoint_files import AVERAGE
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.config.fine_tuning import other_base
 from carpool.train.launch.ranks import from_rank_0, together
-from carpool.train.plan.auto_plan import Planned, describe, measured_beside
+from carpool.train.plan.auto_plan import MEASURED, SKIPPED, Planned, describe, measured_beside
 from carpool.train.plan.compile_and_capture import describe_graphs, note_graphs
+from carpool.train.plan.time_and_cost import describe_left, describe_time
 from carpool.train.records.display import Display
 from carpool.train.records.metrics_writer import Recorder
 from carpool.train.records.run_folder import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
+from carpool.train.run.best_model import due_times
 from carpool.transport import TransportOptions
 from carpool.transport.volume import uniform_ranks_per_token
 
 if TYPE_CHECKING:
     from carpool.hf.ride_metrics import RideRecord
     from carpool.train.run.loop import Run
+
+# Of the latest steps, from which the time that is left is told.
+MOST_TIMED = 50
 
 
 @dataclass
@@ -48,6 +54,7 @@ class Records:
         info: run.json.
         steps: the record of each step of this process.
         unwritten: what could not be written so far and may be yet, by name.
+        took: seconds of the latest evaluation and of the latest checkpoint.
         beyond_limit: it was said that ranks had more than moe.balance_limit.
     """
 
@@ -58,6 +65,7 @@ class Records:
     info: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     unwritten: dict[str, str] = field(default_factory=dict)
+    took: dict[str, float] = field(default_factory=dict)
     beyond_limit: bool = False
 
     def say(self, text: str) -> None:
@@ -231,6 +239,24 @@ def record_recovery(run: Run) -> None:
     run.records.say(f"recovered on {run.plan.machine.ranks} ranks, from step {run.start}: {text}")
 
 
+def say_time_left(run: Run) -> None:
+    """How long the run goes on, and what that costs, by what it has taken so far."""
+    training, epoch, timed = run.config.training, run.data.steps_per_epoch, run.records.steps[SKIPPED:]
+    if not run.main or run.step >= run.last_step or len(timed) < MEASURED:
+        return
+    dues = {
+        "evaluation": (training.eval_strategy, training.eval_steps),
+        "checkpoint": (training.save_strategy, training.save_steps),
+    }
+    pauses = {
+        name: (due_times(strategy, every, run.step, run.last_step, epoch), run.records.took.get(name))
+        for name, (strategy, every) in dues.items()
+    }
+    step_ms = median(one["step_ms"] for one in timed[-MOST_TIMED:])
+    left, price = run.last_step - run.step, run.config.parallelism.price_per_device_hour
+    run.records.say(describe_left(left, step_ms / 1e3, pauses, run.plan.machine.ranks, price))
+
+
 def warn_of_load(run: Run, step: int, rode: RideRecord) -> None:
     """Say once in a process that spare slots do not keep ranks to the limit."""
     beyond, rides = (sum(getattr(load, name) for load in rode.spare_L) for name in ("beyond", "rides"))
@@ -305,8 +331,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
             f"{f', from {adapter.path}' if adapter.path else ''}: trains {built.adapted:,} "
             f"parameters, {built.adapted / blueprint.size.total:.2%} of the model's"
         )
-        if adapter.path and (other := other_base(adapter.path, config.model.path)):
-            say(f"OTHER MODEL: {adapter.path} was trained beside {other}, and this run has {config.model.path}")
+        if adapter.path and (other := other_base(adapter.path, config.model.path, adapter.base["base_dtype"])):
+            say(f"OTHER MODEL: {other}")
         if config.model.from_scratch:
             say("RANDOM WEIGHTS under the adapter (model.config, not model.path): good to measure speed and memory")
     sequences, held_out = run.data.sequences.describe(), run.data.corpora.held_tokens
@@ -366,6 +392,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(f"LOSSY: {'; '.join(info['lossy_reasons'])}")
     else:
         say("EXACT: nothing in this run changes the model's function")
+    if run.main:
+        lines += describe_time(plan, run.start)
     if resume is not None:
         say(f"resumed from {resume}, step {run.start}")
     return lines
