@@ -262,6 +262,13 @@ def merge(
             check_run(runs[0])
             merged = merge_adapter(runs[0], out, base=base, logits=True, into=into, dtype=dtype)
         typer.echo(f"merged model of {named}: {merged._replace(folder=out)}\n{merged.checked}")
+        from carpool.train.checkpoints.trained_base import recorded_base
+        from carpool.train.config.fine_tuning import adapter_folder, base_of_adapter, other_base
+
+        for run in runs:
+            kind = base_of_adapter(run).get("base_dtype") if into == "trained" else None
+            if other := other_base(str(run), str(base or recorded_base(adapter_folder(str(run)))), kind):
+                typer.echo(f"warning: {other}", err=True)
 
 
 def adapter(

@@ -14,6 +14,7 @@ Over several ranks each keeps the non-expert parameters whole, for prompts of it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.run_source import SOURCE
 from carpool.train.checkpoints.trained_base import kept_in, recorded_base
 from carpool.train.config import load_config
-from carpool.train.config.fine_tuning import adapter_folder, base_of_run
+from carpool.train.config.fine_tuning import adapter_folder, base_of_run, other_base
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.lora import attach_adapter
@@ -77,6 +78,14 @@ class Source:
         """Of the language model."""
         config = read_config(self.build) if isinstance(self.build, Path) else self.build
         return config.get_text_config(decoder=True)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Of adapters that were trained beside another model, or the same in another storage."""
+        base = self.run.adapter.base_dtype if self.run is not None else None
+        model = str(self.build) if isinstance(self.build, Path) else None
+        found = (other_base(str(folder), model, base) for folder in self.adapters.values())
+        return [one for one in found if one is not None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,6 +181,8 @@ def open_model(
             memory, which is told before anything is read.
     """
     kind = source.dtype if dtype is None else getattr(torch, dtype)
+    for text in source.warnings if _rank() == 0 else ():
+        print(f"warning: {text}", file=sys.stderr, flush=True)
     if experts.away and _ranks() > 1:
         raise ValueError(
             f"--experts {experts.where}: experts come when they are chosen on one rank alone; use --ranks 1"
@@ -283,6 +294,10 @@ def use_adapter(model: Any, source: Source, name: str | None) -> None:
 def _internal(number: int) -> str:
     # As no part of a parameter's name is called.
     return f"adapter-{number}"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _ranks() -> int:

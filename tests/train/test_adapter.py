@@ -475,7 +475,10 @@ def test_a_run_outlives_the_adapter_that_it_started_from(
     assert find_source(output).build == base
     with pytest.raises(ValueError, match=r"adapter\.path: .*first holds no adapter as peft writes it"):
         load_config(None, settings)
-    assert other_base(str(output), str(tmp_path)) == str(base) and other_base(str(output), str(base)) is None
+    beside = f"{output} was trained beside {base} as its files have it, and is used beside"
+    assert other_base(str(output), str(tmp_path), None) == f"{beside} {tmp_path} as its files have it"
+    assert other_base(str(output), str(base), "nf4") == f"{beside} {base} in nf4"
+    assert other_base(str(output), str(base), None) is None
     recorded = load_config(output / "config.toml", ["training.output_dir=other"])
     with pytest.raises(ValueError, match=r"adapter\.path: .*first holds no adapter as peft writes it"):
         check_run(recorded, ())

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from benchmarks.peaks import growth
+from carpool.cli import app
 from carpool.experts.quantised import quantise
 from carpool.hf import install, quantised_while_loading
 from carpool.hf.weights import original_layout
 from carpool.hf.weights.mxfp4_files import check_blocks, pack, unpack
 from carpool.hf.weights.original_layout import OriginalLayout
 from carpool.hf.weights.weight_files import stored_weights
+from carpool.serve.served_model import Source
 from carpool.train.checkpoints import adapter_files as merging
 from carpool.train.checkpoints import adapter_files as unmerged
 from carpool.train.checkpoints import trained_base
@@ -34,6 +38,8 @@ from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.run_source import keep_source
+from carpool.train.config import load_config
+from carpool.train.config.fine_tuning import other_base
 from tests.hf.tiny_models import discover, tiny_model
 from tests.shards import CUTS, reshard
 
@@ -262,6 +268,32 @@ def test_a_merge_into_other_weights_than_the_trained_ones_is_found(
     with pytest.raises(CheckpointWriteError, match="the base in nf4 plus the adapter is not what was trained"):
         merge_adapter(run, tmp_path / "merged", logits=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+
+
+def test_an_adapter_beside_another_base_than_its_own_is_said(tmp_path: Path) -> None:
+    """Of a quantised base, by its run, by its folder, with weights, and beside the base as its files have it."""
+    model = wide("olmoe", torch.float32)
+    run, base = make_run(tmp_path, model, KINDS["olmoe"], None, "nf4"), tmp_path / "base"
+    said = f"{run}/adapter was trained beside {base} in nf4, and is used beside {base} as its files have it"
+
+    def merged(*words: str) -> str:
+        done = CliRunner().invoke(app, ["merge", *words, "--out", str(tmp_path / "merged")])
+        shutil.rmtree(tmp_path / "merged", ignore_errors=True)
+        return " ".join(done.output.split())
+
+    for words in ([str(run), "--weights", "1"], [str(run / "adapter")]):
+        text = merged(*words)
+        assert "was trained beside a base in nf4, and adapters with --weights" in text and "--into original" in text
+        assert f"`carpool merge {run} --out {tmp_path}/merged` merges it into the base in nf4" in text
+    assert f"warning: {said}" in merged(str(run / "adapter"), "--into", "original")
+    assert "warning" not in merged(str(run))
+    assert other_base(str(run / "adapter"), str(base), None) == said
+    assert other_base(str(run), str(base), "nf4") is None
+    # Asked unmerged: the folder alone is beside the files' weights, and the run beside its own.
+    served = Source(run, base, None, None, None, {"adapter": run / "adapter"})  # type: ignore[arg-type]
+    assert served.warnings == [said]
+    config = load_config(run / "config.toml")
+    assert Source(run, base, None, config, None, {"run": run / "adapter"}).warnings == []  # type: ignore[arg-type]
 
 
 def test_experts_are_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

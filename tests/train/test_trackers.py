@@ -1,7 +1,8 @@
 """Trackers get configuration, numbers and samples, and nothing secret is written.
 
-wandb, mlflow and trackio are stand-ins that record calls. Their functions have the parameters that transformers 5.23
-calls, and those of wandb 0.22 (`Html`, `log`) and MLflow 3 (`log_text`): another call is a TypeError.
+None of wandb, mlflow and trackio is installed here: they are stand-ins that record calls. Their functions have the
+parameters that transformers' callbacks pass, and those of the packages' repositories where Carpool calls them itself
+(`wandb.Html`, `wandb.log`, `mlflow.log_text`, `trackio.log`): another call is a TypeError. No release of them was run.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from torch import nn
 from carpool.train.checkpoints.adapter_files import NAME, AdapterModules, adapted_model, base_folder, merge_adapter
 from carpool.train.checkpoints.export import Exported
 from carpool.train.checkpoints.run_source import SOURCE, keep_source
-from carpool.train.config.fine_tuning import adapter_folder, base_of_run
+from carpool.train.config.fine_tuning import adapter_folder, base_of_adapter
 from carpool.train.records.run_folder import ADAPTER
 
 Combination = Literal["cat", "linear"]
@@ -120,10 +120,12 @@ def merge_adapters(
     for run, other in zip(runs, bases, strict=True):
         if other != bases[0]:
             raise ValueError(f"{run} is of {other}, and {runs[0]} of {bases[0]}: adapters of one model are merged")
-        if (kind := base_of_run(run).get("base_dtype")) is not None and into == "trained":
+        if (kind := base_of_adapter(run).get("base_dtype")) is not None and into == "trained":
+            owner = run.resolve().parent if run.resolve().name == ADAPTER else run
             raise ValueError(
-                f"{run} was trained beside a base in {kind}: merge it by itself, or all into the model's files "
-                "(--into original)"
+                f"{run} was trained beside a base in {kind}, and adapters with --weights, several adapters and their "
+                f"folders are merged into the model as its files have it: `carpool merge {owner} --out {target}` "
+                f"merges it into the base in {kind}, and --into original into the files"
             )
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary)

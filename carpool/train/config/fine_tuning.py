@@ -162,14 +162,31 @@ def _list(value: Any) -> Any:
     return [value] if isinstance(value, int) else value or []
 
 
-def other_base(path: str, model: str | None) -> str | None:
-    """The model that an adapter was trained beside, if its name is another one than that of `model`."""
+def other_base(path: str, model: str | None, base_dtype: str | None) -> str | None:
+    """That an adapter was trained beside another model, by its name, or beside the same in another storage; None: it
+    was not, or nothing says so.
+
+    Args:
+        model, base_dtype: beside which it is used: its folder, and adapter.base_dtype."""
     try:
         keys = json.loads((adapter_folder(path) / "adapter_config.json").read_text(encoding="utf-8"))
         name = keys["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return name if name and model and Path(name).name != Path(model).resolve().name else None
+    then = base_of_adapter(Path(path)).get("base_dtype", base_dtype)
+    if not name or not model or (Path(name).name == Path(model).resolve().name and then == base_dtype):
+        return None
+    trained, used = (
+        f"{one} in {kind}" if kind else f"{one} as its files have it"
+        for one, kind in ((name, then), (model, base_dtype))
+    )
+    return f"{path} was trained beside {trained}, and is used beside {used}"
+
+
+def base_of_adapter(path: Path) -> dict[str, str | None]:
+    """As `base_of_run`, of a run or of the folder of its adapter."""
+    inside = path.resolve().name == ADAPTER
+    return base_of_run(path) or (base_of_run(path.resolve().parent) if inside else {})
 
 
 def base_of_run(folder: Path) -> dict[str, str | None]:
