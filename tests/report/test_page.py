@@ -34,16 +34,18 @@ CARDS += ["load-time", "load-expert"]
 
 
 class Page(HTMLParser):
-    """Tags with attributes, visible text, and the text and the markup inside each element that has an id."""
+    """Tags with attributes, visible text, cells of tables, and the text and the markup inside each element that has an
+    id."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, page: Path | str) -> None:
         super().__init__()
+        self.cells: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
         self.open: list[tuple[str, str | None]] = []
         self.text_of: dict[str, str] = Counter()  # type: ignore[assignment]
         self.tags_of: dict[str, list[tuple[str, dict[str, str | None]]]] = {}
-        self.source = path.read_text(encoding="utf-8")
+        self.source = page if isinstance(page, str) else page.read_text(encoding="utf-8")
         self.feed(self.source)
         self.close()
         self.text = " ".join(" ".join(self.words).split())
@@ -54,6 +56,8 @@ class Page(HTMLParser):
         for _, name in self.open:
             if name:
                 self.tags_of.setdefault(name, []).append((tag, attributes))
+        if tag in ("td", "th"):
+            self.cells.append("")
         if tag not in VOID:
             self.open.append((tag, attributes.get("id")))
 
@@ -71,6 +75,8 @@ class Page(HTMLParser):
         if any(tag in ("style", "script") for tag, _ in self.open):
             return
         self.words.append(data)
+        if self.open and self.open[-1][0] in ("td", "th"):
+            self.cells[-1] += data
         for name in {name for _, name in self.open if name}:
             self.text_of[name] = self.text_of.get(name, "") + data + " "
 

@@ -6,7 +6,6 @@ import html
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,6 +23,7 @@ from carpool.report.simulation import explanation, failure_rows, headline, print
 from tests.planner.step_problem import build
 from tests.profile.traces import two_streams
 from tests.report.runs import Shape, write_run
+from tests.report.test_page import Page
 
 
 def recorded(folder: Path, slower: float = 1.0, on_device: bool = True) -> Path:
@@ -40,35 +40,11 @@ def recorded(folder: Path, slower: float = 1.0, on_device: bool = True) -> Path:
     return folder
 
 
-class Text(HTMLParser):
-    """The cells of the page's tables, and whether its elements are closed in order."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.open: list[str] = []
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag in ("td", "th"):
-            self.cells.append("")
-        if tag not in ("meta", "br", "link"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells[-1] += data
-
-
 def test_page_of_one_run(tmp_path):
     written = write_profile(recorded(tmp_path / "run"))
     assert written == tmp_path / "run" / "profile.html"
     page = written.read_text()
-    cells = Text(page).cells
+    cells = Page(page).cells
     assert page.count("stream 7: computation") == page.count("stream 20: rides") == 2
     assert {"rank 0", "rank 1", "mean"} <= set(cells)
     assert cells.count("230 µs (23 %)") == 3, "exposed rides of both ranks and their mean"
@@ -91,7 +67,7 @@ def test_two_runs_have_one_scale(tmp_path):
     output = tmp_path / "both.html"
     assert write_profile(after, before, output) == output
     page = output.read_text()
-    cells = Text(page).cells
+    cells = Page(page).cells
     assert page.index(f"Before: {before}") < page.index(f"After: {after}")
     rows = [cells[i : i + 5] for i in range(len(cells))]
     assert ["Rides, exposed", "460 µs", "230 µs", "-230 µs", "0.50"] in rows
@@ -159,7 +135,7 @@ def test_page_and_files(found: Simulation, tmp_path: Path) -> None:
         "profile.html", "profile.json", "simulation.html", "simulation.json", "trace.json.gz",
     ]  # fmt: skip
     assert "&lt;b&gt;&amp;plan.toml" in page and "<b>&plan" not in page and "None" not in page
-    cells = Text(page).cells
+    cells = Page(page).cells
     assert "one rank computes at 0.9 of the others' speed" in cells and "H200: measured" in cells
     pictures = [page[at : page.index("</svg>", at) + 6] for at in range(len(page)) if page.startswith("<svg", at)]
     assert len(pictures) == 3

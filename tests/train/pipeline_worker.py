@@ -82,7 +82,7 @@ def batches_of(micro_batches: int, rank: int, ranks: int, padded: bool = False) 
 def objective_of(
     config: Any, schedule: str, degrees: Degrees, whole: Any, aux_coef: float, *, dense: str = "fsdp",
     paired: bool = False, recompute: str = "", priority: bool = False, offload: bool = False,
-    shared_beside: bool = True, compiled: str = "",
+    shared_beside: bool = True, compiled: str = ""
 ) -> PipelineObjective:  # fmt: skip
     """Of a model with the weights of `whole`, cut into stages. `paired`: pairs run at the same time."""
     meshes, dtype = make_meshes(degrees), torch.float32

@@ -34,7 +34,7 @@ from carpool.train.run.run import train
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
-from tests.train.test_loop import losses, run, weights
+from tests.train.test_loop import goes_on, losses, run, weights
 
 LORA = ["adapter.kind=lora", "adapter.rank=4", "adapter.targets=all-linear"]
 
@@ -52,6 +52,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EMA = "training.ema_decay=0.9"
 
 
+# On two ranks a step has as many tokens as on four without it.
+TWO = ["training.per_device_train_batch_size=2"]
 # Of another training, which changes next to nothing.
 ONE_STEP = ["training.max_steps=1", "training.learning_rate=1e-30", "training.gradient_accumulation_steps=1"]
 
@@ -79,9 +81,9 @@ def errors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.fixture(scope="module")
-def reference(ranks: Ranks, base: Path, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(two_ranks: Ranks, base: Path, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("adapter") / "run"
-    assert start(ranks, base, output, text) == [""] * 4
+    assert start(two_ranks, base, output, text, TWO) == [""] * 2
     return output
 
 
@@ -105,17 +107,16 @@ def test_only_the_adapter_is_trained_and_kept(reference: Path) -> None:
 
 
 def test_resumes_as_if_nothing_had_happened(
-    ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path
+    two_ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path
 ) -> None:
-    settings = [f"training.resume_from_checkpoint={reference}/checkpoints/step-00000002"]
-    assert start(ranks, base, tmp_path / "run", text, settings) == [""] * 4
+    goes_on(two_ranks, reference, tmp_path / "run", [*run_settings(base, text), *TWO], 2)
     assert errors(adapter(tmp_path / "run"), adapter(reference)) == 0
 
 
 def test_an_adapter_is_averaged_and_the_average_is_written(
-    ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path
+    two_ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path
 ) -> None:
-    assert start(ranks, base, tmp_path / "run", text, [EMA]) == [""] * 4
+    assert start(two_ranks, base, tmp_path / "run", text, [EMA, *TWO]) == [""] * 2
     assert losses(tmp_path / "run") == losses(reference), "it is trained as without"
     found, kept = adapter(tmp_path / "run"), weights(tmp_path / "run", 4)
     averaged = {name.removeprefix("ema/"): one for name, one in kept.items() if name.startswith("ema/")}
@@ -129,7 +130,7 @@ def test_an_adapter_is_averaged_and_the_average_is_written(
     (failed := tmp_path / "failed").mkdir()
     (failed / ".tmp-adapter").touch()  # where the folder would be
     with pytest.raises(Exception, match="adapter was not written"):
-        start(ranks, base, failed, text, [EMA])
+        start(two_ranks, base, failed, text, [EMA, *TWO])
     assert losses(failed) == losses(reference), "it trains on with its own weights, not with averages"
 
 

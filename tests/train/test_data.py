@@ -535,23 +535,6 @@ def test_the_order_depends_on_seed_and_epoch_only():
     assert 47 < spread < 52
 
 
-@pytest.mark.parametrize(("ranks", "batch", "accumulation"), [(1, 12, 1), (2, 3, 2), (4, 1, 3), (3, 4, 1)])
-def test_a_step_is_the_same_set_on_any_number_of_ranks(ranks, batch, accumulation):
-    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
-    reference = train_loader(tokens, batch_size=12)
-    loaders = [
-        train_loader(tokens, batch_size=batch, accumulation=accumulation, dp_rank=rank, dp_size=ranks)
-        for rank in range(ranks)
-    ]
-    for _ in range(7):  # crosses the end of an epoch in the middle of a step
-        expected = rows(next(reference))
-        steps = [next(loader) for loader in loaders]
-        assert all(len(step) == accumulation for step in steps)
-        got = [rows(step) for step in steps]
-        assert sorted(row for step in got for row in step) == sorted(expected)
-        assert got == [expected[rank::ranks] for rank in range(ranks)]
-
-
 def test_batches_that_are_made_ahead_are_the_same_and_the_state_is_of_those_handed_out():
     tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
     plain, ahead = train_loader(tokens, batch_size=6), Prefetch(train_loader(tokens, batch_size=6), torch.device("cpu"))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
@@ -329,29 +330,17 @@ def expected_shapes(family: Family, config: PreTrainedConfig) -> dict[str, tuple
     return shapes
 
 
-def _exported(family: str, folder: Path) -> tuple[Path, PreTrainedConfig, dict[str, np.ndarray[Any, Any]]]:
-    _, run, model = trained_run(folder, family)
-    out = export_checkpoint(run, find_checkpoint(run, None), folder / "out").folder
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_has_a_place_in_vllm_and_a_name_in_gguf(family: str, tmp_path: Path) -> None:
+    _, run, model = trained_run(tmp_path, family)
+    config, out = model.config, export_checkpoint(run, find_checkpoint(run, None), tmp_path / "out").folder
     values: dict[str, np.ndarray[Any, Any]] = {}
     for path in out.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            values |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return out, model.config, values
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_has_a_place_in_vllm(family: str, tmp_path: Path) -> None:
-    out, config, values = _exported(family, tmp_path)
-    shapes = {name: value.shape for name, value in values.items()}
-    assert shapes == expected_shapes(FAMILIES[family], config)
+        values |= load_numpy(path)
+    assert {name: value.shape for name, value in values.items()} == expected_shapes(FAMILIES[family], config)
     # By which vLLM finds its class.
     assert json.loads((out / "config.json").read_text())["architectures"] == [FAMILIES[family].architecture]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_has_a_name_in_gguf(family: str, tmp_path: Path) -> None:
-    """As llama.cpp's convert_hf_to_gguf.py does it: one tensor for the experts of a layer, names through gguf's map."""
-    _, config, values = _exported(family, tmp_path)
+    # As llama.cpp's convert_hf_to_gguf.py does it: one tensor for the experts of a layer, names through gguf's map.
     architecture = gguf.MODEL_ARCH[FAMILIES[family].gguf]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     experts: dict[str, dict[int, np.ndarray[Any, Any]]] = {}

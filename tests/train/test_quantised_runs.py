@@ -13,7 +13,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from benchmarks.peaks import live_bytes, peaks_on_cpu
 from carpool.cli import app
 from carpool.experts.quantised import dequantise, quantise
 from carpool.hf.seam.experts_module import base_of
@@ -21,9 +20,9 @@ from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.resume import check_base
 from carpool.train.config import load_config
 from carpool.train.config.schema_adapter import AdapterSection
-from carpool.train.plan.estimate import tensors_of
-from carpool.train.run.run import start_run, train
+from carpool.train.run.run import train
 from tests.hf.tiny_models import discover, tiny_model
+from tests.train.test_memory_estimate import peak
 
 SIZES = {
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 96},
@@ -176,16 +175,10 @@ def test_a_step_takes_what_is_predicted(
     model.save_pretrained(tmp_path / "base")
     del model
     settings = [
-        f"model.path={tmp_path}/base", f"training.output_dir={tmp_path}/run", "data.tokenizer=bytes",
-        "data.sequence_length=256", "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1",
+        f"model.path={tmp_path}/base", "data.tokenizer=bytes", "data.sequence_length=256",
+        "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1",
         "training.max_steps=9", "training.save_steps=none", "training.eval_on_start=false", "adapter.kind=lora",
         "adapter.base_dtype=nf4", f"adapter.targets={targets}", "training.loss_chunk_size=128",
     ]  # fmt: skip
-    before = live_bytes()
-    run = start_run(load_config(None, [*settings, *text, *more]), None, "test")
-    try:
-        measured = int(peaks_on_cpu(run)["tensors"]) - before
-        parts = run.records.info["predicted"]["memory_per_rank_bytes"]
-    finally:
-        run.close()
-    assert tensors_of(parts) == pytest.approx(measured, rel=0.1), (measured, parts)
+    measured, predicted = peak(str(tmp_path / "run"), [*settings, *text, *more], alone=True)
+    assert predicted == pytest.approx(measured, rel=0.1)
