@@ -52,11 +52,6 @@ def test_uniform_copies_are_the_mean_over_all_choices(experts: int, top_k: int, 
     assert uniform_ranks_per_token(experts, top_k, ranks) == pytest.approx(np.mean(visits))
 
 
-def test_uniform_copies_draw_without_replacement() -> None:
-    assert round(uniform_ranks_per_token(64, 8, 4), 2) == 3.66  # with replacement it would be 3.60
-    assert uniform_ranks_per_token(16, 4, 1) == 1
-
-
 def test_links_of_different_kinds_work_at_the_same_time() -> None:
     hardware = replace(DEFAULT, nvlink=LinkRate(100.0, 1.0), node=LinkRate(50.0, 2.0), network=LinkRate(10.0, 3.0))
     cost = CostModel(hidden=1, element_size=1, hardware=hardware)
@@ -279,8 +274,3 @@ def test_auto_takes_what_the_model_says(ranks: Ranks) -> None:
     pays, unsaid = ranks(automatic, 8, 8192)[0], ranks(automatic, 8, None)[0]
     assert pays.startswith("hierarchical: a ride takes ") and "inter-node a fixed number of tokens" in pays
     assert unsaid.startswith("dedup: ")
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_few_experts_of_a_token_take_one_hop(top_k: int) -> None:
-    assert way(4, 2, top_k)[0] != "hierarchical"
