@@ -196,14 +196,14 @@ def _without_a_solver(output: str, overrides: list[str], solver: str) -> str:
     ],
 )
 def test_a_solver_that_fails_ends_the_run_on_all_ranks_alike(
-    ranks: Ranks, tmp_path: Path, does: str | None, reason: str
+    two_ranks: Ranks, tmp_path: Path, does: str | None, reason: str
 ) -> None:
     solver = tmp_path / "solver"
     solver.write_text(f"#!/bin/sh\n{does}\n")
     solver.chmod(0o755)
     settings = [*MODEL, *PLACED, "parallelism.timeout_seconds=1"]
     settings.append(f"placement.background={'false' if does is None else 'true'}")
-    errors = ranks(_without_a_solver, str(tmp_path / "run"), settings, str(solver))
+    errors = two_ranks(_without_a_solver, str(tmp_path / "run"), settings, str(solver))
     assert len(set(errors)) == 1
     assert f"placement could not be solved: {reason}" in errors[0]
 
