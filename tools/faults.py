@@ -304,9 +304,9 @@ class Faults:
 
     def damage(self, spoil: Callable[[Path], object]) -> str | None:
         """All ranks are killed; then a file of the newest checkpoint is damaged, where an older one is there."""
-        whole = CheckpointManager(self.run.folder).list()
+        whole = [one for one in CheckpointManager(self.run.folder).list() if not is_damaged(one)]
         ranks = self.run.ranks().values()
-        if len(whole) < 3 or not ranks or (killed := self._kill(*ranks)) is None:
+        if len(whole) < 2 or not ranks or (killed := self._kill(*ranks)) is None:
             return None
         newest = self.run.newest()
         assert newest is not None

@@ -7,8 +7,8 @@
 Four agents of one gloo rank each take the steps of a small model, as `carpool train --elastic 4:4`. Until the time is
 over, faults come at random, drawn by the seed. What ends is started again, with the same command. At the end of each
 run every tensor of its last checkpoint (model and optimizer), and the loss, the norm of the gradient and the tokens of
-every step, must equal those of the run without faults, bit by bit. A run that takes no step for `--patience` seconds
-hangs. Runs are drawn, too: with checkpoints written beside training or not, with snapshots or without.
+every recorded step, must equal those of the run without faults, bit by bit. A run that takes no step for `--patience`
+seconds hangs. Runs are drawn, too: with checkpoints written beside training or not, with snapshots or without.
 
     ends processes   kill a rank, an agent, a node (agent, rank and writers at once), all agents, the rank that writes a
                      checkpoint, the writer beside training; stop a rank or a writer for good; ask an agent to leave
@@ -65,8 +65,9 @@ SETTINGS = (
 # Of runs that are disturbed: how they save, and whether they have snapshots.
 _SAVES, _SNAPSHOTS = ("on", "on", "off"), (None, None, 1, 3)
 _PAUSE_SECONDS = (0.3, 1.5)
-# Of faults: those that end processes, and of those, that come while a run recovers from another.
-_HARD, _SECOND = 0.85, 0.2
+# Of faults: those that end processes, and of those, that come while a run recovers from another; and others, each time
+# that one could come.
+_HARD, _SECOND, _SOFT = 0.85, 0.2, 0.4
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -92,14 +93,15 @@ def numbers(folder: Path) -> dict[int, set[tuple[Any, ...]]]:
     return found
 
 
-def differences(folder: Path, reference: Path, steps: int) -> list[str]:
-    """What is not as in the run without faults, one line each."""
+def differences(folder: Path, reference: Path, steps: int) -> tuple[list[str], list[int]]:
+    """What is not as in the run without faults, one line each; and steps of which there is no record. Rank 0 keeps
+    records in memory while the disk is full, and may be killed; tokens so far of the next step say whether one was
+    left out."""
     found, expected = tensors(folder, steps), tensors(reference, steps)
     wrong = [name for name in expected if name not in found or not torch.equal(found[name], expected[name])]
     took, wanted = numbers(folder), numbers(reference)
-    return wrong + [
-        f"step {step}: {took.get(step)}, not {wanted[step]}" for step in wanted if took.get(step) != wanted[step]
-    ]
+    wrong += [f"step {step}: {took[step]}, not {wanted.get(step)}" for step in took if took[step] != wanted.get(step)]
+    return wrong, sorted(wanted.keys() - took.keys())
 
 
 @contextmanager
@@ -138,7 +140,9 @@ def disturb(run: Run, faults: Faults | None, until: float, patience: float) -> t
                         second = not second and faults.chance.random() < _SECOND
                         again = run.step() + faults.chance.randint(1, 2 * SAVE_STEPS)
                         after = time.monotonic() + faults.chance.uniform(0.0, 15.0 if second else 1.0)
-                elif quiet:  # a run that takes no steps is not stopped again and again
+                elif (
+                    quiet and faults.chance.random() < _SOFT
+                ):  # a run that takes no steps is not stopped again and again
                     quiet -= faults.add(False)
         time.sleep(0.05)
     if faults is not None:
@@ -190,7 +194,7 @@ def soak(
         server = Server()
     until = time.monotonic() + 60 * minutes
     counts, missed, ended = Counter[str](), Counter[str](), Counter[int]()
-    rounds, hangs, wrong, longest, recoveries = 0, 0, list[str](), 0.0, list[dict[str, Any]]()
+    rounds, hangs, wrong, longest, recoveries, unrecorded = 0, 0, list[str](), 0.0, list[dict[str, Any]](), 0
     while time.monotonic() < until and not hangs:
         with own_disk(folder / f"disk{rounds}") as disk:
             saves, window = chance.choice(_SAVES), chance.choice(_SNAPSHOTS)
@@ -211,8 +215,9 @@ def soak(
             if hung:
                 wrong.append(f"hung after step {run.step()}:\n{run.log.read_text(errors='replace')[-6000:]}")
                 continue
-            found = differences(run.folder, whole, steps)
+            found, missing = differences(run.folder, whole, steps)
             wrong += [f"run {rounds - 1}: {one}" for one in found]
+            unrecorded += len(missing)
             lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
             recoveries += [line for line in lines if line["kind"] == "recovery"]
             _say(
@@ -226,6 +231,7 @@ def soak(
         "runs": rounds,
         "steps": steps * rounds,
         "tensors": len(tensors(whole, steps)) * rounds,
+        "steps_without_record": unrecorded,
         "hangs": hangs,
         "longest_pause_seconds": longest,
         "agents_ended": {str(code): count for code, count in ended.items()},
@@ -242,8 +248,8 @@ def soak(
 def together(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What came of several soaks."""
     total: dict[str, Any] = {}
-    for key in ("seeds", "faults", "runs", "steps", "tensors", "hangs", "recoveries", "wrong"):
-        total[key] = sum((one[key] for one in found), type(found[0][key])())
+    for key in ("seeds", "faults", "runs", "steps", "steps_without_record", "tensors", "hangs", "recoveries", "wrong"):
+        total[key] = sum((one.get(key, 0) for one in found), type(found[-1][key])())
     for key in ("by_kind", "did_not_strike", "agents_ended"):
         total[key] = dict(sum((Counter(one[key]) for one in found), Counter[str]()).most_common())
     return {**total, "longest_pause_seconds": max(one["longest_pause_seconds"] for one in found)}

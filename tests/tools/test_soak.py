@@ -30,9 +30,12 @@ def test_every_tensor_and_step_is_compared(tmp_path: Path) -> None:
         with torch.no_grad():
             if name == "same":
                 model.bias[4] += 1e-6
-    assert differences(tmp_path / "same", tmp_path / "whole", 2) == []
-    wrong = differences(tmp_path / "other", tmp_path / "whole", 2)
-    assert [line.split(":")[0] for line in wrong] == ["model/bias", "step 1"]
+    assert differences(tmp_path / "same", tmp_path / "whole", 2) == ([], [])
+    wrong, missing = differences(tmp_path / "other", tmp_path / "whole", 2)
+    assert [line.split(":")[0] for line in wrong] == ["model/bias", "step 1"] and missing == []
+    lines = (tmp_path / "same" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "same" / "metrics.jsonl").write_text(lines[1])
+    assert differences(tmp_path / "same", tmp_path / "whole", 2) == ([], [1])
     shutil.rmtree(tmp_path / "other" / "checkpoints")
     with pytest.raises(FileNotFoundError):
         differences(tmp_path / "other", tmp_path / "whole", 2)
