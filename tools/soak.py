@@ -140,9 +140,8 @@ def disturb(run: Run, faults: Faults | None, until: float, patience: float) -> t
                         second = not second and faults.chance.random() < _SECOND
                         again = run.step() + faults.chance.randint(1, 2 * SAVE_STEPS)
                         after = time.monotonic() + faults.chance.uniform(0.0, 15.0 if second else 1.0)
-                elif (
-                    quiet and faults.chance.random() < _SOFT
-                ):  # a run that takes no steps is not stopped again and again
+                elif quiet and faults.chance.random() < _SOFT:
+                    # A run that takes no steps is not stopped again and again.
                     quiet -= faults.add(False)
         time.sleep(0.05)
     if faults is not None:
