@@ -195,7 +195,9 @@ class Faults:
     def add(self, hard: bool) -> bool:
         """One fault, if what it needs is there; whether it was."""
         kinds = self.hard if hard else self.soft
-        kind, step, found = self.chance.choice(list(kinds)), self.run.step(), None
+        # Those that have struck less often come rather.
+        (kind,) = self.chance.choices(list(kinds), [1 / (1 + self.counts[one]) ** 2 for one in kinds])
+        step, found = self.run.step(), None
         with suppress(ProcessLookupError, FileNotFoundError, CheckpointError):
             found = kinds[kind]()
         (self.missed if found is None else self.counts)[kind] += 1
