@@ -64,7 +64,7 @@ def _is_sparse(extension: Any) -> bool:
 
     if not isinstance(extension, Snapshots) or extension.taken is None:
         return False
-    extension.taken.wait()
+    extension.taken.beside.wait()
     return is_sparse(extension.taken.files)
 
 

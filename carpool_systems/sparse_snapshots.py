@@ -20,22 +20,17 @@ operator is overwritten by the next snapshot. The paper skips its weight gradien
 exact clipping wants the norm of all.
 
 With several nodes of as many ranks, each snapshot is sent to a rank of the next node, too, by a thread and over gloo,
-and comes back from there if a node is replaced. Files are in /dev/shm, which outlives the process, but not the machine:
-safetensors, one for each step and rank, under a folder for each user and run. A file gets its name when it is whole.
-2 W + 1 of them are kept: a whole window of all ranks is always among them, also where one rank begins a snapshot before
-another has finished the one before. Who removes them: the run when it ends or when it starts from the beginning (no
-training.resume_from_checkpoint), and any start of a run that finds folders of runs whose own folder is gone.
+and comes back from there if a node is replaced. Files are in memory that outlives the process (`memory_files`), one for
+each step and rank. 2 W + 1 of them are kept: a whole window of all ranks is always among them, also where one rank
+begins a snapshot before another has finished the one before.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +40,7 @@ from safetensors import safe_open
 
 from carpool.optim.update import local
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.checkpoints.host_copy import HostBuffer, copy_files
+from carpool.train.checkpoints.host_copy import copy_files
 from carpool.train.checkpoints.shard_files import Piece, ShardFile
 from carpool.train.checkpoints.state_tensors import (
     Tensors,
@@ -58,14 +53,15 @@ from carpool.train.launch.ranks import gather, rank, together, world
 from carpool.train.run.finish import run_state
 from carpool.train.run.loop import Run
 from carpool.train.run.rollback import restore_state
+from carpool_systems import memory_files
+from carpool_systems.memory_files import ROOM, Beside, MemoryFiles, check_room
 
-MEMORY = Path("/dev/shm")
 WEIGHT = "weight"
 # Of the time of a step, what a copy beside it may take.
 SHARE = 0.5
 MOST_STEPS = 32
-# Steps whose times are known before a window is chosen, the first not counted; bytes of a file for numbers that grow.
-MEASURED, _ROOM = 3, 1 << 20
+# Steps whose times are known before a window is chosen, the first not counted.
+MEASURED = 3
 _OF_PEERS = "of-peers"
 
 
@@ -176,35 +172,17 @@ def _tensors_of(optimizer: Any) -> list[int]:
     return [id(value) for state in optimizer.state.values() for value in state.values()]
 
 
-class SnapshotFiles:
-    """The files of a rank's snapshots, in memory that outlives it. All have one size and are reused in turn: each is
-    page-locked once.
+class SnapshotFiles(MemoryFiles):
+    """The files of a rank's snapshots, all of one size.
 
     Args:
-        run: the run's folder.
-        device: that has the tensors.
+        run, device: as of `MemoryFiles`.
         peer: the rank whose snapshots they are, if another's.
     """
 
     def __init__(self, run: Path, device: torch.device, peer: int | None = None) -> None:
-        self._run, self._device = run.absolute(), device
-        users = MEMORY / f"carpool-snapshots-{os.getuid()}"
-        self.home = users / hashlib.sha256(str(self._run).encode()).hexdigest()[:16]
         owner = f"rank-{rank() if peer is None else peer:05d}"
-        self.folder = self.home / owner if peer is None else self.home / _OF_PEERS / owner
-        self._buffers: dict[Path, HostBuffer] = {}
-
-    def clean(self, everything: bool) -> None:
-        """Remove files of runs whose folder is gone, of this user; with `everything`, this run's on this host, too."""
-        for owner in self.home.parent.glob("*/run"):
-            with suppress(FileNotFoundError):  # another rank removes them, too
-                if not Path(owner.read_text()).is_dir():
-                    shutil.rmtree(owner.parent, ignore_errors=True)
-        if everything:
-            for buffer in self._buffers.values():
-                buffer.close()
-            self._buffers.clear()
-            shutil.rmtree(self.home, ignore_errors=True)
+        super().__init__(run, device, owner if peer is None else f"{_OF_PEERS}/{owner}")
 
     def keep(self, like: Kept) -> None:
         """Remove snapshots of another kind, with which nobody goes on, and those of ranks that are no more."""
@@ -215,16 +193,6 @@ class SnapshotFiles:
             if int(folder.name[5:]) >= world():
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def path(self, step: int) -> Path:
-        """Of the snapshot of a step."""
-        return self.folder / f"step-{step:08d}.safetensors"
-
-    def about(self, step: int) -> dict[str, Any]:
-        """What a snapshot says beside tensors."""
-        with safe_open(self.path(step), "pt") as stored:
-            found: dict[str, Any] = json.loads(stored.metadata()["snapshot"])
-        return found
-
     def steps(self) -> dict[int, Kept]:
         """The snapshots that are whole, by step."""
         found = {}
@@ -232,35 +200,6 @@ class SnapshotFiles:
             about = self.about(step)
             found[step] = Kept(about["window"], about["layout"], self.path(step).stat().st_size)
         return found
-
-    def turn(self, step: int, number: int, size: int) -> HostBuffer:
-        """Memory for the snapshot of a step, which has no name yet. Of `number` files the oldest goes, and those of
-        later steps: a run that was rolled back, or goes on, takes them again."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.home / "run").write_text(str(self._run))
-        new, there = self.folder / "new", sorted(self.folder.glob("step-*"))
-        while there and there[-1] > self.path(step):
-            self._forget(there.pop())
-        old = self.path(step) if self.path(step) in there else there[0] if len(there) >= number else new
-        if old.exists() and old.stat().st_size != size:
-            self._forget(old)
-        buffer = self._buffers.pop(old, None)
-        if old.exists():
-            old.rename(new)
-        if buffer is None:
-            buffer = HostBuffer(self._device, new)
-            buffer.reserve(size)
-        return buffer
-
-    def name(self, step: int, buffer: HostBuffer) -> None:
-        """Its content is whole."""
-        (self.folder / "new").rename(self.path(step))
-        self._buffers[self.path(step)] = buffer
-
-    def _forget(self, path: Path) -> None:
-        if (buffer := self._buffers.pop(path, None)) is not None:
-            buffer.close()
-        path.unlink()
 
 
 class Peers:
@@ -298,7 +237,7 @@ class Peers:
         return {one: self.of(one).steps() for one in there}
 
     def of(self, owner: int) -> SnapshotFiles:
-        return SnapshotFiles(self.files._run, torch.device("cpu"), owner)
+        return SnapshotFiles(self.files.run, torch.device("cpu"), owner)
 
     def hand_back(self, files: SnapshotFiles, step: int, owner: int, holder: int, size: int) -> None:
         """Bring a snapshot from a peer's memory to that of its owner. All ranks call it."""
@@ -327,13 +266,10 @@ class SparseSnapshots:
         self._replay = range(0)
         self._taken_from, self._last, self._size = run.step, run.step - 1, 0
         self._layout = _layout(run)
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._copied = threading.Event()
-        self._copied.set()
-        run.checkpoints.copying.append(self.settle)
+        self.beside = Beside(run.built.device, f"there is no snapshot in {self.files.folder}")
+        run.checkpoints.copying.append(self.beside.settle)
         second = f"only on their own host ({Peers.why_not(node_W)})" if self.peers is None else "and a peer's host"
-        run.records.say(f"snapshots: of every step, in {MEMORY}, {second}")
+        run.records.say(f"snapshots: of every step, in {memory_files.MEMORY}, {second}")
 
     @property
     def state(self) -> State:
@@ -415,7 +351,7 @@ class SparseSnapshots:
 
         if not self._size:
             largest = max(gather(max(file(position).bytes for position in range(self.window))))
-            self._size = -(-(largest + _ROOM) // 4096) * 4096
+            self._size = -(-(largest + ROOM) // 4096) * 4096
             self._make_room(Kept(self.window, self._layout, self._size))
         self._begin(step, file((step - 1) % self.window), 2 * self.window + 1)
 
@@ -428,54 +364,25 @@ class SparseSnapshots:
         gather(None)  # all ranks of this host have
         with together(ValueError, ""):
             needed = list(node_W).count(node_W[rank()]) * len(own) * (2 * like.window + 1) * like.bytes
-            disk = os.statvfs(MEMORY)
-            there = sum(path.stat().st_blocks * 512 for path in self.files.home.rglob("*.safetensors"))
-            if needed > (free := disk.f_bavail * disk.f_frsize + there):
-                raise ValueError(
-                    f"snapshots of windows of {like.window} steps need {needed / 1e9:.2f} GB in {MEMORY}, and "
-                    f"{free / 1e9:.2f} GB are free: enlarge it (of a container: --shm-size), or lower snapshots.window"
-                )
+            what = f"snapshots of windows of {like.window} steps"
+            check_room(self.files.home, needed, what, "lower snapshots.window")
 
     def _begin(self, step: int, file: ShardFile, number: int) -> None:
         """Copy a snapshot, and send it to a peer, beside what follows; `settle` before its tensors change."""
-        self.wait()
-        device = self._run.built.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-        self._copied.clear()
 
-        def copy() -> None:
-            try:
-                buffer = self.files.turn(step, number, file.bytes)
-                copy_files({"": file}, buffer, stream)
-                self._copied.set()
-                self.files.name(step, buffer)
-                if self.peers is not None:
-                    self.peers.exchange(step, number, buffer.memory[: file.bytes])
-            except Exception as error:  # raised where it is waited for
-                self._error = error
-            finally:
-                self._copied.set()
+        def copy(stream: torch.cuda.Stream | None, copied: Callable[[], None]) -> None:
+            buffer = self.files.turn(step, number, file.bytes)
+            copy_files({"": file}, buffer, stream)
+            copied()
+            self.files.name(step, buffer)
+            if self.peers is not None:
+                self.peers.exchange(step, number, buffer.memory[: file.bytes])
 
-        self._thread = threading.Thread(target=copy, name="carpool-snapshot", daemon=True)
-        self._thread.start()
-
-    def settle(self) -> None:
-        """Until the snapshot that was begun is copied. Raises OSError."""
-        self._copied.wait()
-        if self._error is not None:
-            raise OSError(f"there is no snapshot in {self.files.folder}: {self._error}") from self._error
-
-    def wait(self) -> None:
-        """Until it is at its peer's, too. Raises OSError."""
-        if self._thread is not None:
-            self._thread.join()
-        self.settle()
+        self.beside.begin(copy)
 
     def clean(self, everything: bool) -> None:
         """Remove files (`SnapshotFiles.clean`). Collective."""
-        self.wait()
+        self.beside.wait()
         gather(None)  # no rank of this host writes any more
         for files in (self.files, *(() if self.peers is None else (self.peers.files,))):
             files.clean(everything)

@@ -19,7 +19,7 @@ from carpool.train.checkpoints.shard_files import Piece, ShardFile
 from carpool.train.config import load_config
 from carpool.train.run import loop
 from carpool.train.run.run import train
-from carpool_systems import sparse_snapshots
+from carpool_systems import memory_files, sparse_snapshots
 from carpool_systems.sparse_snapshots import SnapshotFiles, choose_window, operators
 from tests.ranks import Ranks
 from tests.train.test_kill import LONG
@@ -48,7 +48,7 @@ def _fail(output: str, settings: list[str], memory: str, fails: int | None) -> s
             raise RuntimeError("a fault")
 
     with (
-        unittest.mock.patch.object(sparse_snapshots, "MEMORY", Path(memory)),
+        unittest.mock.patch.object(memory_files, "MEMORY", Path(memory)),
         unittest.mock.patch.object(loop, "record_step", recorded),
     ):
         try:
@@ -127,7 +127,7 @@ def test_another_mesh_begins_again(two_ranks: Ranks, text: list[str], tmp_path: 
 def _in_little_memory(output: str, settings: list[str], memory: str) -> str:
     little = unittest.mock.Mock(f_bavail=1, f_frsize=4096)
     with (
-        unittest.mock.patch.object(sparse_snapshots.os, "statvfs", return_value=little),
+        unittest.mock.patch.object(memory_files.os, "statvfs", return_value=little),
         pytest.raises(ValueError) as e,
     ):
         _fail(output, settings, memory, None)
@@ -186,7 +186,7 @@ def test_the_shortest_window_that_hides_its_copies() -> None:
 
 
 def test_files_of_runs_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_snapshots, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(memory_files, "MEMORY", tmp_path / "memory")
     runs = [tmp_path / name for name in ("there", "gone", "new")]
     for run in runs:
         run.mkdir()
@@ -212,7 +212,7 @@ def test_a_file_is_of_the_size_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_steps_that_come_again_are_not_mixed_with_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rollback to step 3, snapshots of steps 5 and 6 are of weights that are no more."""
-    monkeypatch.setattr(sparse_snapshots, "MEMORY", tmp_path)
+    monkeypatch.setattr(memory_files, "MEMORY", tmp_path)
     files, about = SnapshotFiles(tmp_path / "run", torch.device("cpu")), '{"window": 2, "layout": "x"}'
     for step in (1, 2, 3, 4, 5, 6, 4):
         values = torch.full((5,), float(step))
