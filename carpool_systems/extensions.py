@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic import Field
@@ -12,12 +12,15 @@ from carpool.train.config.schema_base import Section
 from carpool.train.extensions import Extension
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedModel
 
     from carpool.hf.seam.expert_rides import ExpertRides
     from carpool.train.build.assemble import Built
     from carpool.train.plan.resolve import Plan
     from carpool.train.run.loop import Run
+    from carpool_systems.expert_copies import Copies
     from carpool_systems.sparse_snapshots import SparseSnapshots
 
 _PLAIN, _EQUAL = {"moe.schedule": "none"}, {"parallelism.rank_speeds": None}
@@ -192,3 +195,59 @@ class Snapshots(Extension):
     def finish(self, run: Run) -> None:
         if self.taken is not None and run.saved_at == run.step:
             self.taken.clean(everything=True)
+
+
+class CopiesSection(Section):
+    """Copies of experts in the memory of several nodes."""
+
+    fewest: Annotated[
+        Annotated[int, Ge(1)] | None,
+        Excludes("snapshots.window", "both keep the state after each step"),
+        Excludes("placement.every", "experts would be elsewhere than in the run before"),
+        Excludes("moe.layout!=contiguous", "copies are of experts in logical order"),
+        Excludes("parallelism.pp_size", "copies are not tried with stages"),
+        Excludes("parallelism.tp_size", "parts of fused weights are no rectangles"),
+        Excludes("parallelism.etp_size", "copies are of whole experts"),
+        Excludes("training.ema_decay", "copies do not hold averages of weights"),
+        Excludes("memory.experts", "experts come and go in the middle of a copy"),
+        Excludes("training.optimizer_offload!=none", "the optimizer's state is in host memory already"),
+    ] = None
+    """After each step, so many nodes at least keep each expert in /dev/shm, with its optimizer state, and all nodes
+    keep what is no expert's. Copies are placed so that the death of nodes loses an expert as seldom as possible
+    (Lazarus, maximum rank overlap). A run that goes on (training.resume_from_checkpoint=last or auto), on any number of
+    ranks, takes its state from copies that are left, if they are all there and newer than the last checkpoint. Takes
+    two files of each rank that sends, and of itself. none: no copies."""
+    slots: Annotated[int, Needs("copies.fewest", "copies: copies.fewest=2")] = Field(default=0, ge=0)
+    """Further slots of a node in each layer, which the experts with most tokens get."""
+    every: Annotated[int, Needs("copies.slots", "slots for popular experts: copies.slots=1")] = Field(default=100, ge=1)
+    """Steps after which slots are divided anew, by the tokens of experts since."""
+
+
+class ExpertCopies(Extension):
+    name, section = "copies", CopiesSection
+    help = "Copies of experts, with optimizer state, in the memory of several nodes (Lazarus). Off by default."
+    kept: Copies | None = None
+
+    def restore(self, run: Run, checkpoint: Path | None) -> dict[str, Any] | None:
+        from carpool_systems.expert_copies import Copies as Made
+
+        self.kept = Made(run, self.settings.fewest, self.settings.slots, self.settings.every)
+        goes_on = run.config.training.resume_from_checkpoint in ("last", "auto")
+        self.kept.clean(everything=not goes_on)
+        return self.kept.recover(checkpoint) if goes_on else None
+
+    def before_step(self, run: Run) -> None:
+        from carpool.train.run.loop import record
+
+        assert self.kept is not None
+        if self.kept.said:
+            run.records.say(self.kept.said)
+            self.kept.said = ""
+        if self.settings.slots and run.unrecorded is not None:
+            self.kept.add_loads(run.unrecorded.rode.read().load_LE)
+        record(run)
+        self.kept.take(run.step - 1)
+
+    def finish(self, run: Run) -> None:
+        if self.kept is not None and run.saved_at == run.step:
+            self.kept.clean(everything=True)

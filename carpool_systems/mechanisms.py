@@ -42,12 +42,12 @@ from carpool.ride.split_backward import SplitBackward
 from carpool.routing import limit
 from carpool.train.moving.solve import solve
 from carpool.transport import TRANSPORTS
-from carpool_systems.extensions import Snapshots
+from carpool_systems.extensions import ExpertCopies, Snapshots
 from carpool_systems.few_on_host import FewOnHost
 from carpool_systems.merging import LSH, Condense
 from carpool_systems.predictors import ActivationMatrices, Popularity
 from carpool_systems.sequences import SequenceMoves
-from carpool_systems.spare_plans import Eplb, ExpandShrink, Symi
+from carpool_systems.spare_plans import Eplb, ExpandShrink, MaximumRankOverlap, Symi
 from carpool_systems.tiled_experts import Backward, Forward
 from carpool_systems.tiles import TiledOrder
 
@@ -66,6 +66,15 @@ def _is_sparse(extension: Any) -> bool:
         return False
     extension.taken.beside.wait()
     return is_sparse(extension.taken.files)
+
+
+def _overlap(extension: Any) -> bool:
+    from carpool_systems.expert_copies import overlap
+
+    if not isinstance(extension, ExpertCopies) or extension.kept is None:
+        return False
+    extension.kept.beside.wait()
+    return overlap(extension.kept)
 
 
 def _placement() -> Any:
@@ -113,6 +122,7 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     and 0 < seen.ranks < max(seen.choices, default=0),
     "freeze:non_expert": lambda seen: all(".gate." in name for name in seen.changed),
     # -- what survives a fault
+    "copies:overlap": lambda seen: any(map(_overlap, seen.run.built.extensions)),
     "snapshots:sparse": lambda seen: any(map(_is_sparse, seen.run.built.extensions)),
     # -- where experts live
     "policy:migrate": lambda seen: seen.called(solve) and seen.called(_placement()._use),
@@ -134,6 +144,7 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     and all(4 * one.held_WE.sum() >= 3 * len(one.held_WE) * one.slots for one in _filled(seen)),
     "spare:expand_shrink": lambda seen: _from_earlier(seen, ExpandShrink),
     "spare:symi": lambda seen: _from_earlier(seen, Symi),
+    "spare:mro": lambda seen: _from_earlier(seen, MaximumRankOverlap),
     "spare:refetched": lambda seen: seen.called(CollectiveLinks.fetch) > len(seen.spare_rides) > 0,
     "sliced:experts": lambda seen: 0 < 2 * max(seen.top_k, default=0) <= min(seen.choices, default=0),
     # -- what travels

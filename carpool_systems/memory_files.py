@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 
 from carpool.train.checkpoints.host_copy import HostBuffer
+from carpool.train.launch.failure import is_consequence
 
 MEMORY = Path("/dev/shm")
 # Bytes of a file for numbers that grow.
@@ -138,13 +139,14 @@ class Beside:
         self._thread.start()
 
     def settle(self) -> None:
-        """Until the copy that was begun is there. Raises OSError."""
+        """Until the copy that was begun is there. Raises OSError; ConnectionError where another rank is gone."""
         self._copied.wait()
-        if self._error is not None:
-            raise OSError(f"{self._doing}: {self._error}") from self._error
+        if (error := self._error) is not None:
+            gone = is_consequence(type(error).__name__, str(error))
+            raise (ConnectionError if gone else OSError)(f"{self._doing}: {error}") from error
 
     def wait(self) -> None:
-        """Until all is done. Raises OSError."""
+        """Until all is done. Raises as `settle`."""
         if self._thread is not None:
             self._thread.join()
         self.settle()

@@ -14,9 +14,11 @@
     expand_shrink  FlexMoE (SIGMOD 2023): while time falls, the best of: one copy more, one less, one elsewhere, one in
                    the place of another; only if the fullest rank exceeds the mean by a tenth
     symi           SYMI (2025): as many copies of an expert as its share of the load
+    mro            Lazarus (2024): the same, but no expert with fewer than two where slots suffice, at the places of its
+                   maximum rank overlap (`rank_overlap`): most experts outlive a rank
 
 Replicas of the first five serve the tokens of their own rank, and follow from the loads at hand, by tensor operations
-without a wait for the device. The last three share an expert's load equally among its copies, and follow from earlier
+without a wait for the device. The last four share an expert's load equally among its copies, and follow from earlier
 loads: those of so many micro-batches as `every` says decide for the next ones. They are computed on the host, and are
 not part of checkpoints: a run that is resumed begins without replicas, with sums that are equal to rounding.
 
@@ -38,10 +40,13 @@ from carpool.metrics.counters import in_recompute
 from carpool.replicas.slot_costs import WORK, Costs
 from carpool.replicas.slot_plan import SlotPlan
 from carpool.replicas.slot_planners import SlotPlanner
+from carpool_systems.rank_overlap import allocate, place
 
 Array = npt.NDArray[Any]
 # Plans that are remembered for layers that are computed again in the backward.
 REMEMBERED = 64
+# Copies of an expert that Lazarus wants at least.
+FEWEST = 2
 # The load of the fullest rank over the mean at which FlexMoE changes anything.
 TRIGGER = 1.1
 
@@ -125,7 +130,7 @@ class Subset(SlotPlanner):
         self, load_WE: torch.Tensor, home_E: torch.Tensor, spare: int, costs: Costs, node_W: torch.Tensor
     ) -> SlotPlan:
         load_WE = load_WE.long()
-        num_ranks, num_experts = load_WE.shape
+        num_ranks = len(load_WE)
         rank_W1 = torch.arange(num_ranks, device=load_WE.device).unsqueeze(1)
         away_WE = _away(load_WE, home_E)
         held_WE = torch.zeros_like(away_WE)
@@ -318,6 +323,24 @@ class ExpandShrink(_FromEarlier):
                 return held_WE
             held_WE = candidates[int(np.argmin(costs_N))]
             served_W, time = _cost(load_WE, held_WE, home_E, costs)
+
+
+class MaximumRankOverlap(_FromEarlier):
+    name = "mro"
+
+    def __init__(self, every: int = 50) -> None:
+        super().__init__(every)
+
+    def change(self, load_WE: Array, held_WE: Array, home_E: Array, spare: int, costs: Costs) -> Array:
+        num_ranks = len(load_WE)
+        homes_W = [set(np.flatnonzero(home_E == rank).tolist()) for rank in range(num_ranks)]
+        slots = max(map(len, homes_W)) + spare
+        copies_E = allocate(load_WE.sum(0).tolist(), num_ranks * slots, FEWEST, num_ranks)
+        found_WE = np.zeros_like(held_WE)
+        for rank, (its, homes) in enumerate(zip(place(copies_E, slots, homes_W), homes_W, strict=True)):
+            # A home that is elsewhere than the rule wants it takes a slot more: then those with most copies stay away.
+            found_WE[rank, sorted(its - homes, key=lambda one: copies_E[one])[:spare]] = True
+        return found_WE
 
 
 def _cost(load_WE: Array, held_WE: Array, home_E: Array, costs: Costs) -> tuple[Array, int]:

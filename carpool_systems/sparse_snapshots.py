@@ -123,7 +123,7 @@ class State:
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         weights, states = model_tensors(model), optimizer_tensors(model, optimizer)
-        self._optimizer, self._seen = optimizer, _tensors_of(optimizer)
+        self._optimizer, self._seen = optimizer, tensors_of(optimizer)
         self._model, self.of, self.common = model, dict[str, Tensors](), Tensors()
         self.sizes: dict[str, tuple[int, int, bool]] = {}
         for name, parameter in model.named_parameters():
@@ -145,7 +145,7 @@ class State:
 
     def holds(self) -> bool:
         """Whether the optimizer's state is in this memory still: its first step may have given it other."""
-        return self._seen == _tensors_of(self._optimizer)
+        return self._seen == tensors_of(self._optimizer)
 
     def bytes(self) -> tuple[int, int]:
         """(all, weights alone)."""
@@ -168,7 +168,8 @@ class State:
                 tensor.copy_(stored.get_tensor(name))
 
 
-def _tensors_of(optimizer: Any) -> list[int]:
+def tensors_of(optimizer: Any) -> list[int]:
+    """By which one sees whether an optimizer's state has moved."""
     return [id(value) for state in optimizer.state.values() for value in state.values()]
 
 

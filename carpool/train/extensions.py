@@ -33,6 +33,7 @@ use, they are called in this order, on all ranks alike:
     device_bytes          for the estimate of memory
     prepare_layers        the model is there, layers have no transport and no buffers yet
     prepare_run           layers, objective and optimizer are there, no step is captured as a graph yet
+    restore               the run is built, and goes on from a checkpoint or begins
     describe              what a run prints before its first step
     before_step, after_step
     finish                the run came to its end
@@ -44,6 +45,7 @@ objects of their own, and must not change them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from carpool.plugins import Registry
@@ -113,6 +115,12 @@ class Extension:
     def describe(self) -> str:
         """The line that a run prints about it; "": none."""
         return ""
+
+    def restore(self, run: Run, checkpoint: Path | None) -> dict[str, Any] | None:
+        """Called before a run loads its checkpoint, if it goes on from one. Puts a later state into the run, as
+        `carpool.train.run.rollback.load_state` does, and returns what that does; None: it has none. All ranks call it,
+        before anything is recorded."""
+        return None
 
     def before_step(self, run: Run) -> None:
         """Called before the batches of a step are read. Weights are left alone: they may still be copied."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from carpool.train.checkpoints.checkpoint_files import read_state
@@ -37,9 +38,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def _fail(output: str, settings: list[str], memory: str, fails: int | None) -> str:
-    """On a rank: train, and fail when the numbers of a step are recorded; what was raised."""
-    record_step, said = loop.record_step, ""
+def fail(output: str, settings: list[str], memory: str, fails: int | None) -> str:
+    """On a rank: train, and fail when the numbers of a step are recorded; what was raised. {} in `memory`: the rank."""
+    record_step, said, memory = loop.record_step, "", memory.format(dist.get_rank())
     Path(memory).mkdir(exist_ok=True)
 
     def recorded(run: Any, numbers: Any) -> None:
@@ -85,13 +86,13 @@ def test_recovery_is_the_run_that_nothing_stopped(
     assert start(two_ranks, tmp_path / "whole", settings) == [""] * 2
     run, memory = str(tmp_path / "run"), str(tmp_path / "memory")
     mine = [*settings, f"snapshots.window={window}", "training.resume_from_checkpoint=auto"]
-    assert two_ranks(_fail, run, mine, memory, 8) == ["a fault"] * 2
+    assert two_ranks(fail, run, mine, memory, 8) == ["a fault"] * 2
     first = {3: 4, 2: 5, 1: 7, 4: 1}[window]  # the newest window that is whole after step 7
     left = sorted(int(path.stem[5:]) for path in Path(memory).glob("*/*/rank-00001/step-*"))
     assert left == list(range(max(1, 7 - 2 * window), 8))
     if window > 2:
-        assert two_ranks(_fail, run, mine, memory, first + 1) == ["a fault"] * 2
-    assert two_ranks(_fail, run, mine, memory, None) == [""] * 2
+        assert two_ranks(fail, run, mine, memory, first + 1) == ["a fault"] * 2
+    assert two_ranks(fail, run, mine, memory, None) == [""] * 2
     assert first_again(tmp_path / "run") == first + 1 and losses(tmp_path / "run") == losses(tmp_path / "whole")
     states = [read_state(tmp_path / one / f"checkpoints/step-{STEPS:08d}") for one in ("whole", "run")]
     assert states[0]["files"] == states[1]["files"] and states[0]["ranks"] == states[1]["ranks"]
@@ -105,10 +106,10 @@ def test_steps_that_are_repeated_write_no_checkpoint(two_ranks: Ranks, text: lis
     run, memory = tmp_path / "run", str(tmp_path / "memory")
     best = ["training.eval_steps=5", "training.load_best_model_at_end=true", "training.save_steps=none"]
     settings = [*text, *LONG, *best, "snapshots.window=3", "training.resume_from_checkpoint=auto"]
-    assert two_ranks(_fail, str(run), settings, memory, 8) == ["a fault"] * 2
+    assert two_ranks(fail, str(run), settings, memory, 8) == ["a fault"] * 2
     saved = run / "checkpoints/step-00000005/state.json"
     before = saved.read_text()
-    assert two_ranks(_fail, str(run), settings, memory, 6) == ["a fault"] * 2
+    assert two_ranks(fail, str(run), settings, memory, 6) == ["a fault"] * 2
     assert saved.read_text() == before
 
 
@@ -117,9 +118,9 @@ def test_another_mesh_begins_again(two_ranks: Ranks, text: list[str], tmp_path: 
     run, memory = tmp_path / "run", str(tmp_path / "memory")
     few = ["training.stop_at_step=8", "training.save_steps=none"]
     settings = [*text, *LONG, *few, "snapshots.window=2", "training.resume_from_checkpoint=auto"]
-    assert two_ranks(_fail, str(run), settings, memory, 6) == ["a fault"] * 2
+    assert two_ranks(fail, str(run), settings, memory, 6) == ["a fault"] * 2
     other = [*settings, *LAYOUTS["fsdp, replicated experts"]]
-    assert two_ranks(_fail, str(run), other, memory, 3) == ["a fault"] * 2
+    assert two_ranks(fail, str(run), other, memory, 3) == ["a fault"] * 2
     assert first_again(run) == 1
     assert [path.name[11:13] for path in sorted(Path(memory).glob("*/*/rank-00000/step-*"))] == ["01", "02"]
 
@@ -130,7 +131,7 @@ def _in_little_memory(output: str, settings: list[str], memory: str) -> str:
         unittest.mock.patch.object(memory_files.os, "statvfs", return_value=little),
         pytest.raises(ValueError) as e,
     ):
-        _fail(output, settings, memory, None)
+        fail(output, settings, memory, None)
     return str(e.value)
 
 
@@ -154,11 +155,11 @@ def test_a_node_that_was_replaced_gets_its_snapshots_from_its_peer(
     assert start(two_ranks, tmp_path / "whole", settings) == [""] * 2
     run, memory = str(tmp_path / "run"), str(tmp_path / "memory")
     mine = [*settings, "snapshots.window=3", "training.resume_from_checkpoint=auto"]
-    assert two_ranks(_fail, run, mine, memory, 8) == ["a fault"] * 2
+    assert two_ranks(fail, run, mine, memory, 8) == ["a fault"] * 2
     (home,) = Path(memory).glob("*/*")
     shutil.rmtree(home / "rank-00001")  # and what its node kept of rank 0
     shutil.rmtree(home / "of-peers/rank-00000")
-    assert two_ranks(_fail, run, mine, memory, None) == [""] * 2
+    assert two_ranks(fail, run, mine, memory, None) == [""] * 2
     assert first_again(tmp_path / "run") == 5 and losses(tmp_path / "run") == losses(tmp_path / "whole")
     states = [read_state(tmp_path / one / f"checkpoints/step-{STEPS:08d}") for one in ("whole", "run")]
     assert states[0]["files"] == states[1]["files"] and states[0]["ranks"] == states[1]["ranks"]

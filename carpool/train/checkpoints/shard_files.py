@@ -147,18 +147,20 @@ class ShardPlanner:
         Args:
             folder: of the checkpoint; those of its parts are there.
             parts: tensors by name, for each folder inside it, with placements that DCP can describe."""
+        return {shard_name(part): ShardFile.of(its) for part, its in self.pieces(folder, parts).items() if its}
+
+    def pieces(self, folder: Path, parts: Mapping[str, Tensors]) -> dict[str, list[Piece]]:
+        """What this rank writes of each part; arguments as of `shard_files`. Collective."""
         seen = {part: _signature(tensors) for part, tensors in parts.items()}
         if not all(gather(self._known[0] == seen)):
             plans = {part: _plan(folder / part, its) for part, its in parts.items() if any(gather(bool(its)))}
             self._known = seen, plans
-        files = {}
+        found = {}
         for part, (planner, items) in self._known[1].items():
             planner.set_up_planner(dict(parts[part]))
-            if items:
-                pieces = [_resolve(planner, item) for item in items]
-                files[shard_name(part)] = ShardFile.of(pieces)
+            found[part] = [_resolve(planner, item) for item in items]
             planner.set_up_planner({})  # holds no tensors until the next save
-        return files
+        return found
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> Piece:

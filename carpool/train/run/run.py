@@ -126,7 +126,7 @@ def start_run(
     limit, seconds = plan.config.training.save_total_limit, float(plan.config.parallelism.timeout_seconds)
     run.checkpoints = CheckpointManager(run.folder, limit, seconds)
     loads = time.time()
-    _load_checkpoint(run, resume)
+    restored = _load_checkpoint(run, resume)
     if recovery is not None:
         run.recovery = {**recovery, "build": loads, "load": time.time()}
     run.placement = Placement(
@@ -136,7 +136,7 @@ def start_run(
         plan.degrees.world_size // plan.degrees.tp, run.forget_graphs,
     )  # fmt: skip
     _open_hub(run)
-    run.records = open_records(run, command, resume)
+    run.records = open_records(run, command, None if restored else resume)
     if built.objective.graphs is not None:
         built.objective.graphs.known = partial(record_graphs, run)
     run.watchdog = Watchdog(lambda: buffers_of_rides(built.rides))
@@ -176,10 +176,14 @@ def with_data(plan: Plan, tokenizer: Tokenizer, make_corpus: MakeCorpus | None =
     return replace(plan, config=plan.config.model_copy(update={"training": training})), data
 
 
-def _load_checkpoint(run: Run, resume: Path | None) -> None:
-    """What changes from step to step: from the start, or as the checkpoint has it."""
+def _load_checkpoint(run: Run, resume: Path | None) -> bool:
+    """What changes from step to step: from the start, as the checkpoint has it, or as an extension has it, which is
+    what is returned."""
     training = run.config.training
-    if resume is not None:
+    states = (extension.restore(run, resume) for extension in run.built.extensions)
+    state = next((one for one in states if one is not None), None)
+    restored = state is not None
+    if not restored and resume is not None:
         try:
             state = load_state(run, resume)
         except CheckpointError as error:
@@ -187,19 +191,21 @@ def _load_checkpoint(run: Run, resume: Path | None) -> None:
                 aside = from_rank_0(partial(set_aside, resume))
                 raise RegroupError(f"{error}; it is now {aside}, and the run goes on from the one before") from error
             raise CheckpointError(f"{error}{_older(run.checkpoints, resume)}") from error
+    if state is not None:
         if training.load_best_model_at_end:
             # A run that goes on from another's checkpoint has none of that one's best step.
             if not from_rank_0(lambda: run.checkpoints.has(run.best.step)):
                 run.best.step = run.best.loss = None
             run.checkpoints.best = run.best.step
         run.data.train.load_state_dict(state["loader"])
-    run.start = run.saved_at = run.step
+    run.start, run.saved_at = run.step, 0 if restored else run.step
     run.last_step = min(training.steps, training.stop_at_step or training.steps)
     if run.best.patience_is_over(training):
         run.last_step = run.step
     if resume is not None:
         # Now with the steps of an epoch.
         check_steps_left(resume, run.step, training)
+    return restored
 
 
 def _older(checkpoints: CheckpointManager, checkpoint: Path) -> str:

@@ -121,7 +121,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
     layouts = run.layouts()
     assert layer.transport is not None
     lossy = lossy_reasons(run)
-    history = _earlier_starts(run.folder) if resume is not None else []
+    history = _earlier_starts(run.folder) if resume is not None or run.start else []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     resumed_from = str(resume) if resume is not None else None
     history.append({"started": started, "from_step": run.start, "resumed_from": resumed_from})
