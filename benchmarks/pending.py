@@ -116,6 +116,10 @@ PENDING = [
         "checkpoints beside training", "reliability.md: how long training waits, 8 layers of Qwen3-30B-A3B", 1, 240,
         "-m benchmarks.checkpoints --ranks 1 --only consumed clipped --saves 1 --out {out}/checkpoints.json",
     ),
+    Measurement(
+        "snapshots of every step", "reliability.md: what snapshots cost, 8 layers of Qwen3-30B-A3B, and 1", 1, 280,
+        "-m benchmarks.snapshots --ranks 1 --rounds 3 --out {out}/snapshots.json",
+    ),
     # Qwen3-30B-A3B, all 48 layers.
     Measurement(
         "qwen3, as measured before", "measurements.md, Qwen3-30B-A3B on two GPUs, at this commit", 2, 150,

@@ -25,8 +25,8 @@ from benchmarks.runs import QWEN_TINY, TINY, config_of_run, make_runs_parser, me
 from carpool.bench.model.model_contenders import CarpoolContender, random_corpus
 from carpool.bench.result_files import print_table
 from carpool.metrics.host import slowest
+from carpool.train.checkpoints.memory_files import MemoryFiles
 from carpool.train.config import Config
-from carpool.train.extensions import Extension
 from carpool.train.launch.machine import rank_device
 from carpool.train.run.loop import Run, record
 from carpool_systems.expert_copies import Copies
@@ -69,45 +69,43 @@ def _measure(config: Config, name: str, settings: dict[str, Any]) -> dict[str, A
             row = rows[str(kind)]
             if row["why"]:
                 continue
-            extension = _begin(run, kind)
+            kept = _begin(run, kind)
             try:
                 _steps(contender, 2 * (kind if isinstance(kind, int) else 1) + 3)
                 row["ms"].append(statistics.median(_steps(contender, settings["steps"])))
                 row["ratios"].append(row["ms"][-1] / plain[-1])
-                row["bytes"] = _bytes(extension)
+                row["bytes"] = _bytes(run, kept)
             except ValueError as error:  # no room, on all ranks alike
                 row["why"] = str(error)
-            _end(run, extension)
+            _end(run, kept)
     contender.close()
     return {"setting": name, "plain_ms": statistics.median(plain), "rows": rows}
 
 
-def _begin(run: Run, kind: int | str) -> Extension:
+def _begin(run: Run, kind: int | str) -> SparseSnapshots | Copies:
     """Let the next steps be kept."""
     record(run)
     if isinstance(kind, int):
         snapshots = Snapshots(None)
         snapshots.taken = SparseSnapshots(run, kind)
         run.built.extensions[:] = [snapshots]
-        return snapshots
+        return snapshots.taken
     copies = ExpertCopies(CopiesSection(fewest=2))
     copies.kept = Copies(run, 2, 0, 1)
     run.built.extensions[:] = [copies]
-    return copies
+    return copies.kept
 
 
-def _end(run: Run, extension: Extension) -> None:
-    kept = extension.taken if isinstance(extension, Snapshots) else extension.kept
+def _end(run: Run, kept: SparseSnapshots | Copies) -> None:
     kept.clean(everything=True)
     run.built.extensions[:] = []
     run.checkpoints.copying.clear()
 
 
-def _bytes(extension: Extension) -> int:
+def _bytes(run: Run, kept: SparseSnapshots | Copies) -> int:
     """In /dev/shm, of this host."""
-    kept = extension.taken if isinstance(extension, Snapshots) else extension.kept
-    home = (kept.files if isinstance(kept, SparseSnapshots) else kept._files[dist.get_rank()]).home
     kept.beside.wait()
+    home = MemoryFiles(run.folder, run.built.device, "").home
     return sum(path.stat().st_size for path in home.rglob("*.safetensors"))
 
 

@@ -130,7 +130,7 @@ class Subset(SlotPlanner):
         self, load_WE: torch.Tensor, home_E: torch.Tensor, spare: int, costs: Costs, node_W: torch.Tensor
     ) -> SlotPlan:
         load_WE = load_WE.long()
-        num_ranks = len(load_WE)
+        num_ranks, num_experts = load_WE.shape
         rank_W1 = torch.arange(num_ranks, device=load_WE.device).unsqueeze(1)
         away_WE = _away(load_WE, home_E)
         held_WE = torch.zeros_like(away_WE)

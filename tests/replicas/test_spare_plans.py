@@ -16,7 +16,7 @@ from carpool.ride.balanced import SpareSlotOptions
 from carpool_systems import spare_plans
 
 OWN = ("shadow", "subset", "fetch", "all", "needed")
-EARLIER = ("eplb", "expand_shrink", "symi")
+EARLIER = ("eplb", "expand_shrink", "symi", "mro")
 COSTS = (Costs(), Costs(trip=40, fetch=200), Costs(trip=4, fetch=2000), Costs(trip=2**20, fetch=1))
 
 
@@ -149,8 +149,9 @@ def test_needed_takes_what_most_of_the_own_tokens_want() -> None:
     assert held(plan("needed", load_WE, home_E, 4)) == {(0, 2), (0, 3), (1, 0), (1, 1)}
 
 
-def test_eplb_and_symi_share_earlier_loads() -> None:
-    """EPLB's own example; SYMI gives an expert as many copies as its share of the slots."""
+def test_eplb_symi_and_mro_share_earlier_loads() -> None:
+    """EPLB's own example; SYMI gives an expert as many copies as its share of the slots, and
+    Lazarus two at least."""
     first, then, home_E = [[4, 1, 1, 0], [4, 1, 0, 1]], [[0, 0, 5, 1], [0, 0, 3, 3]], [0, 0, 1, 1]
     planner = SpareSlotOptions(1, plan="eplb", options={"every": 2}).planner()
     assert [held(planned(planner, load, home_E, 1)) for load in (first, first)] == [set(), set()]
@@ -162,6 +163,9 @@ def test_eplb_and_symi_share_earlier_loads() -> None:
     load_E, home_E = np.array([60, 20, 10, 10]), np.array([0, 1, 2, 3])
     next_WE = spare_plans.Symi().change(np.tile(load_E, (4, 1)), np.zeros((4, 4), bool), home_E, 1, Costs())
     assert next_WE.sum(0).tolist() == [3, 1, 0, 0], "of 8 slots: 4.8, but 4 ranks; 1.6; 0.8; 0.8"
+    lazarus = spare_plans.MaximumRankOverlap()
+    next_WE = lazarus.change(np.tile(load_E, (4, 1)), np.zeros((4, 4), bool), home_E, 1, Costs())
+    assert next_WE.tolist() == [[e == other for e in range(4)] for other in (1, 0, 3, 2)], "two of each, in pairs"
 
 
 def test_expand_shrink_follows_the_load() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shutil
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from carpool.train.checkpoints.checkpoint_files import read_state
+from carpool.train.checkpoints.memory_files import MemoryFiles
 from carpool_systems.rank_overlap import allocate, place, survival
 from tests.ranks import Ranks
+from tests.train.test_elastic import PATIENCE, RUN, agents
 from tests.train.test_kill import LONG
 from tests.train.test_loop import TWO, losses, start
 from tests.train.test_snapshots import LAYOUTS, fail
@@ -135,3 +139,28 @@ def test_experts_that_are_lost_come_from_the_checkpoint(two_ranks: Ranks, text: 
     (error, printed), _ = two_ranks(said, run, settings, memory, None)
     assert not error and "step 7/9" not in printed and "step 8/9" in printed
     assert "copies of experts: after step 7 all tensors have one that is left; no checkpoint is read" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_agents_that_lose_one_go_on_from_copies(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    """An agent is killed, with its rank and its memory. There is no checkpoint, and the steps are those of all."""
+    two = ["parallelism.num_ranks=2", "training.per_device_train_batch_size=4", "training.save_steps=none"]
+    assert start(two_ranks, tmp_path / "whole", [*RUN, *text, *two, "training.stop_at_step=60"]) == [""] * 2
+    more = ["training.save_steps=none", "training.stop_at_step=60", *NODES[:2]]
+    with agents([*text, *more], tmp_path) as run:
+        run.wait(lambda: run.step() > 10, "four agents train")
+        lost = int(re.findall(r"here are ranks (\d+)", (tmp_path / "agent3.log").read_text())[-1])
+        run.kill(3)
+        home = MemoryFiles(run.run, torch.device("cpu"), "").home
+        shutil.rmtree(home / f"rank-{lost:05d}")
+        run.wait(lambda: run.ranks_of_groups()[-1:] == [3] or run.step() >= 60, "three agents go on")
+        recovery = run.records("recovery")[0]
+        assert recovery["from_step"] >= 9, recovery
+        assert "no checkpoint is read" in run.said() and not run.records("checkpoint")
+        for one in run.agents.values():
+            assert one.wait(PATIENCE) == 0, run.said()
+        found, whole = losses(run.run), losses(tmp_path / "whole")
+        assert found.keys() == whole.keys()
+        assert all(found[step] == pytest.approx(whole[step], rel=2e-3) for step in whole), (found, whole)
+        assert not home.exists()
