@@ -5,9 +5,10 @@
 
 One run takes all steps: without, with windows of W steps, with copies (`copies.fewest=2`), without again, and so on in
 `--rounds` rounds. In each, first as many steps as there are files, which are made and locked then; of the steps after
-that, the median. A ratio is of two medians of one round, and the table has the middle of rounds, and in brackets the
-least and the most. Several ranks are a node each: every snapshot and copy is sent to another one, too.
-A window whose files have no room in /dev/shm is left out, and the run says how much it needs.
+that, the median, of milliseconds and of the processors' time of a rank, which other processes of the machine disturb
+less. A ratio is of two medians of one round; the table has the middle of rounds, and the least and the most. Several
+ranks are a node each: every snapshot and copy is sent to another one, too. A window whose files have no room in
+/dev/shm is left out, and its row says how much it needs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SETTINGS: dict[str, list[str]] = {
     "8 layers": [*QWEN, *CONSUMED],
     "1 layer": [*QWEN, *CONSUMED, "model.config.num_hidden_layers=1"],
 }
-COPIES = "copies"
+COPIES, RATIOS = "copies", ("ratios", "cpu")
 
 
 def measure_all(config: Config, settings: dict[str, Any]) -> None:
@@ -57,14 +58,16 @@ def measure_all(config: Config, settings: dict[str, Any]) -> None:
 
 def _measure(config: Config, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     contender = CarpoolContender(config, "balanced", "benchmark", random_corpus)
-    run, plain = contender.run, list[float]()
+    run, plain = contender.run, list[list[float]]()
     kinds: list[int | str] = [*settings["windows"], *([COPIES] if dist.get_world_size() > 1 else [])]
-    rows: dict[str, dict[str, Any]] = {str(kind): {"ratios": [], "ms": [], "bytes": 0, "why": ""} for kind in kinds}
+    rows: dict[str, dict[str, Any]] = {
+        str(kind): {"ratios": [], "cpu": [], "ms": [], "bytes": 0, "why": ""} for kind in kinds
+    }
     _steps(contender, 4)  # captured after two
     for _ in range(settings["rounds"]):
         run.built.extensions[:] = []
         _steps(contender, 2)
-        plain.append(statistics.median(_steps(contender, settings["steps"])))
+        plain.append(_steps(contender, settings["steps"]))
         for kind in kinds:
             row = rows[str(kind)]
             if row["why"]:
@@ -72,14 +75,16 @@ def _measure(config: Config, name: str, settings: dict[str, Any]) -> dict[str, A
             kept = _begin(run, kind)
             try:
                 _steps(contender, 2 * (kind if isinstance(kind, int) else 1) + 3)
-                row["ms"].append(statistics.median(_steps(contender, settings["steps"])))
-                row["ratios"].append(row["ms"][-1] / plain[-1])
+                (ms, cpu), (plain_ms, plain_cpu) = _steps(contender, settings["steps"]), plain[-1]
+                row["ms"].append(ms)
+                row["ratios"].append(ms / plain_ms)
+                row["cpu"].append(cpu / plain_cpu)
                 row["bytes"] = _bytes(run, kept)
             except ValueError as error:  # no room, on all ranks alike
                 row["why"] = str(error)
             _end(run, kept)
     contender.close()
-    return {"setting": name, "plain_ms": statistics.median(plain), "rows": rows}
+    return {"setting": name, "plain_ms": statistics.median(ms for ms, _ in plain), "rows": rows}
 
 
 def _begin(run: Run, kind: int | str) -> SparseSnapshots | Copies:
@@ -110,28 +115,26 @@ def _bytes(run: Run, kept: SparseSnapshots | Copies) -> int:
 
 
 def _steps(contender: CarpoolContender, count: int) -> list[float]:
-    """Milliseconds of each, on the slowest rank."""
+    """The median of steps, in milliseconds and in those of a rank's processor; of the slowest rank."""
     found = []
     for _ in range(count):
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         contender.take_step()
-        found.append(1e3 * (time.perf_counter() - begin))
-    return slowest(found, contender.run.built.device)
+        found.append((1e3 * (time.perf_counter() - begin), 1e3 * (time.process_time() - cpu)))
+    medians = [statistics.median(one) for one in zip(*found, strict=True)]
+    return slowest(medians, contender.run.built.device)
 
 
 def _show(its: dict[str, Any]) -> None:
-    columns = [f"{its['setting']}: kept", "step ms", "of a step without", "least", "most", "GB in /dev/shm"]
-    table = [["nothing", f"{its['plain_ms']:.1f}", "1", "", "", ""]]
+    columns = [f"{its['setting']}: kept", "step ms", "of a step without", "of its processor time", "GB in /dev/shm"]
+    table = [["nothing", f"{its['plain_ms']:.1f}", "1", "1", ""]]
     for kind, row in its["rows"].items():
         name = "copies, 2 of each expert" if kind == COPIES else f"snapshots, windows of {kind}"
         if row["why"]:
-            table.append([name, row["why"], "", "", "", ""])
+            table.append([name, row["why"], "", "", ""])
             continue
-        ratios = row["ratios"]
-        table.append([
-            name, f"{statistics.median(row['ms']):.1f}", f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f}",
-            f"{max(ratios):.3f}", f"{row['bytes'] / 1e9:.2f}",
-        ])  # fmt: skip
+        middles = [f"{statistics.median(row[key]):.3f} ({min(row[key]):.3f} to {max(row[key]):.3f})" for key in RATIOS]
+        table.append([name, f"{statistics.median(row['ms']):.1f}", *middles, f"{row['bytes'] / 1e9:.2f}"])
     print_table(Console(width=150), "steps of which the state is kept", columns, table)
 
 

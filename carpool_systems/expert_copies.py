@@ -191,21 +191,25 @@ class Copies:
         """Which nodes keep what, and how large files are. Collective."""
         self.beside.wait()
         run = self._run
-        parts, whole = _tensors(run), {part: as_rectangles(its) for part, its in _tensors(run).items()}
-        if any(
-            local(whole[p][n]).data_ptr() != local(one).data_ptr() for p, its in parts.items() for n, one in its.items()
-        ):
+        parts = _tensors(run)
+        whole = {part: as_rectangles(its) for part, its in parts.items()}
+        named = _named(whole)
+        if any(local(named[name]).data_ptr() != local(one).data_ptr() for name, one in _named(parts).items()):
             raise ValueError("copies.fewest does not know how tensors of this mesh are divided: leave it out")
         with tempfile.TemporaryDirectory() as folder:
-            pieces = self._planner.pieces(Path(folder), whole)
-        self._kinds = _sizes({f"{part}/{name}": one for part, its in whole.items() for name, one in its.items()})[1]
-        layer_of = _layers(run.built.model)
-        homes = defaultdict[str, dict[int, set[int]]](lambda: defaultdict(set))
-        for node, its in enumerate_nodes(gather([_rows(one, layer_of) for one in pieces[MODEL]]), self._node_W):
-            for layer, first, stop in its:
-                homes[layer][node].update(range(first, stop))
+            pieces = {
+                f"{part}/{one.name}": one
+                for part, its in self._planner.pieces(Path(folder), whole).items()
+                for one in its
+            }
+        self._kinds, layer_of = _sizes(named)[1], _layers(run.built.model, named)
+        homes = defaultdict[str, list[set[int]]](lambda: [set() for _ in range(self._nodes)])
+        of_ranks = gather([_rows(n, one.offsets, one.tensor.shape, layer_of) for n, one in pieces.items()])
+        for one, its in enumerate(of_ranks):
+            for layer, first, stop in filter(None, its):
+                homes[layer][self._node_W[one]].update(range(first, stop))
         for number, (layer, own) in enumerate(rides(run.built.model).items()):
-            experts, homes_N = own.num_experts, [homes[layer][node] for node in range(self._nodes)]
+            experts, homes_N = own.num_experts, homes[layer]
             load_E = [1] * experts if self._load_LE is None else self._load_LE[number]
             slots = -(-min(self._fewest, self._nodes) * experts // self._nodes) + self._slots
             copies_E = allocate(load_E, self._nodes * slots, self._fewest, self._nodes)
@@ -213,11 +217,9 @@ class Copies:
             self.held_L[layer] = [plan | home for plan, home in zip(its_N, homes_N, strict=True)]
         buffers = {one.data_ptr() for one in run.built.model.buffers()}
         self._cuts = [
-            Cut(piece._replace(name=f"{part}/{piece.name}@{'-'.join(map(str, piece.offsets))}"), nodes, is_buffer)
-            for part, its in pieces.items()
-            for one in its
-            for is_buffer in [one.tensor.data_ptr() in buffers]
-            for piece, nodes in self._divided(one, layer_of)
+            Cut(piece, nodes, one.tensor.data_ptr() in buffers)
+            for name, one in pieces.items()
+            for piece, nodes in self._divided(name, one, layer_of)
         ]
         own_node = self._node_W[rank()]
         mine = {rank(): [cut.piece for cut in self._cuts]}
@@ -225,29 +227,29 @@ class Copies:
             ranks = [one for one, its in enumerate(self._node_W) if its == node]
             place_here = [one for one, its in enumerate(self._node_W) if its == own_node].index(rank())
             mine[ranks[place_here % len(ranks)]] = [cut.piece for cut in self._cuts if node in cut.nodes]
-        of_ranks = gather({to: _pages(ShardFile.of(its).bytes + ROOM) for to, its in mine.items()})
-        self._sizes = dict(enumerate(of_ranks))
+        sizes_W = gather({to: _pages(ShardFile.of(its).bytes + ROOM) for to, its in mine.items()})
+        self._sizes = dict(enumerate(sizes_W))
         sources = {one for one, its in self._sizes.items() if rank() in its}
         self._files |= {one: self._of(one) for one in sorted(sources - self._files.keys())}
         self._staging = {to: HostBuffer(torch.device("cpu")) for to in mine if to != rank()}
         self._load_LE, self._planned, self._seen = None, step, tensors_of(run.built.optimizer)
         with together(ValueError, ""):
             here = [one for one, host in enumerate(self._hosts) if host == self._hosts[rank()]]
-            needed = _STEPS * sum(size for its in of_ranks for to, size in its.items() if to in here)
+            needed = _STEPS * sum(size for its in sizes_W for to, size in its.items() if to in here)
             check_room(self._files[rank()].home, needed, "copies of experts", "lower copies.fewest or copies.slots")
 
-    def _divided(self, piece: Piece, layer_of: Mapping[str, str]) -> Iterator[tuple[Piece, frozenset[int]]]:
+    def _divided(self, name: str, whole: Piece, layer_of: Mapping[str, str]) -> Iterator[tuple[Piece, frozenset[int]]]:
         """A piece in runs of experts that the same nodes keep; all nodes keep what is no expert's."""
-        if (rows := _rows(piece, layer_of)) is None:
-            yield piece, frozenset(range(self._nodes))
-            return
-        layer, first, stop = rows
-        nodes_of = [frozenset(n for n, its in enumerate(self.held_L[layer]) if e in its) for e in range(first, stop)]
+        rows, everywhere = _rows(name, whole.offsets, whole.tensor.shape, layer_of), frozenset(range(self._nodes))
+        layer, first, stop = rows or ("", 0, 1)
+        held = self.held_L[layer] if rows else []
+        nodes_of = [frozenset(n for n, its in enumerate(held) if e in its) or everywhere for e in range(first, stop)]
         begin = 0
         for end in range(1, stop - first + 1):
             if end == stop - first or nodes_of[end] != nodes_of[begin]:
-                offsets = (first + begin, *piece.offsets[1:])
-                yield Piece(piece.name, offsets, piece.tensor[begin:end]), nodes_of[begin]
+                offsets = (first + begin, *whole.offsets[1:]) if rows else whole.offsets
+                tensor = whole.tensor[begin:end] if rows else whole.tensor
+                yield Piece(f"{name}@{'-'.join(map(str, offsets))}", offsets, tensor), nodes_of[begin]
                 begin = end
 
     def _remove_old(self) -> None:
@@ -268,6 +270,24 @@ class Copies:
         for files in self._files.values():
             files.clean(everything)
 
+    def overlaps(self) -> bool:
+        """Whether each expert is on several nodes, experts with the fewest copies on the same ones or none of the same,
+        and this rank, alone on its node, has files with all experts that the plan gives it."""
+        self.beside.wait()
+        there, layer_of = defaultdict[str, set[int]](set), _layers(self._run.built.model, _named(_tensors(self._run)))
+        for files in self._files.values():
+            for path in sorted(files.folder.glob("step-*"))[-1:]:
+                for name, offsets, shape in (one[2:] for kept in _kept(path) for one in kept.pieces):
+                    if name.startswith(OPTIMIZER) and (rows := _rows(name, offsets, shape, layer_of)) is not None:
+                        there[rows[0]].update(range(*rows[1:]))
+        for layer, held in self.held_L.items():
+            nodes_of = [frozenset(n for n, its in enumerate(held) if e in its) for e in set().union(*held)]
+            fewest = min(map(len, nodes_of))
+            few = {its for its in nodes_of if len(its) == fewest}
+            if fewest < 2 or any(a & b for a, b in combinations(few, 2)) or there[layer] != held[self._node_W[rank()]]:
+                return False
+        return bool(self.held_L)
+
     # -- recovery
 
     def recover(self, checkpoint: Path | None) -> dict[str, Any] | None:
@@ -278,8 +298,8 @@ class Copies:
         last = min(run.config.training.steps, run.config.training.stop_at_step or run.config.training.steps)
         kept = [one for path in sorted(self._files[rank()].home.glob("rank-*/of-*/step-*")) for one in _kept(path)]
         everything = gather(kept)
-        parts, layer_of = _tensors(run), _layers(run.built.model)
-        targets = {f"{part}/{name}": one for part, its in parts.items() for name, one in as_rectangles(its).items()}
+        targets = _named({part: as_rectangles(its) for part, its in _tensors(run).items()})
+        layer_of = _layers(run.built.model, targets)
         sizes, kinds = _sizes(targets)
         found = {one[:2] for its in everything for one in its if before < one.step < last and one.kinds == kinds}
         lost, newest = "", max(found, default=(0.0, 0))
@@ -335,54 +355,37 @@ class Copies:
                     _put(tensor, piece, values)
 
 
-def enumerate_nodes(of_ranks: Sequence[Iterable[Any]], node_W: Sequence[int]) -> Iterator[tuple[int, list[Any]]]:
-    """What ranks say, by their node, without None."""
-    for one, its in enumerate(of_ranks):
-        yield node_W[one], [it for it in its if it is not None]
-
-
-def overlap(copies: Copies) -> bool:
-    """Whether each expert is on several nodes, experts with the fewest copies on the same ones or none of the same, and
-    this rank has files with all that the plan gives its node."""
-    node, there = copies._node_W[rank()], defaultdict[str, set[int]](set)
-    layer_of = _layers(copies._run.built.model)
-    for files in copies._files.values():
-        for path in sorted(files.folder.glob("step-*"))[-1:]:
-            for piece in next(_kept(path)).pieces:
-                if piece.name.startswith(f"{OPTIMIZER}/") and (rows := _rows(piece, layer_of)) is not None:
-                    there[rows[0]].update(range(*rows[1:]))
-    for layer, held in copies.held_L.items():
-        nodes_of = [frozenset(n for n, its in enumerate(held) if e in its) for e in range(len(set().union(*held)))]
-        fewest = min(map(len, nodes_of))
-        few = {its for its in nodes_of if len(its) == fewest}
-        if fewest < 2 or any(a & b for a, b in combinations(few, 2)) or there[layer] != held[node]:
-            return False
-    return bool(copies.held_L)
-
-
 def _tensors(run: Run) -> dict[str, Tensors]:
-    """What copies hold: all that is trained, and buffers."""
+    """What copies hold, by part of a checkpoint: all that is trained, and buffers."""
     model = run.built.model
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     weights = {name: one for name, one in model_tensors(model).items() if name not in frozen}
     return {MODEL: weights, OPTIMIZER: optimizer_tensors(model, run.built.optimizer)}
 
 
-def _layers(model: Any) -> dict[str, str]:
-    """The layer of each parameter that has a row for each expert."""
+def _named(parts: Mapping[str, Tensors]) -> Tensors:
+    """All of them, by PART/NAME."""
+    return {f"{part}/{name}": one for part, its in parts.items() for name, one in its.items()}
+
+
+def _layers(model: Any, tensors: Tensors) -> dict[str, str]:
+    """The layer of each tensor that has a row for each expert, by the names of `_tensors`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(p)]: layer for layer, own in rides(model).items() for p in own.experts.parameters()}
+    own_of = {names[id(p)]: (layer, own) for layer, own in rides(model).items() for p in own.experts.parameters()}
+    found = {}
+    for name, tensor in tensors.items():
+        part, _, own = name.partition("/")
+        parameter = own if part == MODEL else own.removeprefix("state.").rpartition(".")[0]
+        if parameter in own_of and tensor.dim() and len(tensor) == own_of[parameter][1].num_experts:
+            found[name] = own_of[parameter][0]
+    return found
 
 
-def _rows(piece: Piece | Stored, layer_of: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """(layer, first expert, last expert + 1) of a piece of experts."""
-    shape = piece.shape if isinstance(piece, Stored) else piece.tensor.shape
-    name = piece.name.removeprefix(f"{MODEL}/").removeprefix(f"{OPTIMIZER}/")
-    if name not in layer_of:
-        name = name.removeprefix("state.").rpartition(".")[0]
-    if name not in layer_of or not shape:
-        return None
-    return layer_of[name], piece.offsets[0], piece.offsets[0] + shape[0]
+def _rows(
+    name: str, offsets: Offsets, shape: Sequence[int], layer_of: Mapping[str, str]
+) -> tuple[str, int, int] | None:
+    """(layer, first expert, last expert + 1) of a part of a tensor; None: it has no rows of experts."""
+    return (layer_of[name], offsets[0], offsets[0] + shape[0]) if name in layer_of else None
 
 
 def _pages(size: int) -> int:
@@ -430,16 +433,15 @@ def _lost(pieces: Iterable[Stored], sizes: Mapping[str, torch.Size], layer_of: M
     elements, rows = defaultdict[str, int](int), defaultdict[str, set[int]](set)
     for one in there.values():
         elements[one.name] += torch.Size(one.shape).numel()
-        if (its := _rows(one, layer_of)) is not None:
+        if (its := _rows(one.name, one.offsets, one.shape, layer_of)) is not None:
             rows[one.name].update(range(*its[1:]))
     missing = [name for name, size in sizes.items() if elements[name] != size.numel()]
     if not missing:
         return ""
     experts = defaultdict[str, set[int]](set)
     for name in missing:
-        layer = layer_of.get(name.removeprefix(f"{MODEL}/"))
-        if layer is not None:
-            experts[layer] |= set(range(sizes[name][0])) - rows[name]
+        if name in layer_of:
+            experts[layer_of[name]] |= set(range(sizes[name][0])) - rows[name]
     if not experts:
         return f"{missing[0]} and {len(missing) - 1} more tensors have"
     layer, lost = next(iter(experts.items()))

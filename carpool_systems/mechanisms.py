@@ -68,13 +68,8 @@ def _is_sparse(extension: Any) -> bool:
     return is_sparse(extension.taken.files)
 
 
-def _overlap(extension: Any) -> bool:
-    from carpool_systems.expert_copies import overlap
-
-    if not isinstance(extension, ExpertCopies) or extension.kept is None:
-        return False
-    extension.kept.beside.wait()
-    return overlap(extension.kept)
+def _overlaps(extension: Any) -> bool:
+    return isinstance(extension, ExpertCopies) and extension.kept is not None and extension.kept.overlaps()
 
 
 def _placement() -> Any:
@@ -122,7 +117,7 @@ MECHANISMS: Mapping[str, Shown] = MappingProxyType({
     and 0 < seen.ranks < max(seen.choices, default=0),
     "freeze:non_expert": lambda seen: all(".gate." in name for name in seen.changed),
     # -- what survives a fault
-    "copies:overlap": lambda seen: any(map(_overlap, seen.run.built.extensions)),
+    "copies:overlap": lambda seen: any(map(_overlaps, seen.run.built.extensions)),
     "snapshots:sparse": lambda seen: any(map(_is_sparse, seen.run.built.extensions)),
     # -- where experts live
     "policy:migrate": lambda seen: seen.called(solve) and seen.called(_placement()._use),

@@ -83,17 +83,18 @@ def test_overlap_survives_more_often_than_other_placements() -> None:
     assert allocate([1, 1, 1, 5], 12, 2, 4) == [2, 2, 2, 4] and allocate([0, 0, 0], 4, 2, 4) == [1, 1, 2]
 
 
-@pytest.mark.parametrize("layout", ["ep", "masters, moments of 8 bits, consumed", "fsdp, replicated experts"])
+@pytest.mark.parametrize("layout", ["ep", "masters, moments of 8 bits, consumed", "fsdp, replicated experts", "muon"])
 def test_a_lost_node_is_replaced(two_ranks: Ranks, text: list[str], tmp_path: Path, layout: str) -> None:
     """The run without the fault, bit by bit. There is no checkpoint: all comes from what the other node kept."""
     settings = [*text, *LONG, *LAYOUTS[layout], f"training.stop_at_step={STEPS}", "training.save_steps=none"]
     assert start(two_ranks, tmp_path / "whole", [*settings, NODES[0]]) == [""] * 2
     run, memory = str(tmp_path / "run"), str(tmp_path / "memory-{}")
-    assert two_ranks(fail, run, [*settings, *NODES], memory, 6) == ["a fault"] * 2
+    settings += [*NODES, "copies.slots=1", "copies.every=2"]
+    assert two_ranks(fail, run, settings, memory, 6) == ["a fault"] * 2
     left = sorted(path.name for path in (tmp_path / "memory-0").glob("*/*/rank-00000/of-00001/*"))
     assert left == ["step-00000004.safetensors", "step-00000005.safetensors"]
     shutil.rmtree(tmp_path / "memory-1")
-    assert two_ranks(fail, run, [*settings, *NODES], memory, None) == [""] * 2
+    assert two_ranks(fail, run, settings, memory, None) == [""] * 2
     assert sorted(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
     states = [read_state(tmp_path / one / f"checkpoints/step-{STEPS:08d}") for one in ("whole", "run")]
     assert states[0]["files"] == states[1]["files"] and states[0]["ranks"] == states[1]["ranks"]
