@@ -126,8 +126,8 @@ class Copies:
         self._load_LE: list[list[int]] | None = None
         self._planned, self._begun, self._tidy = 0, False, False
         self.held_L: dict[str, Held] = {}
-        self.said = f"copies of experts: on {min(fewest, self._nodes)} of {self._nodes} nodes at least"
-        self.beside = Beside(run.built.device, "copies of experts are not whole")
+        self.said = f"expert copies: on {min(fewest, self._nodes)} of {self._nodes} nodes at least"
+        self.beside = Beside(run.built.device, "expert copies are not whole")
         run.checkpoints.copying.append(self.beside.settle)
 
     def _of(self, source: int) -> MemoryFiles:
@@ -236,7 +236,7 @@ class Copies:
         with together(ValueError, ""):
             here = [one for one, host in enumerate(self._hosts) if host == self._hosts[rank()]]
             needed = _STEPS * sum(size for its in sizes_W for to, size in its.items() if to in here)
-            check_room(self._files[rank()].home, needed, "copies of experts", "lower copies.fewest or copies.slots")
+            check_room(self._files[rank()].home, needed, "expert copies", "lower copies.fewest or copies.slots")
 
     def _divided(self, name: str, whole: Piece, layer_of: Mapping[str, str]) -> Iterator[tuple[Piece, frozenset[int]]]:
         """A piece in runs of experts that the same nodes keep; all nodes keep what is no expert's."""
@@ -312,7 +312,7 @@ class Copies:
                 lost = f"of step {step}, {missing} no copy that is left"
         else:
             goes_on = "its beginning" if checkpoint is None else f"the checkpoint {checkpoint.name}"
-            self.said = f"copies of experts: {lost}; the run goes on from {goes_on}" if lost else self.said
+            self.said = f"expert copies: {lost}; the run goes on from {goes_on}" if lost else self.said
             return None
         with sharded_parameters(run.built.model, write=True):
             self._fill(targets, of_ranks)
@@ -322,7 +322,7 @@ class Copies:
         restore_state(run, state)
         if (own := by_source.get(rank())) is not None and own["world"] == world():
             set_rng_state(own["rng"])
-        self.said = f"copies of experts: after step {step} all tensors have one that is left; no checkpoint is read"
+        self.said = f"expert copies: after step {step} all tensors have one that is left; no checkpoint is read"
         return state
 
     @torch.no_grad()

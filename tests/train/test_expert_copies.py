@@ -139,7 +139,7 @@ def test_experts_that_are_lost_come_from_the_checkpoint(two_ranks: Ranks, text: 
         path.write_bytes(content[:-64] + bytes(64))  # whoever reads the checkpoint says that it is damaged
     (error, printed), _ = two_ranks(said, run, settings, memory, None)
     assert not error and "step 7/9" not in printed and "step 8/9" in printed
-    assert "copies of experts: after step 7 all tensors have one that is left; no checkpoint is read" in printed
+    assert "expert copies: after step 7 all tensors have one that is left; no checkpoint is read" in printed
 
 
 @pytest.mark.slow
