@@ -11,7 +11,12 @@ process group, and the pool returns the results in rank order:
     def test_total(ranks):
         assert ranks(total, 1) == [10.0] * 4
 
-The fixture `two_ranks` is the same with two, for what four would show no better.
+The fixture `two_ranks` is the same with two, for what four would show no better. A test that has nothing to compare
+between ranks runs on each of them as it is:
+
+    @on_ranks("two_ranks")
+    def test_total(path):  # a folder that the ranks share, if it takes one
+        ...
 
 When a rank raises, the others may be stuck in a collective that it will never join: the pool then kills all
 of them, starts afresh for the next test, and raises the first traceback here.
@@ -30,6 +35,8 @@ import contextlib
 import datetime
 import functools
 import gc
+import importlib
+import inspect
 import os
 import signal
 import socket
@@ -155,6 +162,29 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any, path: list[str]) ->
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException:  # the parent shows it; a worker must survive to be told what to do next
             pipe.send((False, traceback.format_exc()))
+
+
+def on_ranks(pool: str = "ranks") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The decorated test runs on each rank of this pool, with its parameters and `path`, a folder that they share."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        names = list(inspect.signature(test).parameters)
+
+        def start(**given: Any) -> None:
+            arguments = {name: str(given["tmp_path"]) if name == "path" else given[name] for name in names}
+            given[pool](_on_rank, test.__module__, test.__name__, arguments)
+
+        functools.update_wrapper(start, test)
+        fixtures = [pool, *("tmp_path" if name == "path" else name for name in names)]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fixtures]
+        start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what pytest looks at
+        return start
+
+    return decorate
+
+
+def _on_rank(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 class Ranks:

@@ -24,7 +24,7 @@ from carpool.experts import Choices, GroupedExperts
 from carpool.placement import predict
 from carpool.transport import Codecs, Pending, TransportOptions, between_ranks
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
-from tests.ranks import WORLD_SIZE, Ranks, mesh
+from tests.ranks import WORLD_SIZE, Ranks, mesh, on_ranks
 from tests.reference import Spec, router_scores
 
 H, F, K = 20, 12, 3
@@ -218,8 +218,8 @@ def test_what_ranks_hold_together_starts_equal_even_with_different_seeds(ranks: 
                 assert value.tobytes() == first[name].tobytes(), f"{name} of {grid}"
 
 
-def travels_between_layouts() -> list[str]:
-    wrong = []
+@on_ranks()
+def test_state_travels_between_layouts() -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"bias": True, "shared_intermediate_size": 8, "router": {"bias_update_rate": 0.1}}
     source = build(4, "permuted", **options)
@@ -234,16 +234,10 @@ def travels_between_layouts() -> list[str]:
         moe = build(ep, layout, **options)
         moe.load_logical_state_dict(state)
         again = moe.logical_state_dict()
-        wrong += [f"{name} of {(ep, layout)}" for name in state if not torch.equal(state[name], again[name])]
-        if set(again) != set(state):
-            wrong.append(f"other names under {(ep, layout)}")
-        if not torch.allclose(moe(x), y, rtol=1e-5, atol=1e-5):
-            wrong.append(f"output under {(ep, layout)}")
-    return wrong
-
-
-def test_state_travels_between_layouts(ranks: Ranks) -> None:
-    assert ranks(travels_between_layouts) == [[]] * WORLD_SIZE
+        assert set(again) == set(state), (ep, layout)
+        for name, value in state.items():
+            assert torch.equal(again[name], value), (name, ep, layout)
+        torch.testing.assert_close(moe(x), y, rtol=1e-5, atol=1e-5)
 
 
 def test_a_foreign_state_is_refused() -> None:
@@ -297,9 +291,10 @@ def test_a_recording_may_have_another_number_of_choices() -> None:
 # -- checkpointing and balance --------------------------------------------------------------------------------------
 
 
-def checkpointed(layout: str, transport: str) -> list[str]:
-    wrong = []
-
+@pytest.mark.parametrize("transport", [name for name in between_ranks() if name != "nvlink"])
+@pytest.mark.parametrize("layout", ["contiguous", "permuted"])
+@on_ranks()
+def test_activation_checkpointing_changes_nothing_and_counts_tokens_once(layout: str, transport: str) -> None:
     ways: dict[str, dict[str, Any]] = {
         "with reentry": {"use_reentrant": True},
         "without": {"use_reentrant": False},
@@ -320,8 +315,7 @@ def checkpointed(layout: str, transport: str) -> list[str]:
         dropped = moe.stats().dropped
         (y.square().sum() + aux).backward()
         stats = moe.stats()
-        if stats.dropped != dropped:
-            wrong.append(f"drops counted again under {how}")
+        assert stats.dropped == dropped, how
         moe.update_bias()
         gradients = [x.grad, *(p.grad for p in (*outer.parameters(), *moe.parameters()))]
         return [y.detach(), *gradients, moe.router.bias_E], stats, moe.core.stats, float(aux.detach())
@@ -329,19 +323,13 @@ def checkpointed(layout: str, transport: str) -> list[str]:
     plain, stats, counter, aux = run(None)
     for how in ways:
         values, again, counted, aux_again = run(how)
-        wrong += [
-            f"tensor {i} under {how}"
-            for i, (a, b) in enumerate(zip(values, plain, strict=True))
-            if not torch.equal(a, b)
-        ]
-        if (again.load_E, again.tokens, aux_again) != (stats.load_E, stats.tokens, aux):
-            wrong.append(f"load, tokens or balance loss under {how}")
-        if again.copies_per_token != stats.copies_per_token or not torch.equal(counted.entropy, counter.entropy):
-            wrong.append(f"ranks per token {again.copies_per_token} instead of {stats.copies_per_token} under {how}")
-        times = 1 if how == "rides kept" else 2
-        if again.rows_dispatched != times * stats.rows_dispatched or again.tokens_dispatched != times * stats.tokens:
-            wrong.append(f"rides are counted as often as rows travel, {times} times {how}")
-    return wrong
+        for i, (a, b) in enumerate(zip(values, plain, strict=True)):
+            assert torch.equal(a, b), (i, how)
+        assert (again.load_E, again.tokens, aux_again) == (stats.load_E, stats.tokens, aux), how
+        assert again.copies_per_token == stats.copies_per_token and torch.equal(counted.entropy, counter.entropy), how
+        times = 1 if how == "rides kept" else 2  # rides are counted as often as rows travel
+        assert again.rows_dispatched == times * stats.rows_dispatched, how
+        assert again.tokens_dispatched == times * stats.tokens, how
 
 
 def kept(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -399,14 +387,6 @@ def test_the_balance_loss_read_outside_a_checkpoint(reentrant: bool) -> None:
     if not reentrant:
         (got,) = torch.autograd.grad(moe.aux_loss, moe.router.weight)
         assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("transport", [name for name in between_ranks() if name != "nvlink"])
-@pytest.mark.parametrize("layout", ["contiguous", "permuted"])
-def test_activation_checkpointing_changes_nothing_and_counts_tokens_once(
-    layout: str, transport: str, ranks: Ranks
-) -> None:
-    assert ranks(checkpointed, layout, transport) == [[]] * WORLD_SIZE
 
 
 def bias_after(recompute: bool) -> list[list[float]]:
@@ -486,9 +466,9 @@ def test_entropy_counts_choices_that_exist() -> None:
 # -- gradients of a model around the layer --------------------------------------------------------------------------
 
 
-def reduced() -> list[str]:
-    """`reduce_gradients` on a model: dense mean over all ranks, unused parameters, frozen ones."""
-    wrong = []
+@on_ranks()
+def test_reduce_gradients_tells_dense_from_expert() -> None:
+    """On a model: dense mean over all ranks, unused parameters, frozen ones."""
     rank, grid = dist.get_rank(), mesh((2, 2), ("edp", "ep"))
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"dense": torch.nn.Linear(H, H), "moe": build(2), "unused": torch.nn.Linear(2, 2)})
@@ -497,20 +477,11 @@ def reduced() -> list[str]:
     for parameter in model["moe"].expert_parameters():
         parameter.grad = torch.full_like(parameter, float(10**rank))
     carpool.reduce_gradients(model, grid["ep"], grid["edp"])
-    if not (model["dense"].weight.grad == 1.5).all():
-        wrong.append("dense")
+    assert (model["dense"].weight.grad == 1.5).all()
     copies = 101.0 if rank % 2 == 0 else 1010.0
-    if not all((p.grad == copies / 4).all() for p in model["moe"].expert_parameters()):
-        wrong.append("experts")
-    if model["unused"].weight.grad is None or model["unused"].weight.grad.any():
-        wrong.append("unused")
-    if model["frozen"].weight.grad is not None:
-        wrong.append("frozen")
-    return wrong
-
-
-def test_reduce_gradients_tells_dense_from_expert(ranks: Ranks) -> None:
-    assert ranks(reduced) == [[]] * WORLD_SIZE
+    assert all((p.grad == copies / 4).all() for p in model["moe"].expert_parameters())
+    assert model["unused"].weight.grad is not None and not model["unused"].weight.grad.any()
+    assert model["frozen"].weight.grad is None
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -551,30 +522,24 @@ def test_impossible_layers_are_refused(options: dict[str, Any], message: str) ->
         carpool.MoE(**(sizes | options))
 
 
-def refused() -> list[str]:
+@on_ranks()
+def test_meshes_that_do_not_fit_are_refused() -> None:
     grid = mesh((2, 2), ("edp", "ep"))
-    messages = []
-    for options in (
-        {"ep_mesh": grid},
-        {"ep_mesh": grid["ep"], "edp_mesh": grid},
-        {"ep_mesh": mesh((WORLD_SIZE,), ("ep",)), "num_experts": 3},
-        {"ep_mesh": grid["ep"], "layout": ExpertLayout.contiguous(EXPERTS, 4)},
+    for options, message in (
+        ({"ep_mesh": grid}, r"^ep_mesh has 2 dimensions; pass one, such as mesh\["),
+        ({"ep_mesh": grid["ep"], "edp_mesh": grid}, "^edp_mesh has 2 dimensions"),
+        (
+            {"ep_mesh": mesh((WORLD_SIZE,), ("ep",)), "num_experts": 3},
+            "^3 experts cannot be spread over 4 ranks",
+        ),
+        (
+            {"ep_mesh": grid["ep"], "layout": ExpertLayout.contiguous(EXPERTS, 4)},
+            "^the layout is for 12 experts on 4 ranks, the layer has 12 experts and ep_mesh 2 ranks$",
+        ),
     ):
         sizes = {"hidden_size": H, "intermediate_size": F, "num_experts": EXPERTS, "num_experts_per_tok": K}
-        try:
+        with pytest.raises(ValueError, match=message):
             carpool.MoE(**(sizes | options))
-            messages.append("nothing")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_meshes_that_do_not_fit_are_refused(ranks: Ranks) -> None:
-    for messages in ranks(refused):
-        assert messages[0].startswith("ep_mesh has 2 dimensions; pass one, such as mesh[")
-        assert messages[1].startswith("edp_mesh has 2 dimensions")
-        assert messages[2].startswith("3 experts cannot be spread over 4 ranks")
-        assert messages[3] == "the layout is for 12 experts on 4 ranks, the layer has 12 experts and ep_mesh 2 ranks"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from carpool.layout.layouts import Layouts
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import IMPLEMENTATION, quiet
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
-from tests.ranks import Ranks
+from tests.ranks import on_ranks
 
 EP4, EFSDP = {"fsdp_size": 4, "ep_size": 4}, {"fsdp_size": 4, "ep_size": 2}
 NAMES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
@@ -40,37 +39,35 @@ def _own(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value[dist.get_rank() :][:1] for name, value in tiny_batch(model).items()}
 
 
-def _refused(path: str) -> list[str]:
-    model, found = _model(path, EP4), []
-    good = ExpertLayout.permuted(ORDERS[0], 4)
-    for layouts in (
-        Layouts({NAMES[0]: good}, source="some/layout.json"),
-        Layouts({NAMES[0]: good, NAMES[1]: good, "model.layers.7.mlp.experts": good}),
-        Layouts({NAMES[0]: good, NAMES[1]: ExpertLayout(((0, 1, 2), (3,), (4, 5), (6, 7)))}),
+@on_ranks()
+def test_layouts_that_do_not_fit_are_refused_with_the_layer(path: str) -> None:
+    model, good = _model(path, EP4), ExpertLayout.permuted(ORDERS[0], 4)
+    uneven = ExpertLayout(((0, 1, 2), (3,), (4, 5), (6, 7)))
+    for layouts, parts in (
+        (Layouts({NAMES[0]: good}, source="some/layout.json"), ("some/layout.json", NAMES[1])),
+        (
+            Layouts({NAMES[0]: good, NAMES[1]: good, "model.layers.7.mlp.experts": good}),
+            ("model.layers.7.mlp.experts",),
+        ),
+        (Layouts({NAMES[0]: good, NAMES[1]: uneven}), (NAMES[1], "equally many")),
     ):
         with pytest.raises(ValueError) as error:
             carpool.hf.set_layout(model, layouts)
-        found.append(str(error.value))
+        assert all(part in str(error.value) for part in parts)
     assert is_logical(model)
-    return found
 
 
-def test_layouts_that_do_not_fit_are_refused_with_the_layer(ranks: Ranks, tmp_path: Path) -> None:
-    for missing, unknown, uneven in ranks(_refused, str(tmp_path)):
-        assert "some/layout.json" in missing and NAMES[1] in missing
-        assert "model.layers.7.mlp.experts" in unknown
-        assert NAMES[1] in uneven and "equally many" in uneven
-
-
-def _exported(path: str, sizes: dict[str, int]) -> tuple[float, float, list[bool]]:
-    """Logits of the export, and of a model in another layout that loaded the state, against those of the model itself;
-    and whether a state in memory is what it was."""
+@pytest.mark.parametrize("sizes", [EP4, EFSDP], ids=["ep4", "efsdp"])
+@on_ranks()
+def test_states_and_exports_are_in_logical_order(path: str, sizes: dict[str, int]) -> None:
+    """Logits of the export, and of a model in another layout that loaded the state, are those of the model itself, and
+    a state in memory is what it was."""
     model = _model(path, sizes)
     ranks = sizes["ep_size"]
     stayed = {name: p.full_tensor() for name, p in model.state_dict().items()}
     carpool.hf.set_layout(model, ExpertLayout.permuted(ORDERS[0], ranks))
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    same = [torch.equal(state[name].full_tensor(), value) for name, value in stayed.items()]
+    assert all(torch.equal(state[name].full_tensor(), value) for name, value in stayed.items())
     with torch.no_grad():
         want = model(**_own(model)).logits
     model.save_pretrained(f"{path}/moved")
@@ -85,29 +82,16 @@ def _exported(path: str, sizes: dict[str, int]) -> tuple[float, float, list[bool
     with torch.no_grad():
         loaded = model(**_own(model)).logits
     carpool.hf.set_layout(model, ExpertLayout.contiguous(8, ranks))
-    same += [torch.equal(p.full_tensor(), stayed[name]) for name, p in model.state_dict().items()]
-    return float((exported - want).abs().max()), float((loaded - want).abs().max()), same
+    assert all(torch.equal(p.full_tensor(), stayed[name]) for name, p in model.state_dict().items())
+    assert (exported - want).abs().max() < 1e-5 and (loaded - want).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("sizes", [EP4, EFSDP], ids=["ep4", "efsdp"])
-def test_states_and_exports_are_in_logical_order(ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
-    for exported, loaded, same in ranks(_exported, str(tmp_path), sizes):
-        assert exported < 1e-5 and loaded < 1e-5 and all(same)
-
-
-def _too_early(path: str) -> list[str]:
-    model, said = _model(path, EP4), []
+@on_ranks()
+def test_a_layout_before_the_backward_is_refused(path: str) -> None:
+    model, layout = _model(path, EP4), ExpertLayout.permuted(ORDERS[0], 4)
     loss = model(**_own(model)).loss
-    for _ in range(2):
-        try:
-            carpool.hf.set_layout(model, ExpertLayout.permuted(ORDERS[0], 4))
-        except ValueError as error:
-            said.append(str(error))
-        loss.backward(retain_graph=True) if not said[1:] and len(said) == 1 else None
-        model.zero_grad()
-    return said
-
-
-def test_a_layout_before_the_backward_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for said in ranks(_too_early, str(tmp_path)):
-        assert len(said) == 1 and "wait for their backward" in said[0]
+    with pytest.raises(ValueError, match="wait for their backward"):
+        carpool.hf.set_layout(model, layout)
+    loss.backward()
+    model.zero_grad()
+    carpool.hf.set_layout(model, layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from carpool.transport.dedup import Dedup
 from tests.hf.parity import BOUND, EXCEPTIONS, full_gradients, relative_error
 from tests.hf.test_behaviours import _model, _own, _save
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
-from tests.ranks import Ranks
+from tests.ranks import mesh, on_ranks
 
 
 def _answer(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
@@ -29,27 +28,6 @@ def _answer(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     loss = model(**_own(model)).loss
     loss.backward()
     return loss.detach(), full_gradients(model)
-
-
-def _against_without(path: str, folder: str, how: str) -> tuple[int, bool, float]:
-    """(layers, losses equal, worst gradient) of a model whose shared experts compute beside, against one without."""
-    _save(folder, path)
-    model = _model(folder, path, "carpool-dedup")
-    if how:
-        keep = {"context_fn": carpool.keep_rides} if how == "rides kept" else {}
-        model.activation_checkpointing_enable({"use_reentrant": how == "with reentry", **keep})
-    loss, gradients = _answer(model)
-    layers = compute_shared_beside(model, True)
-    beside, ours = _answer(model)
-    compute_shared_beside(model, False)
-    again, after = _answer(model)
-    assert torch.equal(again, loss)
-    for name, gradient in gradients.items():
-        assert gradient is None or torch.equal(gradient, after[name]), name
-    # A key's bias has no gradient but rounding: see tests/hf/parity.py.
-    least = 1e-3 * max(float(g.abs().max()) for g in gradients.values() if g is not None)
-    worst = max(relative_error(ours[name], g, least) for name, g in gradients.items() if g is not None)
-    return len(layers), torch.equal(beside, loss), worst
 
 
 @pytest.mark.parametrize(
@@ -60,12 +38,25 @@ def _against_without(path: str, folder: str, how: str) -> tuple[int, bool, float
         *(("deepseek_v3", how) for how in ("without", "rides kept")),
     ],
 )
-def test_answers_are_those_of_shared_experts_after_the_ride(
-    two_ranks: Ranks, tmp_path: Path, folder: str, how: str
-) -> None:
-    for layers, equal, worst in two_ranks(_against_without, str(tmp_path), folder, how):
-        assert (layers > 0) == (folder != "qwen2_moe")
-        assert equal and worst <= BOUND
+@on_ranks("two_ranks")
+def test_answers_are_those_of_shared_experts_after_the_ride(path: str, folder: str, how: str) -> None:
+    _save(folder, path)
+    model = _model(folder, path, "carpool-dedup")
+    if how:
+        keep = {"context_fn": carpool.keep_rides} if how == "rides kept" else {}
+        model.activation_checkpointing_enable({"use_reentrant": how == "with reentry", **keep})
+    loss, gradients = _answer(model)
+    assert bool(compute_shared_beside(model, True)) == (folder != "qwen2_moe")
+    beside, ours = _answer(model)
+    compute_shared_beside(model, False)
+    again, after = _answer(model)
+    assert torch.equal(beside, loss) and torch.equal(again, loss)
+    for name, gradient in gradients.items():
+        assert gradient is None or torch.equal(gradient, after[name]), name
+    # A key's bias has no gradient but rounding: see tests/hf/parity.py.
+    least = 1e-3 * max(float(g.abs().max()) for g in gradients.values() if g is not None)
+    for name, gradient in gradients.items():
+        assert gradient is None or relative_error(ours[name], gradient, least) <= BOUND, name
 
 
 class _Watched(Dedup):
@@ -107,37 +98,27 @@ def _told(module: nn.Module, own: Any, run: Any) -> list[str]:
     return told
 
 
-def _order_in_a_model(path: str) -> list[str]:
+@on_ranks("two_ranks")
+def test_when_a_models_shared_experts_compute(path: str) -> None:
     _save("deepseek_v3", path, num_hidden_layers=1)
     model = _model("deepseek_v3", path, "carpool-dedup")
     carpool.hf.set_schedule(model, Schedule("chunks"))
     ((name, own),) = carpool.hf.rides(model).items()
     block = model.get_submodule(name.rpartition(".")[0])
-    return _told(block.shared_experts, own, lambda: _answer(model))
+    assert _told(block.shared_experts, own, lambda: _answer(model)) == FORWARD + BACKWARD
 
 
-def test_when_a_models_shared_experts_compute(two_ranks: Ranks, tmp_path: Path) -> None:
-    for told in two_ranks(_order_in_a_model, str(tmp_path)):
-        assert told == FORWARD + BACKWARD
-
-
-def _order_in_the_layer() -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    layer = carpool.MoE(16, 8, 8, 2, ep_mesh=mesh["ep"], transport="dedup", shared_intermediate_size=8)
+@on_ranks("two_ranks")
+def test_when_the_layers_shared_experts_compute() -> None:
+    layer = carpool.MoE(16, 8, 8, 2, ep_mesh=mesh((2,), ("ep",))["ep"], transport="dedup", shared_intermediate_size=8)
     x = torch.randn(5, 16, requires_grad=True)
     assert layer.shared is not None
-    return _told(layer.shared, layer.core, lambda: layer(x).sum().backward())
+    assert _told(layer.shared, layer.core, lambda: layer(x).sum().backward()) == FORWARD + BACKWARD
 
 
-def test_when_the_layers_shared_experts_compute(two_ranks: Ranks) -> None:
-    for told in two_ranks(_order_in_the_layer):
-        assert told == FORWARD + BACKWARD
-
-
-def _halves(path: str, how: str) -> tuple[int, int, int]:
-    """Of two halves at a time: forwards of shared experts, layers that still hold what was made early, layers."""
+@pytest.mark.parametrize("how", ["", "without", "rides kept"])
+@on_ranks("two_ranks")
+def test_two_halves_each_compute_theirs_once(path: str, how: str) -> None:
     _save("deepseek_v3", path)
     model = _model("deepseek_v3", path, "carpool-dedup")
     if how:
@@ -151,16 +132,9 @@ def _halves(path: str, how: str) -> tuple[int, int, int]:
         next(m for m in shared.modules() if isinstance(m, nn.Linear)).register_forward_hook(lambda *_: calls.append(1))
     batch = _own(model)
     TwoBatch(model).backward([lambda: model(**batch).loss] * 2)
-    held = [own.shared for own in layers.values() if own.shared is not None and any(own.shared._early)]
-    return len(calls), len(held), len(layers)
-
-
-@pytest.mark.parametrize("how", ["", "without", "rides kept"])
-def test_two_halves_each_compute_theirs_once(two_ranks: Ranks, tmp_path: Path, how: str) -> None:
-    for calls, held, layers in two_ranks(_halves, str(tmp_path), how):
-        # A checkpoint that computes again stops as soon as it has what the ride saves.
-        assert calls == 2 * layers * (2 if how else 1)
-        assert not held
+    # A checkpoint that computes again stops as soon as it has what the ride saves.
+    assert len(calls) == 2 * len(layers) * (2 if how else 1)
+    assert not any(any(own.shared._early) for own in layers.values() if own.shared is not None)
 
 
 def _calls_shared_experts_last(model: Any, block: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import carpool
 from carpool import ExpertLayout, Routing
 from carpool.routing import DropOptions
-from tests.ranks import WORLD_SIZE, Ranks, mesh
+from tests.ranks import WORLD_SIZE, mesh, on_ranks
 
 H, F, E, K = 8, 8, 8, 2
 PERMUTED = ExpertLayout.permuted([1, 0, 3, 2, 5, 4, 7, 6], WORLD_SIZE)
@@ -74,36 +74,27 @@ def test_a_layer_that_starts_on_meta_is_what_it_would_have_been() -> None:
 # -- layouts --------------------------------------------------------------------------------------------------------
 
 
-def moved_too_early() -> list[str]:
+@on_ranks()
+def test_a_layout_between_forward_and_backward_is_refused() -> None:
     moe, x = build(), torch.randn(3, H)
     y = moe(x)
-    said = [message(moe.set_layout, PERMUTED)]
+    assert "1 forward(s) wait for their backward" in message(moe.set_layout, PERMUTED)
     y.sum().backward()
     moe.zero_grad()
-    said.append(message(moe.set_layout, PERMUTED))
+    assert not message(moe.set_layout, PERMUTED)
     moe(x)  # nobody holds its output: no backward can come
     with torch.no_grad():
         kept = moe(x)
-    said.append(message(moe.set_layout, ExpertLayout.contiguous(E, WORLD_SIZE)))
-    return [*said, str(kept.requires_grad)]
+    assert not message(moe.set_layout, ExpertLayout.contiguous(E, WORLD_SIZE)) and not kept.requires_grad
 
 
-def test_a_layout_between_forward_and_backward_is_refused(ranks: Ranks) -> None:
-    for said in ranks(moved_too_early):
-        assert "1 forward(s) wait for their backward" in said[0] and said[1:] == ["", "", "False"]
-
-
-def one_rank_waits() -> str:
+@on_ranks()
+def test_a_backward_that_one_rank_waits_for_is_told_to_all() -> None:
     moe = build()
     kept = [moe(torch.randn(3, H))]
     if dist.get_rank():
         kept.clear()
-    return message(moe.set_layout, PERMUTED)
-
-
-def test_a_backward_that_one_rank_waits_for_is_told_to_all(ranks: Ranks) -> None:
-    for said in ranks(one_rank_waits):
-        assert "rank 0: MoE: 1 forward(s) wait for their backward" in said
+    assert "rank 0: MoE: 1 forward(s) wait for their backward" in message(moe.set_layout, PERMUTED)
 
 
 def test_a_plain_state_of_another_layout_is_refused() -> None:
@@ -138,22 +129,18 @@ def test_a_layer_whose_first_forward_is_in_inference_mode_can_train() -> None:
 # -- copies, wrappers -----------------------------------------------------------------------------------------------
 
 
-def copied() -> list[Any]:
+@on_ranks()
+def test_a_copy_shares_the_group_and_nothing_else() -> None:
     moe, x = build(router={"aux_loss_coef": 0.1}, shared_intermediate_size=8), torch.randn(3, H)
     y = moe(x)
     y.sum().backward()
     twin = copy.deepcopy(moe)
-    equal = torch.equal(twin(x), y)
+    assert torch.equal(twin(x), y) and twin.core.group is moe.core.group
     with torch.no_grad():
         moe.down_proj.zero_()
         moe.shared.down.weight.zero_()
-    apart = torch.equal(twin(x), y) and not moe(x).any()
-    return [equal, apart, twin.core.group is moe.core.group, message(torch.save, moe, io.BytesIO())]
-
-
-def test_a_copy_shares_the_group_and_nothing_else(ranks: Ranks) -> None:
-    for equal, apart, shares, said in ranks(copied):
-        assert equal and apart and shares and "MoE cannot be pickled: its process group exists in these" in said
+    assert torch.equal(twin(x), y) and not moe(x).any()
+    assert "MoE cannot be pickled: its process group exists in these" in message(torch.save, moe, io.BytesIO())
 
 
 def test_a_layer_of_one_rank_can_be_pickled() -> None:
@@ -169,37 +156,20 @@ def test_a_layer_of_one_rank_can_be_pickled() -> None:
     assert torch.equal(again(x), y) and again.transport.name == "alltoall" and again.stats().tokens == 5
 
 
-def wrapped() -> str:
-    return message(DistributedDataParallel(torch.nn.Sequential(build())), torch.randn(3, H))
+@on_ranks()
+def test_ddp_around_spread_experts_is_refused() -> None:
+    said = message(DistributedDataParallel(torch.nn.Sequential(build())), torch.randn(3, H))
+    assert "DistributedDataParallel makes all parameters equal on all ranks, also" in said
 
 
-def test_ddp_around_spread_experts_is_refused(ranks: Ranks) -> None:
-    assert all(
-        "DistributedDataParallel makes all parameters equal on all ranks, also" in said for said in ranks(wrapped)
-    )
-
-
-def wrapped_alone() -> bool:
+@on_ranks()
+def test_ddp_around_whole_layers_is_its_business() -> None:
     moe = build(ep_mesh=None)
     DistributedDataParallel(moe)(torch.randn(3, H)).sum().backward()
-    return moe.up_proj.grad is not None
-
-
-def test_ddp_around_whole_layers_is_its_business(ranks: Ranks) -> None:
-    assert ranks(wrapped_alone) == [True] * WORLD_SIZE
+    assert moe.up_proj.grad is not None
 
 
 # -- recordings -----------------------------------------------------------------------------------------------------
-
-
-def replayed(kind: str) -> str:
-    moe, rank = build(), dist.get_rank()
-    tokens = 0 if kind == "narrow" and rank == 1 else 3
-    top_k = {"different": rank + 1, "narrow": 1 if rank == 1 else 2}.get(kind, 2)
-    expert_TK = torch.arange(tokens * top_k).view(tokens, top_k).int() % E
-    if kind == "one rank" and rank == 2:
-        expert_TK[0, 0] = E
-    return message(moe, torch.randn(tokens, H), routing=Routing(expert_TK, None))
 
 
 @pytest.mark.parametrize(
@@ -210,9 +180,16 @@ def replayed(kind: str) -> str:
         ("one rank", ["routing of rank 2", "routing of rank 2", "experts are 0..7", "routing of rank 2"]),
     ],
 )
-def test_recordings_that_do_not_fit_are_refused_by_all(ranks: Ranks, kind: str, said: list[str]) -> None:
-    for got, want in zip(ranks(replayed, kind), said, strict=True):
-        assert got.startswith("ValueError") and want in got
+@on_ranks()
+def test_recordings_that_do_not_fit_are_refused_by_all(kind: str, said: list[str]) -> None:
+    moe, rank = build(), dist.get_rank()
+    tokens = 0 if kind == "narrow" and rank == 1 else 3
+    top_k = {"different": rank + 1, "narrow": 1 if rank == 1 else 2}.get(kind, 2)
+    expert_TK = torch.arange(tokens * top_k).view(tokens, top_k).int() % E
+    if kind == "one rank" and rank == 2:
+        expert_TK[0, 0] = E
+    got = message(moe, torch.randn(tokens, H), routing=Routing(expert_TK, None))
+    assert got.startswith("ValueError") and said[rank] in got
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (3, 0)])

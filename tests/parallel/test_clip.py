@@ -23,7 +23,7 @@ from carpool.optim.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.replicated import on_gradient
 from tests.no_waits import no_waits
-from tests.ranks import Ranks, mesh
+from tests.ranks import Ranks, mesh, on_ranks
 
 # What FSDP2 gives experts that are split over ep first and over efsdp second.
 EXPERTS = (_StridedShard(0, split_factor=2), Shard(0))
@@ -122,15 +122,13 @@ def test_equals_the_single_process_norm(ranks: Ranks, dtype: torch.dtype, rtol: 
             )
 
 
-def test_each_kind_of_parameter_counts_once(ranks: Ranks) -> None:
+@on_ranks()
+def test_each_kind_of_parameter_counts_once() -> None:
     """Alone, so that no large parameter hides a small one that is counted wrongly."""
-    for norms in ranks(_norm_of_each):
-        for name, grad in _full_grads(torch.float64).items():
-            torch.testing.assert_close(norms[name], grad.norm(), rtol=1e-12, atol=0.0, msg=name)
-
-
-def _norm_of_each() -> dict[str, torch.Tensor]:
-    return {n: clip_grad_norm([p], math.inf) for n, p in _parameters(torch.float64).items()}
+    parameters = _parameters(torch.float64)
+    for name, grad in _full_grads(torch.float64).items():
+        norm = clip_grad_norm([parameters[name]], math.inf)
+        torch.testing.assert_close(norm, grad.norm(), rtol=1e-12, atol=0.0, msg=name)
 
 
 def test_a_small_norm_leaves_gradients_alone(ranks: Ranks) -> None:
@@ -141,23 +139,18 @@ def test_a_small_norm_leaves_gradients_alone(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_is_returned_and_nothing_is_scaled(ranks: Ranks, bad: float) -> None:
+@on_ranks()
+def test_a_norm_that_is_not_finite_is_returned_and_nothing_is_scaled(bad: float) -> None:
     """One element on one rank is enough, and all ranks learn of it."""
-    for norm, untouched in ranks(_clip_with, bad):
-        assert not norm.isfinite()
-        assert untouched
-
-
-def _clip_with(bad: float) -> tuple[torch.Tensor, bool]:
     parameters = _parameters(torch.float32)
     grad = parameters["experts"].grad
     assert isinstance(grad, DTensor)
     if dist.get_rank() == 2:
         grad.to_local()[0, 0, 0] = bad
     before = _local_grads(parameters)
-    norm = clip_grad_norm(parameters.values(), 1e-3)
+    assert not clip_grad_norm(parameters.values(), 1e-3).isfinite()
     after = _local_grads(parameters)
-    return norm, all(after[name].equal(before[name]) for name in before)
+    assert all(after[name].equal(before[name]) for name in before)
 
 
 def _local_grads(parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -167,16 +160,13 @@ def _local_grads(parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.T
     return {name: shard.nan_to_num(nan=123.0, posinf=456.0).clone() for name, shard in shards.items()}
 
 
-def test_ranks_without_any_gradient_take_part(ranks: Ranks) -> None:
-    assert all(norm.item() == 5.0 for norm in ranks(_only_rank_one_has_a_gradient))
-
-
-def _only_rank_one_has_a_gradient() -> torch.Tensor:
+@on_ranks()
+def test_ranks_without_any_gradient_take_part() -> None:
     parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh((4,), ("fsdp",)), [Shard(0)]))
     if dist.get_rank() == 1:
         local = torch.tensor([[3.0, 4.0]])
         parameter.grad = DTensor.from_local(local, mesh((4,), ("fsdp",)), [Shard(0)], run_check=False)
-    return clip_grad_norm([parameter], 1.0)
+    assert clip_grad_norm([parameter], 1.0).item() == 5.0
 
 
 def test_one_process_agrees_with_torch() -> None:

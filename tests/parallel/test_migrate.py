@@ -14,15 +14,16 @@ from carpool.layout import ExpertLayout
 from carpool.optim import AdamW
 from carpool.replicas.migrate import RowMove, check_can_move, move_experts
 from tests.layouts import EXPERTS, layout_of
-from tests.ranks import WORLD_SIZE, Ranks, mesh
+from tests.ranks import WORLD_SIZE, mesh, on_ranks
 
 H, F, K, STEPS = 16, 8, 3, 6
 
 
-def _move_rows(seed: int, chunk_bytes: int) -> list[str]:
+@pytest.mark.parametrize("chunk_bytes", [400, 10**6])
+@on_ranks()
+def test_rows_arrive_whatever_the_size_of_the_pieces(chunk_bytes: int) -> None:
     """Rows named by numbers travel between random deals of 37 names to the ranks; some ranks have none."""
-    dealer, rank = random.Random(seed), dist.get_rank()
-    wrong = []
+    dealer, rank = random.Random(7), dist.get_rank()
     for case, shape in enumerate([(), (1,), (3, 5), (199,)]):
         deals = []
         for _ in range(2):
@@ -41,16 +42,8 @@ def _move_rows(seed: int, chunk_bytes: int) -> list[str]:
 
         rows, move = rows_of(before[rank]), RowMove(before, after, rank)
         got = move.apply(rows, None, chunk_bytes)
-        if not torch.equal(got, rows_of(after[rank])):
-            wrong.append(f"rows of shape {shape}")
-        if (got is rows) != (len(before[rank]) == len(after[rank])):
-            wrong.append(f"a new tensor for shape {shape}")
-    return wrong
-
-
-@pytest.mark.parametrize("chunk_bytes", [400, 10**6])
-def test_rows_arrive_whatever_the_size_of_the_pieces(ranks: Ranks, chunk_bytes: int) -> None:
-    assert ranks(_move_rows, 7, chunk_bytes) == [[]] * WORLD_SIZE
+        assert torch.equal(got, rows_of(after[rank])), shape
+        assert (got is rows) == (len(before[rank]) == len(after[rank])), shape
 
 
 def test_only_rows_that_change_rank_travel_each_once() -> None:
@@ -93,23 +86,20 @@ def _train(layouts: dict[int, str]) -> tuple[list[float], dict[str, Any], int, i
     return losses, {k: v.numpy() for k, v in moe.logical_state_dict().items()}, moved, expected
 
 
-def _both() -> tuple[float, float, int, int]:
+@on_ranks()
+def test_training_goes_on_as_if_nobody_had_moved() -> None:
     stayed, state, _, _ = _train({})
     # From even to uneven homes, one rank with none, and home again.
     went, moved_state, moved, expected = _train({2: "permuted", 3: "uneven", 5: "contiguous"})
-    loss_error = max(abs(a - b) / abs(a) for a, b in zip(stayed, went, strict=True))
-    state_error = max(float(abs(state[k] - moved_state[k]).max()) for k in state)
-    return loss_error, state_error, moved, expected
+    assert moved == expected > 0
+    assert max(abs(a - b) / abs(a) for a, b in zip(stayed, went, strict=True)) < 1e-12
+    assert max(float(abs(state[k] - moved_state[k]).max()) for k in state) < 1e-9
 
 
-def test_training_goes_on_as_if_nobody_had_moved(ranks: Ranks) -> None:
-    for loss_error, state_error, moved, expected in ranks(_both):
-        assert loss_error < 1e-12 and state_error < 1e-9
-        assert moved == expected > 0
-
-
-def _states_move(moments: str, even: bool) -> list[str]:
-    """What differs, after steps before and after a move, from experts that all live in one parameter."""
+@pytest.mark.parametrize(("moments", "even"), [("int8", True), ("int8", False), ("float32", False)])
+@on_ranks()
+def test_low_bits_and_scales_move_with_their_experts(moments: str, even: bool) -> None:
+    """Steps before and after a move, against experts that all live in one parameter."""
     rank, experts = dist.get_rank(), 9
     before = [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
     after = [[8, 4, 0], [3, 1], [2, 7], [6, 5]] if even else [[8], [], [7, 3, 1, 0, 2], [4, 5, 6]]
@@ -131,43 +121,27 @@ def _states_move(moments: str, even: bool) -> list[str]:
             p.grad = values(names, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    wrong = [] if torch.equal(here, everywhere[after[rank]]) else ["the parameter"]
+    assert torch.equal(here, everywhere[after[rank]])
     for name, value in optimizers[1].state[everywhere].items():
         ours = optimizers[0].state[here][name]
-        wrong += [] if torch.equal(ours, value[after[rank]] if value.dim() else value) else [name]
-    return wrong
+        assert torch.equal(ours, value[after[rank]] if value.dim() else value), name
 
 
-@pytest.mark.parametrize(("moments", "even"), [("int8", True), ("int8", False), ("float32", False)])
-def test_low_bits_and_scales_move_with_their_experts(ranks: Ranks, moments: str, even: bool) -> None:
-    assert ranks(_states_move, moments, even) == [[]] * WORLD_SIZE
-
-
-def _refusals() -> list[str]:
+@on_ranks()
+def test_what_cannot_move_is_refused_before_anything_has() -> None:
     moe = _layer(layout_of("contiguous", WORLD_SIZE))
     optimizer = torch.optim.Adafactor(moe.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in moe.parameters()]
-    found = []
 
-    def refused(layout: ExpertLayout) -> None:
-        with pytest.raises(ValueError) as error:
+    def refused(layout: ExpertLayout, why: str) -> None:
+        with pytest.raises(ValueError, match=why):
             moe.set_layout(layout, optimizer)
-        found.append(str(error.value))
 
-    refused(ExpertLayout.contiguous(EXPERTS, 2))
+    refused(ExpertLayout.contiguous(EXPERTS, 2), "for 12 experts on 2 ranks")
     moe(torch.ones(2, H, dtype=torch.float64)).sum().backward()
-    refused(layout_of("uneven", WORLD_SIZE))
+    refused(layout_of("uneven", WORLD_SIZE), r"zero_grad\(set_to_none=True\)")
     carpool.reduce_gradients(moe, mesh((WORLD_SIZE,), ("ep",)))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     before = [p.detach().clone() for p in moe.parameters()]
-    refused(layout_of("uneven", WORLD_SIZE))
+    refused(layout_of("uneven", WORLD_SIZE), "(?s)Adafactor keeps.*cannot move with this optimizer")
     assert all(torch.equal(a, b) for a, b in zip(before, moe.parameters(), strict=True))
-    return found
-
-
-def test_what_cannot_move_is_refused_before_anything_has(ranks: Ranks) -> None:
-    for ranks_wrong, gradients, factored in ranks(_refusals):
-        assert "for 12 experts on 2 ranks" in ranks_wrong
-        assert "zero_grad(set_to_none=True)" in gradients
-        assert "Adafactor keeps" in factored and "cannot move with this optimizer" in factored

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from carpool.parallel.replicated import Replicated, replicated, sharded_parameters
-from tests.ranks import Ranks, mesh
+from tests.ranks import Ranks, mesh, on_ranks
 
 HIDDEN, LAYERS = 6, 3
 
@@ -166,7 +166,8 @@ def test_collectives_are_counted(ranks: Ranks) -> None:
         assert not (last.keys() | finish.keys()) - {"reduce_scatter"}
 
 
-def _states() -> None:
+@on_ranks()
+def test_states_have_shards_under_the_models_names() -> None:
     net = shard_net(make_net())
     kept = Replicated(net)
     names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
@@ -184,38 +185,27 @@ def _states() -> None:
         net(torch.zeros(1, HIDDEN, dtype=torch.float64)).backward()
 
 
-def test_states_have_shards_under_the_models_names(ranks: Ranks) -> None:
-    ranks(_states)
-
-
-def _mixed() -> tuple[list[torch.dtype], float]:
+@on_ranks()
+def test_bfloat16_parameters_have_float32_shards_and_sums() -> None:
     """float32 shards, bfloat16 parameters; a micro-batch is added in float32."""
     net = shard_net(make_net(torch.float32))
     kept = Replicated(net, torch.bfloat16)
-    dtypes = [net.twice.dtype]
+    assert net.twice.dtype == torch.bfloat16
     with sharded_parameters(net):
-        dtypes.append(net.twice.dtype)
         twice = net.twice
+    assert twice.dtype == torch.float32
     for micro in range(2):
         kept.begin(micro == 0, micro == 1)
         # Gradients 1 and 2**-10 of rank 0: their sum has more digits than bfloat16.
         (net.twice.sum() * (1.0, 2.0**-10)[micro] * (dist.get_rank() == 0)).backward()
     kept.finish()
     assert twice.grad is not None
-    dtypes.append(twice.grad.dtype)
-    return dtypes, _whole(twice.grad)[0].item()
+    assert twice.grad.dtype == torch.float32 and _whole(twice.grad)[0].item() == 1 + 2.0**-10
 
 
-def test_bfloat16_parameters_have_float32_shards_and_sums(ranks: Ranks) -> None:
-    dtypes, total = ranks(_mixed)[0]
-    assert dtypes == [torch.bfloat16, torch.float32, torch.float32] and total == 1 + 2.0**-10
-
-
-def _nothing() -> str:
-    with pytest.raises(ValueError, match="nothing to keep whole") as error:
+@on_ranks()
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="no non-expert parameter of this model is sharded, so there is nothing to keep whole"
+    ):
         Replicated(make_net())
-    return str(error.value)
-
-
-def test_a_model_that_is_not_sharded_is_refused(ranks: Ranks) -> None:
-    assert "no non-expert parameter" in ranks(_nothing)[0]

@@ -12,9 +12,9 @@ from carpool.layout.topology import Topology
 from carpool.planner.machine.cost import slot_costs
 from carpool.planner.machine.hardware import find_hardware
 from carpool.replicas.slot_plan import Costs
-from carpool.ride.balanced import Load, SpareSlotOptions
+from carpool.ride.balanced import SpareSlotOptions
 from carpool.ride.split_backward import SplitBackward
-from tests.ranks import WORLD_SIZE, Ranks, mesh
+from tests.ranks import WORLD_SIZE, mesh, on_ranks
 
 H, F, EXPERTS, K = 16, 24, 12, 3
 FREE = SpareSlotOptions(2, costs=Costs())
@@ -52,22 +52,20 @@ def _gradients(moe: Any, layer: carpool.MoE) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
 
 
-def _compiled() -> tuple[bool, Load]:
+@on_ranks()
+def test_compiled_rides_have_the_bits_of_eager_ones() -> None:
     torch._dynamo.reset()
     layer = _layer(FREE)
     eager = _gradients(layer, layer)
     compiled = _gradients(torch.compile(layer, backend="aot_eager"), layer)
     assert layer.core.spare is not None
-    return all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True)), layer.core.spare.load()
+    assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True))
+    load = layer.core.spare.load()
+    assert load.rides == 2 and load.before > 1.5 and load.after < 1.01 and load.replicas >= 3
 
 
-def test_compiled_rides_have_the_bits_of_eager_ones(ranks: Ranks) -> None:
-    for equal, load in ranks(_compiled):
-        assert equal
-        assert load.rides == 2 and load.before > 1.5 and load.after < 1.01 and load.replicas >= 3
-
-
-def _several_batches() -> tuple[float, list[tuple[int, ...]]]:
+@on_ranks()
+def test_each_backward_has_the_plan_of_its_forward() -> None:
     """Two forwards before their backwards, whose plans differ, and the same by themselves."""
     layer, fetched = _layer(FREE), []
     links: Any = layer.core.spare.links
@@ -81,18 +79,15 @@ def _several_batches() -> tuple[float, list[tuple[int, ...]]]:
     together = [layer(_tokens(seed)).square().sum() for seed in (1, 2)]
     both = torch.autograd.grad(sum(together), list(layer.parameters()))
     apart = [torch.autograd.grad(layer(_tokens(seed)).square().sum(), list(layer.parameters())) for seed in (1, 2)]
-    worst = max((a - b - c).abs().max() / a.abs().max().clamp(min=1e-9) for a, b, c in zip(both, *apart, strict=True))
-    return float(worst), fetched
+    assert all(
+        (a - b - c).abs().max() < 1e-6 * a.abs().max().clamp(min=1e-9) for a, b, c in zip(both, *apart, strict=True)
+    )
+    first, second = fetched[:2]
+    assert first != second and fetched[2:4] == [second, first]
 
 
-def test_each_backward_has_the_plan_of_its_forward(ranks: Ranks) -> None:
-    for worst, fetched in ranks(_several_batches):
-        assert worst < 1e-6
-        first, second = fetched[:2]
-        assert first != second and fetched[2:4] == [second, first]
-
-
-def _delayed() -> list[bool]:
+@on_ranks()
+def test_delayed_gradients_are_the_same() -> None:
     layer, late = _layer(FREE), []
 
     def backward(seed: int) -> None:
@@ -113,51 +108,30 @@ def _delayed() -> list[bool]:
         assert layer.up_proj.grad is None
         for weights in late:
             weights()
-    return [torch.equal(*pair) for pair in zip(gradients(), expected, strict=True)]
+    assert len(expected) == 5 and all(torch.equal(*pair) for pair in zip(gradients(), expected, strict=True))
 
 
-def test_delayed_gradients_are_the_same(ranks: Ranks) -> None:
-    assert all(all(equal) and len(equal) == 5 for equal in ranks(_delayed))
-
-
-def _on_this_machine() -> Load:
+@on_ranks()
+def test_the_limit_holds_with_the_costs_of_the_machine() -> None:
     layer = _layer(2)
     layer(_tokens()).sum().backward()
     assert layer.core.spare is not None
-    return layer.core.spare.load()
+    load = layer.core.spare.load()
+    assert load.before > 1.5 and load.after <= 1.1
 
 
-def test_the_limit_holds_with_the_costs_of_the_machine(ranks: Ranks) -> None:
-    for load in ranks(_on_this_machine):
-        assert load.before > 1.5 and load.after <= 1.1
-
-
-def _refused() -> list[str]:
-    found = []
-    for asked in (
-        lambda: _layer(1, layout=carpool.ExpertLayout.sliced(EXPERTS, WORLD_SIZE // 2, 2)),
-        lambda: _layer(1, limit=carpool.routing.limit.LimitOptions(limit_ranks=2)),
-        lambda: SpareSlotOptions(-1),
-        lambda: SpareSlotOptions(1, limit=0.9),
-        lambda: SpareSlotOptions(1, plan="balanse"),
+@on_ranks()
+def test_what_cannot_be_balanced_is_refused() -> None:
+    sliced = carpool.ExpertLayout.sliced(EXPERTS, WORLD_SIZE // 2, 2)
+    for asked, why in (
+        (lambda: _layer(1, layout=sliced), "this layout cuts each into 2 slices"),
+        (lambda: _layer(1, limit=carpool.routing.limit.LimitOptions(limit_ranks=2)), "further ones"),
+        (lambda: SpareSlotOptions(-1), "at least 1"),
+        (lambda: SpareSlotOptions(1, limit=0.9), "at least"),
+        (lambda: SpareSlotOptions(1, plan="balanse"), "balance"),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=why):
             asked()
-        found.append(str(error.value))
-    return found
-
-
-def test_what_cannot_be_balanced_is_refused(ranks: Ranks) -> None:
-    expected = (
-        "this layout cuts each into 2 slices",
-        "further ones",
-        "at least 1",
-        "at least",
-        "balance",
-    )
-    for found in ranks(_refused):
-        for text, part in zip(found, expected, strict=True):
-            assert part in text
 
 
 def test_costs_are_those_of_the_machine() -> None:

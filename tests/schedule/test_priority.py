@@ -19,7 +19,7 @@ from carpool.train.config.schema_moe import MoeSection
 from carpool.train.steps.training_objective import Objective
 from carpool.transport import Pending
 from tests.hf.parity import full_gradients
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from tests.schedule.test_two_batch import error, groups, halves, make_model, same
 
 
@@ -83,28 +83,6 @@ def _trained(model: Any, first: Any = None) -> Any:
     return [value.item() for value in losses], full_gradients(model)
 
 
-def _parity(folder: str, mesh: dict[str, Any], how: str, changes: dict[str, Any]) -> Any:
-    model = make_model(folder, **mesh, **changes)
-    set_transport(model, "dedup")
-    if how == "chunks":
-        set_schedule(model, Schedule("chunks", 2))
-    elif how:
-        model.activation_checkpointing_enable({"use_reentrant": how == "with reentry"})
-    expected, theirs = _trained(model)
-    first = rides_first(model)
-    losses, ours = _trained(model, first)
-    twice = _trained(model, first)
-    return {
-        "losses": losses == expected,
-        "same": same(ours, theirs),
-        "error": error(ours, theirs),
-        "same twice": twice[0] == losses and same(twice[1], ours),
-        "trained": sum(gradient is not None for gradient in theirs.values()),
-        "freed": all(g.is_sharded for m in model.modules() if m is not model for g in groups(m)),
-        "afterwards": same(_trained(model)[1], theirs),
-    }
-
-
 @pytest.mark.parametrize(
     ("folder", "mesh", "how", "changes"),
     [
@@ -117,12 +95,24 @@ def _parity(folder: str, mesh: dict[str, Any], how: str, changes: dict[str, Any]
         ("deepseek_v3", {"fsdp": 4, "ep": 4}, "", {"first_k_dense_replace": 1}),
     ],
 )
-def test_gradients(ranks: Ranks, folder: str, mesh: dict[str, Any], how: str, changes: dict[str, Any]) -> None:
+@on_ranks()
+def test_gradients(folder: str, mesh: dict[str, Any], how: str, changes: dict[str, Any]) -> None:
     """Bit by bit, of two micro-batches."""
-    for one in ranks(_parity, folder, mesh, how, changes):
-        assert one["afterwards"]
-        assert one["losses"] and one["same twice"] and one["freed"] and one["trained"] > 20
-        assert one["same"], one["error"]
+    model = make_model(folder, **mesh, **changes)
+    set_transport(model, "dedup")
+    if how == "chunks":
+        set_schedule(model, Schedule("chunks", 2))
+    elif how:
+        model.activation_checkpointing_enable({"use_reentrant": how == "with reentry"})
+    expected, theirs = _trained(model)
+    first = rides_first(model)
+    losses, ours = _trained(model, first)
+    assert losses == expected and same(ours, theirs), error(ours, theirs)
+    assert sum(gradient is not None for gradient in theirs.values()) > 20
+    again, twice = _trained(model, first)
+    assert again == losses and same(twice, ours)
+    assert all(g.is_sharded for m in model.modules() if m is not model for g in groups(m))
+    assert same(_trained(model)[1], theirs), "afterwards"
 
 
 def _order(held: bool, chunks: int) -> list[str]:
@@ -167,52 +157,38 @@ def test_the_order_of_things_in_chunks(ranks: Ranks) -> None:
 # -- the trainer's objective -----------------------------------------------------------------------------------------
 
 
-def _objective(bf16: bool, settings: dict[str, Any]) -> tuple[bool, bool, list[str]]:
-    """Two micro-batches, or four halves: (losses equal, gradients the same bits, what happened)."""
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks()
+def test_objective_with_two_batches(bf16: bool) -> None:
+    """Of two micro-batches, which are four halves: the reductions of half 1 run beside a ride."""
     model = make_model(bf16=bf16)
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 90, (2, 2, 9), generator=generator)]
-    two = settings.get("schedule") == "two-batch"
-    found, happened = [], []
-    for moe in (MoeSection(), MoeSection(**settings)):
+    found = []
+    for moe in (MoeSection(), MoeSection(schedule="two-batch", priority=True)):
         first = assemble.rides_first(model, moe, 4)
-        objective = Objective(model, top_k=2, aux_coef=0.1, dp_size=4, autocast=None, two_batch=two, rides_first=first)
+        objective = Objective(model, top_k=2, aux_coef=0.1, dp_size=4, autocast=None, two_batch=True, rides_first=first)
         model.zero_grad()
         with watched(model) as seen:
             found.append((objective.backward(batches), full_gradients(model)))
-        happened.append(seen)
     (expected, theirs), (losses, ours) = found
-    return expected == losses, same(ours, theirs), happened[1]
+    assert losses == expected and same(ours, theirs)
+    until = seen[: seen.index("reduce embed_tokens.weight")]
+    # Of half 1, after it has asked for its gradients; then half 0's have come.
+    begin = until.index("ask 0", until.index("ask 0") + 1)
+    assert until[begin + 1] == "came 0"
+    assert until[begin + 3 : begin + 5] == [f"reduce layers.1.{BLOCK}", "combine 0"]
 
 
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_objective_with_two_batches(ranks: Ranks, bf16: bool) -> None:
-    """The reductions of half 1 run beside a ride."""
-    for equal, bits, seen in ranks(_objective, bf16, {"schedule": "two-batch", "priority": True}):
-        assert equal and bits
-        first = seen[: seen.index("reduce embed_tokens.weight")]
-        # Of half 1, after it has asked for its gradients; then half 0's have come.
-        begin = first.index("ask 0", first.index("ask 0") + 1)
-        assert first[begin + 1] == "came 0"
-        assert first[begin + 3 : begin + 5] == [f"reduce layers.1.{BLOCK}", "combine 0"]
-
-
-def test_settings_that_cannot_act(ranks: Ranks) -> None:
-    for own_forward, alone in ranks(_cannot_act):
-        assert "moe.priority: the experts run their own forward" in own_forward
-        assert "parallelism.fsdp_size = 1" in alone
-
-
-def _cannot_act() -> list[str]:
-    model, texts = make_model(), []
-    for settings, fsdp_size in (({"priority": True}, 4), ({"priority": True}, 1)):
-        for own in rides(model).values():
-            own.compute = None if fsdp_size == 4 else object()  # type: ignore[assignment]  # something
-        try:
-            assemble.rides_first(model, MoeSection(**settings), fsdp_size)
-        except ValueError as reason:
-            texts.append(str(reason))
-    return texts
+@on_ranks()
+def test_settings_that_cannot_act() -> None:
+    model, settings = make_model(), MoeSection(priority=True)
+    with pytest.raises(ValueError, match=r"parallelism\.fsdp_size = 1"):
+        assemble.rides_first(model, settings, 1)
+    for own in rides(model).values():
+        own.compute = None
+    with pytest.raises(ValueError, match=r"moe\.priority: the experts run their own forward"):
+        assemble.rides_first(model, settings, 4)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from carpool.train.steps.training_objective import Objective, in_two
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet, relative_error
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_ranks
 from tests.replayed import Again
 
 RANKS_IMPORT = ["transformers.models.olmoe.modeling_olmoe", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
@@ -150,7 +150,34 @@ def counted() -> Iterator[dict[str, int]]:
             setattr(_fsdp_param_group, name, original)
 
 
-def _parity(folder: str, mesh: dict[str, Any], transport: str, how: str, changes: dict[str, Any]) -> dict[str, Any]:
+def groups(module: Any) -> list[Any]:
+    return fsdp.groups_of(module)
+
+
+def in_turns(*verbs_and_layers: tuple[str, int]) -> list[tuple[str, int, int]]:
+    return [(verb, layer, half) for verb, layer in verbs_and_layers for half in (0, 1)]
+
+
+FORWARD = ("dispatch", "combine")
+BACKWARD = ("dispatch_gradients", "combine_gradients")
+
+
+@pytest.mark.parametrize(
+    ("folder", "mesh", "transport", "how", "changes"),
+    [
+        pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {}, marks=pytest.mark.slow),
+        pytest.param("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "with reentry", {}, marks=pytest.mark.slow),
+        pytest.param("olmoe", {"fsdp": 2, "ep": 2}, "dedup", "without reentry", {}, marks=pytest.mark.slow),
+        ("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "rides kept", {}),
+        # A dense layer first, and shared experts beside the others.
+        ("deepseek_v3", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {"first_k_dense_replace": 1}),
+        pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "alltoall", "own forward", {}, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks()
+def test_gradients_are_those_of_two_micro_batches(
+    folder: str, mesh: dict[str, Any], transport: str, how: str, changes: dict[str, Any]
+) -> None:
     model = make_model(folder, **mesh, **changes)
     set_transport(model, transport)
     if how == "own forward":
@@ -177,64 +204,24 @@ def _parity(folder: str, mesh: dict[str, Any], transport: str, how: str, changes
     with counted() as for_one, watched(model, for_one):
         halves(model)[0]().backward()
     halves(model)[1]().backward()
-    return {
-        "losses": all(torch.equal(a, b) for a, b in zip(values, expected, strict=True)),
-        "as reduced once": same(runs[0], reduced_once),
-        "same twice": same(runs[0], runs[1]),
-        "error": error(runs[0], theirs),
-        "afterwards": same(full_gradients(model), theirs),
-        "freed": all(freed) and len(freed) > 2,
-        "travelled": travelled,
-        "for one": for_one,
-        "seen": seen,
-        "trained": sum(gradient is not None for gradient in theirs.values()),
-    }
+    assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+    assert same(runs[0], reduced_once) and same(runs[0], runs[1]), "as reduced once, and the same twice"
+    assert error(runs[0], theirs) <= BOUND and sum(gradient is not None for gradient in theirs.values()) > 20
+    assert same(full_gradients(model), theirs) and all(freed) and len(freed) > 2
+    # Parameters and gradients travel as for one micro-batch, and not later.
+    assert travelled == for_one and min(for_one.values()) > 0
+    layers = range(1 if changes else 2)
+    order = in_turns(*((verb, layer) for layer in layers for verb in FORWARD))
+    for layer in reversed(layers):
+        if how in ("with reentry", "without reentry"):
+            order += in_turns(*((verb, layer) for verb in FORWARD))
+        order += in_turns(*((verb, layer) for verb in BACKWARD))
+    assert seen == order
 
 
-def groups(module: Any) -> list[Any]:
-    return fsdp.groups_of(module)
-
-
-def in_turns(*verbs_and_layers: tuple[str, int]) -> list[tuple[str, int, int]]:
-    return [(verb, layer, half) for verb, layer in verbs_and_layers for half in (0, 1)]
-
-
-FORWARD = ("dispatch", "combine")
-BACKWARD = ("dispatch_gradients", "combine_gradients")
-
-
-@pytest.mark.parametrize(
-    ("folder", "mesh", "transport", "how", "changes"),
-    [
-        pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {}, marks=pytest.mark.slow),
-        pytest.param("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "with reentry", {}, marks=pytest.mark.slow),
-        pytest.param("olmoe", {"fsdp": 2, "ep": 2}, "dedup", "without reentry", {}, marks=pytest.mark.slow),
-        ("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "rides kept", {}),
-        # A dense layer first, and shared experts beside the others.
-        ("deepseek_v3", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {"first_k_dense_replace": 1}),
-        pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "alltoall", "own forward", {}, marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_are_those_of_two_micro_batches(
-    ranks: Ranks, folder: str, mesh: dict[str, Any], transport: str, how: str, changes: dict[str, Any]
-) -> None:
-    for found in ranks(_parity, folder, mesh, transport, how, changes):
-        assert found["losses"] and found["same twice"]
-        assert found["as reduced once"]
-        assert found["error"] <= BOUND and found["trained"] > 20
-        assert found["afterwards"] and found["freed"]
-        # Parameters and gradients travel as for one micro-batch, and not later.
-        assert found["travelled"] == found["for one"] and min(found["for one"].values()) > 0
-        layers = range(1 if changes else 2)
-        expected = in_turns(*((verb, layer) for layer in layers for verb in FORWARD))
-        for layer in reversed(layers):
-            if how in ("with reentry", "without reentry"):
-                expected += in_turns(*((verb, layer) for verb in FORWARD))
-            expected += in_turns(*((verb, layer) for verb in BACKWARD))
-        assert found["seen"] == expected
-
-
-def _mixed() -> tuple[bool, float, float]:
+@on_ranks()
+def test_mixed_precision() -> None:
+    """Gradients of both halves are added in the dtype of the reduction, as FSDP adds those of micro-batches."""
     model = make_model(ep=2, bf16=True)
     expected = one_by_one(model)
     theirs = full_gradients(model)
@@ -243,21 +230,25 @@ def _mixed() -> tuple[bool, float, float]:
     ours = full_gradients(model)
     model.zero_grad()
     one_by_one(model, reduce_once=True)
-    reduced_once = full_gradients(model)
-    equal = all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
-    return equal, error(ours, reduced_once), error(ours, theirs)
-
-
-def test_mixed_precision(ranks: Ranks) -> None:
-    """Gradients of both halves are added in the dtype of the reduction, as FSDP adds those of micro-batches."""
-    for equal, to_reduced_once, to_one_by_one in ranks(_mixed):
-        assert equal and to_reduced_once <= 1e-2 and to_one_by_one <= 1e-2
+    assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+    assert error(ours, full_gradients(model)) <= 1e-2 and error(ours, theirs) <= 1e-2
 
 
 # -- the trainer's objective -----------------------------------------------------------------------------------------
 
 
-def _objective(aux_coef: float, micro_batches: int) -> tuple[bool, float, list[int], str]:
+@pytest.mark.parametrize(
+    ("aux_coef", "micro_batches", "side_by_side"),
+    [
+        (0.1, 1, [0, 1]),
+        pytest.param(0.0, 2, [0, 1], marks=pytest.mark.slow),
+        # The last has no other beside it.
+        (0.1, 3, [0, 1, -1]),
+        pytest.param(0.1, 4, [0, 1, 0, 1], marks=pytest.mark.slow),
+    ],
+)
+@on_ranks()
+def test_objective(aux_coef: float, micro_batches: int, side_by_side: list[int]) -> None:
     model = make_model()
     generator = torch.Generator().manual_seed(dist.get_rank())
     ids = torch.randint(3, VOCAB_SIZE, (micro_batches, 3, LENGTH), generator=generator)
@@ -272,29 +263,9 @@ def _objective(aux_coef: float, micro_batches: int) -> tuple[bool, float, list[i
         micro = batches if two_batch or micro_batches > 1 else in_two(batches[0])
         results.append((objective.backward(micro), full_gradients(model)))
     (expected, theirs), (found, ours) = results
-    halves_of_forwards, refused = list(seen), ""
-    try:
+    assert expected == found and error(ours, theirs) <= BOUND and seen == side_by_side
+    with pytest.raises(ValueError, match=r"training\.gradient_accumulation_steps to 2"):
         objective.backward([{name: value[:1] for name, value in batches[0].items()}])
-    except ValueError as reason:
-        refused = str(reason)
-    return expected == found, error(ours, theirs), halves_of_forwards, refused
-
-
-@pytest.mark.parametrize(
-    ("aux_coef", "micro_batches", "side_by_side"),
-    [
-        (0.1, 1, [0, 1]),
-        pytest.param(0.0, 2, [0, 1], marks=pytest.mark.slow),
-        # The last has no other beside it.
-        (0.1, 3, [0, 1, -1]),
-        pytest.param(0.1, 4, [0, 1, 0, 1], marks=pytest.mark.slow),
-    ],
-)
-def test_objective(ranks: Ranks, aux_coef: float, micro_batches: int, side_by_side: list[int]) -> None:
-    for equal, gradients, seen, refused in ranks(_objective, aux_coef, micro_batches):
-        assert equal and gradients <= BOUND
-        assert seen == side_by_side
-        assert "training.gradient_accumulation_steps to 2" in refused
 
 
 def _replayed(aux_coef: float, micro_batches: int) -> list[tuple[bool, list[int]]]:
