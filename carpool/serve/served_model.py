@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -48,6 +47,7 @@ from carpool.train.config import load_config
 from carpool.train.config.fine_tuning import adapter_folder, base_of_run, other_base
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import tokenizer_of
+from carpool.train.launch.ranks import rank, world
 from carpool.train.lora import attach_adapter
 from carpool.train.records.run_folder import ADAPTER
 from carpool.transport import HierarchicalOptions
@@ -181,9 +181,9 @@ def open_model(
             memory, which is told before anything is read.
     """
     kind = source.dtype if dtype is None else getattr(torch, dtype)
-    for text in source.warnings if _rank() == 0 else ():
+    for text in source.warnings if rank() == 0 else ():
         print(f"warning: {text}", file=sys.stderr, flush=True)
-    if experts.away and _ranks() > 1:
+    if experts.away and world() > 1:
         raise ValueError(
             f"--experts {experts.where}: experts come when they are chosen on one rank alone; use --ranks 1"
         )
@@ -197,7 +197,7 @@ def open_model(
             f"--experts {experts.where}: {source.path} has an adapter, whose experts stay on the device; leave it out, "
             f"or ask what `carpool merge {source.path} --out DIR` writes"
         )
-    check_room(source.build, kind, _ranks(), max_tokens, cached_tokens, experts)
+    check_room(source.build, kind, world(), max_tokens, cached_tokens, experts)
     kwargs: dict[str, Any] = {}
     if source.run is not None:
         kwargs["attn_implementation"] = source.run.model.attn_implementation
@@ -205,7 +205,7 @@ def open_model(
         kwargs |= source.run.adapter.base
         if (base := kwargs["base_dtype"]) is not None:
             kwargs["base_keep"] = keep = kept_in(source.path)
-            if _ranks() > 1 and keep is not None:
+            if world() > 1 and keep is not None:
                 raise ValueError(
                     f"{source.path} was trained on one rank, beside layers in {base} whose weights several ranks would "
                     "have as they are in the files: use --ranks 1"
@@ -233,7 +233,7 @@ def spread_model(
             from there. If they are on disk, `build` is a folder.
         adapters: folders of those beside the model; the first counts.
         implementations: as `build_model`."""
-    ranks = _ranks()
+    ranks = world()
     spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool") if ranks > 1 else None
     dense = "zero1" if ranks > 1 else "fsdp"
     on_disk, device = experts.where == "disk", torch.device("cpu") if experts.where == "host" else None
@@ -294,11 +294,3 @@ def use_adapter(model: Any, source: Source, name: str | None) -> None:
 def _internal(number: int) -> str:
     # As no part of a parameter's name is called.
     return f"adapter-{number}"
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -19,15 +19,18 @@ BIG = ["model.config=qwen3-30b-a3b", "data.sequence_length=2048", "training.per_
 
 
 def seconds(text: str) -> float:
-    number, unit = text.replace(",", "").split()
-    return float(number) * {"s": 1, "min": 60, "h": 3600}[unit]
+    words = text.split()
+    units = {"s": 1, "min": 60, "h": 3600}
+    return sum(float(number) * units[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
 
 
 def test_a_dry_run_says_hours_and_what_they_cost() -> None:
     words = [*BIG, "training.max_steps=50_000", "parallelism.num_ranks=16", "parallelism.price_per_device_hour=2.5"]
     text = dry_run(load_config(None, words), gpu="h100")
     step = re.search(r"time of a step: ([\d,]+) ms", text)
-    run = re.search(r"time of the run: ([\d.]+ h) \((.+?) to (.+?)\) for 50,000 steps, ([\d.,]+) device-hours", text)
+    run = re.search(
+        r"time of the run: (\d+ h \d+ min) \((.+?) to (.+?)\) for 50,000 steps, ([\d.,]+) device-hours", text
+    )
     assert step and run, text
     expected = 50 * float(step[1].replace(",", ""))
     assert seconds(run[1]) == pytest.approx(expected, rel=0.02) and seconds(run[2]) < expected < seconds(run[3])
@@ -62,7 +65,7 @@ def test_how_often_something_is_due(strategy: str, every: int | None, last: int)
 def test_what_is_left() -> None:
     text = describe_left(100, 36.0, {"evaluation": (10, 360.0), "checkpoint": (3, None)}, 8, 2.0)
     assert text == (
-        "time left: 2.0 h: 100 steps of 36,000 ms, 10 evaluations of 360.0 s (measured), 16.00 device-hours, which "
+        "time left: 2 h 0 min: 100 steps of 36,000 ms, 10 evaluations of 360.0 s (measured), 16.00 device-hours, which "
         "cost 32.00 at 2 each; 3 checkpoints come on top, none of which was measured yet"
     )
 

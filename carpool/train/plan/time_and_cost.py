@@ -18,6 +18,7 @@ from carpool.planner.step.prediction import Prediction, predict
 from carpool.train.blueprint import planned_attention
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
+from carpool.train.records.display import duration
 
 
 def predict_step(plan: Plan) -> Prediction | str:
@@ -28,10 +29,8 @@ def predict_step(plan: Plan) -> Prediction | str:
     if config.adapter.is_used or config.training.freeze is not None:
         return "the model of costs is of runs that train the whole model"
     settings = config.model_dump()
-    settings["moe"]["transport"], settings["parallelism"]["data_parallel"] = (
-        plan.transport.answer,
-        plan.data_parallel.answer,
-    )
+    settings["moe"]["transport"] = plan.transport.answer
+    settings["parallelism"]["data_parallel"] = plan.data_parallel.answer
     settings["memory"] |= plan.policies.answer
     per_node = machine.topology.ranks_beside(0)
     try:
@@ -62,12 +61,11 @@ def describe_time(plan: Plan, done: int = 0) -> list[str]:
     if training.max_steps is None:
         return [*lines, "time of the run: known once the data is read, which says how many steps an epoch has"]
     steps = min(training.max_steps, training.stop_at_step or training.max_steps) - done
-    interval = f"{hours(steps * low)} to {hours(steps * high)}"
     cost = describe_cost(steps * middle, plan.machine.ranks, plan.config.parallelism.price_per_device_hour)
     return [
         *lines,
-        f"time of the run: {hours(steps * middle)} ({interval}) for {steps:,} steps{cost}; evaluations and checkpoints "
-        "come on top",
+        f"time of the run: {duration(steps * middle)} ({duration(steps * low)} to {duration(steps * high)}) for "
+        f"{steps:,} steps{cost}; evaluations and checkpoints come on top",
     ]
 
 
@@ -87,7 +85,7 @@ def describe_left(
             total += count * one
             parts.append(f"{count:,} {name}s of {one:,.1f} s")
     rest = f"; {' and '.join(unknown)} come on top, none of which was measured yet" if unknown else ""
-    return f"time left: {hours(total)}: {', '.join(parts)} (measured){describe_cost(total, ranks, price)}{rest}"
+    return f"time left: {duration(total)}: {', '.join(parts)} (measured){describe_cost(total, ranks, price)}{rest}"
 
 
 def describe_cost(seconds: float, ranks: int, price: float | None) -> str:
@@ -96,10 +94,3 @@ def describe_cost(seconds: float, ranks: int, price: float | None) -> str:
         return ""
     device_hours = ranks * seconds / 3600
     return f", {device_hours:,.2f} device-hours, which cost {price * device_hours:,.2f} at {price:g} each"
-
-
-def hours(seconds: float) -> str:
-    """For people: "3.2 h", "12 min", "40 s"."""
-    if seconds < 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"

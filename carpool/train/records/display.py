@@ -116,8 +116,12 @@ def time_left(steps: int, done: deque[tuple[int, float]]) -> str:
         return ""
     # From the end of the first step that is known, so that its warming up does not count.
     (first, began), (last, now) = done[0], done[-1]
-    seconds = steps * (now - began) / max(1, last - first)
+    return f"{duration(steps * (now - began) / max(1, last - first))} left"
+
+
+def duration(seconds: float) -> str:
+    """For people: "40 s", "5 min", "2 h 5 min"."""
     if seconds < 100:
-        return f"{seconds:.0f} s left"
+        return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min left" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min left"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
