@@ -26,6 +26,7 @@ from carpool.activations.whole_layers import ActivationOffload, keep_rides
 from carpool.hf.routing.router_balance import add_collected, traced_logits, with_logits
 from carpool.hf.seam.expert_rides import found_again, rides
 from carpool.hf.seam.find_modules import decoder_layers
+from carpool.planner.candidate import COMPILED_AGAIN
 from carpool.ride.turns import half_number
 
 # Of a layer's arguments, while it is computed again: as Transformers has it.
@@ -61,7 +62,7 @@ def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if checkpoints and layer.gradient_checkpointing and layer.training:
-            if sharded:
+            if sharded and not COMPILED_AGAIN:
                 return own(*args, **kwargs)
             kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
             # What is made for the first time cuts the graph of the first forward, and not that of the second.
@@ -81,8 +82,8 @@ def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
 
 def shards_inside(layer: nn.Module) -> bool:
     """Whether FSDP shards a part of a layer by itself, as it does with experts that several ranks hold. Its hooks cut
-    the graphs of a forward and of its recomputation at different places, which PyTorch's checkpoint refuses: such a
-    layer is computed again eagerly."""
+    the layer's graph; PyTorch's checkpoint refuses what they cut at another place when it is computed again
+    (`COMPILED_AGAIN`)."""
     return any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,6 +35,12 @@ SHAPES = "batches are as long as their longest sequence (data.pad_to=sequence_le
 RANDOM = "layers are computed again in another graph than their forward's, which has drawn random numbers (drop-out)"
 RECORDED = "the host names the tokens whose choices each step records (placement.tokens, placement.every)"
 STRETCH = 512  # neighbouring tokens that `carpool.hf.trace_recorder` records of a forward
+# Whether layers with FSDP's hooks on the inside are compiled where they are computed again. Older releases of PyTorch
+# were not tried: if hooks cut a layer's graph elsewhere the second time, its checkpoint ends the run.
+COMPILED_AGAIN = [int(number) for number in version("torch").split(".")[:2]] >= [2, 13]
+NOT_COMPILED_AGAIN = (
+    "layers whose experts FSDP shards by themselves, and which are computed again, are compiled with PyTorch 2.13 alone"
+)
 _TIERS = {"host": "host memory", "disk": "disk"}
 
 
@@ -207,9 +214,9 @@ class Candidate:
 
     @property
     def layers_compiled(self) -> bool:
-        """Whether layers run compiled. Hooks on the inside of those that are computed again make these eager
-        (`carpool.hf.decoder_layers`)."""
-        return self.compiled and not (self.experts_apart and self.policies["layer_activations"] == "recompute")
+        """Whether layers run compiled."""
+        again = self.experts_apart and self.policies["layer_activations"] == "recompute"
+        return self.compiled and (COMPILED_AGAIN or not again)
 
     @property
     def divides_tokens(self) -> bool:

@@ -68,6 +68,13 @@ EXACT = ("model.dtype=bfloat16", "training.full_determinism=true")
 for _schedule in ("none", "chunks"):
     _add(f"{_schedule} eager", 2, *SHORT, f"moe.schedule={_schedule}")
     _add(f"{_schedule} compiled", 2, *SHORT, f"moe.schedule={_schedule}", "training.torch_compile=true")
+# FSDP shards experts by themselves, because it casts them. Before PyTorch 2.13 these layers are computed again eagerly.
+for _way in ("eager", "compiled"):
+    _add(
+        f"sharded, recomputed {_way}", 2, *SHORT, "model.dtype=float32", "training.bf16=true",
+        "parallelism.data_parallel=fsdp", "memory.layer_activations=recompute",
+        f"training.torch_compile={str(_way == 'compiled').lower()}",
+    )  # fmt: skip
 
 # test_dense_gpu.py
 DENSE = {

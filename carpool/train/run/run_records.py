@@ -21,6 +21,7 @@ from carpool.hf.decoder_layers import shards_inside
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import environment
+from carpool.planner.candidate import COMPILED_AGAIN, NOT_COMPILED_AGAIN
 from carpool.train.blueprint import peak_flops
 from carpool.train.build.measured_choices import describe_kernels
 from carpool.train.checkpoints import requested_save
@@ -350,8 +351,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
     if size := transport["buffer_bytes"]:
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {_options(run).max_tokens:,} tokens")
     compiles_again = plan.candidate.compiled and config.memory.layer_activations == "recompute"
-    if compiles_again and any(shards_inside(layer) for layer in decoder_layers(built.model)):
-        say("layers are computed again eagerly, and not compiled: FSDP shards their experts by themselves")
+    if compiles_again and not COMPILED_AGAIN and any(map(shards_inside, decoder_layers(built.model))):
+        say(f"decoder layers: not compiled: {NOT_COMPILED_AGAIN}")
     if config.memory.budget is not None:
         policies = ", ".join(f"{item} {policy}" for item, policy in plan.policies.answer.items())
         say(f"memory: {policies}: {plan.policies.why}")
