@@ -24,6 +24,7 @@ from carpool.optim import in_backward as consumed
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED
+from carpool.planner import candidate as planned
 from carpool.planner.candidate import Candidate, Spare
 from carpool.planner.decisions.chosen import Decisions
 from carpool.planner.decisions.configured import candidate_of
@@ -125,6 +126,7 @@ def test_why_steps_are_not_captured(model: Any, one: Any, overrides: list[str], 
     config = load_config(None, overrides)
     found = why_no_graphs(config, candidate(config, schedule), model, [one])
     assert found is None if why is None else why in (found or "")
+    assert found is None or captured_table.cause(found), "docs/reference/captured.md has the cause of each reason"
     # What settings and plans know, plans and estimates say alike.
     by_ranks = ("own forward", "how many rows", "8 x 8", "lengths of documents", "drop-out", "GPU", "some")
     if why is None or not any(part in why for part in by_ranks):
@@ -262,6 +264,11 @@ def test_run_json_says_whether_steps_are_graphs(tmp_path: Path) -> None:
 def test_the_table_of_what_is_captured() -> None:
     assert captured_table.DOCS.read_text(encoding="utf-8") == captured_table.page(), (
         "run python -m tools.captured_table"
+    )
+    # All reasons that have names are there; others are those of the test above.
+    named = [text for name, text in vars(planned).items() if name.isupper() and " " in str(text) and type(text) is str]
+    assert len(named) > 6 and all(
+        map(captured_table.cause, (one for one in named if one != planned.NOT_COMPILED_AGAIN))
     )
     assert captured_table.answer("pp 2, ep 4, DualPipeV, pairs", "recompute") == ("yes", None)
     # Schedules that GPU tests capture.
