@@ -333,8 +333,8 @@ def finish(run: Run) -> None:
             run.records.unwritten["summary"] = f"{run.folder / SUMMARY} was not written: {error.strerror}"
         run.records.say("")
         run.records.say(text_block(summary, run.records.info, run.records.steps))
-    if ended and training.push_to_hub:
-        _push(run)
+    if training.push_to_hub:
+        _push(run, ended)
     check_written(run)
     if run.built.adapted and not run.config.model.from_scratch:
         run.records.say(f"adapter for peft: {run.folder / ADAPTER}   merged: carpool merge {run.folder} --out DIR")
@@ -385,18 +385,21 @@ def _export(run: Run) -> None:
         run.records.missed("model", error)
 
 
-def _push(run: Run) -> None:
-    """Upload what was written: by rank 0, for which the others wait. Collective."""
+def _push(run: Run, ended: bool) -> None:
+    """Upload the newest checkpoint, if these are uploaded, and at the end of the whole run (`ended`) what it has
+    written: by rank 0, for which the others wait. Collective."""
     training, written = run.config.training, run.folder / (ADAPTER if run.built.adapted else "model")
     with patiently():
         if run.hub is None:
             return
-        run.records.say(f"uploading {written} to {run.hub.address}")
         newest = run.checkpoints.latest()
         if training.hub_strategy == "checkpoint" and newest is not None:
             for said in (run.hub.wait(), run.hub.push_checkpoint(newest), run.hub.wait()):
                 if said is not None:
                     run.records.say(said)
+        if not ended or {"model", "adapter"} & run.records.unwritten.keys():
+            return
+        run.records.say(f"uploading {written} to {run.hub.address}")
         loss = run.best.loss if training.load_best_model_at_end else run.losses["final_eval_loss"]
         base = run.plan.blueprint.source if run.built.adapted else None
         try:
