@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from carpool.planner.candidate import KEEP, Candidate, Spare
 from carpool.planner.machine.hardware import HARDWARE, LinkRate
 from carpool.planner.model.routes import Choice, Routes
 from carpool.planner.model.shape import ModelShape
+from carpool.planner.search.why import bounded_by
 from carpool.planner.step.events import Graph, execute, exposed_of
 from carpool.planner.step.graph import StepClock, step_graph
 from carpool.planner.step.lengths import HOST_ACTION, Lengths, break_even_tokens, stream_seconds
@@ -134,6 +136,13 @@ def test_what_hides_is_not_exposed() -> None:
     fsdp = predict(model, H200, Candidate(ranks, 4096, 16, data_parallel="fsdp"), 8)
     gathers = sum(event.seconds for event in graph_of(fsdp).events if event.kind == "all-gather")
     assert fsdp.exposed.get("all-gather", 0.0) < 0.5 * gathers
+
+
+def test_equal_parts_of_a_step_come_in_one_order() -> None:
+    """Dispatches and combines differ by rounding alone."""
+    for dispatch, combine in ((1.0, 1.0 + 1e-15), (1.0 + 1e-15, 1.0)):
+        plan: Any = SimpleNamespace(prediction=SimpleNamespace(exposed={"combine": combine, "dispatch": dispatch}))
+        assert bounded_by(plan) == "dispatches 50 %, combines 50 %"
 
 
 def test_order_is_of_pairs_that_differ() -> None:

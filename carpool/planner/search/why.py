@@ -81,7 +81,9 @@ def bounded_by(plan: Plan) -> str:
     """A sentence about what takes the step's time."""
     exposed = plan.prediction.exposed
     step = sum(exposed.values())
-    parts = sorted(((seconds, kind) for kind, seconds in exposed.items() if seconds > 0.03 * step), reverse=True)
+    # Rounded, because dispatches and combines are often equally long.
+    found = ((round(seconds, 9), kind) for kind, seconds in exposed.items() if seconds > 0.03 * step)
+    parts = sorted(found, reverse=True)
     return ", ".join(f"{NAMES.get(kind, kind)} {100 * seconds / step:.0f} %" for seconds, kind in parts)
 
 
@@ -101,7 +103,7 @@ def longer_than(first: Plan, plan: Plan) -> str:
     longer = plan.prediction.seconds.middle / seconds - 1
     other = plan.prediction.exposed
     more = {kind: other.get(kind, 0.0) - exposed.get(kind, 0.0) for kind in {**exposed, **other}}
-    largest = sorted(more.items(), key=lambda one: -abs(one[1]))[:4]
+    largest = sorted(more.items(), key=lambda one: -abs(round(one[1], 9)))[:4]
     parts = [f"{NAMES.get(kind, kind)} {s:+.2g} s" for kind, s in largest if abs(s) > 0.01 * seconds]
     return f"{plan.candidate.label}: {100 * longer:.1f} % longer{': ' if parts else ''}{', '.join(parts)}"
 
