@@ -55,8 +55,7 @@ def describe_time(plan: Plan, done: int = 0) -> list[str]:
     mfu = "" if found.mfu is None else f", MFU {found.mfu.middle:.0%}"
     lines = [
         f"time of a step: {1e3 * middle:,.0f} ms ({1e3 * low:,.0f} to {1e3 * high:,.0f}), "
-        f"{found.tokens_per_second():,.0f} tokens/s per GPU{mfu} (modelled on {plan.machine.hardware.name}, "
-        f"{plan.machine.hardware.source}, with balanced routing)"
+        f"{found.tokens_per_second():,.0f} tokens/s per GPU{mfu} (modelled, with balanced routing)"
     ]
     if training.max_steps is None:
         return [*lines, "time of the run: known once the data is read, which says how many steps an epoch has"]
