@@ -29,6 +29,7 @@ from carpool.train.launch.failure import record_error
 from carpool.train.launch.regroup import check_groups, regrouped
 from carpool.train.launch.stopping import EXIT_STOPPED
 from carpool.train.records import run_folder
+from carpool.train.records.run_folder import METRICS
 from carpool.train.run.finish import UnwrittenError
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start
@@ -203,10 +204,18 @@ def test_which_errors_end_an_elastic_run(tmp_path: Path, error: Exception, goes_
     with mock.patch.dict(os.environ, TORCHELASTIC_ERROR_FILE=str(path)):
         record_error(error)
     agent = _Agent.__new__(_Agent)
-    agent._config, agent._newest, agent._failed = settings_of(4, f"training.output_dir={tmp_path}"), None, 0
+    agent._config, agent._reached, agent._failed = settings_of(4, f"training.output_dir={tmp_path}"), (None, 0), 0
     agent._worker_group = SimpleNamespace(spec=SimpleNamespace(max_restarts=1))  # type: ignore[assignment]
     agent._judge({0: ProcessFailure(0, os.getpid(), 1, str(path))})
     assert agent._remaining_restarts == int(goes_on)
+    # The eleventh failure in a row ends it, unless a group went on from a later step: there is no checkpoint.
+    for failed, (from_step, restarts) in enumerate(
+        [(0, 1)] * 9 + [(5, 1)] + [(5, 1)] * 9 + [(5, 0)] if goes_on else []
+    ):
+        line = {"kind": "recovery", "step": from_step + 1, "from_step": from_step}
+        (tmp_path / METRICS).write_text(json.dumps(line) + "\n" + '{"kind": "recovery", "st')
+        agent._judge({0: ProcessFailure(0, os.getpid(), 1, str(path))})
+        assert agent._remaining_restarts == restarts, failed
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ Each command is an agent with the ranks of its node. Between 2 and 4 agents form
     a rank stands still               the others miss it after 15 s (`roll_call`), and leave
     SIGTERM or SIGUSR1 to an agent    all ranks save, and all agents end (`stopping`)
     an error that only a person can   the run ends on all agents
-    put right, or `RESTARTS` failures
-    without a new checkpoint
+    put right; `RESTARTS` failures
 
 A new group plans its mesh anew (`regroup`) and goes on from the newest state (`find_checkpoint`, in
 `carpool.train.plan.start_checks`), with the batches that were to come.
@@ -49,7 +48,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
-from carpool.train.launch.failure import first_cause, is_consequence, newest_checkpoint, recorded, what_happened
+from carpool.train.launch.failure import first_cause, is_consequence, progress, recorded, what_happened
 from carpool.train.launch.regroup import FORMED
 from carpool.train.launch.stopping import DONE, Stopped
 from carpool.train.records.run_folder import METRICS
@@ -57,7 +56,7 @@ from carpool.train.records.run_folder import METRICS
 if TYPE_CHECKING:
     from carpool.train.config import Config
 
-# Failures in a row, without a new checkpoint, after which a run ends.
+# Failures in a row, without `progress`, after which a run ends.
 RESTARTS = 10
 # An agent that is silent for their product has left.
 _BEAT_SECONDS, _BEATS = 1, 8
@@ -90,7 +89,7 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, config: Config, listeners: Path) -> None:
         super().__init__(spec, logs)
         self._config, self._listeners = config, listeners
-        self._newest, self._failed = newest_checkpoint(config), 0
+        self._reached, self._failed = progress(config), 0
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # Agents that are started by hand come one after the other.
@@ -157,9 +156,9 @@ class _Agent(LocalElasticAgent):
     def _judge(self, failures: dict[int, ProcessFailure]) -> None:
         """Whether there is another attempt; says why there is one."""
         rank = first_cause(failures)
-        cause, failure, newest = recorded(failures[rank]), failures[rank], newest_checkpoint(self._config)
-        self._failed = 1 if newest != self._newest else self._failed + 1
-        self._newest = newest
+        cause, failure, reached = recorded(failures[rank]), failures[rank], progress(self._config)
+        self._failed = 1 if reached != self._reached else self._failed + 1
+        self._reached = reached
         stopped = cause.get("type") == Stopped.__name__
         # Ranks that were asked to save, so that the agents that wait may join.
         joins = stopped and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0

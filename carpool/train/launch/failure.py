@@ -14,6 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,9 +211,16 @@ def resume_hint(config: Config) -> str:
     return f"no checkpoint was written to {folder} yet{auto if (folder / METRICS).exists() else ', so start again'}"
 
 
-def newest_checkpoint(config: Config) -> Path | None:
-    """Of the run's folder, by its name alone."""
-    return max(_checkpoints(config), default=None)
+def progress(config: Config) -> tuple[Path | None, int]:
+    """How far an elastic run has come that failed: the newest checkpoint, by its name alone, and the latest step from
+    which a group went on, which may be that of snapshots or copies in memory."""
+    from carpool.train.records.run_folder import METRICS
+
+    from_steps, begin = [0], b'{"kind": "recovery"'
+    with suppress(OSError, ValueError), (config.training.folder / METRICS).open("rb") as file:
+        lines = (line for line in file if line.startswith(begin) and line.endswith(b"\n"))
+        from_steps += [json.loads(line)["from_step"] for line in lines]
+    return max(_checkpoints(config), default=None), max(from_steps)
 
 
 def _checkpoints(config: Config) -> list[Path]:
