@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -76,9 +76,7 @@ class HostBuffer:
         Raises:
             OSError: there is no more memory.
         """
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
+        self._wait()
         if size > self.bytes:
             self._give_back()
             self._reserve(size)
@@ -105,21 +103,30 @@ class HostBuffer:
                     raise
             address = self.memory.data_ptr() + begin
             # Copies to memory that CUDA could not lock are slower, and as right.
-            if self._device.type == "cuda" and not int(torch.cuda.cudart().cudaHostRegister(address, part, 0)):
-                self._locked.append(address)
+            with self._on_device():
+                if self._device.type == "cuda" and not int(torch.cuda.cudart().cudaHostRegister(address, part, 0)):
+                    self._locked.append(address)
 
     def close(self) -> None:
         """Give the memory back."""
-        if self._preparing is not None:
-            self._ends.set()
-            self._preparing.join()
-            self._preparing = None
-            self._ends.clear()
+        self._ends.set()
+        self._wait()
+        self._ends.clear()
         self._give_back()
 
+    def _wait(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """In a thread, CUDA would begin on GPU 0, and take memory there."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
     def _give_back(self) -> None:
-        for address in self._locked:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        with self._on_device():
+            for address in self._locked:
+                torch.cuda.cudart().cudaHostUnregister(address)
         self._locked.clear()
         if self.fd >= 0:
             os.close(self.fd)

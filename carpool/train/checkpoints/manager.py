@@ -218,7 +218,7 @@ class CheckpointManager:
         files: dict[str, ShardFile] = {}
         with tempfile.TemporaryDirectory() as folder, together(CheckpointWriteError, doing):
             files = self._planner.shard_files(Path(folder), parts)  # DCP makes the folders that it plans for
-        if self._has_room(files):
+        if self._has_room(files) and files:  # a rank may write nothing
             self._host_buffer(files).prepare(total_bytes(files))
 
     @property
