@@ -298,6 +298,8 @@ class Copies:
         last = min(run.config.training.steps, run.config.training.stop_at_step or run.config.training.steps)
         kept = [one for path in sorted(self._files[rank()].home.glob("rank-*/of-*/step-*")) for one in _kept(path)]
         everything = gather(kept)
+        # Clocks of hosts differ: what this group keeps counts as newer all the same.
+        self._id = max([self._id, *(one.group + 1 for its in everything for one in its)])
         targets = _named({part: as_rectangles(its) for part, its in _tensors(run).items()})
         layer_of = _layers(run.built.model, targets)
         sizes, kinds = _sizes(targets)
@@ -409,7 +411,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 def _kept(path: Path) -> Iterator[Kept]:
     """What a file holds; nothing where it is no copy, or is gone by now."""
-    with suppress(FileNotFoundError, KeyError):
+    with suppress(FileNotFoundError, KeyError, ValueError):
         header = _header(path)
         about, offsets = (json.loads(header["__metadata__"][key]) for key in ("snapshot", "DCP_SHARDING_INFO"))
         pieces = [

@@ -147,6 +147,16 @@ class MoveSequences(Extension):
         return f"sequences may move to other ranks before {often} but the first"
 
 
+def _goes_on(run: Run) -> bool:
+    """Whether a run, whose records are not open yet, takes its state from memory, if that is there. That of a run whose
+    folder was emptied is not its own. Collective."""
+    from carpool.train.launch.ranks import from_rank_0
+    from carpool.train.records.run_folder import METRICS
+
+    there = from_rank_0((run.folder / METRICS).exists)
+    return there and run.config.training.resume_from_checkpoint in ("last", "auto")
+
+
 class SnapshotsSection(Section):
     """Snapshots of every step in memory that outlives the process."""
 
@@ -169,6 +179,11 @@ class Snapshots(Extension):
     name, section = "snapshots", SnapshotsSection
     help = "Snapshots of every step in memory that outlives the process (MoEvement). Off by default."
     taken: SparseSnapshots | None = None
+    goes_on = False
+
+    def restore(self, run: Run, checkpoint: Path | None) -> dict[str, Any] | None:
+        self.goes_on = _goes_on(run)
+        return None
 
     def before_step(self, run: Run) -> None:
         from carpool.train.run.loop import record, set_learning_rate
@@ -180,9 +195,8 @@ class Snapshots(Extension):
             return
         window = None if self.settings.window == "auto" else self.settings.window
         self.taken = SparseSnapshots(run, window)
-        goes_on = run.config.training.resume_from_checkpoint in ("last", "auto")
-        self.taken.clean(everything=not goes_on)
-        if goes_on and self.taken.recover():
+        self.taken.clean(everything=not self.goes_on)
+        if self.goes_on and self.taken.recover():
             replayed = f"; the {self.taken.window} steps of its window are repeated" if run.incomplete else ""
             run.records.say(f"snapshot of step {run.step}{replayed}")
             run.step += 1
@@ -232,7 +246,7 @@ class ExpertCopies(Extension):
         from carpool_systems.expert_copies import Copies as Made
 
         self.kept = Made(run, self.settings.fewest, self.settings.slots, self.settings.every)
-        goes_on = run.config.training.resume_from_checkpoint in ("last", "auto")
+        goes_on = _goes_on(run)
         self.kept.clean(everything=not goes_on)
         return self.kept.recover(checkpoint) if goes_on else None
 

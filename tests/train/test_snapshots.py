@@ -114,6 +114,20 @@ def test_steps_that_are_repeated_write_no_checkpoint(two_ranks: Ranks, text: lis
     assert saved.read_text() == before
 
 
+@pytest.mark.parametrize("kept", ["snapshots.window=1", "copies.fewest=1"])
+def test_a_run_whose_folder_was_emptied_begins_again(
+    two_ranks: Ranks, text: list[str], tmp_path: Path, kept: str
+) -> None:
+    """The folder itself is there: agents of an elastic run make it, and it may be where a disk is mounted."""
+    run, memory = tmp_path / "run", str(tmp_path / "memory")
+    settings = [*text, *LONG, "training.save_steps=none", "training.resume_from_checkpoint=auto", kept]
+    assert two_ranks(fail, str(run), settings, memory, 5) == ["a fault"] * 2
+    shutil.rmtree(run)
+    run.mkdir()
+    assert two_ranks(fail, str(run), settings, memory, 3) == ["a fault"] * 2
+    assert min(losses(run)) == 1
+
+
 def test_another_mesh_begins_again(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     """Ranks have other parts of tensors, so that no snapshot fits; none is left beside those of the new mesh."""
     run, memory = tmp_path / "run", str(tmp_path / "memory")
