@@ -121,20 +121,6 @@ def root_modules(state: Any) -> tuple[nn.Module, ...]:
     return tuple(state._modules) if state._is_root else ()
 
 
-def dtype_of(group: Any, dtype: torch.dtype) -> torch.dtype:
-    """The compute dtype of a parameter stored in `dtype`."""
-    found: torch.dtype = group.mp_policy.param_dtype or dtype
-    return found
-
-
-def divisor_of(group: Any, dtype: torch.dtype) -> float | None:
-    """The divisor that FSDP applies to a gradient in `dtype` that only one rank has; None if it does more: for other
-    dtypes it divides in two steps, and over data-parallel replicas (HSDP) it sums."""
-    if group._is_hsdp or (group.mp_policy.reduce_dtype or dtype) not in (torch.float32, torch.bfloat16):
-        return None
-    return float(group.gradient_divide_factor or 1.0)
-
-
 def set_phase(group: Any, phase: Literal["idle", "forward", "pre_backward"]) -> None:
     """Set the phase of a group."""
     group._training_state = _PHASES[phase]

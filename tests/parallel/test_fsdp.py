@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from carpool.parallel import fsdp
@@ -123,17 +123,6 @@ def test_phases_have_these_names(alone: Any) -> None:
     for phase in ("forward", "pre_backward", "idle"):
         fsdp.set_phase(group, phase)
     assert group._training_state == before
-
-
-@pytest.mark.parametrize(("param_dtype", "reduce_dtype"), [(None, None), (torch.bfloat16, None), (None, torch.float16)])
-def test_dtypes_and_divisors(alone: Any, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    model = sharded(alone, mp_policy=policy)
-    (group,) = fsdp.groups_of(model[0])
-    assert fsdp.dtype_of(group, torch.float32) == (param_dtype or torch.float32)
-    assert fsdp.divisor_of(group, torch.float32) == (None if reduce_dtype == torch.float16 else 1.0)
-    model[0].set_gradient_divide_factor(8.0)
-    assert fsdp.divisor_of(group, torch.float32) in (8.0, None)
 
 
 def test_a_dtensor_like_another(alone: Any) -> None:
