@@ -28,6 +28,7 @@ from carpool.train.launch.failure import (
     record_error,
     resume_hint,
 )
+from carpool.train.launch.regroup import FORMED
 from carpool.train.launch.start import local_ranks, run
 from carpool.train.launch.stopping import STOP_SIGNALS, Relay, StopRequest
 from carpool.train.launch.worker import _meeting, entry_name, process_group
@@ -390,6 +391,9 @@ def test_ranks_that_do_not_meet_say_where_they_waited(monkeypatch, capsys):
         time.sleep(0.2)
         raise torch.distributed.DistNetworkError("timed out.")
     assert capsys.readouterr().err == "rank 1 waits for all 2 ranks at h:5 (MASTER_ADDR, MASTER_PORT)\n"
+    monkeypatch.setenv(FORMED, "1.0")  # agents meet again, at another port
+    with pytest.raises(torch.distributed.DistNetworkError), _meeting(60.0):
+        raise torch.distributed.DistNetworkError("address already in use")
 
 
 def test_a_rank_ends_where_another_program_has_the_port_and_says_nothing(monkeypatch):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from carpool.plugins.redact import redact
 from carpool.train.launch.failure import is_consequence, record_error
-from carpool.train.launch.regroup import LOST_SECONDS, enter_group
+from carpool.train.launch.regroup import FORMED, LOST_SECONDS, enter_group
 from carpool.train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
@@ -208,8 +208,8 @@ def process_group(config: Config) -> Iterator[None]:
 @contextlib.contextmanager
 def _meeting(timeout: float) -> Iterator[None]:
     """Ranks meet inside. Those that no agent has started wait for each other, which a person sees and may help with;
-    ValueError if they do not meet. `timeout`: seconds that PyTorch waits."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    ValueError if they do not meet. `timeout`: seconds that PyTorch waits. Elastic agents try another port."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or FORMED in os.environ:
         yield
         return
     rank, ranks = f"rank {os.environ['RANK']}", f"{os.environ['WORLD_SIZE']} ranks"
