@@ -18,7 +18,7 @@ import typer
 
 from carpool.cli.bench import bench
 from carpool.cli.common import UNEXPECTED
-from carpool.cli.of_runs import adapter, average, checkpoint, export, merge, profile, report
+from carpool.cli.of_runs import adapter, average, checkpoint, export, merge, profile, report, upcycle
 from carpool.cli.placement import place, trace
 from carpool.cli.planning import plan
 from carpool.cli.recipes import recipes
@@ -35,8 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for function in (
-    train, plan, profile, report, generate, chat, checkpoint, export, average, merge, adapter, trace, place, simulate,
-    doctor,
+    train, plan, profile, report, generate, chat, checkpoint, export, average, merge, upcycle, adapter, trace, place,
+    simulate, doctor,
 ):  # fmt: skip
     app.command()(function)
 app.command("eval")(evaluate)

@@ -1,4 +1,4 @@
-"""What one does with a run: `carpool profile`, `report`, `export` and `merge`."""
+"""What one does with a run or a model: `carpool profile`, `report`, `export`, `merge` and `upcycle`."""
 
 from __future__ import annotations
 
@@ -269,6 +269,43 @@ def merge(
             kind = base_of_adapter(run).get("base_dtype") if into == "trained" else None
             if other := other_base(str(run), str(base or recorded_base(adapter_folder(str(run)))), kind):
                 typer.echo(f"warning: {other}", err=True)
+
+
+def upcycle(
+    dense: Annotated[Path, typer.Argument(metavar="DENSE", help="The folder of a dense checkpoint.")],
+    experts: Annotated[int, typer.Option("--experts", min=2, help="Experts of each layer.")],
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Experts that a token chooses.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
+    method: Annotated[
+        Literal["copy", "split"],
+        typer.Option("--method", help="copy: experts are whole MLPs. split: each is a part of the MLP."),
+    ] = "copy",
+    parts: Annotated[int | None, typer.Option("--parts", help="With split: of an MLP. Default: --top-k.")] = None,
+    noise: Annotated[float, typer.Option("--noise", help="Of experts, in standard deviations of a matrix.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of routers, noise and the tokens of the check.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Make an MoE checkpoint of a dense one: experts from its MLPs, routers at random, all else copied.
+
+    Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE, OLMo2 becomes FlexOLMo. Without noise the logits equal
+    the dense model's: it compares them on random tokens, one layer in memory at a time, and fails if they do not.
+    """
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        check_new_folder("--out", out)
+        from transformers.utils.logging import disable_progress_bar
+
+        from carpool.train.checkpoints import upcycle as upcycling
+
+        disable_progress_bar()
+        how = upcycling.Upcycling.of(method, experts, top_k, parts, noise, seed)
+        with Console(stderr=True).status("writing, and comparing with the dense model"):
+            made = upcycling.upcycle(dense, out, how)
+        equal = "equal but for rounding" if made.promised else "not promised to be equal"
+        typer.echo(
+            f"{made.family} model of {dense}: {out}, {made.bytes / 1e9:.2f} GB\n"
+            f"logits differ by at most {made.difference:.1e} of the largest: {equal}"
+        )
 
 
 def adapter(

@@ -1,0 +1,308 @@
+"""An MoE checkpoint from a dense one: `carpool upcycle`.
+
+Each MLP of the dense model becomes E experts and a router, in the MoE family of Transformers that has the same
+attention and norms. All else is copied. Two ways to fill the experts:
+
+    copy    each expert is the whole MLP (Sparse Upcycling, arXiv 2212.05055). The top-k weights of a token sum to 1, so
+            whatever the router chooses, the layer computes what the MLP did.
+    split   the MLP's intermediate dimension is cut into G parts, and expert e is part e % G, in copy e // G (arXiv
+            2410.07524). All parts of a copy have the same row in the router ("virtual groups"), so the K chosen
+            experts are K/G whole copies: each part of a copy has the weight w/G of its copy's w, and `down` is
+            multiplied by G.
+
+Both promise equal logits in exact arithmetic, without noise. In `split` no two copies may have equal scores: in float32
+they do not in practice; in bfloat16, 2 to 7 of 1,000 tokens of a layer then choose parts of several copies.
+
+Files are read and written one tensor at a time. The result is then read back by Transformers, layer by layer in
+float32, and its logits on a few random tokens are compared with the dense model's.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from carpool.hf.weights.config_keys import keys_read
+from carpool.hf.weights.model_config import make_config, read_config
+from carpool.hf.weights.original_layout import check_weights
+from carpool.hf.weights.weight_files import Entry, split_by_size, stored_weights, write_index, write_tensor_file
+from carpool.train.checkpoints.checkpoint_files import flush_file, put_in_place, remove_left
+from carpool.train.checkpoints.export import check_space, check_target
+from carpool.train.checkpoints.run_source import Source, copy_source
+
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+# Bytes of a file of weights.
+_FILE = 5 * 10**9
+# Largest |difference| of logits over the largest |logit| that rounding of float32 explains.
+_ROUNDING = 1e-4
+_TOKENS = (2, 32)
+# Rows of 16 bytes in bfloat16, which grouped matrix products ask for.
+_MULTIPLE = 8
+
+_Read = Callable[[str], torch.Tensor]
+_Origins = dict[str, tuple[str, int | None]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The MoE family that continues a dense one.
+
+    Attributes:
+        family: its model type in Transformers.
+        block: the module of a layer that holds the router and the experts, as published checkpoints name it.
+        matrices: names of an expert's gate, up and down there.
+        size_key: of its configuration, an expert's intermediate size.
+        required: keys that the dense configuration may have with these values alone, because the MoE family lacks them.
+    """
+
+    family: str
+    block: str = "mlp"
+    matrices: tuple[str, str, str] = MATRICES
+    size_key: str = "intermediate_size"
+    required: Mapping[str, Any] = field(default_factory=dict)
+
+
+_MIXTRAL = ("w1", "w3", "w2")
+# By the dense model type. Attention, norms, rotary positions and the activation are the same on both sides.
+TARGETS = {
+    "llama": Target("mixtral", "block_sparse_moe", _MIXTRAL, required={"attention_bias": False, "mlp_bias": False}),
+    "mistral": Target("mixtral", "block_sparse_moe", _MIXTRAL),
+    "olmo2": Target("flex_olmo"),
+    "qwen3": Target("qwen3_moe", size_key="moe_intermediate_size", required={"use_sliding_window": False}),
+}
+
+
+class Upcycling(NamedTuple):
+    """What is made of a dense model; `parts` is 1 where experts are whole copies.
+
+    `noise`: standard deviation of what is added to each expert's matrices, over that of the matrix."""
+
+    experts: int
+    top_k: int
+    parts: int = 1
+    noise: float = 0.0
+    seed: int = 0
+
+    @classmethod
+    def of(cls, method: str, experts: int, top_k: int, parts: int | None, noise: float, seed: int) -> Upcycling:
+        """ValueError: numbers that do not go together."""
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"--top-k {top_k}: choose 1 to {experts} of --experts {experts}")
+        if not 0 <= noise < float("inf"):
+            raise ValueError(f"--noise {noise}: give 0 or a small positive number, such as 0.01")
+        if method == "copy":
+            if parts is not None:
+                raise ValueError("--parts is of --method split: experts of --method copy are whole copies")
+            return cls(experts, top_k, 1, noise, seed)
+        parts = top_k if parts is None else parts
+        if parts < 2:
+            raise ValueError(f"--method split needs at least 2 parts, and there are {parts}; take --method copy")
+        for option, number in (("--experts", experts), ("--top-k", top_k)):
+            if number % parts:
+                raise ValueError(
+                    f"{option} {number} is no multiple of {parts} parts (--parts, by default --top-k): tokens choose "
+                    "whole copies of the MLP, each of all its parts"
+                )
+        return cls(experts, top_k, parts, noise, seed)
+
+
+class Upcycled(NamedTuple):
+    """What was written, and how far its logits are from the dense model's, over the largest of these."""
+
+    folder: Path
+    family: str
+    bytes: int
+    difference: float
+    promised: bool
+
+
+def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
+    """Writes the folder of an MoE model: weights, configuration and tokenizer.
+
+    Args:
+        dense: a checkpoint folder of a family in `TARGETS`.
+        out: a folder that is empty, or is not there.
+
+    Raises:
+        ValueError: the dense model or the numbers do not allow it, or the logits differ where they must not; nothing is
+            left of `out` then.
+        OSError: it cannot be written.
+    """
+    check_target(out, replace=False)
+    before = read_config(dense)
+    target = target_of(before, dense)
+    if before.intermediate_size % (how.parts * _MULTIPLE):
+        raise ValueError(
+            f"the MLP's {before.intermediate_size} intermediate values (intermediate_size) cannot be cut into "
+            f"{how.parts} equal parts (--parts) of a multiple of {_MULTIPLE}, as products of many experts need it"
+        )
+    check_weights(dense, _blueprint(before))
+    after = moe_config(before, target, how)
+    stored, origins = stored_weights(dense), _origins(before, target, how)
+    entries = _entries(stored, origins, how)
+    generator = torch.Generator().manual_seed(how.seed)
+    tokens = torch.randint(before.vocab_size, _TOKENS, generator=generator)
+    expected = logits_of(dense, tokens)
+    files = split_by_size(entries, _FILE)
+    size = sum(entry.bytes for entry in entries.values())
+    check_space(out, size)
+    temporary = out.with_name(f".tmp-{out.name}-{secrets.token_hex(4)}")
+    try:
+        remove_left(out)
+        temporary.mkdir(parents=True)
+        values = _values(_reader(dense, stored), origins, before, how, generator)
+        for file, part in files.items():
+            write_tensor_file(temporary / file, part, ((name, values(name)) for name in part))
+            flush_file(temporary / file)
+        write_index(temporary, files)
+        copy_source(Source(dense, {}), temporary)
+        dtype = stored[origins[next(iter(origins))][0]].dtype
+        after.architectures, after.dtype = [type(_blueprint(after)).__name__], dtype
+        after.save_pretrained(temporary)
+        check_weights(temporary, _blueprint(read_config(temporary)))
+        difference = float((logits_of(temporary, tokens) - expected).abs().max() / expected.abs().max())
+        # `down` times a number that is no power of two is rounded to the stored dtype.
+        promised = not how.noise and (dtype == torch.float32 or not how.parts & how.parts - 1)
+        if promised and not difference <= _ROUNDING:
+            raise ValueError(
+                f"the logits of the MoE differ from the dense model's by {difference:.1e} of the largest logit, where "
+                f"the method promises equality but for rounding ({_ROUNDING:.0e}); nothing was kept"
+            )
+        put_in_place(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Upcycled(out, target.family, size, difference, promised)
+
+
+def target_of(config: PreTrainedConfig, folder: Path) -> Target:
+    """The MoE family for a dense model. ValueError: there is none."""
+    target = TARGETS.get(config.model_type)
+    known = ", ".join(f"{name} (to {target.family})" for name, target in TARGETS.items())
+    if target is None:
+        raise ValueError(
+            f"{folder} is a model of type {config.model_type!r}, for which no MoE family of Transformers with the same "
+            f"attention is known here; these dense models can be upcycled: {known}"
+        )
+    for key, value in target.required.items():
+        if getattr(config, key, value) != value:
+            raise ValueError(
+                f"{folder} has {key}={json.dumps(getattr(config, key))}, which {target.family} does not compute; only "
+                f"{config.model_type} models with {key}={json.dumps(value)} can be upcycled"
+            )
+    return target
+
+
+def moe_config(dense: PreTrainedConfig, target: Target, how: Upcycling) -> PreTrainedConfig:
+    """What both families read is taken over."""
+    read = keys_read(CONFIG_MAPPING[target.family]) | {"pad_token_id", "bos_token_id", "eos_token_id"}
+    keys = {key: value for key, value in dense.to_dict().items() if key in read}
+    keys |= {"num_experts_per_tok": how.top_k, target.size_key: dense.intermediate_size // how.parts}
+    keys["num_local_experts"] = how.experts
+    if "norm_topk_prob" in read:
+        keys["norm_topk_prob"] = True
+    return make_config(target.family, keys)
+
+
+def _blueprint(config: PreTrainedConfig) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _reader(folder: Path, stored: Mapping[str, Any]) -> _Read:
+    @lru_cache(maxsize=len(MATRICES))  # an MLP's, which all its experts read
+    def read(name: str) -> torch.Tensor:
+        with safe_open(folder / stored[name].file, framework="pt") as file:
+            return file.get_tensor(name)
+
+    return read
+
+
+def _origins(dense: PreTrainedConfig, target: Target, how: Upcycling) -> _Origins:
+    """By name in the MoE, in order: the dense matrix that it is made of, or has the dtype of, and the expert; None: the
+    router."""
+    origins: _Origins = {}
+    for i in range(dense.num_hidden_layers):
+        block, mlp = f"model.layers.{i}.{target.block}", f"model.layers.{i}.mlp"
+        origins[f"{block}.gate.weight"] = f"{mlp}.gate_proj.weight", None
+        for expert in range(how.experts):
+            for ours, theirs in zip(target.matrices, MATRICES, strict=True):
+                origins[f"{block}.experts.{expert}.{ours}.weight"] = f"{mlp}.{theirs}.weight", expert
+    return origins
+
+
+def _entries(stored: Mapping[str, Any], origins: _Origins, how: Upcycling) -> dict[str, Entry]:
+    replaced = {origin for origin, _ in origins.values()}
+    entries = {name: Entry(one.dtype, one.shape) for name, one in stored.items() if name not in replaced}
+    for name, (origin, expert) in origins.items():
+        rows, columns = stored[origin].shape
+        if expert is None:
+            rows = how.experts
+        elif "down_proj" in origin:
+            columns //= how.parts
+        else:
+            rows //= how.parts
+        entries[name] = Entry(stored[origin].dtype, (rows, columns))
+    return entries
+
+
+def _values(
+    read: _Read, origins: _Origins, dense: PreTrainedConfig, how: Upcycling, generator: torch.Generator
+) -> _Read:
+    """The values of each tensor of the MoE; random numbers depend on the order of the calls."""
+
+    def values(name: str) -> torch.Tensor:
+        if name not in origins:
+            return read(name)
+        origin, expert = origins[name]
+        if expert is None:
+            copies_EH = torch.randn(how.experts // how.parts, dense.hidden_size, generator=generator)
+            return (copies_EH * dense.initializer_range).repeat_interleave(how.parts, dim=0)
+        of_inputs = "down_proj" in origin
+        part = read(origin).chunk(how.parts, dim=1 if of_inputs else 0)[expert % how.parts]
+        if how.noise:
+            deviation = part.float().std()
+            part = part + how.noise * deviation * torch.randn(part.shape, generator=generator)
+        return part * how.parts if of_inputs else part
+
+    return values
+
+
+@torch.no_grad()
+def logits_of(folder: Path, tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Logits of a checkpoint of a family of `TARGETS`, computed in float32 (B, S, V).
+
+    Each layer is loaded by Transformers as a model of one layer, from tensors as they are in the files."""
+    config, stored = read_config(folder), stored_weights(folder)
+    read = _reader(folder, stored)
+    hidden_BSH = F.embedding(tokens_BS, read("model.embed_tokens.weight")).float()
+    one = deepcopy(config)
+    # The embeddings are ours, so that of this model is as small as it can be.
+    one.num_hidden_layers, one.vocab_size, one.pad_token_id = 1, 1, None
+    rest = {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": read("model.norm.weight")}
+    for i in range(config.num_hidden_layers):
+        prefix = f"model.layers.{i}."
+        layer = {f"layers.0.{name.removeprefix(prefix)}": read(name) for name in stored if name.startswith(prefix)}
+        model, info = MODEL_MAPPING[type(config)].from_pretrained(
+            None, config=one, state_dict=layer | rest, dtype=torch.float32, output_loading_info=True
+        )
+        if wrong := [*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]]:
+            raise ValueError(f"Transformers does not read layer {i} of {folder} as it was meant: {wrong[:4]}")
+        if i < config.num_hidden_layers - 1:
+            model.norm = nn.Identity()
+        hidden_BSH = model.eval()(inputs_embeds=hidden_BSH, use_cache=False).last_hidden_state
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return F.linear(hidden_BSH, read(head).float())
