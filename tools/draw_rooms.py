@@ -28,7 +28,7 @@ PICTURE = PACKAGE.parent / "docs" / "rooms.svg"
 # From the top down; the rooms of one line may import each other, but not in a circle.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("bench", "serve", "recipes"),
+    ("bench", "serve", "recipes", "conformance"),
     ("train",),
     ("report", "profile", "hf"),
     ("moe", "layer"),

@@ -30,10 +30,12 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 import carpool.hf
+from carpool import conformance
 from carpool.hf.seam.experts_module import expert_function
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import MoEArchitecture, discover, tiny_batch, tiny_model
 
+full_gradients, relative_error = conformance.full_gradients, conformance.relative_error
 IMPLEMENTATION = "carpool"
 BOUND = 1e-5
 
@@ -290,24 +292,11 @@ def loss_of(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple[tor
     return output.logits, F.cross_entropy(output.logits.flatten(0, 1), batch["decoder_input_ids"].flatten())
 
 
-def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Each parameter's whole gradient, on every rank. Collective."""
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
-
-
-def gradient_errors(reference: nn.Module, gradients: dict[str, torch.Tensor]) -> tuple[dict[str, float], list[str]]:
+def gradient_errors(
+    reference: nn.Module, gradients: dict[str, torch.Tensor | None]
+) -> tuple[dict[str, float], list[str]]:
     """(error of each gradient that both have, relative to its largest element; those that only one has)."""
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    both = {name: grad for name, grad in expected.items() if grad is not None and gradients.get(name) is not None}
-    floor = max(float(grad.abs().max()) for grad in both.values()) / 1000
-    missing = [name for name in expected if (expected[name] is None) != (gradients.get(name) is None)]
-    return {name: relative_error(gradients[name], grad, floor) for name, grad in both.items()}, missing
-
-
-def relative_error(ours: Any, theirs: Any, floor: float = 1e-30) -> float:
-    """max |ours - theirs| / max |theirs|, with a lower limit for the denominator."""
-    return float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), floor)
+    return conformance.gradient_errors({name: p.grad for name, p in reference.named_parameters()}, gradients)
 
 
 def experts_modules(model: PreTrainedModel) -> list[nn.Module]:
