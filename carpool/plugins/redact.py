@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from urllib.parse import unquote
 
 REDACTED = "REDACTED"
-_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s\"'<>]+")
-# Before the last @ of the host; and, because secret keys have slashes, of what has a colon that no port follows.
-_USER = re.compile(r"(?<=://)(?:[^\s/\"<>]+|(?:(?!::)[^\s/@\"<>])*:(?!\d+/|//|:)[^\s@\"<>]*)(?=@)")
-# Of the query, or after #. A glob's question mark has no name and equals sign behind it.
-_VALUE = re.compile(r"(?<=[?&#;])([\w.~%\[\]-]+=)([^\s&#;\"'<>]+)")
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}")
+# Each pattern passes over a text once: it may be a page of megabytes without a blank.
+_PORT = re.compile(r":\d+$")
+_ADDRESS = re.compile(r"://[^\s\"'<>]+")
+_AFTER_SCHEME = re.compile(r"(?<=://)(?:[^\s\"<>:]|:(?!//))+")
+# Of the query, or after #. A glob's question mark has no name and equals sign behind it. What JSON escapes, a quote or
+# the end of a line, ends it.
+_VALUE = re.compile(r"(?<=[?&#;])([\w.~%\[\]-]+=)((?:[^\s&#;\"'<>\\]|\\[^\s\"'nrt])+)")
+# They have 34 letters and digits; hf_checkpoints is a folder.
+_HUB_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}")
 
 
 def redact(text: str, *addresses: str) -> str:
@@ -33,9 +36,9 @@ def redact(text: str, *addresses: str) -> str:
         short = len(secret) < 6  # which is part of words
         text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)" if short else re.escape(secret), REDACTED, text)
     if "://" in text:
-        text = _USER.sub(REDACTED, text)
+        text = _AFTER_SCHEME.sub(lambda found: _without_user(found[0]), text)
         text = _ADDRESS.sub(lambda found: _VALUE.sub(rf"\1{REDACTED}", found[0]), text)
-    return _HUB_TOKEN.sub(REDACTED, text) if "hf_" in text else text
+    return _HUB_TOKEN.sub(REDACTED, text)
 
 
 def bare(address: str) -> str:
@@ -43,10 +46,24 @@ def bare(address: str) -> str:
     return re.sub(rf"{REDACTED}@|[?&#;][\w.~%\[\]-]+={REDACTED}", "", redact(address))
 
 
+def _user(rest: str) -> str:
+    """Who asks, of an address's text after ://. Before the last @ of the host; and, because secret keys have slashes,
+    before the first one of what has a colon that no port follows."""
+    host = rest.partition("/")[0]
+    if "@" in host:
+        return host.rpartition("@")[0]
+    return rest.partition("@")[0] if "@" in rest and ":" in _PORT.sub("", host.partition("::")[0]) else ""
+
+
+def _without_user(rest: str) -> str:
+    user = _user(rest)
+    return REDACTED + rest[len(user) :] if user else rest
+
+
 def _secrets(address: str) -> Iterator[str]:
     """Credentials of an address, as they are written there and as stores read them."""
     found: list[str] = []
-    for user in _USER.findall(address):
+    for user in filter(None, map(_user, _AFTER_SCHEME.findall(address))):
         found += [user, *user.split(":", 1)]
     if "://" in address:
         found += [value for _, value in _VALUE.findall(address) if len(value) > 5]

@@ -25,7 +25,7 @@ from carpool.train.config.schema_training import TrainingSection
 from tests.hf.tiny_models import discover, tiny_model
 from tests.train.test_loop import MODEL
 
-TOKEN = "hf_tokenOfAnnaThatNobodySees"
+TOKEN = "hf_tokenOfAnnaThatNobodyElseEverSees"
 OWNERS = ("anna", "lab")
 
 
