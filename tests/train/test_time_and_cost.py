@@ -78,7 +78,7 @@ def test_a_run_says_what_it_measured(tmp_path: Path, text: list[str]) -> None:
     command = [sys.executable, "-m", "carpool", "train", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "time of a step: not predicted, because the model of costs is of GPUs" in done.stdout
+    assert "time of a step" not in done.stdout
     first, second = re.findall(r"time left: .*", done.stdout)
     # After step 10, the pauses at 12, 15, ... 24; after the checkpoint of step 16, that at the end.
     assert re.search(r"13 steps of [\d,]+ ms", first) and "2 checkpoints come on top, none of which" in first

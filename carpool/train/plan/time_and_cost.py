@@ -5,7 +5,7 @@
     measured    after the first steps, and again after the first checkpoint: what is left, with evaluations and
                 checkpoints at what the latest one took
 
-On CPUs, and where a part of the model is trained, nothing is predicted, and it is said that it will be measured.
+On CPUs, and where a part of the model is trained, nothing is predicted; a dry run says that it will be measured.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ def predict_step(plan: Plan) -> Prediction | str:
         return str(error)
 
 
-def describe_time(plan: Plan, done: int = 0) -> list[str]:
+def describe_time(plan: Plan, done: int | None = None) -> list[str]:
     """Lines about how long a step and the run take, before it starts.
 
     Args:
-        done: steps that an earlier part of the run has done."""
+        done: steps that an earlier part of the run has done. None: of a dry run, which says why nothing is predicted; a
+            run has the time measured soon."""
     found, training = predict_step(plan), plan.config.training
     if isinstance(found, str):
-        return [f"time of a step: not predicted, because {found}; the run says it after {SKIPPED + MEASURED} steps"]
+        why = f"time of a step: not predicted, because {found}; the run says it after {SKIPPED + MEASURED} steps"
+        return [why] if done is None else []
     low, middle, high = found.seconds
     mfu = "" if found.mfu is None else f", MFU {found.mfu.middle:.0%}"
     lines = [
@@ -59,7 +61,7 @@ def describe_time(plan: Plan, done: int = 0) -> list[str]:
     ]
     if training.max_steps is None:
         return [*lines, "time of the run: known once the data is read, which says how many steps an epoch has"]
-    steps = min(training.max_steps, training.stop_at_step or training.max_steps) - done
+    steps = min(training.max_steps, training.stop_at_step or training.max_steps) - (done or 0)
     cost = describe_cost(steps * middle, plan.machine.ranks, plan.config.parallelism.price_per_device_hour)
     return [
         *lines,
