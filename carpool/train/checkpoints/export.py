@@ -237,7 +237,10 @@ def export_average(
         check_target(target, replace=False)
     with together(CheckpointError, ""):
         if len({path.resolve() for path in checkpoints}) < 2:
-            raise CheckpointError("an average is of two checkpoints at least, and not of the same one")
+            raise CheckpointError(
+                f"an average is of two checkpoints at least, and here is {checkpoints[0]} alone. Of a run "
+                "the newest is taken; name others by their folders, RUN/checkpoints/step-..."
+            )
         found = [_plan(path.absolute().parent.parent, path, begin, advance) for path in checkpoints]
         shapes = [{name: tuple(stored.size) for name, (stored, _) in parts.items()} for _, _, parts in found]
         for path, other in zip(checkpoints, shapes, strict=True):
