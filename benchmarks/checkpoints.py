@@ -77,8 +77,8 @@ def _measure(config: Config, name: str, settings: dict[str, Any]) -> dict[str, A
     begin, beside = time.perf_counter(), []
     while slowest([float(run.checkpoints.preparing)], run.built.device) != [0.0]:
         beside += _steps(contender, 1)
-    reserved = {"seconds": time.perf_counter() - begin, "step_ms": beside and statistics.median(beside)}
-    reserved["slowest_ms"] = beside and max(beside)
+    reserved = {"seconds": time.perf_counter() - begin, "step_ms": statistics.median(beside) if beside else None}
+    reserved["slowest_ms"] = max(beside) if beside else None
     plain = _steps(contender, settings["steps"])
     for _ in range(settings["saves"]):
         begin = time.perf_counter()
@@ -141,11 +141,10 @@ def _show(found: list[dict[str, Any]], failed: dict[str, str], interval: float) 
     print_table(console, "checkpoints beside training", columns, rows)
     for one in found:
         memory = one["reserved"]
-        steps = f"; steps meanwhile {memory['step_ms']:.1f} ms, {memory['slowest_ms']:.1f} at most"
-        console.print(
-            f"{one['setting']}: host memory reserved in {memory['seconds']:.1f} s{steps if memory['step_ms'] else ''}",
-            highlight=False,
-        )
+        steps = ""
+        if memory["step_ms"]:
+            steps = f"; steps meanwhile {memory['step_ms']:.1f} ms, {memory['slowest_ms']:.1f} at most"
+        console.print(f"{one['setting']}: host memory reserved in {memory['seconds']:.1f} s{steps}", highlight=False)
     for one in found:
         whole = one["predicted"]
         console.print(

@@ -34,9 +34,10 @@ from carpool_systems.expert_copies import Copies
 from carpool_systems.extensions import CopiesSection, ExpertCopies, Snapshots
 from carpool_systems.sparse_snapshots import SparseSnapshots
 
+_KEPT = ["parallelism.ranks_per_node=1", "snapshots.window=1"]
 SETTINGS: dict[str, list[str]] = {
-    "8 layers": [*QWEN, *CONSUMED],
-    "1 layer": [*QWEN, *CONSUMED, "model.config.num_hidden_layers=1"],
+    "8 layers": [*QWEN, *CONSUMED, *_KEPT],
+    "1 layer": [*QWEN, *CONSUMED, *_KEPT, "model.config.num_hidden_layers=1"],
 }
 COPIES, RATIOS = "copies", ("ratios", "cpu")
 
@@ -47,8 +48,7 @@ def measure_all(config: Config, settings: dict[str, Any]) -> None:
 
     def one(name: str) -> dict[str, Any]:
         more = [*TINY, *QWEN_TINY, f"model.config.num_hidden_layers={name.split()[0]}"] if settings["tiny"] else []
-        nodes = ["parallelism.ranks_per_node=1", "snapshots.window=1"]
-        return _measure(config_of_run(name, [*SETTINGS[name], *nodes, *more], settings["tiny"], folder), name, settings)
+        return _measure(config_of_run(name, [*SETTINGS[name], *more], settings["tiny"], folder), name, settings)
 
     found, _ = measure_runs(settings, device, one, lambda its: f"a step takes {its['plain_ms']:.1f} ms", "results")
     if dist.get_rank() == 0:

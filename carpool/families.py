@@ -31,6 +31,7 @@ __all__ = [
     "Gate",
     "Logits",
     "ServedExperts",
+    "UpcycleTarget",
     "family",
     "family_of",
     "family_of_class",
@@ -82,6 +83,25 @@ class ServedExperts:
 
 
 @dataclass(frozen=True)
+class UpcycleTarget:
+    """How a family continues a dense one (`carpool.train.checkpoints.upcycle`).
+
+    Attributes:
+        dense: its model type.
+        block: the module of a layer that holds the router and the experts, as published checkpoints name it.
+        matrices: names of an expert's gate, up and down there.
+        size_key: of the configuration, an expert's intermediate size.
+        required: keys that the dense configuration may have with these values alone, because the family lacks them.
+    """
+
+    dense: str
+    block: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    size_key: str = "intermediate_size"
+    required: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Family:
     """The defaults are what most families have.
 
@@ -120,6 +140,7 @@ class Family:
         scores_key: of the configuration, which names the function that makes their scores.
         mxfp4: Transformers reads its experts from files in MXFP4.
         served: by name of the server; one that is not here has no adapters of this family's experts, or was not read.
+        upcycles: dense families with the same attention, which it continues.
     """
 
     name: str
@@ -165,6 +186,7 @@ class Family:
     scores_key: str = ""
     mxfp4: bool = False
     served: Mapping[str, ServedExperts] = field(default_factory=dict)
+    upcycles: tuple[UpcycleTarget, ...] = ()
 
     def top_k_key(self, config: Any) -> str | None:
         """The key under which a configuration says K as a whole number."""
@@ -189,6 +211,7 @@ _CLAMPED = Gate(
 _MLP, _SPARSE = ServedExperts("mlp.experts"), ServedExperts("block_sparse_moe.experts")
 _W132 = ServedExperts("block_sparse_moe.experts", ("w1", "w3", "w2"))
 _BOTH = {"vllm": _MLP, "sglang": _MLP}
+_SPARSE_MLP, _W132_NAMES = "block_sparse_moe", ("w1", "w3", "w2")
 
 _TABLE = (
     Family("afmoe", sigmoid_router=True, masks_without_positions=True),
@@ -215,7 +238,7 @@ _TABLE = (
     Family("ernie4_5_moe", float_router=True, router_bias=True, served=_BOTH),
     Family("ernie4_5_vl_moe", own_positions=True),
     Family("exaone_moe", sigmoid_router=True, shared_after_routed=True, qk_norm="head"),
-    Family("flex_olmo", qk_norm="all"),
+    Family("flex_olmo", qk_norm="all", upcycles=(UpcycleTarget("olmo2"),)),
     Family("flint", sigmoid_router=True, shared_after_routed=True),
     Family("gemma4", logits=Logits("cap", "final_logit_softcapping")),
     Family(
@@ -250,7 +273,15 @@ _TABLE = (
     Family("minimax_m3_vl", sigmoid_router=True),
     Family("mistral4", shared_after_routed=True),
     Family("mistral_large4", shared_after_routed=True),
-    Family("mixtral", served={"vllm": _W132, "sglang": _SPARSE}),
+    Family(
+        "mixtral", served={"vllm": _W132, "sglang": _SPARSE},
+        upcycles=(
+            UpcycleTarget(
+                "llama", _SPARSE_MLP, _W132_NAMES, required={"attention_bias": False, "mlp_bias": False}
+            ),
+            UpcycleTarget("mistral", _SPARSE_MLP, _W132_NAMES),
+        ),
+    ),
     Family("muse_spark", sigmoid_router=True),
     Family(
         "nemotron_h", sigmoid_router=True, shared_after_routed=True, gated=False,
@@ -262,7 +293,12 @@ _TABLE = (
     Family("phimoe", more_in_mask=True, served={"vllm": _W132, "sglang": _SPARSE}),
     Family("qwen2_moe", window_in_mask=True, served=_BOTH),
     Family("qwen3_5_moe", qk_norm="head", query_gate=True),
-    Family("qwen3_moe", qk_norm="head", served=_BOTH),
+    Family(
+        "qwen3_moe", qk_norm="head", served=_BOTH,
+        upcycles=(
+            UpcycleTarget("qwen3", size_key="moe_intermediate_size", required={"use_sliding_window": False}),
+        ),
+    ),
     Family("qwen3_next", qk_norm="head", query_gate=True),
     Family("qwen3_vl_moe", types=("qwen3_vl_moe_text",), qk_norm="head"),
     Family("solar_open", sigmoid_router=True, shared_after_routed=True),

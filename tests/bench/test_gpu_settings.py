@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import moments, moving, one_gpu_memory, peaks, points, runs, texts
+from benchmarks import moments, moving, one_gpu_memory, peaks, points, runs, snapshots, texts
 from carpool.bench.bench_settings import STEPS_ALONE
 from carpool.train.config import Config, load_config, resolve_config
 from examples.tiny_chat_model import write
@@ -78,6 +78,7 @@ def _of_benchmarks() -> dict[str, tuple[list[str], int]]:
         )
         for row in one_gpu_memory.ROWS
     }
+    found |= {f"snapshots: {name}": (settings, 1) for name, settings in snapshots.SETTINGS.items()}
     found["texts"] = (texts.settings(Path("work")), 1)
     halves = [*moving.settings(moved), *moving.placed(moved), f"training.save_steps={moved.stop_at}"]
     return {**found, "moving": (halves, 2)}

@@ -63,6 +63,7 @@ def test_skewed_choices() -> None:
     assert shares["empty ranks"] == (1.0, 1.0)
 
 
+@pytest.mark.slow  # further processes, which import all; the same cases run above
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that fails alone does not end the table; a file names implementations."""
     arguments = ["--case", "gradients", "--case", "inference", "--mesh", MESH, "--timeout", "20"]

@@ -65,12 +65,12 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         in _run(tmp_path, "--prompt", "x", "--experts", "hots").output
     )
     found = find_source(tmp_path)
-    monkeypatch.setattr(served_model, "_ranks", lambda: 2)
+    monkeypatch.setattr(served_model, "world", lambda: 2)
     with pytest.raises(
         ValueError, match="--experts host: experts come when they are chosen on one rank alone; use --ranks 1"
     ):
         open_model(found, max_tokens=64, experts=HOST)
-    monkeypatch.setattr(served_model, "_ranks", lambda: 1)
+    monkeypatch.setattr(served_model, "world", lambda: 1)
     monkeypatch.setattr(served_model, "build_model", None)
     monkeypatch.setattr(host, "free_host_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"the experts \(--experts host\) of 1 ranks .* 0.0 GiB are free"):

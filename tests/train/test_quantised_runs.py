@@ -136,7 +136,7 @@ def test_a_run_is_served_beside_the_base_that_it_has_trained_beside(
     info = run(base, folder, text, "adapter.base_dtype=nf4", "training.max_steps=1")
     assert served(folder) == {"weight", "gate_up_proj", "down_proj"}
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"trained on one rank, .*: use --ranks 1"):
-        patch.setattr("carpool.serve.served_model._ranks", lambda: 2)
+        patch.setattr("carpool.serve.served_model.world", lambda: 2)
         served(folder)
     info["parallelism"]["world_size"] = 2
     (folder / "run.json").write_text(json.dumps(info))

@@ -63,8 +63,8 @@ def logits(folder: Path) -> torch.Tensor:
 def test_logits_equal_the_dense_models(family: str, options: tuple[str, ...], tmp_path: Path) -> None:
     dense = dense_model(tmp_path, family)
     assert "equal but for rounding" in upcycled(dense, tmp_path / "moe", *options)
-    config, target = AutoConfig.from_pretrained(tmp_path / "moe"), upcycling.TARGETS[family]
-    assert config.model_type == target.family and config.num_experts_per_tok == int(options[3])
+    config, (moe, target) = AutoConfig.from_pretrained(tmp_path / "moe"), upcycling.TARGETS[family]
+    assert config.model_type == moe and config.num_experts_per_tok == int(options[3])
     parts = 1 if options is COPY else 2 if options is SPLIT else 8
     assert getattr(config, target.size_key) == 192 // parts
     assert (tmp_path / "moe" / "tokenizer.json").read_text() == '{"a": 1}'

@@ -24,7 +24,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from carpool.families import FAMILIES, UpcycleTarget
 from carpool.hf.weights.config_keys import keys_read
 from carpool.hf.weights.model_config import make_config, read_config
 from carpool.hf.weights.original_layout import check_weights
@@ -57,33 +57,10 @@ _Read = Callable[[str], torch.Tensor]
 _Origins = dict[str, tuple[str, int | None]]
 
 
-@dataclass(frozen=True)
-class Target:
-    """The MoE family that continues a dense one.
-
-    Attributes:
-        family: its model type in Transformers.
-        block: the module of a layer that holds the router and the experts, as published checkpoints name it.
-        matrices: names of an expert's gate, up and down there.
-        size_key: of its configuration, an expert's intermediate size.
-        required: keys that the dense configuration may have with these values alone, because the MoE family lacks them.
-    """
-
-    family: str
-    block: str = "mlp"
-    matrices: tuple[str, str, str] = MATRICES
-    size_key: str = "intermediate_size"
-    required: Mapping[str, Any] = field(default_factory=dict)
-
-
-_MIXTRAL = ("w1", "w3", "w2")
-# By the dense model type. Attention, norms, rotary positions and the activation are the same on both sides.
-TARGETS = {
-    "llama": Target("mixtral", "block_sparse_moe", _MIXTRAL, required={"attention_bias": False, "mlp_bias": False}),
-    "mistral": Target("mixtral", "block_sparse_moe", _MIXTRAL),
-    "olmo2": Target("flex_olmo"),
-    "qwen3": Target("qwen3_moe", size_key="moe_intermediate_size", required={"use_sliding_window": False}),
-}
+# By the dense model type: the MoE family that continues it, which says so in carpool/families.py. Attention, norms,
+# rotary positions and the activation are the same on both sides.
+_ALL = ((target.dense, (name, target)) for name in FAMILIES for target in FAMILIES[name].upcycles)
+TARGETS = dict(sorted(_ALL, key=lambda one: one[0]))
 
 
 class Upcycling(NamedTuple):
@@ -144,14 +121,14 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
     """
     check_target(out, replace=False)
     before = read_config(dense)
-    target = target_of(before, dense)
+    family, target = target_of(before, dense)
     if before.intermediate_size % (how.parts * _MULTIPLE):
         raise ValueError(
             f"the MLP's {before.intermediate_size} intermediate values (intermediate_size) cannot be cut into "
             f"{how.parts} equal parts (--parts) of a multiple of {_MULTIPLE}, as products of many experts need it"
         )
     check_weights(dense, _blueprint(before))
-    after = moe_config(before, target, how)
+    after = moe_config(before, family, target, how)
     stored, origins = stored_weights(dense), _origins(before, target, how)
     entries = _entries(stored, origins, how)
     generator = torch.Generator().manual_seed(how.seed)
@@ -185,36 +162,36 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
         put_in_place(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Upcycled(out, target.family, size, difference, promised)
+    return Upcycled(out, family, size, difference, promised)
 
 
-def target_of(config: PreTrainedConfig, folder: Path) -> Target:
+def target_of(config: PreTrainedConfig, folder: Path) -> tuple[str, UpcycleTarget]:
     """The MoE family for a dense model. ValueError: there is none."""
-    target = TARGETS.get(config.model_type)
-    known = ", ".join(f"{name} (to {target.family})" for name, target in TARGETS.items())
-    if target is None:
+    known = ", ".join(f"{name} (to {family})" for name, (family, _) in TARGETS.items())
+    if config.model_type not in TARGETS:
         raise ValueError(
             f"{folder} is a model of type {config.model_type!r}, for which no MoE family of Transformers with the same "
             f"attention is known here; these dense models can be upcycled: {known}"
         )
+    family, target = TARGETS[config.model_type]
     for key, value in target.required.items():
         if getattr(config, key, value) != value:
             raise ValueError(
-                f"{folder} has {key}={json.dumps(getattr(config, key))}, which {target.family} does not compute; only "
+                f"{folder} has {key}={json.dumps(getattr(config, key))}, which {family} does not compute; only "
                 f"{config.model_type} models with {key}={json.dumps(value)} can be upcycled"
             )
-    return target
+    return family, target
 
 
-def moe_config(dense: PreTrainedConfig, target: Target, how: Upcycling) -> PreTrainedConfig:
+def moe_config(dense: PreTrainedConfig, family: str, target: UpcycleTarget, how: Upcycling) -> PreTrainedConfig:
     """What both families read is taken over."""
-    read = keys_read(CONFIG_MAPPING[target.family]) | {"pad_token_id", "bos_token_id", "eos_token_id"}
+    read = keys_read(CONFIG_MAPPING[family]) | {"pad_token_id", "bos_token_id", "eos_token_id"}
     keys = {key: value for key, value in dense.to_dict().items() if key in read}
     keys |= {"num_experts_per_tok": how.top_k, target.size_key: dense.intermediate_size // how.parts}
     keys["num_local_experts"] = how.experts
     if "norm_topk_prob" in read:
         keys["norm_topk_prob"] = True
-    return make_config(target.family, keys)
+    return make_config(family, keys)
 
 
 def _blueprint(config: PreTrainedConfig) -> Any:
@@ -231,7 +208,7 @@ def _reader(folder: Path, stored: Mapping[str, Any]) -> _Read:
     return read
 
 
-def _origins(dense: PreTrainedConfig, target: Target, how: Upcycling) -> _Origins:
+def _origins(dense: PreTrainedConfig, target: UpcycleTarget, how: Upcycling) -> _Origins:
     """By name in the MoE, in order: the dense matrix that it is made of, or has the dtype of, and the expert; None: the
     router."""
     origins: _Origins = {}
