@@ -6,9 +6,10 @@ import errno
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -338,6 +339,21 @@ def test_a_run_goes_on_from_what_was_written_beside_it(
     again = f"training.resume_from_checkpoint={tmp_path / 'beside/checkpoints/step-00000004'}"
     assert start(two_ranks, tmp_path / "again", [*settings, again]) == [""] * 2
     assert losses(tmp_path / "again") == {step: whole[step] for step in (5, 6)}
+
+
+def _reserve_nothing(output: str, settings: list[str]) -> None:
+    """A disk for temporary folders that is full, on one of two ranks."""
+    full = mock.patch.object(tempfile, "TemporaryDirectory", side_effect=OSError(errno.ENOSPC, "No space left"))
+    with full if rank() == 1 else nullcontext():
+        train(load_config(None, [*MODEL, *settings, f"training.output_dir={output}"]))
+
+
+def test_a_run_goes_on_where_memory_is_not_reserved(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    two_ranks(
+        _reserve_nothing, str(tmp_path), [*text, *LONG, ASYNC, "training.stop_at_step=3", "training.save_steps=2"]
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in lines if one["kind"] == "checkpoint"] == [2, 3]
 
 
 def _lose_the_best(output: str, settings: list[str]) -> None:

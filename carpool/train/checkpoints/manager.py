@@ -29,7 +29,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -216,8 +216,11 @@ class CheckpointManager:
         doing = "host memory for checkpoints was not reserved: "
         parts = _parts(model, optimizer, average, to_logical, doing)
         files: dict[str, ShardFile] = {}
-        with tempfile.TemporaryDirectory() as folder, together(CheckpointWriteError, doing):
-            files = self._planner.shard_files(Path(folder), parts)  # DCP makes the folders that it plans for
+        with ExitStack() as stack:
+            with together(CheckpointWriteError, doing):  # DCP makes the folders that it plans for
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            with together(CheckpointWriteError, doing):
+                files = self._planner.shard_files(folder, parts)
         if self._has_room(files) and files:  # a rank may write nothing
             self._host_buffer(files).prepare(total_bytes(files))
 

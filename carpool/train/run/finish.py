@@ -54,7 +54,7 @@ from carpool.train.launch.ranks import gather, patiently
 from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text
-from carpool.train.run.best_model import is_due, metric
+from carpool.train.run.best_model import due_times, is_due, metric
 from carpool.train.run.run_records import say_time_left
 from carpool.train.steps.capacity import full_capacity
 from carpool.train.steps.training_objective import Losses
@@ -191,12 +191,14 @@ def save(run: Run, wait: bool = True) -> Path | None:
 
 def prepare(run: Run) -> None:
     """Before the first checkpoint that is written beside training. Collective."""
-    training, epoch = run.config.training, run.data.steps_per_epoch
-    later = range(run.step + 1, run.last_step)
-    due = any(is_due(training.save_strategy, training.save_steps, step, epoch) for step in later)
-    if due and training.saves_async(run.built.device.type == "cuda", run.config.memory.experts):
-        built = run.built
-        run.checkpoints.prepare(built.model, built.optimizer, average=built.average, to_logical=_to_logical(run))
+    training, built = run.config.training, run.built
+    epoch = run.data.steps_per_epoch
+    on_the_way = due_times(training.save_strategy, training.save_steps, run.step, run.last_step, epoch) - 1
+    if on_the_way > 0 and training.saves_async(built.device.type == "cuda", run.config.memory.experts):
+        try:
+            run.checkpoints.prepare(built.model, built.optimizer, average=built.average, to_logical=_to_logical(run))
+        except CheckpointWriteError as error:  # the first save reserves it, then
+            run.records.say(f"warning: {error}")
 
 
 def _to_logical(run: Run) -> Hook | None:
