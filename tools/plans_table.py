@@ -31,7 +31,9 @@ COLUMNS = ("model", "GPUs", "fastest", "step, s", "MFU", "GiB", "the step goes t
 INTRODUCTION = """\
 # Plans of published models
 
-`python -m tools.plans_table` writes this page from what `carpool plan` predicts. Nothing here was measured. For each
+`python -m tools.plans_table` writes this page from what `carpool plan` predicts. Nothing here was measured.
+Layers that are computed again under FSDP are taken as compiled: this needs PyTorch 2.13, and has not run on GPUs.
+For each
 model and number of {hardware} GPUs, {per_node} a node, it has the fastest plan, and how much longer the best one of the
 other kind takes: with experts spread over ranks (`ep` above 1), or with all experts on every rank (`ep1`). Differences
 are seconds of a step, by what is exposed; *the host* is among them wherever it is one of the four largest. Steps have

@@ -295,6 +295,7 @@ def upcycle(
         check_new_folder("--out", out)
         from transformers.utils.logging import disable_progress_bar
 
+        from carpool.report.units import bytes_text
         from carpool.train.checkpoints import upcycle as upcycling
 
         disable_progress_bar()
@@ -303,7 +304,7 @@ def upcycle(
             made = upcycling.upcycle(dense, out, how)
         equal = "equal but for rounding" if made.promised else "not promised to be equal"
         typer.echo(
-            f"{made.family} model of {dense}: {out}, {made.bytes / 1e9:.2f} GB\n"
+            f"{made.family} model of {dense}: {out}, {bytes_text(made.bytes)}\n"
             f"logits differ by at most {made.difference:.1e} of the largest: {equal}"
         )
 

@@ -90,8 +90,8 @@ class LimitOptions:
 
 
 def counted(number: int, what: str) -> str:
-    """For people: 1 rank, 2 ranks."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    """For people: 1 rank, 2,000 ranks."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 __all__ = ["LimitOptions", "RoutingLimit", "drop_outside"]

@@ -63,6 +63,9 @@ def test_how_often_something_is_due(strategy: str, every: int | None, last: int)
 
 
 def test_what_is_left() -> None:
+    assert describe_left(1, 9.0, {"evaluation": (1, 1.0)}, 1, None) == (
+        "time left: 10 s: 1 step of 9,000 ms, 1 evaluation of 1.0 s (measured)"
+    )
     text = describe_left(100, 36.0, {"evaluation": (10, 360.0), "checkpoint": (3, None)}, 8, 2.0)
     assert text == (
         "time left: 2 h 0 min: 100 steps of 36,000 ms, 10 evaluations of 360.0 s (measured), 16.00 device-hours, which "

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import Prediction, predict
+from carpool.routing.limit import counted
 from carpool.train.blueprint import planned_attention
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
@@ -78,13 +79,13 @@ def describe_left(
     Args:
         seconds: of a step.
         pauses: of evaluations and checkpoints, how many are left, and the seconds of one; None: there was none yet."""
-    total, parts, unknown = steps * seconds, [f"{steps:,} steps of {1e3 * seconds:,.0f} ms"], []
+    total, parts, unknown = steps * seconds, [f"{counted(steps, 'step')} of {1e3 * seconds:,.0f} ms"], []
     for name, (count, one) in pauses.items():
         if count and one is None:
-            unknown.append(f"{count:,} {name}s")
+            unknown.append(counted(count, name))
         elif count and one is not None and one >= 0.05:
             total += count * one
-            parts.append(f"{count:,} {name}s of {one:,.1f} s")
+            parts.append(f"{counted(count, name)} of {one:,.1f} s")
     rest = f"; {' and '.join(unknown)} come on top, none of which was measured yet" if unknown else ""
     return f"time left: {duration(total)}: {', '.join(parts)} (measured){describe_cost(total, ranks, price)}{rest}"
 
