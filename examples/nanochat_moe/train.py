@@ -194,6 +194,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     with torch.device(device):
         model = Model(config).narrow(torch.bfloat16 if device.type == "cuda" else torch.float32)
     moes = [block.mlp for block in model.blocks if isinstance(block.mlp, carpool.MoE)]
+    if moes and given.compile == "model" and device.type == "cuda":
+        raise SystemExit("--compile model: on a GPU routers are kernels outside of graphs; take around or blocks")
     compile_model(model, given.compile or ("around" if moes else "model"))
     optimizer = make_optimizer(model, given.batch_tokens)
     training = Tokens(given.data / "train.bin", config.sequence, device)
