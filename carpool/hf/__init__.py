@@ -35,7 +35,8 @@ if find_spec("transformers") is None:
 from carpool.hf.adapters import synchronize_adapters, watch_adapters
 from carpool.hf.decoder_layers import compile_layers, offload_layers
 from carpool.hf.quantised_base import quantise_experts, quantised_while_loading
-from carpool.hf.routing.replay import record_rollout, replay
+from carpool.hf.routing.replay import replay
+from carpool.hf.routing.rollouts import ReplayedRollouts, record_rollout, routed_experts
 from carpool.hf.routing.router_balance import BiasBalance, balance_loss
 from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
 from carpool.hf.seam.expert_rides import ExpertRides, rides
@@ -64,6 +65,7 @@ __all__ = [
     "CarpoolEP",
     "ExpertRides",
     "FastSteps",
+    "ReplayedRollouts",
     "TraceRecorder",
     "balance_loss",
     "compile_layers",
@@ -78,6 +80,7 @@ __all__ = [
     "replay",
     "rides",
     "route_in_float32",
+    "routed_experts",
     "set_activation_policies",
     "set_experts",
     "set_layout",

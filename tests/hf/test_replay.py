@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,9 +186,9 @@ def test_a_rollout_is_replayed(folder: str) -> None:
     with replay(model, recordings):
         _logits(model, out_BL, mask_BL).square().mean().backward()
     for before, (name, own) in zip(moved, rides(model).items(), strict=True):
-        assert torch.equal(own.routing.expert_TK, recordings[name].expert_TK) and not torch.equal(
-            before, own.routing.expert_TK
-        )
+        read_T = read_BL.flatten()
+        assert torch.equal(own.routing.expert_TK[read_T], recordings[name].expert_TK[read_T])
+        assert not torch.equal(before[read_T], own.routing.expert_TK[read_T])
     assert all(router.grad is not None and router.grad.abs().sum() > 0 for router in routers)
 
 
@@ -209,8 +212,8 @@ def test_what_was_not_read_is_not_replayed() -> None:
     model: Any = tiny_model(discover()["olmoe"]).eval()
     carpool.hf.install(model)
     _, _, rollout = _rollout(model, slice(0, 2), 4)
-    name = next(iter(rides(model)))
-    assert rollout.choices(name, 9).shape == (2, 9, 2)
+    last_BK = next(iter(rollout.routings(9).values())).expert_TK.view(2, 9, 2)[:, -1]
+    assert (last_BK == -1).all()
     with pytest.raises(ValueError, match="read 8 tokens of each sequence, so 10 cannot be replayed"):
         rollout.routings(10)
     with record_rollout(model) as twice:
@@ -220,3 +223,139 @@ def test_what_was_not_read_is_not_replayed() -> None:
         twice.routings(5)
     with pytest.raises(ValueError, match="no Carpool layers"), record_rollout(tiny_model(discover()["olmoe"])):
         pass
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What servers return of a rollout, and the share of tokens that would have chosen otherwise.
+
+
+def _returned(model: Any, rollout: Any, mask_BL: torch.Tensor) -> list[np.ndarray]:
+    """As vLLM: all decoder layers, zeros for those without experts, all tokens but the last."""
+    recordings = rollout.routings(mask_BL.shape[1])
+    chosen = np.zeros((*mask_BL.shape, model.config.num_hidden_layers, model.config.num_experts_per_tok), np.uint8)
+    for name, one in recordings.items():
+        chosen[:, :, int(name.split(".")[2])] = one.expert_TK.view(*mask_BL.shape, -1).numpy().astype(np.uint8)
+    return [row[real][:-1] for row, real in zip(chosen, mask_BL.numpy(), strict=True)]
+
+
+def _encoded(array: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_what_servers_return() -> None:
+    """The recordings of a rollout come back from each form, also with padding on both sides."""
+    model: Any = tiny_model(discover()["deepseek_v3"], num_hidden_layers=3, first_k_dense_replace=1).eval()
+    carpool.hf.install(model)
+    out_BL, mask_BL, rollout = _rollout(model, slice(0, 3))
+    mask_BL[1, -2:] = False
+    layers, length = list(rides(model)), out_BL.shape[1]
+    assert len(layers) < model.config.num_hidden_layers
+    read_BL = mask_BL & torch.cat([mask_BL[:, 1:], mask_BL[:, :1] & False], 1)
+    arrays, want = _returned(model, rollout, mask_BL), rollout.routings(length, read_BL)
+    with_experts = [int(name.split(".")[2]) for name in layers]
+    forms: list[list[Any]] = [
+        arrays,
+        [_encoded(one) for one in arrays],
+        [one[:, with_experts].tolist() for one in arrays],
+        [torch.from_numpy(one.astype(np.int32)) for one in arrays],
+    ]
+    for form in forms:
+        found = carpool.hf.routed_experts(model, form, mask_BL.long())
+        assert list(found) == layers
+        assert all(torch.equal(found[name].expert_TK, want[name].expert_TK) for name in layers)
+    # Nothing may be known of some tokens, and of a text; and the last token may be there.
+    part = arrays[0].astype(np.int64)
+    part[:2] = part[4] = -1
+    found = carpool.hf.routed_experts(model, [np.concatenate([part, part[:1]]), None, arrays[2]], mask_BL)
+    for name in layers:
+        chosen_BLK, want_BLK = (one[name].expert_TK.view(3, length, -1).clone() for one in (found, want))
+        first = mask_BL[0].nonzero()[0, 0]
+        want_BLK[0, : first + 2] = want_BLK[0, first + 4] = want_BLK[1] = -1
+        assert torch.equal(chosen_BLK, want_BLK)
+    with replay(model, found) as replayed:
+        _logits(model, out_BL, mask_BL)
+    assert replayed.differing().routers == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda arrays: arrays[:2], "of 2 texts were returned, but the batch has 3"),
+        (lambda arrays: [arrays[0], arrays[1], arrays[0]], "text 2: there are 8 tokens, but 9 of this text were read"),
+        (lambda arrays: [arrays[1], *arrays[1:]], "text 0: there are 10 tokens, but 8 of this text were read"),
+        (lambda arrays: [one[:, :1] for one in arrays], r"shape \(8, 1, 2\) has 1 layers .* 2 layers with experts"),
+        (lambda arrays: [one[:, :, :1] for one in arrays], "K = 1, but the model has .* K = 2: the server has another"),
+        (lambda arrays: [one.astype(np.float32) for one in arrays], "of float32, but .* whole numbers"),
+        (lambda arrays: [one[0] for one in arrays], r"shape \(2, 2\) of uint8, but \(tokens, layers, K\)"),
+        (lambda arrays: [one + 7 for one in arrays], r"token 0 chose \[.*\] in model.layers.0.mlp.experts.* 0\.\.7"),
+        (lambda arrays: [one * 0 for one in arrays], r"token 0 chose \[0, 0\] in .*nothing was recorded, so give"),
+        (lambda arrays: ["bm9uZQ=="] * 3, "text 0: a string must be base64 of numpy.save"),
+        (lambda arrays: [None] * 3, "no text has routed experts"),
+    ],
+)  # fmt: skip
+def test_what_is_not_of_these_texts(change: Any, said: str) -> None:
+    model: Any = tiny_model(discover()["qwen3_moe"])
+    carpool.hf.install(model)
+    mask_BL = torch.arange(11) >= torch.tensor([[2], [0], [1]])
+    some = torch.arange(2).expand(11, model.config.num_hidden_layers, 2).numpy().astype(np.uint8)
+    arrays = [some[:8], some[:10], some[:9]]
+    carpool.hf.routed_experts(model, arrays, mask_BL)
+    with pytest.raises(ValueError, match=said):
+        carpool.hf.routed_experts(model, change(arrays), mask_BL)
+
+
+def _differing(path: str) -> tuple[Any, Any, bool]:
+    """On rank r, r + 1 of 12 tokens recorded another expert in the last layer; the first 2 tokens are not recorded."""
+    _save("olmoe", path)
+    model = _model("olmoe", path).eval()
+    ids_BL = torch.randint(1, 32, (2, 7), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with torch.no_grad():
+        model(input_ids=ids_BL)
+        recordings = recorded(model)
+        last = list(recordings)[-1]
+        mixed = {name: Routing(one.expert_TK.clone(), None) for name, one in recordings.items()}
+        for token in range(3, 4 + dist.get_rank()):
+            mine = mixed[last].expert_TK[token]
+            mine[0] = next(expert for expert in range(8) if expert not in mine.tolist())
+        for one in mixed.values():
+            one.expert_TK[:2] = -1
+        with replay(model, mixed) as replayed:
+            model(input_ids=ids_BL)
+        chosen = rides(model)[last].routing.expert_TK
+        same = torch.equal(chosen[:2].sort(1).values, recordings[last].expert_TK[:2].sort(1).values)
+        # Recorded weights: only what the layers before have changed differs.
+        with replay(model, {name: Routing(mixed[name].expert_TK, one.weight_TK) for name, one in recordings.items()},
+                    weights=True) as weighed:  # fmt: skip
+            model(input_ids=ids_BL)
+    return replayed.differing(), weighed.differing(), same
+
+
+def test_how_many_would_have_chosen_otherwise(two_ranks: Ranks, tmp_path: Path) -> None:
+    for differing, weighed, same in two_ranks(_differing, str(tmp_path)):
+        first, last = differing.layers
+        assert same and differing.layers == {first: 0.0, last: 3 / 24}
+        assert (differing.routers, differing.tokens) == (3 / 48, 3 / 24)
+        assert weighed.layers[first] == 0 and weighed.layers[last] >= 3 / 24
+
+
+def test_the_balance_loss_is_of_what_routers_choose_themselves() -> None:
+    """With other choices replayed, a layer's balance loss and its gradient are the same bits."""
+    model: Any = tiny_model(discover()["olmoe"], num_hidden_layers=1).train()
+    carpool.hf.install(model)
+    batch, found = tiny_batch(model), []
+    router = model.model.layers[0].mlp.gate.weight
+    others: dict[str, Routing] = {}
+    for recordings in (others, others):
+        model.zero_grad(set_to_none=True)
+        with replay(model, recordings) as replayed:
+            out = model(**batch, output_router_logits=True)
+        out.aux_loss.backward()
+        found.append((out.aux_loss.detach(), router.grad, out.logits))
+        others |= {name: Routing((one.expert_TK + 1) % 8, None) for name, one in recorded(model).items()}
+    assert replayed.differing().tokens > 0.5 and found[0][1].abs().sum() > 0
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][2], found[1][2])
+    with replay(model, others) as unused, pytest.raises(ValueError, match="no forward has been replayed"):
+        unused.differing()

@@ -7,12 +7,20 @@
 Each router's top-k is answered with the recorded experts (carpool/hf/routing/router_answers.py), so their weights are
 what the router makes of them now, with gradients. With `weights=True` recorded weights are used, and the router is not
 asked. Limits and drops leave recordings alone: what was recorded had been limited and dropped.
+
+A token whose recorded choices are all -1 was not recorded: its router chooses. With `replay(...) as replayed`,
+`replayed.differing()` says for how many of the others routers would have chosen otherwise; the forward compares them on
+the device.
+
+A balance loss sees the routers' logits. So it balances what routers choose now, and with them the next rollout, not
+what is replayed; its value and its gradient by the logits are those without a replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +35,19 @@ from carpool.routing import Routing
 
 
 @contextmanager
-def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool = False) -> Iterator[None]:
+def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool = False) -> Iterator[Replayed]:
     """Inside, the MoE layers of a model choose as recorded. All ranks together, each with what its tokens chose.
 
+    Activation checkpointing computes layers again in the backward, which must then be inside, too.
+
     Args:
-        recordings: by the names of `carpool.hf.rides`; other layers choose for themselves. Every forward inside must be
-            of the recorded tokens.
-        weights: use the recorded weights as well; without, the routers weigh the choices.
+        recordings: by the names of `carpool.hf.rides`; other layers choose for themselves, and so does a token whose
+            recorded choices are all -1. Every forward inside must be of the recorded tokens.
+        weights: use the recorded weights as well, and -1 means no expert; without, the routers weigh the choices.
 
     Raises:
         ValueError: on all ranks alike, before anything is sent, if a recording of any rank does not fit; in the forward
-            another number of tokens, or a router without a top-k over experts, whose recordings need weights.
+            another number of tokens, another K, or a router without a top-k over experts, which needs `weights`.
     """
     layers = required_rides(model)
     found = {name: find_router(model, name) for name in layers}
@@ -46,10 +56,46 @@ def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool
     for one in replays:
         one.install()
     try:
-        yield
+        yield Replayed(dict(zip(recordings, replays, strict=True)))
     finally:
         for one in replays:
             one.remove()
+
+
+@dataclass(frozen=True)
+class Differing:
+    """Where routers would have chosen other experts than recorded, in shares of what was recorded on all ranks.
+
+    Attributes:
+        layers: for each layer, of its tokens.
+        routers: of the choices of all layers together.
+        tokens: of the tokens, those that differ in at least one layer."""
+
+    layers: dict[str, float]
+    routers: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The layers that `replay` replays, by name."""
+
+    layers: dict[str, _LayerReplay]
+
+    def differing(self) -> Differing:
+        """Of the last forward, also after the replay. Collective; waits for the device.
+
+        A recorded expert that is as good as the router's last choice does not differ."""
+        found = [one.compared for one in self.layers.values()]
+        if not found or None in found:
+            raise ValueError("no forward has been replayed, so there is nothing to compare")
+        compared_L2T = torch.stack([torch.stack(one) for one in found if one is not None])
+        counts_X2 = torch.cat([compared_L2T.sum(2), compared_L2T.any(0).sum(1).unsqueeze(0)])
+        if dist.is_initialized():
+            dist.all_reduce(counts_X2)
+        *layers, tokens = [differ / max(known, 1) for differ, known in counts_X2.tolist()]
+        differ, known = counts_X2[:-1].sum(0).tolist()
+        return Differing(dict(zip(self.layers, layers, strict=True)), differ / max(known, 1), tokens)
 
 
 class _LayerReplay:
@@ -58,6 +104,8 @@ class _LayerReplay:
     def __init__(self, own: ExpertRides, router: nn.Module | None, recording: Routing, weights: bool) -> None:
         self.own, self.router, self.weights = own, None if weights else router, weights
         self.recording = recording
+        # (T,) bool of the last forward: tokens that would have chosen otherwise, and those that were recorded.
+        self.compared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward: Any = None
         self._answered = False
 
@@ -79,12 +127,21 @@ class _LayerReplay:
     def _choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
         check_replay(self.recording, score_TE.shape[0], self.own.num_experts, self.own.group)
         self._answered = True
-        return self.recording.expert_TK.to(score_TE.device).long()
+        recorded_TK = self.recording.expert_TK.to(score_TE.device).long()
+        if recorded_TK.shape[1] != top_k:
+            raise ValueError(f"{self.own.name}: {recorded_TK.shape[1]} choices of a token were recorded, not {top_k}")
+        own, known_T = score_TE.topk(top_k, dim=-1), recorded_TK[:, 0] >= 0
+        worst_T = score_TE.gather(1, recorded_TK.clamp(min=0)).amin(1)
+        self.compared = known_T & (worst_T < own.values.amin(1)), known_T
+        return torch.where(known_T.unsqueeze(1), recorded_TK, own.indices)
 
     def before_ride(self, routing: Routing) -> Routing:
         """What rides: the recording, or what the router has made of its choices."""
         if self.weights:
             check_replay(self.recording, routing.expert_TK.shape[0], self.own.num_experts, self.own.group)
+            recorded_TK = self.recording.expert_TK.to(routing.expert_TK.device)
+            chosen_TK = (recorded_TK.unsqueeze(2) == routing.expert_TK.unsqueeze(1)).any(2) | (recorded_TK < 0)
+            self.compared = ~chosen_TK.all(1), (recorded_TK >= 0).any(1)
             return self.recording
         answered, self._answered = self._answered, False
         if not answered:
@@ -122,70 +179,7 @@ def _error(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], we
             return f"{name}: the recording has no weights; leave weights=True out, and the router makes some"
         if not weights and own.token_slice[1] > 1:
             return f"{name}: under tensor parallelism a rank records a slice of the tokens: replay with weights=True"
-        if not weights and bool((recording.expert_TK < 0).any()):
+        none_TK = recording.expert_TK < 0
+        if not weights and bool((none_TK.any(1) if own.drops else none_TK.any(1) & ~none_TK.all(1)).any()):
             return f"{name}: some recorded choices are -1, none, which no router can weigh: replay with weights=True"
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The choices of a rollout: which experts served each token in `model.generate`.
-#
-#     with carpool.hf.record_rollout(model) as rollout:               # on all ranks
-#         ids_BL = model.generate(**prompts)
-#     with carpool.hf.replay(model, rollout.routings(ids_BL.shape[1])):
-#         model(input_ids=ids_BL, ...).loss.backward()
-#
-# A router that has moved, or that rounds otherwise in a batch than token by token, chooses other experts, and the
-# likelihood ratio of reinforcement learning compares two models; replayed choices make it one (routing replay, arXiv
-# 2507.18071; of rollouts, arXiv 2510.11370). The choices of the prompts' forward and of the decode steps are put in the
-# order of one forward over whole sequences.
-
-
-class Rollout:
-    """What was chosen in the forwards of one generation. `record_rollout` makes it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = required_rides(model)
-        self._chosen: dict[str, list[torch.Tensor]] = {name: [] for name in self._layers}
-
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        ids_BL = kwargs.get("input_ids", args[0] if args else None)
-        if ids_BL is None:
-            raise ValueError("a rollout is recorded of input_ids; generate from tokens, not from inputs_embeds")
-        for name, own in self._layers.items():
-            assert own.routing is not None
-            self._chosen[name].append(own.routing.expert_TK.reshape(*ids_BL.shape, -1))
-
-    def choices(self, name: str, length: int) -> torch.Tensor:
-        """The choices of a layer, (B, length, K) int32, for sequences of `length` tokens, padding included.
-
-        The last token of a text was never read, so nothing was chosen for it: it takes the choices of the one before.
-        What it computes reaches no prediction of the text.
-
-        Raises:
-            ValueError: fewer tokens than that were read, or several generations were recorded."""
-        chosen = self._chosen[name]
-        if len({len(one_BLK) for one_BLK in chosen}) > 1 or any(one_BLK.shape[1] > 1 for one_BLK in chosen[1:]):
-            raise ValueError("a rollout holds one generation: record each for itself, and with use_cache=True")
-        read = sum(one_BLK.shape[1] for one_BLK in chosen)
-        if not read or length > read + 1:
-            raise ValueError(f"the rollout read {read} tokens of each sequence, so {length} cannot be replayed")
-        chosen_BLK = torch.cat([*chosen, chosen[-1][:, -1:]], 1)
-        return chosen_BLK[:, :length]
-
-    def routings(self, length: int) -> dict[str, Routing]:
-        """What `carpool.hf.replay` takes, for a forward over whole sequences of `length` tokens. Raises ValueError as
-        `choices`."""
-        return {name: Routing(self.choices(name, length).flatten(0, 1), None) for name in self._layers}
-
-
-@contextmanager
-def record_rollout(model: nn.Module) -> Iterator[Rollout]:
-    """Record the choices of one `model.generate` inside. All ranks together; each has those of its own sequences. Not
-    with decode steps in CUDA graphs, which nothing can look into. ValueError: a model without layers of Carpool."""
-    rollout = Rollout(model)
-    handle = model.register_forward_hook(rollout._after_forward, with_kwargs=True)
-    try:
-        yield rollout
-    finally:
-        handle.remove()

@@ -1,0 +1,236 @@
+"""The choices of a rollout, for `carpool.hf.replay`: which experts served each token while a text was generated.
+
+A router that has moved, or that rounds otherwise in a batch than token by token, chooses other experts, and the
+likelihood ratio of reinforcement learning compares two models; replayed choices make it one (routing replay, arXiv
+2507.18071; of rollouts, R3, arXiv 2510.11370). The choices come from this model's own `generate` or from a server:
+
+    with carpool.hf.record_rollout(model) as rollout:                           # on all ranks
+        ids_BL = model.generate(**prompts)
+    recordings = rollout.routings(ids_BL.shape[1], mask_BL)
+
+    recordings = carpool.hf.routed_experts(model, returned, mask_BL)            # `returned`: one for each text
+
+A token of which nothing is known has -1, and its router chooses: padding, and the last token of a text, which no
+sampler has read. For P tokens of a prompt and G generated ones, servers return
+
+    vLLM      `enable_return_routed_experts` (vllm-project/vllm#28284): `CompletionOutput.routed_experts`, a numpy array
+              (P + G - 1, num_hidden_layers, K) of int32, later uint8 or uint16, with zeros for layers without experts.
+              Its HTTP server sends base64 of `numpy.save`. Rows that are missing are the first ones:
+              `routed_experts_prompt_start` (#51906).
+    vLLM 0.21 `RequestOutput.prompt_routed_experts` (P, MoE layers, K) of int16 beside `routed_experts` of what was
+              generated, to be joined; -1 for tokens that the prefix cache had.
+    SGLang    `return_routed_experts`: base64 of int32, or of `routed_experts_dtype`, which
+              `extract_routed_experts_from_meta_info` makes an array of: `.reshape(-1, num_hidden_layers, K)`
+
+as their sources and documentation said in November 2026. Ids are those of the checkpoint, also with EPLB.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from carpool.families import family_of
+from carpool.hf.routing.replay import Replayed, replay
+from carpool.hf.seam.expert_rides import required_rides
+from carpool.hf.seam.find_modules import list_number
+from carpool.routing import Routing
+
+
+class Rollout:
+    """What was chosen in the forwards of one generation. `record_rollout` makes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = required_rides(model)
+        self._chosen: dict[str, list[torch.Tensor]] = {name: [] for name in self._layers}
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        ids_BL = kwargs.get("input_ids", args[0] if args else None)
+        if ids_BL is None:
+            raise ValueError("a rollout is recorded of input_ids; generate from tokens, not from inputs_embeds")
+        for name, own in self._layers.items():
+            assert own.routing is not None
+            self._chosen[name].append(own.routing.expert_TK.reshape(*ids_BL.shape, -1))
+
+    def routings(self, length: int, attention_mask: torch.Tensor | None = None) -> dict[str, Routing]:
+        """What `carpool.hf.replay` takes, for a forward over whole sequences of `length` tokens, padding included.
+        `attention_mask`: (B, length), zero where there is padding.
+
+        Raises:
+            ValueError: fewer tokens than that were read, or several generations were recorded."""
+        found = {}
+        for name, chosen in self._chosen.items():
+            if len({len(one_BLK) for one_BLK in chosen}) > 1 or any(one_BLK.shape[1] > 1 for one_BLK in chosen[1:]):
+                raise ValueError("a rollout holds one generation: record each for itself, and with use_cache=True")
+            read = sum(one_BLK.shape[1] for one_BLK in chosen)
+            if not read or length > read + 1:
+                raise ValueError(f"the rollout read {read} tokens of each sequence, so {length} cannot be replayed")
+            chosen_BLK = torch.cat([*chosen, torch.full_like(chosen[-1][:, -1:], -1)], 1)[:, :length]
+            if attention_mask is not None:
+                chosen_BLK = chosen_BLK.masked_fill(attention_mask.unsqueeze(-1) == 0, -1)
+            found[name] = Routing(chosen_BLK.flatten(0, 1), None)
+        return found
+
+
+@contextmanager
+def record_rollout(model: nn.Module) -> Iterator[Rollout]:
+    """Record the choices of one `model.generate` inside. All ranks together; each has those of its own sequences. Not
+    with decode steps in CUDA graphs, which nothing can look into. ValueError: a model without layers of Carpool."""
+    rollout = Rollout(model)
+    handle = model.register_forward_hook(rollout._after_forward, with_kwargs=True)
+    try:
+        yield rollout
+    finally:
+        handle.remove()
+
+
+def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: torch.Tensor) -> dict[str, Routing]:
+    """What `carpool.hf.replay` takes, for a forward over a padded batch, of what vLLM or SGLang returned for its texts.
+
+    Args:
+        returned: for each text, in the order of the batch, an array (tokens, layers, K) of expert ids, nested lists, or
+            the string of vLLM's server (see the module's docstring). -1: nothing was recorded, which is also None of
+            a whole text.
+        attention_mask: (B, L), not zero for the tokens of the texts: padding may be on either side, or on both.
+
+    Raises:
+        ValueError: an array that is not of this text or this model; a token without choices, or with one of them twice.
+    """
+    layers, root, mask_BL = required_rides(model), cast(PreTrainedModel, model), attention_mask.cpu().bool()
+    config, chosen_BLXK = root.config.get_text_config(), None
+    top_k = getattr(config, family_of(config).top_k_key(config) or "", None)
+    experts_X1 = torch.tensor([own.num_experts for own in layers.values()]).unsqueeze(1)
+    if len(returned) != len(mask_BL):
+        raise ValueError(f"routed experts of {len(returned)} texts were returned, but the batch has {len(mask_BL)}")
+    for text, (one, mask_L) in enumerate(zip(returned, mask_BL, strict=True)):
+        if one is None:
+            continue
+        try:
+            found_TXK = torch.from_numpy(_ids(one, list(layers), config.num_hidden_layers, top_k).astype(np.int32))
+            count, place_T = len(found_TXK), mask_L.nonzero().flatten()
+            read = len(place_T) - 1
+            if count not in (read, read + 1):
+                raise ValueError(
+                    f"there are {count} tokens, but {read} of this text were read: give arrays in the order of the "
+                    "batch, and -1 for first tokens that the server left out"
+                )
+            sorted_TXK = found_TXK.sort(2).values
+            bad_TX = ((sorted_TXK >= experts_X1) | (sorted_TXK < -1)).any(2)
+            bad_TX |= ((sorted_TXK[..., 1:] == sorted_TXK[..., :-1]) & (sorted_TXK[..., 1:] >= 0)).any(2)
+            for token, layer in bad_TX.nonzero().tolist():
+                raise ValueError(
+                    f"token {token} chose {found_TXK[token, layer].tolist()} in {list(layers)[layer]}, but different "
+                    f"ones of 0..{int(experts_X1[layer]) - 1} are expected; zeros: nothing was recorded, so give None"
+                )
+        except ValueError as refused:
+            raise ValueError(f"routed experts of text {text}: {refused}") from refused
+        if chosen_BLXK is None:
+            chosen_BLXK = torch.full((*mask_BL.shape, *found_TXK.shape[1:]), -1, dtype=torch.int32)
+        chosen_BLXK[text, place_T[:count]] = found_TXK
+    if chosen_BLXK is None:
+        raise ValueError("no text has routed experts: start the server with --enable-return-routed-experts")
+    chosen = chosen_BLXK.to(attention_mask.device).flatten(0, 1).unbind(1)
+    return {name: Routing(expert_TK.contiguous(), None) for name, expert_TK in zip(layers, chosen, strict=True)}
+
+
+def _ids(returned: Any, names: list[str], hidden_layers: int, top_k: int | None) -> np.ndarray[Any, Any]:
+    """(tokens, layers with experts, K), of an array in any of the forms, with all decoder layers or those."""
+    if isinstance(returned, str):
+        try:
+            returned = np.load(io.BytesIO(base64.b64decode(returned, validate=True)), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError("a string must be base64 of numpy.save, as of vLLM; decode others to an array") from error
+    array = np.asarray(returned.cpu() if isinstance(returned, torch.Tensor) else returned)
+    if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"shape {array.shape} of {array.dtype}, but (tokens, layers, K) of whole numbers is expected")
+    if array.shape[1] not in (hidden_layers, len(names)) or top_k not in (None, array.shape[2]):
+        raise ValueError(
+            f"shape {array.shape} has {array.shape[1]} layers and K = {array.shape[2]}, but the model has {len(names)} "
+            f"layers with experts among {hidden_layers}, and K = {top_k}: the server has another model"
+        )
+    if array.shape[1] == hidden_layers:
+        array = array[:, [int(name.split(".")[list_number(name) or 0]) for name in names]]
+    return array
+
+
+class ReplayedRollouts:
+    """Replays rollouts in TRL's GRPOTrainer (1.16): `class Trainer(carpool.hf.ReplayedRollouts, GRPOTrainer)`. Losses,
+    and likelihoods of the policy before a step, are computed with the choices of the rollouts. Of text, without tools.
+
+    The choices are those of the model's own `generate`, or what `rollout_func` returns as `routed_experts` for each
+    text (see `carpool.hf.routed_experts`). TRL's own vLLM does not ask for them. A reference model chooses for itself;
+    where it is the model without its adapters, it chooses as the rollout.
+
+    Logs `routing/differing_routers` and `routing/differing_tokens` (`carpool.hf.routing.replay.Differing`)."""
+
+    model: Any
+    ref_model: Any
+    _metrics: Any
+    # Of a batch that is being generated: its choices, and the lengths of its prompts and completions.
+    _rollout: tuple[Any, list[torch.Tensor]] | None = None
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        with record_rollout(self.model) as rollout:
+            generated: Any = super()._generate(prompts)  # type: ignore[misc]
+        lengths = [torch.tensor([[len(ids)] for ids in texts]) for texts in generated[:2]]
+        self._rollout = generated[5].pop("routed_experts", rollout), lengths
+        return generated
+
+    def _chosen(self, ids_BL: torch.Tensor, generated: int) -> torch.Tensor:
+        """(B, L, layers, K) of the batch, padded as TRL does; the last `generated` tokens are completions."""
+        assert self._rollout is not None
+        rollout, (prompt_B1, completion_B1) = self._rollout
+        # Not TRL's mask, which leaves out completions that were cut off (`mask_truncated_completions`).
+        place_L = torch.arange(ids_BL.shape[1]) - ids_BL.shape[1] + generated
+        text_BL = ((place_L >= -prompt_B1) & (place_L < completion_B1)).to(ids_BL.device)
+        own = isinstance(rollout, Rollout)
+        found = rollout.routings(len(place_L), text_BL) if own else routed_experts(self.model, rollout, text_BL)
+        return torch.stack([one.expert_TK.unflatten(0, text_BL.shape) for one in found.values()], 2)
+
+    def _replay(self, chosen_BLXK: torch.Tensor) -> AbstractContextManager[Replayed]:
+        layers = zip(required_rides(self.model), chosen_BLXK.flatten(0, 1).unbind(1), strict=True)
+        return replay(self.model, {name: Routing(expert_TK, None) for name, expert_TK in layers})
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        ids_BL = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        batch["routed_experts"] = self._chosen(ids_BL, batch["completion_ids"].shape[1])
+        self._rollout = None
+        return batch
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, ids_BL: Any, mask_BL: Any, keep: int, batch_size: int | None = None, **more: Any
+    ) -> Any:
+        likelihoods: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        if self._rollout is None or model is self.ref_model:
+            return likelihoods(model, ids_BL, mask_BL, keep, batch_size, **more)
+        # Before a step. TRL would compute parts of the batch itself, but each needs a replay of its own.
+        chosen_BLXK, parts = self._chosen(ids_BL, keep), []
+        for rows in torch.arange(len(ids_BL)).split(batch_size or len(ids_BL)):
+            with self._replay(chosen_BLXK[rows]):
+                parts.append(likelihoods(model, ids_BL[rows], mask_BL[rows], keep, **more)[0])
+        return torch.cat(parts), None, None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        replayed = self._until_backward.enter_context(self._replay(inputs["routed_experts"]))
+        loss: torch.Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        metrics, differing = self._metrics["train" if self.model.training else "eval"], replayed.differing()
+        metrics["routing/differing_routers"].append(differing.routers)
+        metrics["routing/differing_tokens"].append(differing.tokens)
+        return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with ExitStack() as self._until_backward:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as self._until_backward:
+            return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
