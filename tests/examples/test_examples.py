@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
 
 from tests.ranks import Ranks
 
@@ -26,23 +30,33 @@ RANKS_IMPORT = ("tests.hf.meshes", "carpool.hf", "transformers")
 
 
 def _main(name: str) -> str:
-    """What the example prints on this rank. The pool's process group stands in for the example's own."""
+    """What the example prints on this rank."""
+    return _script(name)[1]
+
+
+def _script(name: str, steps: int = 6, changes: Mapping[str, str] = MappingProxyType({})) -> tuple[dict[str, Any], str]:
+    """The example's names, and what it prints on this rank. The pool's process group stands in for its own.
+    `changes`: other text in its source."""
     from tests.hf.meshes import reuse_meshes
 
     reuse_meshes()
-    os.environ["STEPS"] = "6"
+    os.environ["STEPS"] = str(steps)
     init, destroy = dist.init_process_group, dist.destroy_process_group
     functions: Any = dist
     functions.init_process_group = functions.destroy_process_group = lambda *_: None
     sys.path.insert(0, str(EXAMPLES))
-    printed = io.StringIO()
+    printed, path = io.StringIO(), EXAMPLES / f"{name}.py"
+    source, names = path.read_text(), {"__name__": "__main__", "__file__": str(path)}
+    for old, new in changes.items():
+        assert source.count(old) == 1
+        source = source.replace(old, new)
     try:
         with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+            exec(compile(source, path, "exec"), names)
     finally:
         sys.path.remove(str(EXAMPLES))
         functions.init_process_group, functions.destroy_process_group = init, destroy
-    return printed.getvalue()
+    return names, printed.getvalue()
 
 
 def _check(name: str, text: str) -> None:
@@ -57,6 +71,81 @@ def _check(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_example(name: str, ranks: Ranks) -> None:
     _check(name, ranks(_main, name)[0])
+
+
+def _grpo(rollouts: str) -> tuple[str, dict[str, float]]:
+    """The example, and what its trainer then computes of one more batch, whose likelihoods are known from before."""
+    os.environ["ROLLOUTS"] = rollouts
+    names, printed = _script("trl_grpo", 16)
+    trainer: Any = names["trainer"]
+    batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+
+    def gradients(coefficient: float = 0.0, recompute: bool = True) -> dict[str, Any]:
+        trainer.router_aux_loss_coef, trainer.aux_loss_enabled = coefficient, coefficient > 0
+        trainer.model.gradient_checkpointing_enable() if recompute else trainer.model.gradient_checkpointing_disable()
+        trainer.model.zero_grad()
+        with contextlib.ExitStack() as trainer._until_backward:
+            loss = trainer._compute_loss(trainer.model, batch)
+            loss.backward()
+        grads = [p.grad.to_local().flatten() for p in trainer.model.parameters() if p.grad is not None]
+        logged = {key: values[-1] for key, values in trainer._metrics["train"].items()}
+        return {**logged, "loss": loss.detach(), "grads": torch.cat(grads)}
+
+    ids, mask = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], 1) for of in ("ids", "mask"))
+    keep = batch["completion_ids"].shape[1]
+    with torch.no_grad(), trainer._replay(batch["routed_experts"]):
+        likelihoods, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, keep)
+    ratio = ((likelihoods - batch["old_per_token_logps"]) * batch["completion_mask"]).exp()
+    still = gradients()
+    for name, parameter in trainer.model.named_parameters():
+        if name.endswith("gate.weight"):
+            noise = 0.005 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+            noise = distribute_tensor(noise, parameter.device_mesh, parameter.placements)
+            parameter.data.to_local().add_(noise.to_local())
+    plain, whole, balanced = gradients(), gradients(recompute=False), gradients(0.01)
+    trainer.mask_truncated_completions = True
+    cut = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    left_out = cut["routed_experts"][:, -cut["completion_ids"].shape[1] :][cut["completion_mask"] == 0]
+    return printed, {
+        "cut": float((left_out >= 0).float().mean()),
+        "ratio": float((ratio - 1).abs().max()), "still": still["routing/differing_tokens"],
+        "moved": plain["routing/differing_tokens"], "aux_loss": balanced["aux_loss"],
+        "recomputed": float((plain["grads"] - whole["grads"]).norm() / whole["grads"].norm()),
+        "balance": float(balanced["loss"] - plain["loss"]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rollouts", ["", "arrays"])
+def test_grpo(rollouts: str, two_ranks: Ranks) -> None:
+    """Rewards rise. Choices and likelihoods are those from before the step until a router moves; then the choices are
+    replayed all the same, also by layers that are computed again. The balance loss is added with its coefficient."""
+    pytest.importorskip("trl")
+    (text, found), (_, other) = two_ranks(_grpo, rollouts)
+    _check("trl_grpo", text)
+    assert all(0 < float(share) < 100 for share in re.findall(r"([0-9.]+)% of the tokens", text))
+    assert found["cut"] > 0.5 and found["still"] == 0 and 0.02 < found["moved"] < 1
+    assert found["ratio"] < 1e-4 and found["recomputed"] < 1e-5
+    assert (found["balance"] + other["balance"]) / 2 == pytest.approx(0.01 * found["aux_loss"], rel=1e-3)
+    assert found["aux_loss"] > 1.9
+
+
+def _dpo(batch_size: int) -> list[dict[str, float]]:
+    """The log lines of DPO without the balance loss, which is of each rank's own tokens."""
+    changes = {"batch_size=4": f"batch_size={batch_size}", "coef=0.01": "coef=0.0", "line['aux_loss']": "0"}
+    trainer = _script("trl_dpo", 4, changes)[0]["trainer"]
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_dpo(two_ranks: Ranks, one_rank: Ranks) -> None:
+    """At first the model is the reference, so the loss is ln 2 and the balance loss. Two ranks train as one does."""
+    pytest.importorskip("trl")
+    text = two_ranks(_main, "trl_dpo")[0]
+    _check("trl_dpo", text)
+    first = [float(number) for number in re.findall(r" (-?[0-9.]+)", text.splitlines()[-3])][1:]
+    assert first == pytest.approx([math.log(2) + 0.01 * first[2], 0, first[2]], abs=2e-3) and first[2] > 1.9
+    for found, alone in zip(two_ranks(_dpo, 4)[0], one_rank(_dpo, 8)[0], strict=True):
+        for key in ("loss", "rewards/margins", "grad_norm"):
+            assert found[key] == pytest.approx(alone[key], rel=5e-3, abs=1e-3), key
 
 
 @pytest.mark.slow
