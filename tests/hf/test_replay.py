@@ -285,7 +285,7 @@ def test_what_servers_return() -> None:
         (lambda arrays: arrays[:2], "of 2 texts were returned, but the batch has 3"),
         (lambda arrays: [arrays[0], arrays[1], arrays[0]], "text 2: there are 8 tokens, but 9 of this text were read"),
         (lambda arrays: [arrays[1], *arrays[1:]], "text 0: there are 10 tokens, but 8 of this text were read"),
-        (lambda arrays: [one[:, :1] for one in arrays], r"shape \(8, 1, 2\) has 1 layers .* 2 layers with experts"),
+        (lambda arrays: [one[:, :1] for one in arrays], r"shape \(8, 1, 2\) has 1 layers, .* 2 layers with experts"),
         (lambda arrays: [one[:, :, :1] for one in arrays], "K = 1, but the model has .* K = 2: the server has another"),
         (lambda arrays: [one.astype(np.float32) for one in arrays], "of float32, but .* whole numbers"),
         (lambda arrays: [one[0] for one in arrays], r"shape \(2, 2\) of uint8, but \(tokens, layers, K\)"),

@@ -45,11 +45,20 @@ from carpool.hf.seam.find_modules import list_number
 from carpool.routing import Routing
 
 
+def _layers(model: nn.Module) -> dict[str, int]:
+    """The layers with experts that samplers compute, by name, with their number among all decoder layers. Those behind
+    the last one predict further tokens, in training alone."""
+    found = {name: int(name.split(".")[list_number(name) or 0]) for name in required_rides(model)}
+    hidden_layers = cast(PreTrainedModel, model).config.get_text_config().num_hidden_layers
+    return {name: number for name, number in found.items() if number < hidden_layers}
+
+
 class Rollout:
     """What was chosen in the forwards of one generation. `record_rollout` makes it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = required_rides(model)
+        layers = required_rides(model)
+        self._layers = {name: layers[name] for name in _layers(model)}
         self._chosen: dict[str, list[torch.Tensor]] = {name: [] for name in self._layers}
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -104,17 +113,17 @@ def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: to
     Raises:
         ValueError: an array that is not of this text or this model; a token without choices, or with one of them twice.
     """
-    layers, root, mask_BL = required_rides(model), cast(PreTrainedModel, model), attention_mask.cpu().bool()
-    config, chosen_BLXK = root.config.get_text_config(), None
+    layers, rides, mask_BL = _layers(model), required_rides(model), attention_mask.cpu().bool()
+    config, chosen_BLXK = cast(PreTrainedModel, model).config.get_text_config(), None
     top_k = getattr(config, family_of(config).top_k_key(config) or "", None)
-    experts_X1 = torch.tensor([own.num_experts for own in layers.values()]).unsqueeze(1)
+    experts_X1 = torch.tensor([rides[name].num_experts for name in layers]).unsqueeze(1)
     if len(returned) != len(mask_BL):
         raise ValueError(f"routed experts of {len(returned)} texts were returned, but the batch has {len(mask_BL)}")
     for text, (one, mask_L) in enumerate(zip(returned, mask_BL, strict=True)):
         if one is None:
             continue
         try:
-            found_TXK = torch.from_numpy(_ids(one, list(layers), config.num_hidden_layers, top_k).astype(np.int32))
+            found_TXK = torch.from_numpy(_ids(one, layers, config.num_hidden_layers, top_k).astype(np.int32))
             count, place_T = len(found_TXK), mask_L.nonzero().flatten()
             read = len(place_T) - 1
             if count not in (read, read + 1):
@@ -141,7 +150,7 @@ def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: to
     return {name: Routing(expert_TK.contiguous(), None) for name, expert_TK in zip(layers, chosen, strict=True)}
 
 
-def _ids(returned: Any, names: list[str], hidden_layers: int, top_k: int | None) -> np.ndarray[Any, Any]:
+def _ids(returned: Any, layers: dict[str, int], hidden_layers: int, top_k: int | None) -> np.ndarray[Any, Any]:
     """(tokens, layers with experts, K), of an array in any of the forms, with all decoder layers or those."""
     if isinstance(returned, str):
         try:
@@ -151,14 +160,12 @@ def _ids(returned: Any, names: list[str], hidden_layers: int, top_k: int | None)
     array = np.asarray(returned.cpu() if isinstance(returned, torch.Tensor) else returned)
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"shape {array.shape} of {array.dtype}, but (tokens, layers, K) of whole numbers is expected")
-    if array.shape[1] not in (hidden_layers, len(names)) or top_k not in (None, array.shape[2]):
+    if array.shape[1] not in (hidden_layers, len(layers)) or top_k not in (None, array.shape[2]):
         raise ValueError(
-            f"shape {array.shape} has {array.shape[1]} layers and K = {array.shape[2]}, but the model has {len(names)} "
+            f"shape {array.shape} has {array.shape[1]} layers, K = {array.shape[2]}, but the model has {len(layers)} "
             f"layers with experts among {hidden_layers}, and K = {top_k}: the server has another model"
         )
-    if array.shape[1] == hidden_layers:
-        array = array[:, [int(name.split(".")[list_number(name) or 0]) for name in names]]
-    return array
+    return array[:, list(layers.values())] if array.shape[1] == hidden_layers else array
 
 
 class ReplayedRollouts:
@@ -184,25 +191,28 @@ class ReplayedRollouts:
         self._rollout = generated[5].pop("routed_experts", rollout), lengths
         return generated
 
-    def _chosen(self, ids_BL: torch.Tensor, generated: int) -> torch.Tensor:
+    def _chosen(self, mask_BL: torch.Tensor, generated: int) -> torch.Tensor:
         """(B, L, layers, K) of the batch, padded as TRL does; the last `generated` tokens are completions."""
         assert self._rollout is not None
         rollout, (prompt_B1, completion_B1) = self._rollout
-        # Not TRL's mask, which leaves out completions that were cut off (`mask_truncated_completions`).
-        place_L = torch.arange(ids_BL.shape[1]) - ids_BL.shape[1] + generated
-        text_BL = ((place_L >= -prompt_B1) & (place_L < completion_B1)).to(ids_BL.device)
-        own = isinstance(rollout, Rollout)
-        found = rollout.routings(len(place_L), text_BL) if own else routed_experts(self.model, rollout, text_BL)
-        return torch.stack([one.expert_TK.unflatten(0, text_BL.shape) for one in found.values()], 2)
+        if isinstance(rollout, Rollout):
+            found = rollout.routings(mask_BL.shape[1])
+        else:
+            # Not by the mask, which leaves out completions that were cut off (`mask_truncated_completions`).
+            place_L = torch.arange(mask_BL.shape[1]) - mask_BL.shape[1] + generated
+            text_BL = (place_L >= -prompt_B1) & (place_L < completion_B1)
+            found = routed_experts(self.model, rollout, text_BL.to(mask_BL.device))
+        chosen_BLXK = torch.stack([one.expert_TK.unflatten(0, mask_BL.shape) for one in found.values()], 2)
+        return chosen_BLXK.masked_fill((mask_BL == 0)[:, :, None, None], -1)
 
     def _replay(self, chosen_BLXK: torch.Tensor) -> AbstractContextManager[Replayed]:
-        layers = zip(required_rides(self.model), chosen_BLXK.flatten(0, 1).unbind(1), strict=True)
+        layers = zip(_layers(self.model), chosen_BLXK.flatten(0, 1).unbind(1), strict=True)
         return replay(self.model, {name: Routing(expert_TK, None) for name, expert_TK in layers})
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        ids_BL = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-        batch["routed_experts"] = self._chosen(ids_BL, batch["completion_ids"].shape[1])
+        mask_BL = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        batch["routed_experts"] = self._chosen(mask_BL, batch["completion_mask"].shape[1])
         self._rollout = None
         return batch
 
@@ -213,7 +223,7 @@ class ReplayedRollouts:
         if self._rollout is None or model is self.ref_model:
             return likelihoods(model, ids_BL, mask_BL, keep, batch_size, **more)
         # Before a step. TRL would compute parts of the batch itself, but each needs a replay of its own.
-        chosen_BLXK, parts = self._chosen(ids_BL, keep), []
+        chosen_BLXK, parts = self._chosen(mask_BL, keep), []
         for rows in torch.arange(len(ids_BL)).split(batch_size or len(ids_BL)):
             with self._replay(chosen_BLXK[rows]):
                 parts.append(likelihoods(model, ids_BL[rows], mask_BL[rows], keep, **more)[0])
