@@ -33,6 +33,11 @@ IGNORED = -100
 LOGITS = 2**29
 
 
+# Of logits (C, V), which tokens they are of, and whether a gradient is wanted: losses (C,) or (C, N) of each token, in
+# float32 or float64. The gradient of the sum of them, or of their first column, is then where the logits were.
+TokenLosses = Callable[[torch.Tensor, slice, bool], torch.Tensor]
+
+
 class Layer(NamedTuple):
     """How an output layer multiplies whose frozen weight is not there as a whole: logits (C, V) of x (C, H) and a bias
     (V,) or None, and dx (C, H) of their gradient, in the dtypes of what they are given."""
@@ -66,30 +71,57 @@ def linear_cross_entropy(
     Returns:
         A scalar, float32 or float64. Only first derivatives exist.
     """
+
+    def losses(logits_CV: torch.Tensor, piece: slice, gradient: bool) -> torch.Tensor:
+        return cross_entropy_(logits_CV, target_T[piece], gradient)
+
+    return linear_loss(x_TH, weight_VH, bias_V, losses, 0, tokens_at_once, scale, softcap, layer)
+
+
+def linear_loss(
+    x_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    losses: TokenLosses,
+    columns: int = 0,
+    tokens_at_once: int | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    layer: Layer | None = None,
+) -> torch.Tensor:
+    """The sum over tokens of any losses of these logits, as `linear_cross_entropy` has that of the cross-entropy.
+
+    Args:
+        losses: of the tokens of a piece.
+        columns: N of them for each token, of which the first is differentiated; 0: one, without a dimension.
+
+    Returns:
+        A scalar, or (N,) with `columns`."""
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TH.dtype
     if tokens_at_once is None:
         tokens_at_once = piece_size(len(x_TH), len(weight_VH))
-    loss: torch.Tensor = _LinearCrossEntropy.apply(
-        x_TH, weight_VH, bias_V, target_T, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap, layer
+    loss: torch.Tensor = _LinearLoss.apply(
+        x_TH, weight_VH, bias_V, losses, columns, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap, layer
     )
     return loss
 
 
-def piece_size(tokens: int, words: int) -> int:
-    """Tokens of a piece: equal pieces of at most `LOGITS` logits, in multiples of 128, which products like."""
-    pieces = max(1, -(-tokens * words // LOGITS))
+def piece_size(tokens: int, words: int, logits: int | None = None) -> int:
+    """Tokens of a piece: equal pieces of at most `logits` (`LOGITS`), in multiples of 128, which products like."""
+    pieces = max(1, -(-tokens * words // (logits or LOGITS)))
     return max(1, -(-tokens // pieces // 128) * 128) if pieces > 1 else max(1, tokens)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x_TH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
-        target_T: torch.Tensor,
+        losses: TokenLosses,
+        columns: int,
         tokens_at_once: int,
         dtype: torch.dtype,
         gradients: bool,
@@ -99,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         for_x, for_weight, for_bias = (gradients and needed for needed in ctx.needs_input_grad[:3])
-        loss_T = torch.empty(len(x_TH), dtype=wide, device=x_TH.device)
+        loss_T = torch.empty((len(x_TH), columns) if columns else len(x_TH), dtype=wide, device=x_TH.device)
         dx_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format) if for_x else None
         dweight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=x_TH.device) if for_weight else None
         dbias_V = torch.zeros(len(weight_VH), dtype=wide, device=x_TH.device) if for_bias else None
@@ -112,8 +144,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 piece = slice(start, start + tokens_at_once)
                 x_CH = x_TH[piece].to(dtype)
                 slope_CV = layer.logits(x_CH, bias)
-                slope_of_change = _change_(slope_CV, scale, softcap)
-                loss_T[piece] = cross_entropy_(slope_CV, target_T[piece], for_x or for_weight or for_bias)
+                slope_of_change = change_(slope_CV, scale, softcap)
+                loss_T[piece] = losses(slope_CV, piece, for_x or for_weight or for_bias)
                 if slope_of_change is not None:
                     slope_CV *= slope_of_change
                 if dx_TH is not None:
@@ -126,22 +158,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del slope_CV
         ctx.save_for_backward(dx_TH, dweight_VH, dbias_V)
         ctx.dtypes = [None if given is None else given.dtype for given in (x_TH, weight_VH, bias_V)]
-        return loss_T.sum()
+        return loss_T.sum(0) if columns else loss_T.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scaled = []
+        scaled, dloss = [], dloss if dloss.ndim == 0 else dloss[0]
         for slope, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if slope is not None:
                 # In place where that is possible; autograd then refuses a second backward.
                 out = slope if slope.dtype == dtype else torch.empty_like(slope, dtype=dtype)
                 slope = torch.mul(slope, dloss, out=out)
             scaled.append(slope)
-        return *scaled, *(None,) * 7
+        return *scaled, *(None,) * 8
 
 
-def _change_(logits_CV: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor | float | None:
+def change_(logits_CV: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor | float | None:
     """Scale and cap logits in place. Returns the derivative of what that does; None: it does nothing."""
     if scale != 1:
         logits_CV *= scale

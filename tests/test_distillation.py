@@ -1,0 +1,109 @@
+"""The loss of a student of a teacher's probabilities, in pieces, against plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from carpool.kernels.cross_entropy import IGNORED
+from carpool.kernels.distillation import Words, linear_distillation
+
+T, H, V = 23, 9, 41
+
+
+class Case(NamedTuple):
+    k: int | None = None
+    rest: bool = True
+    weight: float = 0.7
+    temperature: float = 1.0
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    dtype: torch.dtype = torch.float64
+
+
+CASES = [
+    Case(),
+    Case(k=7),
+    Case(k=7, rest=False, temperature=2.0),
+    Case(k=V, temperature=0.5, weight=1.0),
+    Case(k=5, temperature=3.0, bias=True, softcap=2.0, scale=0.8),
+    Case(bias=True, softcap=2.0, temperature=1.5),
+    Case(k=7, weight=0.0),
+    Case(k=7, bias=True, dtype=torch.float32),
+    Case(k=7, temperature=2.0, dtype=torch.bfloat16),
+]
+
+
+def teacher_words(case: Case, logits_TV: torch.Tensor) -> Words:
+    log_p_TV = torch.log_softmax(logits_TV / case.temperature, 1)
+    if case.k is None:
+        return Words(log_p_TV)
+    log_p_TK, ids_TK = log_p_TV.topk(case.k)
+    if case.k < V:
+        log_p_TK[0, -1] = -torch.inf  # a word that the teacher has as impossible
+    return Words(log_p_TK, ids_TK.int(), case.rest)
+
+
+def plain(case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target, words) -> torch.Tensor:
+    """The three sums as the module's docstring says them."""
+    logits = F.linear(x, weight, bias) * case.scale
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    ce = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
+    q, p = torch.softmax(logits / case.temperature, 1), words.log_p_CK.to(x.dtype).exp()
+    if words.ids_CK is not None:
+        ids = words.ids_CK.long()
+        others = torch.ones_like(q).scatter(1, ids, 0.0)
+        kept, left = q.gather(1, ids), (q * others).sum(1, keepdim=True)
+        if case.rest and case.k != V:
+            q, p = torch.cat([kept, left], 1), torch.cat([p, 1 - p.sum(1, keepdim=True)], 1)
+        else:
+            q, p = kept, p / p.sum(1, keepdim=True)
+    kl = (torch.xlogy(p, p) - p * q.log())[target != IGNORED].sum() * case.temperature**2
+    return torch.stack([(1 - case.weight) * ce + case.weight * kl, ce, kl])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sums_and_gradients_are_those_of_autograd(case: Case) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(T, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64)
+    bias = torch.randn(V, dtype=torch.float64) if case.bias else None
+    words = teacher_words(case, torch.randn(T, V, dtype=torch.float64) * 2)
+    target = torch.randint(V, (T,))
+    target[::5] = IGNORED
+    given = [one.to(case.dtype).requires_grad_() for one in (x, weight, bias) if one is not None]
+    exact = [one.detach().double().requires_grad_() for one in given]
+    third = given[2] if case.bias else None
+
+    def teacher(piece: slice) -> Words:
+        return Words(words.log_p_CK[piece], None if words.ids_CK is None else words.ids_CK[piece], words.rest)
+
+    found = linear_distillation(
+        *given[:2], third, target, 5, case.scale, case.softcap,
+        teacher=teacher, weight=case.weight, temperature=case.temperature,
+    )  # fmt: skip
+    expected = plain(case, *exact[:2], exact[2] if case.bias else None, target, words)
+    rough = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[case.dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=rough, atol=rough)
+    assert expected[2] > 1  # nothing is zero on both sides
+    for a, b in zip(torch.autograd.grad(found[0] * 3, given), torch.autograd.grad(expected[0] * 3, exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=rough, atol=rough * float(b.abs().max()))
+
+
+def test_a_student_that_agrees_learns_nothing_unless_the_teacher_is_renormalised() -> None:
+    x, weight = torch.randn(T, H, dtype=torch.float64, requires_grad=True), torch.randn(V, H, dtype=torch.float64)
+    log_p_TK, ids_TK = torch.log_softmax(x.detach() @ weight.t(), 1).topk(6)
+    target = torch.randint(V, (T,))
+    for rest in (True, False):
+        words = Words(log_p_TK, ids_TK, rest)
+        sums = linear_distillation(x, weight, None, target, T, teacher=lambda _, words=words: words, weight=1.0)
+        slope = float(torch.autograd.grad(sums[0], x)[0].abs().max())
+        assert (
+            (slope < 1e-12 and abs(float(sums[2].detach())) < 1e-12)
+            if rest
+            else (slope > 0.1 and float(sums[2].detach()) > 1)
+        )
