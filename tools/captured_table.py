@@ -78,6 +78,10 @@ CAUSES: Mapping[str, str] = {
         "Drop-out draws from an offset inside of its graph. The forward of a stage is one graph and its backward "
         "another, in which the offset means nothing"
     ),
+    candidate.TEACHER: (
+        "Its experts travel over a transport of their own, which waits for the host. A teacher's words from files "
+        "(`distillation.logits`) are part of a batch, and leave steps as they are"
+    ),
     candidate.RECORDED: (
         "The place of a sample is a number of the host. Only steps before a look are recorded, so that fewer tokens, "
         "or more steps between looks, leave the others to graphs"

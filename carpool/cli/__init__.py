@@ -24,7 +24,7 @@ from carpool.cli.planning import plan
 from carpool.cli.recipes import recipes
 from carpool.cli.serve import chat, evaluate, generate
 from carpool.cli.simulating import simulate
-from carpool.cli.train import doctor, train
+from carpool.cli.train import doctor, teach, train
 from carpool.plugins.redact import redact
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ app = typer.Typer(
 )
 for function in (
     train, plan, profile, report, generate, chat, checkpoint, export, average, merge, upcycle, adapter, trace, place,
-    simulate, doctor,
+    simulate, teach, doctor,
 ):  # fmt: skip
     app.command()(function)
 app.command("eval")(evaluate)

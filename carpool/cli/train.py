@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from carpool.cli.common import TRAIN_PACKAGES, Ranks, RanksDebug, check_writable, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Ranks, RanksDebug, check_output, check_writable, command, errors, require
 from carpool.train.launch.start import look_ahead, said_if_slow
 from carpool.train.launch.stopping import leaves_setup
 from carpool.train.launch.worker import collector_paused, lasting_output
@@ -130,6 +130,36 @@ def train(
             check_ahead(resolved, "carpool.train.plan.start_checks:check_run", debug, compare=compare)
         entry, fixed = "carpool.train.run.run:train", resolved.fixed
         run(settings, entry, debug=debug, elastic=agents, compare=compare, command=command(), fixed=fixed)
+
+
+def teach(
+    teacher: Annotated[
+        Path, typer.Argument(help="The teacher: a checkpoint's folder with the tokenizer of the data, any causal LM's.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the file.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file of settings: those of the run that will learn.")
+    ] = None,
+    debug: RanksDebug = False,
+) -> None:
+    """Write what a teacher says of the data of a run, for distillation: the likeliest distillation.top_k words of each
+    token, as Parquet in the folder distillation.logits. What is there stays, so that it goes on where it was stopped.
+    """
+    with lasting_output(), errors(debug):
+        from carpool.train.config import resolve_config
+        from carpool.train.launch.start import run
+
+        require(TRAIN_PACKAGES)
+        settings = resolve_config(config, overrides or []).config
+        if settings.distillation.logits is None:
+            raise ValueError("distillation.logits is not set: name the folder for the files, as the run will")
+        if not (teacher / "config.json").is_file():
+            raise ValueError(f"{teacher} has no config.json: name a checkpoint's folder, such as the model/ of a run")
+        check_output("distillation.logits", Path(settings.distillation.logits))
+        settings.model.check_path()
+        run(settings, "carpool.train.build.teacher:write_logits", debug=debug, teacher=str(teacher))
 
 
 def doctor(

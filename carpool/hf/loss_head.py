@@ -14,6 +14,7 @@ reduces its gradient. Nothing else of the model changes, and without labels the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ from carpool.families import Logits, family_of_class
 from carpool.hf.quantised_base import QuantisedLinear
 from carpool.hf.tensor_parallel import SequenceHead, of_all_words, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
+
+# Of hidden states (T, H) and all else that `linear_cross_entropy` takes.
+Computed = Callable[..., torch.Tensor]
 
 
 class HeadLoss:
@@ -55,7 +59,11 @@ class HeadLoss:
                 head.forward = _Head(head)
 
     def __call__(
-        self, input_ids: torch.Tensor | None, target_BL: torch.Tensor, **settings: Any
+        self,
+        input_ids: torch.Tensor | None,
+        target_BL: torch.Tensor,
+        compute: Computed = linear_cross_entropy,
+        **settings: Any,
     ) -> tuple[torch.Tensor, Any]:
         """Run the model.
 
@@ -63,9 +71,11 @@ class HeadLoss:
             input_ids: (B, L). None: `settings`, for the model's forward, have `inputs_embeds`. It makes no cache of
                 keys and values unless they have `use_cache`.
             target_BL: the token that each position predicts, -100: none (`next_tokens`).
+            compute: instead of the cross-entropy, where the output layer computes (`why_whole`).
 
         Returns:
-            The sum, a scalar of float32 or float64, and what the model returned, whose `logits` mean nothing.
+            The sum, a scalar of float32 or float64, or what `compute` returns; and what the model returned, whose
+            `logits` mean nothing.
 
         Raises:
             RuntimeError: the model changes its logits after its output layer, which `carpool.families` does not say."""
@@ -79,7 +89,7 @@ class HeadLoss:
                 return F.cross_entropy(logits.flatten(0, 1), target_T, ignore_index=IGNORED, reduction="sum"), out
         if self.shard is not None:
             target_BL = self.shard.own(target_BL.flatten()).unsqueeze(0)
-        asked = _Asked(target_BL, self.tokens_at_once, self.change or LogitChange())
+        asked = _Asked(target_BL, self.tokens_at_once, self.change or LogitChange(), compute)
         token = _ASKED.set(asked)
         try:
             out = self.model(input_ids=input_ids, **settings)
@@ -108,11 +118,13 @@ class LogitChange(NamedTuple):
 
 @dataclass
 class _Asked:
-    """A loss that is asked for: (B, L) targets, tokens of a piece, what the model does to logits; and the loss."""
+    """A loss that is asked for: (B, L) targets, tokens of a piece, what the model does to logits, what computes it; and
+    the loss."""
 
     target_BL: torch.Tensor
     tokens_at_once: int | None
     change: LogitChange
+    compute: Computed
     loss: torch.Tensor | None = None
 
 
@@ -144,7 +156,7 @@ class _Head:
             weight_VH, bias_V = of_all_words(weight_VH), of_all_words(bias_V)
         x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
         with torch.profiler.record_function("carpool::loss"):
-            asked.loss = linear_cross_entropy(
+            asked.loss = asked.compute(
                 x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, asked.change.scale, asked.change.softcap, layer
             )
         return asked.loss

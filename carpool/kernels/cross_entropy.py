@@ -55,8 +55,10 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     layer: Layer | None = None,
+    losses: TokenLosses | None = None,
+    columns: int = 0,
 ) -> torch.Tensor:
-    """The sum over tokens of the cross-entropy of `x_TH @ weight_VH.T + bias_V`.
+    """The sum over tokens of the cross-entropy of `x_TH @ weight_VH.T + bias_V`, or of other losses of these logits.
 
     Products are in the dtype of x and weight, or in autocast's. All else is float32 (float64 for float64).
 
@@ -67,36 +69,13 @@ def linear_cross_entropy(
         scale: logits are multiplied by it (Granite), in the dtype of the products.
         softcap: c; logits l are then c * tanh(l / c) (Gemma), which takes two more tensors of a piece's size.
         layer: for which `weight_VH` is a stand-in without memory.
-
-    Returns:
-        A scalar, float32 or float64. Only first derivatives exist.
-    """
-
-    def losses(logits_CV: torch.Tensor, piece: slice, gradient: bool) -> torch.Tensor:
-        return cross_entropy_(logits_CV, target_T[piece], gradient)
-
-    return linear_loss(x_TH, weight_VH, bias_V, losses, 0, tokens_at_once, scale, softcap, layer)
-
-
-def linear_loss(
-    x_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    losses: TokenLosses,
-    columns: int = 0,
-    tokens_at_once: int | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    layer: Layer | None = None,
-) -> torch.Tensor:
-    """The sum over tokens of any losses of these logits, as `linear_cross_entropy` has that of the cross-entropy.
-
-    Args:
-        losses: of the tokens of a piece.
+        losses: of the tokens of a piece; None: the cross-entropy.
         columns: N of them for each token, of which the first is differentiated; 0: one, without a dimension.
 
     Returns:
-        A scalar, or (N,) with `columns`."""
+        A scalar, or (N,), float32 or float64. Only first derivatives exist.
+    """
+    losses = losses or (lambda logits_CV, piece, gradient: cross_entropy_(logits_CV, target_T[piece], gradient))
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TH.dtype
     if tokens_at_once is None:

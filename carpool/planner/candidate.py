@@ -41,6 +41,7 @@ COMPILED_AGAIN = [int(number) for number in version("torch").split(".")[:2]] >= 
 NOT_COMPILED_AGAIN = (
     "layers whose experts FSDP shards by themselves, and which are computed again, are compiled with PyTorch 2.13 alone"
 )
+TEACHER = "a teacher computes between a batch and its forward (distillation.teacher)"
 _TIERS = {"host": "host memory", "disk": "disk"}
 
 
@@ -58,6 +59,8 @@ def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True, ran
         return "there is no GPU"
     if settings["data"]["pad_to"] == "longest" and settings["data"]["packing"] == "off":
         return SHAPES
+    if settings.get("distillation", {}).get("teacher") is not None:
+        return TEACHER
     if (every := (placement := settings["placement"])["every"]) is not None and placement["policy"] == "migrate":
         forwards = settings["training"]["gradient_accumulation_steps"]
         if recorded_steps(placement["tokens"], ranks, forwards) >= every:

@@ -151,6 +151,7 @@ class Train(Record):
     aux_loss: float | None = None
     z_loss: float | None = None
     sequence_aux_loss: float | None = None
+    distillation_loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     tokens: int | None = None

@@ -57,8 +57,10 @@ from carpool.ride.priority import RidesFirst
 from carpool.ride.schedule import Schedule
 from carpool.train.blueprint import meta_model, top_k_of
 from carpool.train.build.measured_choices import choose_kernels, choose_schedule
+from carpool.train.build.teacher import open_teacher
 from carpool.train.config.fine_tuning import adapter_folder
 from carpool.train.config.schema import Config, MemorySection, TrainingSection
+from carpool.train.config.schema_distillation import DistillationSection
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.extensions import Extension, extensions_in_use
 from carpool.train.launch.machine import ranks_of
@@ -69,6 +71,7 @@ from carpool.train.plan.division import distributed_config
 from carpool.train.plan.resolve import Plan, check_offload_layouts, disk_folder
 from carpool.train.plan.transport_choice import choose_on_ranks
 from carpool.train.records.run_folder import ADAPTER
+from carpool.train.steps.distilling_objective import DistillingObjective
 from carpool.train.steps.pipeline_objective import PipelineObjective
 from carpool.train.steps.stage_graphs import StageGraphs
 from carpool.train.steps.training_objective import Objective
@@ -373,7 +376,14 @@ def _objective(plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bo
             stage_group=meshes.stage_group(), routers=plan.pipeline.routers,
             dtype=model.dtype if autocast is not None else plan.dtype, **settings,
         )  # fmt: skip
-    return Objective(model, **settings)
+    if (distillation := config.distillation) == DistillationSection():
+        return Objective(model, **settings)
+    teacher = None
+    if distillation.teacher is not None:
+        assert plan.machine.device is not None, "a run has ranks"
+        with loading_shown(plan.machine.rank == 0):
+            teacher = open_teacher(Path(distillation.teacher), plan.bf16, plan.machine.device, plan.cut, group)
+    return DistillingObjective(model, distillation, teacher, **settings)
 
 
 def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst | None:

@@ -6,18 +6,22 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from carpool.train.build.teacher import check_teacher
+from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpora, Corpus, corpus_of
 from carpool.train.data.formats import are_packed
 from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader, step_size
 from carpool.train.data.mixture import eval_sequences, train_sequences
 from carpool.train.data.sequences import Sequences
 from carpool.train.data.streaming import StreamLoader, Streams
+from carpool.train.data.teacher_logits import TeacherLogits
 from carpool.train.data.tokenizer import Tokenizer
-from carpool.train.launch.ranks import gather, patiently, together
+from carpool.train.launch.ranks import gather, patiently, rank, together, world
 from carpool.train.plan.resolve import Plan
 from carpool.train.plan.start_checks import check_sequences
 
@@ -45,7 +49,7 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
     Raises:
         ValueError: text that cannot be used, or not by this model."""
     config = plan.config
-    corpora = read_corpora(plan, tokenizer) if make_corpus is None else Corpora((make_corpus(plan, tokenizer),))
+    corpora = read_corpora(config, tokenizer) if make_corpus is None else Corpora((make_corpus(plan, tokenizer),))
     check_vocabulary(corpora, plan.blueprint.vocab_size)
     # Ranks that share a sequence cut it into 2 * cp equal parts at most.
     multiple = math.lcm(8, 2 * plan.degrees.cp)
@@ -54,6 +58,9 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
     share = {"dp_size": plan.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
     how: dict[str, Any] = {"shares": plan.batch_sizes, "alike": plan.degrees.pp > 1, **share}
     sequences: Sequences | Streams
+    if (teacher := config.distillation.teacher) is not None:
+        read = None if config.data.streaming else train_sequences(corpora, config.data, multiple)
+        check_teacher(Path(teacher), tokenizer, read, plan.blueprint.vocab_size)
     if config.data.streaming:
         sequences = Streams(config.data, tokenizer, config.model.path, multiple)
         train: TrainLoader = StreamLoader(sequences, **step_size(config), **how)
@@ -62,6 +69,10 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
             StreamLoader(sequences, **step_size(config), **how).check()
     else:
         sequences = train_sequences(corpora, config.data, multiple)
+        if config.distillation.logits is not None:
+            with together(ValueError, ""):
+                how["logits"] = logits = TeacherLogits(config.distillation, plan.blueprint.vocab_size)
+                logits.check(sequences, rank(), world())
         train = TrainLoader(sequences, **step_size(config), **how)
     held_out = {
         name: EvalLoader(
@@ -86,16 +97,16 @@ def loader_state(train: Prefetch) -> dict[str, Any]:
     return state
 
 
-def read_corpora(plan: Plan, tokenizer: Tokenizer) -> Corpora:
+def read_corpora(config: Config, tokenizer: Tokenizer) -> Corpora:
     """The text that `[data]` names, as tokens. All ranks together."""
     found = None
     # Only these, of all ranks, may have to tokenize, which can take hours.
     with together(ValueError, ""), patiently():
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            found = corpus_of(plan.config, tokenizer)
+            found = corpus_of(config, tokenizer)
     with together(ValueError, ""):
         if found is None:
-            found = corpus_of(plan.config, tokenizer, build=False)
+            found = corpus_of(config, tokenizer, build=False)
     assert found is not None
     return found
 

@@ -1,8 +1,9 @@
-"""What a run of `carpool train` is made of: ten frozen sections, every key with its type, limits and meaning.
+"""What a run of `carpool train` is made of: eleven frozen sections, every key with its type, limits and meaning.
 
     [model]        which transformers MoE model: a checkpoint folder, or an architecture trained from scratch
     [data]         which data, how it is tokenized, how long a sequence is
     [adapter]      adapters of low rank, trained in the place of the model
+    [distillation] learning from a teacher's probabilities
     [training]     optimizer, schedule, steps, and where the run is written
     [parallelism]  how many ranks, and how FSDP, tensor and expert parallelism divide them
     [moe]          how tokens are routed and sent, and how experts compute
@@ -38,6 +39,7 @@ from carpool.train.config.declarations import Declared, declared
 from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.config.schema_base import Section, toml_value
 from carpool.train.config.schema_data import DataSection
+from carpool.train.config.schema_distillation import DistillationSection
 from carpool.train.config.schema_memory import MemorySection
 from carpool.train.config.schema_model import DEMO_MODEL, ModelSection
 from carpool.train.config.schema_moe import CodecSection, MoeSection, NvlinkSection
@@ -56,6 +58,8 @@ class Config(Section):
     """Which data, and how it becomes sequences."""
     adapter: AdapterSection = Field(default_factory=AdapterSection)
     """Adapters of low rank beside the frozen model. Off by default."""
+    distillation: DistillationSection = Field(default_factory=DistillationSection)
+    """Learning from a teacher's probabilities. Off by default."""
     training: TrainingSection = Field(default_factory=TrainingSection)
     """Optimizer, schedule, steps."""
     parallelism: ParallelismSection = Field(default_factory=ParallelismSection)

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listed
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ from torch import Tensor
 from carpool.train.config.schema import Config
 from carpool.train.data.order import group_by_length
 from carpool.train.data.sequences import IGNORED, Sequence, Sequences
+
+if TYPE_CHECKING:
+    from carpool.train.data.teacher_logits import TeacherLogits
 
 Batch = dict[str, Tensor]
 
@@ -60,6 +63,7 @@ class TrainLoader:
         pad_id: Any token.
         shares: Sequences in a micro-batch of each of these ranks. None: `batch_size`.
         alike: All micro-batches of a step are equally long.
+        logits: What batches bring of a teacher.
 
     Attributes:
         targets: tokens that the step handed out last predicts, over all ranks with distinct data.
@@ -82,9 +86,10 @@ class TrainLoader:
         pad_id: int = 0,
         shares: Listed[int] | None = None,
         alike: bool = False,
+        logits: TeacherLogits | None = None,
     ) -> None:
         assert shares is None or len(shares) == dp_size
-        self.sequences, self._seed, self._pad_id = sequences, seed, pad_id
+        self.sequences, self._seed, self._pad_id, self._logits = sequences, seed, pad_id, logits
         self._micro_batch = batch_size * dp_size if shares is None else sum(shares)
         # This rank's places in a step, of each micro-batch.
         all_GN = np.arange(self._micro_batch * accumulation).reshape(accumulation, -1)
@@ -125,10 +130,14 @@ class TrainLoader:
         all_GN = indices.reshape(-1, self._micro_batch)
         own_GN = indices[self._slots_GN]
         lengths = [sequences.batch_length(indices if self._alike else one_N) for one_N in all_GN]
-        return [
+        batches = [
             make_batch(sequences, [sequences[int(i)] for i in own_N], len(own_N), self._pad_id, length)
             for own_N, length in zip(own_GN, lengths, strict=True)
         ]
+        if self._logits is not None:
+            for own_N, batch in zip(own_GN, batches, strict=True):
+                batch |= self._logits.batch(own_N, batch["input_ids"].shape[1])
+        return batches
 
     def _draw(self, places: NDArray[np.int64]) -> tuple[Sequences, NDArray[np.int64]]:
         """What is at these places of the endless stream: which of which sequences."""

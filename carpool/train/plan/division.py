@@ -12,9 +12,10 @@ Checkpoints are the same files under both, so a run may change this when it is r
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,11 @@ from carpool.planner.decisions.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.decisions.rules import data_parallel_by_rule, why_not_zero1
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
+
+
+def teacher_ep(counts: Iterable[int], ranks: int) -> int:
+    """Over how many of the ranks the experts of a teacher are spread, of so many in each layer."""
+    return math.gcd(ranks, *counts)
 
 
 def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: int = 0) -> Cut | None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ from carpool.planner.candidate import LENGTHS, PLANS, RANDOM, Candidate, Spare, 
 from carpool.planner.model.shape import saved_if_compiled
 from carpool.planner.step.peak import Peak, peak_of
 from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
-from carpool.train.blueprint import attention_of, top_k_of
+from carpool.train.blueprint import attention_of, meta_model, model_size, top_k_of
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.extensions import extensions_in_use
 from carpool.train.lora import outline_adapter
-from carpool.train.plan.division import context_cut, divides_tokens
+from carpool.train.plan.division import context_cut, divides_tokens, teacher_ep
 from carpool.train.plan.transport_choice import transport_options
 from carpool.transport import find_transport
 
@@ -165,12 +166,14 @@ class MemoryEstimate:
 
         Returns:
             parameters, gradients, optimizer, activations, logits, transport, copies (of experts that came from other
-            ranks) and extensions if there are any, and loading where that is more; on GPUs context, nccl and
+            ranks), extensions and teacher if there are any, and loading where that is more; on GPUs context, nccl and
             fragments, and graphs if steps are captured; on CPUs process and allocator; total.
         """
         found = {name: math.ceil(size) for name, size in self._peak(transport, data_parallel).parts.items()}
         if brought := sum(extension.device_bytes(self) for extension in extensions_in_use(self.config)):
             found["extensions"] = brought
+        if (teacher := self.config.distillation.teacher) is not None:
+            found["teacher"] = teacher_parameters(teacher, self.degrees.world_size) * (2 if self.bf16 else 4)
         return {**found, "total": sum(found.values())}
 
     def _peak(self, transport: str, data_parallel: str) -> Peak:
@@ -288,6 +291,15 @@ class MemoryEstimate:
 
 def _count(parameters: list[torch.nn.Parameter]) -> Parameters:
     return Parameters(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+
+
+@cache
+def teacher_parameters(folder: str, ranks: int) -> int:
+    """That a rank has of the teacher in a folder (`carpool.train.build.teacher`)."""
+    model = meta_model(Path(folder))
+    counts = experts_modules(model)
+    size = model_size(model, counts, 1)
+    return size.total - size.experts + (size.experts // teacher_ep(counts.values(), ranks) if counts else 0)
 
 
 def _stored_bytes(parameter: torch.nn.Parameter, kind: Kind | None, stored: int) -> int:

@@ -103,6 +103,8 @@ def details(record: dict[str, Any]) -> list[str]:
     ]
     if "rank_load_after" in record:
         parts.append(f"load of ranks {record['rank_load_before']:.2f} -> {record['rank_load_after']:.2f}")
+    if record.get("distillation_loss") is not None:
+        parts.insert(0, f"distillation {record['distillation_loss']:.4f}")
     if record.get("mfu") is not None:
         parts.append(f"MFU {100 * record['mfu']:.1f}%")
     return parts

@@ -366,6 +366,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(describe_graphs(built.no_graphs))
     if why := built.objective.cross_entropy.why_whole:
         say(f"loss: logits of a whole micro-batch at once, because {why}")
+    if (whose := config.distillation.teacher or config.distillation.logits) is not None:
+        say(f"distillation: {config.distillation.weight:g} of the loss is the divergence from {whose}")
     if (optimizer := info["optimizer"])["name"] != "torch":
         masters = "float32 masters of bfloat16 parameters, " if optimizer["masters"] else ""
         where = {"device": "", "host": ", in host memory", "disk": ", on disk"}[optimizer["state"]]

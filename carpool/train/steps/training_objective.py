@@ -29,7 +29,7 @@ from carpool.hf.documents import (
     takes_lengths,
     unpacked,
 )
-from carpool.hf.loss_head import HeadLoss, next_tokens
+from carpool.hf.loss_head import Computed, HeadLoss, next_tokens
 from carpool.hf.routing.router_balance import RouterLogits, StepCounts, loss_of_statistics, router_statistics
 from carpool.hf.routing.router_losses import RouterTokens, layer_losses
 from carpool.hf.seam.expert_rides import WithoutExperts, rides
@@ -43,13 +43,14 @@ from carpool.ride.two_batch import TwoBatch
 @dataclass(frozen=True)
 class Losses:
     """Of one step, over all ranks: mean cross-entropy per token, mean balance loss (None if off), tokens; z-loss and
-    balance loss of sequences, as means over layers (None if off)."""
+    balance loss of sequences, as means over layers; mean divergence from a teacher (None if off)."""
 
     loss: float
     aux_loss: float | None
     tokens: int
     z_loss: float | None = None
     sequence_aux_loss: float | None = None
+    distillation_loss: float | None = None
 
 
 class Objective:
@@ -103,7 +104,7 @@ class Objective:
         self.z_coef, self.sequence_coef, self.sigmoid = z_coef, sequence_coef, sigmoid
         # The losses that layers have for themselves, and what sums of a step there are: cross-entropy, balance, these.
         self.layer_coefs = [coef for coef in (z_coef, sequence_coef) if coef]
-        self.sums = 2 + len(self.layer_coefs)
+        self.sums = self.router_sums = 2 + len(self.layer_coefs)
         self.router_logits = self._collector() if aux_coef or self.layer_coefs else None
         self.moe_layers = 0 if self.router_logits is None else self.router_logits.count
         self.counts = StepCounts() if balance_step else None
@@ -134,6 +135,12 @@ class Objective:
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy summed over this rank's tokens, and (1 + n,), the balance loss and means of those of layers;
         float32."""
+        return self.computed(batch, None)
+
+    def computed(
+        self, batch: Batch, instead: Callable[[Batch], Computed] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `forward`. `instead`: of the batch that the model sees, what computes another loss than cross-entropy."""
         routers, moves = self.router_logits, self.moving if self.model.training else None
         collected: AbstractContextManager[Any] = nullcontext() if routers is None else routers.collect()
         with (
@@ -141,7 +148,8 @@ class Objective:
             collected as logits,
             nullcontext() if moves is None else moves(batch["target"]),
         ):
-            ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
+            own = settings if instead is None else {**settings, "compute": instead(batch)}
+            ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **own)
         if self.router_logits is None:
             return ce, None
         return ce, self.router_losses(self.statistics(logits, batch))
@@ -191,7 +199,7 @@ class Objective:
         ends_BD = batch.pop("document_ends", None)
         settings, (rows, length) = self.settings, batch["input_ids"].shape
         if "position_ids" in batch and one_row_only(self.model):
-            batch = {name: value.reshape(1, -1) for name, value in batch.items()}
+            batch = {name: value.reshape(1, -1, *value.shape[2:]) for name, value in batch.items()}
         ids_BL, position_BL = batch["input_ids"], batch.get("position_ids")
         device, documents = ids_BL.device, position_BL is not None and ends_BD is not None
         if self.context is None and takes_lengths(self.model) and (documents or len(ids_BL) == 1):
@@ -238,7 +246,7 @@ class Objective:
 
     def losses(self, means: Sequence[float], tokens: int) -> Losses:
         """What `accumulate` has returned, on the host."""
-        own = dict(zip((name for name, coef in self._named_coefs() if coef), means[2 : self.sums], strict=True))
+        own = dict(zip((name for name, coef in self._named_coefs() if coef), means[2 : self.router_sums], strict=True))
         return Losses(loss=means[0], aux_loss=means[1] if self.aux_coef else None, tokens=tokens, **own)
 
     def _named_coefs(self) -> tuple[tuple[str, float], ...]:
@@ -335,7 +343,7 @@ class Objective:
     def _with_routers(self, loss: torch.Tensor, found_N: torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
         """A loss and those of routers of one of a step's `number` micro-batches, which are added to `sums`."""
         ranks = 1 if self.shard is None else self.shard.ranks
-        sums[1 : self.sums] += found_N.detach() / number
+        sums[1 : self.router_sums] += found_N.detach() / number
         loss = loss + found_N[0] * (self.share * self.aux_coef / (number * ranks))
         for place, coef in enumerate(self.layer_coefs, 1):
             # Each layer adds its own.

@@ -1,0 +1,155 @@
+"""Runs that learn from a teacher: files and a second model give the losses of one process, and what does not fit is
+refused before a step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, OlmoeConfig
+
+from carpool.train.build.teacher import write_logits
+from carpool.train.config import load_config
+from examples.tiny_chat_model import make_tokenizer
+from tests.ranks import Ranks
+from tests.train.test_cli import error_of
+from tests.train.test_data import write_parquet
+from tests.train.test_loop import MODEL, records, run
+
+WORDS = 320
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "initializer_range": 0.4, "pad_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+SHORT = [
+    *MODEL, "training.max_steps=3", "training.eval_steps=3", "training.save_strategy=no", "data.max_bytes=6000",
+    "moe.router_aux_loss_coef=0",
+]  # fmt: skip
+WHOLE = [f"distillation.top_k={WORDS}", "distillation.temperature=2", "distillation.weight=0.7"]
+
+
+def write(overrides: Sequence[str], teacher: str) -> str:
+    """On a rank: the command."""
+    try:
+        write_logits(load_config(None, list(overrides)), teacher=teacher)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teachers")
+    torch.manual_seed(0)
+    configs = {"moe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), "dense": LlamaConfig(**SIZES)}
+    for name, config in configs.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    shutil.copytree(folder / "moe", folder / "other")
+    make_tokenizer().save_pretrained(folder / "other")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(two_ranks: Ranks, teachers: Path, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logits")
+    settings = [*SHORT, *text, *WHOLE, f"distillation.logits={folder}"]
+    assert two_ranks(write, settings, str(teachers / "moe")) == [""] * 2
+    return folder
+
+
+def numbers(output: Path) -> list[float]:
+    return [line[key] for line in records(output).values() for key in ("loss", "distillation_loss", "grad_norm")]
+
+
+@pytest.fixture(scope="module")
+def of_one(one_rank: Ranks, files: Path, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "one"
+    settings = [*SHORT, *text, *WHOLE, f"distillation.logits={files}", "training.per_device_train_batch_size=8"]
+    assert one_rank(run, str(output), settings) == [""]
+    return output
+
+
+WAYS = {
+    "files, ep 2, accumulated": ("FILES", "training.gradient_accumulation_steps=2"),
+    "online, ep 2": ("ONLINE", "training.per_device_train_batch_size=4"),
+    "online, cp 2, fsdp": (
+        "ONLINE", "training.per_device_train_batch_size=8", "parallelism.cp_size=2", "parallelism.data_parallel=fsdp"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_and_ways_to_have_a_teacher_give_the_numbers_of_one_process(
+    way: str, two_ranks: Ranks, of_one: Path, files: Path, teachers: Path, text: list[str], tmp_path: Path
+) -> None:
+    source, *own = WAYS[way]
+    has = f"distillation.logits={files}" if source == "FILES" else f"distillation.teacher={teachers / 'moe'}"
+    assert two_ranks(run, str(tmp_path), [*SHORT, *text, *WHOLE, has, *own]) == [""] * 2
+    assert numbers(tmp_path) == pytest.approx(numbers(of_one), rel=1e-4)
+    first, last = records(of_one)[1], records(of_one, "eval")[3]["loss"]
+    assert first["distillation_loss"] > 1 and last == pytest.approx(records(tmp_path, "eval")[3]["loss"], rel=1e-4)
+
+
+def test_few_words_of_a_dense_teacher_and_of_its_files_are_the_same(
+    one_rank: Ranks, teachers: Path, text: list[str], tmp_path: Path
+) -> None:
+    settings = [*SHORT, *text, "distillation.top_k=9"]
+    files = f"distillation.logits={tmp_path / 'logits'}"
+    assert one_rank(write, [*settings, files, "distillation.top_k=12"], str(teachers / "dense")) == [""]
+    for name, has in (("files", files), ("online", f"distillation.teacher={teachers / 'dense'}")):
+        assert one_rank(run, str(tmp_path / name), [*settings, has]) == [""]
+    assert numbers(tmp_path / "files") == pytest.approx(numbers(tmp_path / "online"), rel=1e-4)
+    # Written again, there is nothing to do; and without a file, the rest stays as it is.
+    first = next((tmp_path / "logits").iterdir())
+    before = first.stat().st_mtime_ns
+    assert one_rank(write, [*settings, files], str(teachers / "dense")) == [""] and first.stat().st_mtime_ns == before
+    assert one_rank(write, [*settings, files, "distillation.top_k=13"], str(teachers / "dense"))[0].endswith("at most")
+
+
+def test_what_does_not_fit_is_refused_before_a_step(
+    one_rank: Ranks, files: Path, teachers: Path, text: list[str], tmp_path: Path
+) -> None:
+    def refusal(*settings: str) -> str:
+        (error,) = one_rank(run, str(tmp_path / "run"), [*SHORT, *text, *WHOLE, *settings])
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+        return error
+
+    has = f"distillation.logits={files}"
+    assert "the files have more rows" in refusal(has, "data.sequence_length=64")
+    assert "have 320 words of each token" in refusal(has, "distillation.top_k=321")
+    assert "of the temperature 2, but" in refusal(has, "distillation.temperature=1")
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copy(next(files.glob("*.parquet")), part)
+    assert "the files have no row for" in refusal(f"distillation.logits={part}")
+    assert "another tokenizer" in refusal(f"distillation.teacher={teachers / 'other'}")
+    assert "a vocabulary of 320, and the model of 384" in refusal(
+        f"distillation.teacher={teachers / 'moe'}", "model.config.vocab_size=384"
+    )
+    assert "pieces" in error_of("train", f"distillation.teacher={teachers / 'moe'}", "training.loss_chunk_size=0")
+
+
+def test_a_script_may_write_the_files(one_rank: Ranks, files: Path, text: list[str], tmp_path: Path) -> None:
+    """Plain lists of Python, in another order; of words that are not there, or twice there, nothing is learned."""
+    import pyarrow.parquet
+
+    rows = [row for path in sorted(files.glob("*.parquet")) for row in pyarrow.parquet.read_table(path).to_pylist()]
+    columns = {name: [row[name] for row in rows[::-1]] for name in rows[0]}
+    settings = [*SHORT, *text, f"distillation.logits={tmp_path}"]
+    for name, wrong, why in (
+        ("good", None, ""), ("beyond", 400, "has word 400"), ("twice", 5, "a word twice"), ("other", 5, "other tokens"),
+    ):  # fmt: skip
+        if wrong is not None:
+            for words_LK in columns["token_ids"]:
+                words_LK[3][:2] = [5, wrong]
+        if name == "other":
+            columns["input_ids"][7][0] ^= 1
+        write_parquet(tmp_path / "rows.parquet", **columns)
+        (error,) = one_rank(run, str(tmp_path / name), settings)
+        assert (why in error) and bool(error) == bool(why), error
+    assert json.loads((tmp_path / "good" / "summary.json").read_text())["steps"] == 3
