@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from carpool.train.build.teacher import check_teacher
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpora, Corpus, corpus_of
 from carpool.train.data.formats import are_packed
@@ -19,7 +18,7 @@ from carpool.train.data.loader import EvalLoader, Prefetch, TrainLoader, step_si
 from carpool.train.data.mixture import eval_sequences, train_sequences
 from carpool.train.data.sequences import Sequences
 from carpool.train.data.streaming import StreamLoader, Streams
-from carpool.train.data.teacher_logits import TeacherLogits
+from carpool.train.data.teacher_logits import TeacherLogits, check_teacher
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.ranks import gather, patiently, rank, together, world
 from carpool.train.plan.resolve import Plan

@@ -21,17 +21,16 @@ from carpool.hf.build_model import build_model
 from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.sharding import replicate_dense
-from carpool.hf.weights.model_config import read_config
 from carpool.kernels.cross_entropy import piece_size
 from carpool.kernels.distillation import PIECE
 from carpool.parallel.context import Cut, Group
 from carpool.train.blueprint import meta_model
+from carpool.train.build.run_data import read_corpora
 from carpool.train.config.schema import Config
 from carpool.train.data.loader import Batch, make_batch
 from carpool.train.data.mixture import train_sequences
-from carpool.train.data.sequences import Sequences
-from carpool.train.data.teacher_logits import Row, TeacherLogits, write_rows
-from carpool.train.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_of
+from carpool.train.data.teacher_logits import Row, TeacherLogits, check_teacher, write_rows
+from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.launch.machine import rank_device
 from carpool.train.launch.ranks import from_rank_0, gather, rank, world
 from carpool.train.plan.division import teacher_ep
@@ -40,8 +39,6 @@ from carpool.train.steps.training_objective import Objective
 
 # Words of each token that are written, if nobody says.
 TOP_K = 64
-# Sequences that both tokenizers must read alike.
-_COMPARED = 32
 _FILE_BYTES = 2**25
 
 
@@ -80,39 +77,12 @@ def _spread(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTraine
     return model
 
 
-def check_teacher(folder: Path, tokenizer: Tokenizer, sequences: Sequences | None, words: int | None) -> None:
-    """Raise ValueError if the teacher in that folder has another number of words than its student, or a tokenizer that
-    reads other text in the first sequences. None: that is not known."""
-    theirs = read_config(folder).get_text_config(decoder=True).vocab_size
-    if words not in (None, theirs):
-        raise ValueError(
-            f"the teacher in {folder} has a vocabulary of {theirs:,}, and the model of {words:,}: a probability of the "
-            "one is none of the other; take a teacher with the model's tokenizer"
-        )
-    if sequences is None or not (folder / "tokenizer.json").is_file():
-        return
-    other = FileTokenizer(folder)
-    for number in range(min(_COMPARED, len(sequences))):
-        ids = sequences[number].ids.tolist()
-        ours, text = tokenizer.decode(ids), other.decode(ids)
-        if ours != text:
-            place = next((i for i, pair in enumerate(zip(ours, text, strict=False)) if len(set(pair)) > 1), 0)
-            there, here = text[place : place + 40], ours[place : place + 40]
-            raise ValueError(
-                f"the teacher in {folder} has another tokenizer than the data ({tokenizer.name}): tokens of sequence "
-                f"{number} are {there!r} to it, and {here!r} to the model; take a teacher with the model's tokenizer"
-            )
-
-
 def write_logits(config: Config, *, teacher: str) -> None:
     """`carpool teach` on a rank: writes the rows that `distillation.logits` lacks. All ranks compute sequences
     of their own.
 
     Raises:
         ValueError: a teacher or data that cannot be used, or rows that are there and do not go on."""
-    # Imported here: the data of a run are checked against its teacher.
-    from carpool.train.build.run_data import read_corpora
-
     disable_progress_bar()
     settings, tokenizer, device = config.distillation, tokenizer_of(config), rank_device()
     folder, top_k = Path(str(settings.logits)), settings.top_k or TOP_K

@@ -20,18 +20,46 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from carpool.hf.weights.model_config import read_config
 from carpool.kernels.distillation import IDS, LOG_PROBS
 from carpool.train.config.schema_distillation import DistillationSection
 from carpool.train.data.loader import Batch
 from carpool.train.data.sequences import Ids, Sequences
+from carpool.train.data.tokenizer import FileTokenizer, Tokenizer
 
 COLUMNS = ("sequence", "input_ids", "token_ids", "log_probs")
 _KEY = b"carpool"
 _GROUP_BYTES = 2**20
 # By how much the probabilities of a token may sum up to more than 1.
 _ROUNDING = 0.02
+# Sequences that the tokenizers of the teacher and of the data must read alike.
+_COMPARED = 32
 # As `COLUMNS`.
 Row = tuple[int, NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
+
+
+def check_teacher(folder: Path, tokenizer: Tokenizer, sequences: Sequences | None, words: int | None) -> None:
+    """Raise ValueError if the teacher in that folder has another number of words than its student, or a tokenizer that
+    reads other text in the first sequences. None: that is not known."""
+    theirs = read_config(folder).get_text_config(decoder=True).vocab_size
+    if words not in (None, theirs):
+        raise ValueError(
+            f"the teacher in {folder} has a vocabulary of {theirs:,}, and the model of {words:,}: a probability of the "
+            "one is none of the other; take a teacher with the model's tokenizer"
+        )
+    if sequences is None or not (folder / "tokenizer.json").is_file():
+        return
+    other = FileTokenizer(folder)
+    for number in range(min(_COMPARED, len(sequences))):
+        ids = sequences[number].ids.tolist()
+        ours, text = tokenizer.decode(ids), other.decode(ids)
+        if ours != text:
+            place = next((i for i, pair in enumerate(zip(ours, text, strict=False)) if len(set(pair)) > 1), 0)
+            there, here = text[place : place + 40], ours[place : place + 40]
+            raise ValueError(
+                f"the teacher in {folder} has another tokenizer than the data ({tokenizer.name}): tokens of sequence "
+                f"{number} are {there!r} to it, and {here!r} to the model; take a teacher with the model's tokenizer"
+            )
 
 
 class TeacherLogits:
