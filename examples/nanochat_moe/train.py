@@ -21,7 +21,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import torch
 from model import Config, Model
 
 import carpool
+from carpool.kernels.capture import Recorder
 from carpool.optim import Muon
 from carpool.optim.base import Matrices
 from carpool.train.lr_schedules import warmup_stable_decay
@@ -109,6 +110,26 @@ class Tokens:
                 order = torch.cat([order, torch.randperm(self.windows, generator=generator)])
             yield self.batch(order[:windows_at_once])
             order = order[windows_at_once:]
+
+
+class Captured:
+    """`work` of a micro-batch as a CUDA graph, which the host launches at once. An MoE layer is some hundred launches,
+    and takes the host longer than the device unless micro-batches are large.
+
+    Gradients must be there: the graph adds to them in place."""
+
+    def __init__(
+        self, work: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tokens: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        self.inputs, self.loss = (tokens.clone(), target.clone()), torch.zeros((), device=tokens.device)
+        self.replay = Recorder().record(lambda: self.loss.copy_(work(*self.inputs)))
+
+    def __call__(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss, until the next call."""
+        for static, given in zip(self.inputs, (tokens, target), strict=True):
+            static.copy_(given)
+        self.replay()
+        return self.loss
 
 
 class Clock:
@@ -212,12 +233,15 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         return loss.detach()
 
     # Before the clock: compile everything, with an update whose factor is NaN and which therefore changes nothing.
-    started = time.perf_counter()
+    started, compute = time.perf_counter(), forward_backward
+    example = training.batch(torch.arange(given.device_batch))
     for _ in range(2):
-        forward_backward(*training.batch(torch.arange(given.device_batch)))
+        forward_backward(*example)
     optimizer.step(factor=torch.full((), math.nan, device=device))
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=False)
     first = evaluate() if given.evaluations else math.nan
+    if given.capture and device.type == "cuda":
+        compute = Captured(forward_backward, *example)
     for moe in moes:
         moe.router.reset_counts()
         moe.stats(reset=True)
@@ -266,9 +290,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * rate
             clock.start()
-            loss = sum((forward_backward(*next(batches)) for _ in range(accumulation)), torch.zeros((), device=device))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            loss = sum((compute(*next(batches)) for _ in range(accumulation)), torch.zeros((), device=device))
+            optimizer.step(zero_grads=True)
             for moe in moes:
                 moe.update_bias()
             seconds = clock.stop()
@@ -310,6 +333,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--evaluation-tokens", type=int, default=524_288)
     parser.add_argument(
         "--compile", choices=["model", "blocks", "around", "none"], help="default: model; around with experts"
+    )
+    parser.add_argument(
+        "--capture", action=argparse.BooleanOptionalAction, default=True, help="micro-batches as a graph"
     )
     parser.add_argument("--attention", choices=["cudnn", "flash"], default="cudnn")
     parser.add_argument("--device", default="cuda")
