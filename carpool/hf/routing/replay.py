@@ -13,7 +13,8 @@ A token whose recorded choices are all -1 was not recorded: its router chooses. 
 the device.
 
 A balance loss sees the routers' logits. So it balances what routers choose now, and with them the next rollout, not
-what is replayed; its value and its gradient by the logits are those without a replay.
+what is replayed; its value and its gradient by the logits are those without a replay. `BiasBalance` and counters see
+what rides, the recorded choices.
 """
 
 from __future__ import annotations

@@ -158,12 +158,11 @@ def _ids(returned: Any, layers: dict[str, int], hidden_layers: int, top_k: int |
         except (ValueError, EOFError) as error:
             raise ValueError("a string must be base64 of numpy.save, as of vLLM; decode others to an array") from error
     array = np.asarray(returned.cpu() if isinstance(returned, torch.Tensor) else returned)
-    if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"shape {array.shape} of {array.dtype}, but (tokens, layers, K) of whole numbers is expected")
-    if array.shape[1] not in (hidden_layers, len(layers)) or top_k not in (None, array.shape[2]):
+    known = array.ndim == 3 and np.issubdtype(array.dtype, np.integer)
+    if not known or array.shape[1] not in (hidden_layers, len(layers)) or top_k not in (None, array.shape[2]):
         raise ValueError(
-            f"shape {array.shape} has {array.shape[1]} layers, K = {array.shape[2]}, but the model has {len(layers)} "
-            f"layers with experts among {hidden_layers}, and K = {top_k}: the server has another model"
+            f"shape {array.shape} of {array.dtype}, but whole numbers (tokens, layers, K = {top_k}) are expected, of "
+            f"all {hidden_layers} layers or of the {len(layers)} with experts: does the server have this model?"
         )
     return array[:, list(layers.values())] if array.shape[1] == hidden_layers else array
 
