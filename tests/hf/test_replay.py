@@ -279,6 +279,19 @@ def test_what_servers_return() -> None:
     assert replayed.differing().routers == 0
 
 
+def test_layers_behind_the_last_one_have_no_choices() -> None:
+    """Transformers runs the first `num_hidden_layers` of its list. Those behind predict further tokens in training."""
+    model: Any = tiny_model(discover()["qwen3_moe"], num_hidden_layers=3).eval()
+    model.config.num_hidden_layers = 2
+    carpool.hf.install(model)
+    out_BL, mask_BL, rollout = _rollout(model, slice(0, 3))
+    found = carpool.hf.routed_experts(model, _returned(model, rollout, mask_BL), mask_BL)
+    assert list(found) == list(rides(model))[:2]
+    with replay(model, found) as replayed:
+        _logits(model, out_BL, mask_BL)
+    assert replayed.differing().tokens == 0
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
