@@ -30,6 +30,7 @@ __all__ = [
     "Family",
     "Gate",
     "Logits",
+    "MultiToken",
     "ServedExperts",
     "UpcycleTarget",
     "family",
@@ -80,6 +81,28 @@ class ServedExperts:
 
     block: str
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class MultiToken:
+    """How a family's checkpoints name layers that predict further tokens (`carpool.hf.multi_token`). Each is a decoder
+    layer that is numbered behind the last one, with these modules in it.
+
+    Attributes:
+        key: of the configuration, how many there are.
+        embedding_norm, hidden_norm: norms of the two inputs.
+        projection: of both to one, the embedding first.
+        norm: of the output.
+        embedding, head: where files repeat the weights of the model's embedding and output layer.
+    """
+
+    key: str = "num_nextn_predict_layers"
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    embedding: str = "embed_tokens"
+    head: str = "shared_head.head"
 
 
 @dataclass(frozen=True)
@@ -141,6 +164,7 @@ class Family:
         mxfp4: Transformers reads its experts from files in MXFP4.
         served: by name of the server; one that is not here has no adapters of this family's experts, or was not read.
         upcycles: dense families with the same attention, which it continues.
+        multi_token: how layers that predict further tokens are named; None: it has none, or not such ones.
     """
 
     name: str
@@ -187,6 +211,7 @@ class Family:
     mxfp4: bool = False
     served: Mapping[str, ServedExperts] = field(default_factory=dict)
     upcycles: tuple[UpcycleTarget, ...] = ()
+    multi_token: MultiToken | None = None
 
     def top_k_key(self, config: Any) -> str | None:
         """The key under which a configuration says K as a whole number."""
@@ -228,6 +253,7 @@ _TABLE = (
     Family("deepseek_v2", shared_after_routed=True, float_router=True, served=_BOTH),
     Family(
         "deepseek_v3", sigmoid_router=True, shared_after_routed=True, float_router=True, served=_BOTH,
+        multi_token=MultiToken(),
     ),
     Family("deepseek_v32", sigmoid_router=True, shared_after_routed=True),
     Family("deepseek_v4", scores_key="scoring_func", shared_after_routed=True),
@@ -243,8 +269,11 @@ _TABLE = (
     Family("gemma4", logits=Logits("cap", "final_logit_softcapping")),
     Family(
         "glm4_moe", sigmoid_router=True, shared_after_routed=True, float_router=True, output_bias=False, served=_BOTH,
+        multi_token=MultiToken(),
     ),
-    Family("glm4_moe_lite", sigmoid_router=True, shared_after_routed=True, float_router=True),
+    Family(
+        "glm4_moe_lite", sigmoid_router=True, shared_after_routed=True, float_router=True, multi_token=MultiToken(),
+    ),
     Family("glm4v_moe", sigmoid_router=True, shared_after_routed=True, own_positions=True),
     Family("glm5_next", sigmoid_router=True, shared_after_routed=True),
     Family("glm_moe_dsa", sigmoid_router=True, shared_after_routed=True),

@@ -19,7 +19,8 @@ The model's configuration records which changes it has, and config.json of each 
     "carpool_changes": {"gain": {"initial": 1.0}}
 
 Whatever constructs the model from that configuration applies them again: a run, its resumption, an evaluation,
-`carpool generate`. Models from scratch can be changed; Transformers loads checkpoints into classes of its own.
+`carpool generate`. Models from scratch can be changed; of checkpoints, which Transformers loads into classes of its
+own, those whose extension says so (`changes_checkpoints`).
 
 `carpool train` takes the settings from the section of an `Extension` of the same name (`carpool.train.extensions`),
 whose attribute `architecture` lists them. Elsewhere `add_change` adds a change to a configuration.
@@ -27,16 +28,21 @@ whose attribute `architecture` lists them. Elsewhere `add_change` adds a change 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed.mixin import DistributedMixin
 
 from carpool.plugins import Registry
 
 __all__ = ["ARCHITECTURE_CHANGES", "ArchitectureChange", "add_change", "change_architecture", "changes_of"]
 
 KEY = "carpool_changes"
+# By name, the settings of changes.
+Changes = Mapping[str, Mapping[str, Any]]
 
 
 class ArchitectureChange:
@@ -46,10 +52,12 @@ class ArchitectureChange:
         not_in_transformers: why Transformers cannot load such a model, in half a sentence: it is not exported. Empty:
             Transformers' own class has the same parameters and computes the same, and takes the place of the changed
             model in exports.
+        in_files: exports have its parameters all the same, beside those of Transformers' class, which ignores them.
         settings: values by name, as the configuration records them: what JSON can hold.
     """
 
     not_in_transformers: ClassVar[str] = ""
+    in_files: ClassVar[bool] = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -65,6 +73,11 @@ class ArchitectureChange:
     def describe(self) -> str:
         """The line about it that a run prints."""
         raise NotImplementedError
+
+    def absent(self, model: PreTrainedModel, stored: Collection[str]) -> list[str]:
+        """Of a changed model of a checkpoint with weights of these names: how the names of tensors begin that it has
+        not, and that get random values."""
+        return []
 
     def dispatched_size(self, size: int) -> int:
         """Elements of a hidden state that is dispatched, which has `size` without this change."""
@@ -110,6 +123,41 @@ def change_architecture(model: PreTrainedModel) -> None:
         change.apply(model)
 
 
+def change_checkpoint(model: PreTrainedModel, changes: Changes, stored: Collection[str]) -> None:
+    """Apply these to the model of a checkpoint, which is on the meta device. `stored`: the names of its weights."""
+    for name, settings in changes.items():
+        add_change(model.config, name, settings)
+    change_architecture(model)
+    if starts := _absent(model, stored):
+        patterns = (f"^{re.escape(start)}" for start in starts)
+        model._keys_to_ignore_on_load_missing = [*(model._keys_to_ignore_on_load_missing or ()), *patterns]
+
+
+def absent_tensors(model: PreTrainedModel, stored: Collection[str]) -> list[str]:
+    """Tensors of a changed model of a checkpoint that the checkpoint, with weights of these names, has not."""
+    return [name for name in model.state_dict() if name.startswith(_absent(model, stored))]
+
+
+def _absent(model: PreTrainedModel, stored: Collection[str]) -> tuple[str, ...]:
+    return tuple(start for one in changes_of(model.config) for start in one.absent(model, stored))
+
+
+@contextmanager
+def changed_while_loading(changes: Changes, stored: Collection[str]) -> Iterator[None]:
+    """Inside, the model that Transformers loads is changed before it is sharded and weights are read."""
+    before = vars(DistributedMixin)["maybe_distribute_model"]
+
+    def change_first(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        change_checkpoint(model, changes, stored)
+        return before.__func__(cls, model, *args, **kwargs)
+
+    DistributedMixin.maybe_distribute_model = classmethod(change_first)
+    try:
+        yield
+    finally:
+        DistributedMixin.maybe_distribute_model = before
+
+
 def row_size(config: PreTrainedConfig) -> int:
     """Elements of a hidden state that is dispatched."""
     text: Any = config.get_text_config()
@@ -122,6 +170,12 @@ def row_size(config: PreTrainedConfig) -> int:
 def why_not_in_transformers(config: PreTrainedConfig) -> str:
     """Why Transformers cannot load models of a configuration; "" if it can."""
     return "; ".join(why for change in changes_of(config) if (why := change.not_in_transformers))
+
+
+def changes_in_files(config: PreTrainedConfig) -> Changes:
+    """The changes whose parameters exports of a configuration's models have."""
+    found: Changes = getattr(config.get_text_config(), KEY, None) or {}
+    return {name: settings for name, settings in found.items() if ARCHITECTURE_CHANGES[name].in_files}
 
 
 def without_changes(config: dict[str, Any]) -> None:

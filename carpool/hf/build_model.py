@@ -14,7 +14,8 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,14 @@ from transformers.distributed.checkpoint import is_sharded_checkpoint
 
 from carpool.experts.base import stand_in
 from carpool.experts.quantised import Kind
-from carpool.hf.architecture_changes import change_architecture, changes_of
+from carpool.hf.architecture_changes import (
+    Changes,
+    absent_tensors,
+    change_architecture,
+    change_checkpoint,
+    changed_while_loading,
+    changes_of,
+)
 from carpool.hf.pipeline_stages import Part, kept_parts
 from carpool.hf.quantised_base import (
     PackedExperts,
@@ -70,6 +78,7 @@ def build_model(
     sequence_parallel: bool = False,
     parts: Sequence[Part] = (),
     slices: int = 1,
+    changes: Changes | None = None,
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says. All ranks together.
 
@@ -96,6 +105,7 @@ def build_model(
         parts: this rank's pipeline stages; what other ranks have is never filled. Empty: the whole model.
         slices: of each expert, on as many neighbouring ranks (`carpool.hf.sharding`). Of a folder, each rank then reads
             everything, one tensor at a time.
+        changes: of the architecture of a folder's model (`carpool.hf.architecture_changes`); a configuration has them.
 
     Raises:
         ValueError: the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -106,13 +116,17 @@ def build_model(
     path = None if isinstance(config_or_path, PreTrainedConfig) else Path(config_or_path)
     config = read_config(path) if path is not None else copy.deepcopy(cast(PreTrainedConfig, config_or_path))
     check_sizes(config)
-    if path is not None and (changes := changes_of(config)):
+    if path is not None and (made := changes_of(config)):
         raise ValueError(
             f"{path} is of a run that changes the architecture, and no model to load: resume the run. "
-            f"{changes[0].describe()}"
+            f"{made[0].describe()}"
         )
     check_ranks(distributed_config, meshes)
-    blueprint = _on_meta(config, dtype, kwargs)
+    stored = {} if path is None or not changes else stored_weights(path)
+    blueprint = _on_meta(config, dtype, kwargs, changes, stored)
+    absent = absent_tensors(blueprint, stored) if changes else []
+    if changes and distributed_config is None:
+        distributed_config = DistributedConfig()  # without one Transformers asks nobody before it loads
     check_experts(blueprint, distributed_config, slices)
     check_parallelism(blueprint, distributed_config, dense, sequence_parallel)
     sliced = None
@@ -141,12 +155,15 @@ def build_model(
         if path is not None and sliced is None and packed is None:
             check_shardable(path, blueprint, distributed_config)
             if read_experts:
-                with quantised_while_loading(base_dtype, base_keep):
+                changed = changed_while_loading(changes, stored) if changes else nullcontext()
+                with quantised_while_loading(base_dtype, base_keep), changed:
                     model = _load(path, blueprint, distributed_config, dtype, device or _device(), kwargs)
             else:
                 model = _on_meta(config, dtype, kwargs)
                 modules = list(experts_modules(model))
                 check_loaded(path, blueprint, read_without_experts(path, model, modules, dtype, device or _device()))
+            if absent:
+                fill(model, blueprint, seed, device or _device(), False, only=absent)
         else:
             model_class = type(blueprint)
             distributed_config, _, mesh_manager = model_class.prepare_distribute_model(distributed_config)
@@ -156,9 +173,9 @@ def build_model(
             model = model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
             offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
             target, lies = device or _device(), None if sliced is None else sliced.rows
-            stored = None if path is None else _reader(path, blueprint, packed, target)
+            read = None if path is None else _reader(path, blueprint, packed, target, absent)
             take = QuantisedBase(base_dtype, base_keep, packed).take
-            fill(model, blueprint, seed, target, offload, stored, lies, take)
+            fill(model, blueprint, seed, target, offload, read, lies, take)
             share_tied(model)
             if path is not None and (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -203,7 +220,11 @@ def _load(
 
 
 def _reader(
-    folder: Path, blueprint: PreTrainedModel, packed: PackedExperts | None, device: torch.device
+    folder: Path,
+    blueprint: PreTrainedModel,
+    packed: PackedExperts | None,
+    device: torch.device,
+    absent: Collection[str],
 ) -> Callable[[str], torch.Tensor | None]:
     """Of a tensor's name in the model, the tensor that the folder's files hold; None of one that no file holds. For
     what `packed` has, something of its shape without memory."""
@@ -216,7 +237,7 @@ def _reader(
         if packed is not None and packed.has(name):
             parameter = blueprint.get_parameter(name)
             return stand_in(parameter.shape, parameter.dtype, device)
-        if name not in held:
+        if name not in held or name in absent:
             return None
         try:
             return weights.read(name)
@@ -234,11 +255,21 @@ def _device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _on_meta(config: PreTrainedConfig, dtype: torch.dtype, kwargs: dict[str, str]) -> PreTrainedModel:
-    """The whole model without values, its tied weights not yet tied, in the dtypes that it will have."""
+def _on_meta(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    kwargs: dict[str, str],
+    changes: Changes | None = None,
+    stored: Collection[str] = (),
+) -> PreTrainedModel:
+    """The whole model without values, its tied weights not yet tied, in the dtypes that it will have. `changes`: of the
+    model of a checkpoint, with weights of these names."""
     with torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **kwargs)
-        change_architecture(model)
+        if changes:
+            change_checkpoint(model, changes, stored)
+        else:
+            change_architecture(model)
     if dtype_plan := model._get_dtype_plan(dtype):
         in_float32, _, _ = build_glob_alternation(list(dtype_plan))
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.families import Logits, family_of_class
+from carpool.hf.multi_token import predicted_now
 from carpool.hf.quantised_base import QuantisedLinear
 from carpool.hf.tensor_parallel import SequenceHead, of_all_words, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
@@ -154,11 +155,18 @@ class _Head:
         layer = self.head.as_layer() if isinstance(self.head, QuantisedLinear) else None
         if isinstance(self.own, SequenceHead):
             weight_VH, bias_V = of_all_words(weight_VH), of_all_words(bias_V)
-        x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
-        with torch.profiler.record_function("carpool::loss"):
-            asked.loss = asked.compute(
-                x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, asked.change.scale, asked.change.softcap, layer
-            )
+        scale, softcap = asked.change
+
+        def compute(x_BLH: torch.Tensor, target_BL: torch.Tensor) -> torch.Tensor:
+            x_TH, target_T = x_BLH.flatten(0, -2), target_BL.flatten()
+            with torch.profiler.record_function("carpool::loss"):
+                return asked.compute(
+                    x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, scale, softcap, layer
+                )
+
+        asked.loss = compute(hidden_BLH, asked.target_BL)
+        if (predicted := predicted_now()) is not None:
+            asked.loss = predicted.add_losses(asked.loss, hidden_BLH, compute)
         return asked.loss
 
 

@@ -152,6 +152,7 @@ class Train(Record):
     z_loss: float | None = None
     sequence_aux_loss: float | None = None
     distillation_loss: float | None = None
+    mtp_losses: list[float] | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     tokens: int | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from carpool.families import family_of
-from carpool.hf.architecture_changes import add_change, change_architecture, row_size
+from carpool.hf.architecture_changes import Changes, add_change, change_architecture, change_checkpoint, row_size
 from carpool.hf.documents import DOCUMENTS, fused_attention, why_no_bounds
+from carpool.hf.multi_token import multi_token_layers, stored_layers
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.model_config import check_sizes, head_sizes, make_config, read_config
+from carpool.hf.weights.weight_files import stored_weights
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import hardware_of
 from carpool.plugins.nearest import nearest
@@ -96,9 +98,12 @@ def model_size(model: nn.Module, expert_modules: dict[str, int], top_k: int) -> 
     kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
     scoring = [kind for kind in kinds if kind not in _WITHOUT_SCORES]
     windowed = sum(kind in _WINDOWED for kind in scoring) if window else 0
+    # Each has attention of its own, and multiplies by the output layer once more.
+    further = len(multi_token_layers(model))
+    multiplied = (active if tied else active - embedding.numel()) + further * embedding.numel()
     return ModelSize(
-        total=total, experts=experts, active=active, multiplied=active if tied else active - embedding.numel(),
-        attention=(len(scoring) - windowed) * width, windowed=windowed * width, window=window,
+        total=total, experts=experts, active=active, multiplied=multiplied,
+        attention=(len(scoring) - windowed + further) * width, windowed=windowed * width, window=window,
     )  # fmt: skip
 
 
@@ -239,13 +244,16 @@ def expert_counts(model: PreTrainedModel) -> dict[str, int]:
     return counts
 
 
-def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
-    """The model without values: shapes and module names only."""
+def meta_model(source: PreTrainedConfig | Path, changes: Changes | None = None) -> PreTrainedModel:
+    """The model without values: shapes and module names only. `changes`: of the architecture of a folder's model."""
     config = read_config(source) if isinstance(source, Path) else source
     check_sizes(config)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-        change_architecture(model)
+        if changes and isinstance(source, Path):
+            change_checkpoint(model, changes, stored_weights(source))
+        else:
+            change_architecture(model)
     return model
 
 
@@ -269,6 +277,7 @@ class Blueprint:
 
     Attributes:
         source: what is built: a checkpoint folder, or a configuration for a model from scratch.
+        changes: of the architecture of a folder's model.
         model: on the meta device.
         expert_counts: E of each experts module, by name.
         top_k: K.
@@ -280,18 +289,34 @@ class Blueprint:
     expert_counts: dict[str, int]
     top_k: int
     size: ModelSize
+    changes: Changes = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: PreTrainedConfig | Path) -> Blueprint:
+    def of(cls, source: PreTrainedConfig | Path, changes: Changes | None = None) -> Blueprint:
         """Raises ValueError for a model without experts, or one whose configuration does not go together."""
-        model = meta_model(source)
+        model = meta_model(source, changes)
         counts, top_k = expert_counts(model), top_k_of(model)
-        return cls(source, model, counts, top_k, model_size(model, counts, top_k))
+        return cls(source, model, counts, top_k, model_size(model, counts, top_k), changes or {})
 
     @classmethod
     def of_config(cls, config: Config, tokenizer: Tokenizer) -> Blueprint:
         """Raises ValueError as `model_source` and `of`."""
-        return cls.of(model_source(config, tokenizer))
+        source, used = model_source(config, tokenizer), extensions_in_use(config)
+        changes = {one.name: settings for one in used if (settings := one.architecture_settings())}
+        return cls.of(source, changes if isinstance(source, Path) else None)
+
+    @property
+    def left_out(self) -> str:
+        """What of a checkpoint is not in the model; "": nothing that matters."""
+        if not isinstance(self.source, Path):
+            return ""
+        here, there = len(multi_token_layers(self.model)), stored_layers(self.model.config, stored_weights(self.source))
+        if there <= here:
+            return ""
+        return (
+            f"multi-token prediction: {there - here} of the {there} layers of {self.source} that predict further "
+            f"tokens are left out: neither trained nor saved; mtp.depth={there} trains them"
+        )
 
     @property
     def architecture(self) -> str:

@@ -73,6 +73,7 @@ class Extension:
         help: what the section is about, in one sentence.
         architecture: the settings that an architecture change of the same name reads; empty: there is none
             (`carpool.hf.architecture_changes`).
+        changes_checkpoints: that is of models of checkpoints, too.
         settings: the section of this run.
     """
 
@@ -80,6 +81,7 @@ class Extension:
     section: ClassVar[type[Section]]
     help: ClassVar[str]
     architecture: ClassVar[Sequence[str]] = ()
+    changes_checkpoints: ClassVar[bool] = False
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings

@@ -16,7 +16,7 @@ The peak is one unit in full size (the experts of one layer). The price is that 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,6 +40,7 @@ def fill(
     stored: Callable[[str], torch.Tensor | None] | None = None,
     lies: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     filled: Callable[[PreTrainedModel, str], None] = lambda _, __: None,
+    only: Collection[str] | None = None,
 ) -> None:
     """Gives `model`, sharded and on the meta device, its values; see the module's docstring.
 
@@ -48,8 +49,9 @@ def fill(
         stored: by name, the tensor of a checkpoint in the place of a random one; None: there is none.
         lies: a tensor of the blueprint, by name, as the whole of it lies in `model`; None: as in the blueprint.
         filled: is called with `model` and the name of each tensor that has got its values.
+        only: the names of tensors that get values; others have them. None: all.
     """
-    placeholders = dict(_tensors(model))
+    placeholders = {name: tensor for name, tensor in _tensors(model) if only is None or name in only}
     tied = set(model.all_tied_weights_keys)
     with init.guard_torch_init_functions(), torch.random.fork_rng(devices=[device] if device.type != "cpu" else []):
         for unit in _units(blueprint):
@@ -77,7 +79,8 @@ def fill(
                 set_tensor(blueprint, key, tensor)
                 del full, value
                 filled(model, key)
-    model.tie_weights(recompute_mapping=False)
+    if only is None:
+        model.tie_weights(recompute_mapping=False)
     for module in model.modules():
         module._is_hf_initialized = True  # type: ignore[assignment]
     for _, tensor in _tensors(model):

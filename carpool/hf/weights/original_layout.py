@@ -36,6 +36,8 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.logging import disable_progress_bar
 
+from carpool.hf.architecture_changes import changes_in_files
+from carpool.hf.multi_token import layer_keys, repeated_weights
 from carpool.hf.weights.mxfp4_files import BLOCKS, SCALES, pack, packed_names, packed_shape, unpack, unpacked_names
 from carpool.hf.weights.weight_files import Entry, Stored, split_by_size, stored_weights, write_index, write_tensor_file
 
@@ -63,7 +65,10 @@ class OriginalLayout:
         tensors: names in the model, dtypes and shapes.
         left_out: names in `source` that the model does not have.
         groups: which tensors are converted together.
+        repeated: names in the files of weights that are there once more, and the other one's name there.
+        changes: of the model's architecture, whose parameters the files have.
         architecture, dtype: the model's class, and what most bytes are of, as a config.json has them.
+        config_keys: what else a config.json must say.
     """
 
     def __init__(
@@ -89,12 +94,18 @@ class OriginalLayout:
             _packed_group(inputs[0], tensors[inputs[0]]) if inputs[0] in packed else _group(model, inputs, tensors)
             for inputs in _inputs(model, [n for n in tensors if n not in ignored])
         ]
+        self.repeated = {}
+        for name, original in repeated_weights(model).items():
+            for group in self.groups:
+                if group.inputs == (original,):
+                    self.repeated[name], group.outputs[name] = next(iter(group.outputs.items()))
         entries = {
             name: Entry(source[name].dtype, entry.shape) if name in source else entry
             for group in self.groups
             for name, entry in group.outputs.items()
         }
-        self.architecture = type(model).__name__
+        self.architecture, self.config_keys = type(model).__name__, layer_keys(model)
+        self.changes = changes_in_files(model.config)
         sizes: dict[torch.dtype, int] = {}
         for entry in entries.values():
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.bytes
@@ -143,6 +154,7 @@ class OriginalLayout:
                     values = dict(zip(group.outputs, pack(tensors[name]), strict=True))
                 else:
                     values = revert_weight_conversion(self._model, tensors)
+                values |= {name: values[self.repeated[name]] for name in wanted if name in self.repeated}
                 yield from ((name, values.pop(name)) for name in wanted)
 
 
@@ -156,6 +168,7 @@ class OriginalWeights:
         # Tensors are put into it, and taken out again.
         self._model, self._folder, self.stored = copy.deepcopy(model), folder, stored
         self._groups, self._packed = {name: group for group in layout.groups for name in group.inputs}, layout.packed
+        self._repeated = layout.repeated
         self._latest: dict[str, torch.Tensor] = {}
 
     def read(self, name: str) -> torch.Tensor:
@@ -172,13 +185,18 @@ class OriginalWeights:
         """A group's tensors by their names in the model, from whichever files: as `from_pretrained`, by the same code.
 
         Raises:
-            ValueError: the files lack what they are made of."""
-        if missing := sorted(group.outputs.keys() - self.stored.keys()):
+            ValueError: the files lack what they are made of, or repeat it with other values."""
+        repeated = [name for name in group.outputs if name in self._repeated and name in self.stored]
+        outputs = [name for name in group.outputs if name not in self._repeated]
+        if missing := sorted(set(outputs) - self.stored.keys()):
             raise ValueError(f"{self._folder} lacks {missing[0]}, of which {group.inputs[0]} is made")
         # Opened once: each opening maps the whole file.
-        files = dict.fromkeys(self.stored[name].file for name in group.outputs)
+        files = dict.fromkeys(self.stored[name].file for name in (*outputs, *repeated))
         opened = {file: safe_open(self._folder / file, framework="pt") for file in files}
-        tensors = {name: opened[self.stored[name].file].get_tensor(name) for name in group.outputs}
+        tensors = {name: opened[self.stored[name].file].get_tensor(name) for name in outputs}
+        for name in repeated:
+            if not torch.equal(opened[self.stored[name].file].get_tensor(name), tensors[self._repeated[name]]):
+                raise ValueError(f"{name} in {self._folder} should repeat {self._repeated[name]}, and differs from it")
         if (name := group.inputs[0]) in self._packed:
             return {name: unpack(*tensors.values())}
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
@@ -276,7 +294,8 @@ def _why_misfit(folder: Path, blueprint: PreTrainedModel) -> str | None:
             f"{_and_others(wrong)}"
         )
     needless = blueprint._keys_to_ignore_on_load_missing or ()
-    missing = [name for name in expected.keys() - stored.keys() if not any(re.search(one, name) for one in needless)]
+    absent = expected.keys() - stored.keys() - layout.repeated.keys()
+    missing = [name for name in absent if not any(re.search(one, name) for one in needless)]
     if missing:
         return f"{min(missing)} is in none of the files{_and_others(missing)}"
     return None

@@ -227,7 +227,7 @@ def _load(plan: Plan, meshes: Meshes) -> PreTrainedModel:
             attn_implementation=plan.attention, experts_implementation=config.model.experts_implementation,
             dense=plan.data_parallel.answer, **config.adapter.base, meshes=meshes,
             sequence_parallel=plan.sequence_parallel.answer, slices=plan.degrees.etp,
-            parts=() if plan.pipeline is None else plan.pipeline.own,
+            parts=() if plan.pipeline is None else plan.pipeline.own, changes=plan.blueprint.changes,
         )  # fmt: skip
         dist.barrier()
     return model

@@ -70,7 +70,7 @@ class ReadBack:
         read: the values of a tensor, whole, by its name in the model."""
 
     def __init__(self, folder: Path, layout: OriginalLayout, read: Callable[[str], torch.Tensor]) -> None:
-        self._written = OriginalWeights(meta_model(folder), folder, stored_weights(folder), layout)
+        self._written = OriginalWeights(meta_model(folder, layout.changes), folder, stored_weights(folder), layout)
         self._read = read
 
     def compare(self, group: Group) -> tuple[float, str]:
@@ -419,6 +419,8 @@ def _write_rest(source: Source, configs: Path, layout: OriginalLayout, folder: P
         config["dtype"] = layout.dtype
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     copy_source(source, folder)
-    if "quantization_config" in (config := json.loads((folder / "config.json").read_text(encoding="utf-8"))):
-        del config["quantization_config"]  # of files that were unpacked
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "quantization_config" in config or config | layout.config_keys != config:
+        config.pop("quantization_config", None)  # of files that were unpacked
+        config |= layout.config_keys
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -141,7 +141,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _checked_by_extensions(self) -> Self:
         for extension in extensions_in_use(self):
-            if (changed := extension.architecture_settings()) and not self.model.from_scratch:
+            changed, scratch = extension.architecture_settings(), self.model.from_scratch
+            if changed and not scratch and not extension.changes_checkpoints:
                 raise ValueError(
                     f"{extension.name}.{next(iter(changed))} makes another model, but model.path = "
                     f"{self.model.weights} names a checkpoint: leave one out"

@@ -326,6 +326,8 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
     if (folder := config.model.bare_folder) is not None:
         say(f"from scratch: {folder} has a config.json and no weights")
     lines.extend(one.describe() for one in changes_of(blueprint.model.config))
+    if left_out := blueprint.left_out:
+        say(left_out)
     if built.adapted:
         say(
             f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}"
