@@ -31,7 +31,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -178,18 +177,16 @@ class FurtherTokens:
         last = cast(Any, model.get_decoder()).layers[text.num_hidden_layers - 1]
         last.register_forward_pre_hook(_note_settings, with_kwargs=True)
 
-    def shifted(
-        self, ids_BL: torch.Tensor, labels_BL: torch.Tensor, position_BL: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    def shifted(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of whole sequences, for each layer: the tokens whose embeddings come in, and those that are predicted, -100:
-        none. `position_BL`: of each token in its document; None: a row is one."""
-        found = {}
+        none. Where a document has no such token, the embedding of the position's own token comes in. `batch`: input_ids
+        and labels, (B, L); position_ids of each token in its document, where rows have several; where there is padding.
+        """
+        ids_BL, labels_BL, found = batch["input_ids"], batch["labels"], {}
         for k in range(1, self.depth + 1):
-            target_BL = F.pad(labels_BL[:, 1 + k :], (0, min(1 + k, labels_BL.shape[1])), value=IGNORED)
-            if position_BL is not None:
-                later_BL = F.pad(position_BL[:, 1 + k :], (0, min(1 + k, labels_BL.shape[1])), value=-1)
-                target_BL = target_BL.masked_fill(later_BL != position_BL + 1 + k, IGNORED)
-            found[f"further_ids_{k}"], found[f"further_target_{k}"] = ids_BL.roll(-k, 1), target_BL
+            found[f"further_ids_{k}"] = torch.where(_inside(batch, k), ids_BL.roll(-k, 1), ids_BL)
+            target_BL = labels_BL.roll(-1 - k, 1)
+            found[f"further_target_{k}"] = target_BL.masked_fill(~_inside(batch, k + 1), IGNORED)
         return found
 
     def predict(self, batch: dict[str, torch.Tensor], embeddings: Sequence[torch.Tensor] | None = None) -> Predicted:
@@ -241,6 +238,17 @@ class Predicted:
         pairs = zip(losses, numbers, strict=True)
         self.sums = torch.stack([one.detach().double() for pair in pairs for one in pair])
         return loss + sum(losses) * (self.of.weight / len(losses))
+
+
+def _inside(batch: dict[str, torch.Tensor], k: int) -> torch.Tensor:
+    """(B, L): whether the token k places later is in the same document."""
+    length = batch["input_ids"].shape[1]
+    inside_BL = (torch.arange(length, device=batch["input_ids"].device) < length - k).expand_as(batch["input_ids"])
+    if (position_BL := batch.get("position_ids")) is not None:
+        inside_BL = inside_BL & (position_BL.roll(-k, 1) == position_BL + k)
+    if (padding_BL := batch.get("padding")) is not None:
+        inside_BL = inside_BL & ~padding_BL.roll(-k, 1)
+    return inside_BL
 
 
 def predicted_now() -> Predicted | None:

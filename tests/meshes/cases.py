@@ -24,6 +24,7 @@ from carpool.train.config.schema import Config
 AXES = {"pp": 2, "dp_replicate": 4, "fsdp": 8, "cp": 4, "tp": 4, "ep": 8, "etp": 2}
 RANKS_PER_NODE = 2
 SEQUENCES = 8
+MTP_WEIGHT = 0.7
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "transport": ("gather", "alltoall", "dedup", "hierarchical", "1d", "2d", "2dh", "local"),
@@ -66,8 +67,9 @@ class Case:
     balance: str = "model"
     experts: str = "grouped"
     spare: int = 0
-    # Not drawn: cases with it are written out.
+    # Not drawn: cases with them are written out.
     priority: bool = False
+    depth: int = 0
 
     def __str__(self) -> str:
         sizes = {axis: self.mesh.size(axis) for axis in AXES}
@@ -113,6 +115,7 @@ class Case:
                 "bf16": False,
             },
             "data": {"packing": self.packing},
+            **({"mtp": {"depth": self.depth, "loss_weight": MTP_WEIGHT}} if self.depth else {}),
         }
 
     @property

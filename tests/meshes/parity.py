@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
+from carpool.hf.architecture_changes import add_change
 from carpool.hf.build_model import build_model
 from carpool.hf.routing.router_balance import find_routers
 from carpool.hf.seam.moved_experts import is_logical, logical_order
@@ -29,7 +30,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.build.assemble import build, first_layouts
-from carpool.train.config.schema import Config, DataSection
+from carpool.train.config.schema import Config, DataSection, config_type
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.mixture import sequences_of
@@ -38,7 +39,7 @@ from carpool.train.run.run import plan_on_ranks, with_data
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.meshes import breakages
-from tests.meshes.cases import SEQUENCES, Case
+from tests.meshes.cases import MTP_WEIGHT, SEQUENCES, Case
 
 EXPERTS, TOP_K, LENGTH = 8, 2, 16
 COEF = 0.05
@@ -78,6 +79,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 4,
         "head_dim": 4,
     },
+    "glm4_moe": {
+        "n_routed_experts": EXPERTS, "moe_intermediate_size": 16, "intermediate_size": 32, "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
     "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": 16, "sliding_window": 8},
 }
 ORDER = [5, 2, 7, 0, 1, 6, 3, 4]
@@ -101,7 +106,7 @@ def measure(cases: list[Case], folder: str, broken: str | None = None) -> list[d
 
 
 def _measure(case: Case, folder: str, broken: str | None) -> dict[str, float] | str:
-    expected = reference(case.family, case.layers, case.packing, case.micro_batches, case.balance)
+    expected = reference(case.family, case.layers, case.packing, case.micro_batches, case.balance, case.depth)
     try:
         with breakages.BREAKAGES[broken].mistake() if broken else nullcontext():
             step = Step(case, folder)
@@ -152,7 +157,10 @@ class Step:
         run, model = self.run, self.run.built.model
         batches = [run.to_device(batch) for batch in next(run.data.train)]
         means, norm = gradients(run, batches)
-        loss, *balance = means[: run.built.objective.sums].tolist()
+        objective = run.built.objective
+        loss, *balance = means[: objective.means].tolist()
+        further = means[objective.means : objective.sums].view(-1, 2)
+        balance += (further[:, 0] / further[:, 1]).tolist()
         with sharded_parameters(model):
             whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if not is_logical(model):
@@ -174,7 +182,7 @@ def config_of(case: Case, folder: str) -> Config:
     settings["model"] = {"model_type": case.family, "config": model_of(case.family, case.layers)}
     settings["data"] |= {"sequence_length": LENGTH, "tokenizer": "bytes"}
     settings["training"] |= {"output_dir": folder, "max_steps": 2, "max_grad_norm": 0.0, "seed": 3}
-    return Config.model_validate(settings)
+    return config_type().model_validate(settings)
 
 
 def model_of(family: str, layers: int) -> dict[str, Any]:
@@ -200,18 +208,20 @@ def corpus_of(packing: str) -> Corpus:
 
 
 @functools.cache
-def reference(family: str, layers: int, packing: str, micro_batches: int, balance: str) -> Found:
+def reference(family: str, layers: int, packing: str, micro_batches: int, balance: str, depth: int = 0) -> Found:
     """Computed by rank 0 alone, and known to all."""
     found: list[Found | None] = [None]
     if dist.get_rank() == 0:
-        found = [_reference(family, layers, packing, micro_batches, balance)]
+        found = [_reference(family, layers, packing, micro_batches, balance, depth)]
     dist.broadcast_object_list(found)
     assert found[0] is not None
     return found[0]
 
 
-def _reference(family: str, layers: int, packing: str, micro_batches: int, balance: str) -> Found:
+def _reference(family: str, layers: int, packing: str, micro_batches: int, balance: str, depth: int) -> Found:
     config = make_config(family, model_of(family, layers) | dict.fromkeys(("bos_token_id", "pad_token_id")))
+    if depth:
+        add_change(config, "mtp", {"depth": depth})
     model: Any = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
     data = DataSection(packing=cast(Any, packing), sequence_length=LENGTH)
     loader = TrainLoader(
@@ -222,28 +232,34 @@ def _reference(family: str, layers: int, packing: str, micro_batches: int, balan
     )
     batches = next(loader)
     tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    loss, counts = torch.zeros(()), None
+    loss, counts, further = torch.zeros(()), None, torch.zeros(depth, 2)
     for batch in batches:
-        ce, logits_L = _forward(model, batch)
+        ce, logits_L, further_K2 = _forward(model, batch, depth)
         losses, counts = _of_routers(logits_L, batch, balance, family == "deepseek_v3", counts)
-        (ce / tokens + sum(coef * one for coef, one in losses) / micro_batches).backward()
+        of_layers = MTP_WEIGHT / max(depth, 1) * further_K2[:, 0].sum()
+        ((ce + of_layers) / tokens + sum(coef * one for coef, one in losses) / micro_batches).backward()
+        further += further_K2.detach()
         loss = loss + torch.stack([ce.detach() / tokens, *(one.detach() / micro_batches for _, one in losses)])
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
     means = loss.tolist()
     # Those of layers are means over them.
-    return Found(means[0], [means[1], *(one / len(logits_L) for one in means[2:])], norm, gradients)
+    balances = [means[1], *(one / len(logits_L) for one in means[2:]), *(further[:, 0] / further[:, 1]).tolist()]
+    return Found(means[0], balances, norm, gradients)
 
 
-def _forward(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-    """The sum of cross-entropies of a micro-batch, document by document, and for each MoE layer the router's logits of
-    the tokens of each sequence."""
+def _forward(
+    model: Any, batch: dict[str, torch.Tensor], depth: int
+) -> tuple[torch.Tensor, list[list[torch.Tensor]], torch.Tensor]:
+    """The sum of cross-entropies of a micro-batch, document by document; for each MoE layer the router's logits of the
+    tokens of each sequence; and for each layer that predicts further tokens the sum of its cross-entropies, and how
+    many."""
     logits: dict[str, list[list[torch.Tensor]]] = {name: [] for name in find_routers(model)}
     hooks = [
         router.register_forward_hook(lambda _, args, out, name=name, at=at: logits[name][-1].append(out[at]))
         for name, (router, at) in find_routers(model).items()
     ]
-    ce = torch.zeros(())
+    ce, further_K2 = torch.zeros(()), [[torch.zeros(())] * 2 for _ in range(depth)]
     for row in range(batch["input_ids"].shape[0]):
         ids, labels = batch["input_ids"][row], batch["labels"][row]
         starts = [0]
@@ -252,14 +268,42 @@ def _forward(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
         for found in logits.values():
             found.append([])
         for first, last in zip(starts, [*starts[1:], len(ids)], strict=True):
-            out = model(input_ids=ids[None, first:last], use_cache=False)
-            ce = ce + F.cross_entropy(out.logits[0, :-1].float(), labels[first + 1 : last], reduction="sum")
+            hidden_LH = model.model(input_ids=ids[None, first:last], use_cache=False).last_hidden_state[0]
+            ce = ce + F.cross_entropy(model.lm_head(hidden_LH)[:-1], labels[first + 1 : last], reduction="sum")
+            end = last if "padding" not in batch else last - int(batch["padding"][row, first:last].sum())
+            for k in range(1, depth + 1):
+                later = [at + k if at + k < end else at for at in range(first, last)]
+                hidden_LH = _further(model, k, hidden_LH, ids[later])
+                targets = labels[first + 1 + k : last]
+                logits_LV = model.lm_head(hidden_LH)[: len(targets)]
+                one, number = further_K2[k - 1]
+                further_K2[k - 1] = [
+                    one + F.cross_entropy(logits_LV, targets, reduction="sum"), number + (targets != -100).sum(),
+                ]  # fmt: skip
             if "padding" in batch:
                 for found in logits.values():
                     found[-1][-1] = found[-1][-1].view(-1, EXPERTS)[~batch["padding"][row, first:last]]
     for hook in hooks:
         hook.remove()
-    return ce, [[torch.cat([part.view(-1, EXPERTS) for part in row]) for row in rows] for rows in logits.values()]
+    found_L = [[torch.cat([part.view(-1, EXPERTS) for part in row]) for row in rows] for rows in logits.values()]
+    return ce, found_L, torch.stack([torch.stack(pair) for pair in further_K2]) if depth else torch.zeros(0, 2)
+
+
+def _further(model: Any, k: int, hidden_LH: torch.Tensor, ids_L: torch.Tensor) -> torch.Tensor:
+    """Section 2.2 of DeepSeek-V3 for one document: the hidden states of layer k, normalised."""
+    config = model.config
+    layer = model.model.layers[config.num_hidden_layers + k - 1]
+
+    def norm(x_LH: torch.Tensor, module: Any) -> torch.Tensor:
+        return x_LH * torch.rsqrt(x_LH.square().mean(-1, keepdim=True) + config.rms_norm_eps) * module.weight
+
+    embedding_LH = F.embedding(ids_L, model.model.embed_tokens.weight)
+    both = torch.cat([norm(embedding_LH, layer.enorm), norm(hidden_LH, layer.hnorm)], -1)
+    joined_BLH = (both @ layer.eh_proj.weight.T)[None]
+    positions = model.model.rotary_emb(joined_BLH, torch.arange(len(ids_L))[None])
+    # Past what is hooked to the layer.
+    out_BLH = layer.forward(joined_BLH, attention_mask=None, position_embeddings=positions)
+    return norm(out_BLH[0], layer.shared_head.norm)
 
 
 def _of_routers(

@@ -226,7 +226,7 @@ class Objective:
         what the model's forward is told besides tokens. Padding chooses no experts."""
         batch = {**batch, "target": next_tokens(batch["labels"])}
         if (further := self.training_further) is not None:
-            batch |= further.shifted(batch["input_ids"], batch["labels"], batch.get("position_ids"))
+            batch |= further.shifted(batch)
         number_S = torch.arange(len(batch["input_ids"]), device=batch["input_ids"].device)
         if self.sequence_coef:
             batch["sequence"] = number_S.unsqueeze(1).expand_as(batch["input_ids"])
