@@ -171,9 +171,12 @@ class FurtherTokens:
         found = multi_token_layers(model)
         self.layers = list(found.values())
         self.routers = sum(name.startswith(tuple(f"{one}." for one in found)) for name in find_routers(model))
-        self.weight, self.depth = weight, len(self.layers)
-        self.embedding = cast(nn.Module, model.get_input_embeddings())
         text: Any = model.config.get_text_config()
+        names = family_of(text).multi_token
+        assert names is not None
+        # Of a pipeline, the last stage alone has the layers.
+        self.weight, self.depth = weight, int(getattr(text, names.key))
+        self.embedding = cast(nn.Module, model.get_input_embeddings())
         last = cast(Any, model.get_decoder()).layers[text.num_hidden_layers - 1]
         last.register_forward_pre_hook(_note_settings, with_kwargs=True)
 
@@ -188,6 +191,10 @@ class FurtherTokens:
             target_BL = labels_BL.roll(-1 - k, 1)
             found[f"further_target_{k}"] = target_BL.masked_fill(~_inside(batch, k + 1), IGNORED)
         return found
+
+    def makers(self, batch: dict[str, torch.Tensor]) -> list[Callable[[], torch.Tensor]]:
+        """What makes the embeddings that come in, for another stage of a pipeline."""
+        return [partial(self.embedding, batch[f"further_ids_{k}"]) for k in range(1, self.depth + 1)]
 
     def predict(self, batch: dict[str, torch.Tensor], embeddings: Sequence[torch.Tensor] | None = None) -> Predicted:
         """What a forward enters. `batch`: with what `shifted` made, or a rank's parts of it; `embeddings`: of those

@@ -17,9 +17,10 @@ them (`find_chain`), and `tests/train/test_pipeline.py` compares all that pass w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -34,6 +35,7 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from carpool.families import family_of
 from carpool.hf.documents import unpacked
+from carpool.hf.multi_token import multi_token_layers
 from carpool.hf.seam.find_modules import experts_modules, list_number
 from carpool.hf.sharding import replaced
 from carpool.parallel import fsdp
@@ -43,7 +45,8 @@ ALL_PARALLEL_STYLES.register("carpool_absent", TensorParallelLayer())
 
 
 class Part(NamedTuple):
-    """A stage: its layers, and whether the embedding is before them, and the norm and the head are behind them."""
+    """A stage: its layers, and whether the embedding is before them, and norm and head are behind them, with the
+    layers that predict further tokens."""
 
     layers: range
     first: bool
@@ -80,11 +83,12 @@ class Absent(nn.Module):
 
 
 class _End(nn.Module):
-    """Stands for the norm of a stage that is not the last one: here its hidden states are taken."""
+    """Stands for the norm of a stage that is not the last one: here its hidden states are taken, and what else it hands
+    on is made, inside of the model's forward."""
 
     def forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
         if (found := _CAPTURED.get()) is not None:
-            found.append(hidden_BLH)
+            found.made = (hidden_BLH, *(make() for make in found.more))
         return hidden_BLH
 
 
@@ -93,7 +97,7 @@ class _NoHead(nn.Module):
 
     def forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
         found = _CAPTURED.get()
-        return hidden_BLH if found is None else found[-1]
+        return hidden_BLH if found is None else found.made[0]
 
 
 class _Begin(Absent):
@@ -104,7 +108,15 @@ class _Begin(Absent):
         return super().forward(*args, **kwargs) if received is None else received
 
 
-_CAPTURED: ContextVar[list[torch.Tensor] | None] = ContextVar("captured", default=None)
+@dataclass
+class _Captured:
+    """What a stage hands on: `more` makes what it does beside hidden states."""
+
+    more: Sequence[Callable[[], torch.Tensor]]
+    made: tuple[torch.Tensor, ...] = ()
+
+
+_CAPTURED: ContextVar[_Captured | None] = ContextVar("captured", default=None)
 _RECEIVED: ContextVar[torch.Tensor | None] = ContextVar("received", default=None)
 _ATTRIBUTE = "_carpool_chain"
 
@@ -152,7 +164,9 @@ def find_chain(model: PreTrainedModel) -> Chain:
     owner, embedding = model.get_submodule(owner_name), cast(nn.Module, model.get_input_embeddings())
     calls: list[tuple[torch.Tensor, list[Any], torch.Tensor]] = []
     embedded, entered = list[Any](), list[tuple[str, Any]]()
-    probes = nn.ModuleList(_Probe(layer, calls) for layer in cast(nn.ModuleList, getattr(owner, layers)))
+    further = set(multi_token_layers(model).values())
+    own = [layer for layer in cast(nn.ModuleList, getattr(owner, layers)) if layer not in further]
+    probes = nn.ModuleList(_Probe(layer, calls) for layer in own)
     hooks = [embedding.register_forward_hook(lambda _, args, made: embedded.append(made))]
     for child, module in owner.named_children():
         if child != layers:
@@ -209,7 +223,7 @@ def replaced_module(owner: nn.Module, name: str, module: nn.Module) -> Iterator[
 
 
 def cut_model(blueprint: PreTrainedModel, stages: int) -> list[Part]:
-    """Which layers each stage has: equally much to compute, the head included.
+    """Which layers each stage has: equally much to compute, the head and layers that predict further tokens included.
 
     Args:
         blueprint: the whole model; its parameters may be on the device "meta".
@@ -224,7 +238,9 @@ def cut_model(blueprint: PreTrainedModel, stages: int) -> list[Part]:
     # A matrix costs a token one multiplication for each element; of the experts, those that it visits.
     costs = [_multiplications(layer, blueprint.config) for layer in _layers(blueprint, chain)]
     head = cast(nn.Module, blueprint.get_output_embeddings())
-    ranges = cut(costs, stages, last=float(sum(parameter.numel() for parameter in head.parameters())))
+    last, further = float(sum(parameter.numel() for parameter in head.parameters())), len(multi_token_layers(blueprint))
+    own = len(costs) - further
+    ranges = cut(costs[:own], stages, last=last * (1 + further) + sum(costs[own:]))
     return [Part(layers, i == 0, i == stages - 1) for i, layers in enumerate(ranges)]
 
 
@@ -266,6 +282,8 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
     layers, norm = _layers(model, chain), ".".join(filter(None, (chain.owner, chain.norm)))
     embedding = _name_of(model, cast(nn.Module, model.get_input_embeddings()))
     kept = {layer for part in parts for layer in part.layers}
+    if last:
+        kept |= set(range(len(layers) - len(multi_token_layers(model)), len(layers)))
     gone = [number for number in range(len(layers)) if number not in kept]
     for number in gone:
         layers[number] = Absent(layers[number])
@@ -343,18 +361,19 @@ class Stages:
         finally:
             _RECEIVED.reset(token)
 
-    def hidden(self, number: int, **inputs: Any) -> torch.Tensor:
-        """What a stage that is not the last one hands on: (B, L, H). `inputs`: of the model's forward, `input_ids` of
-        the first stage, `inputs_embeds` of others."""
-        found: list[torch.Tensor] = []
+    def hidden(
+        self, number: int, more: Sequence[Callable[[], torch.Tensor]] = (), **inputs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """What a stage that is not the last one hands on: (B, L, H), and what is made inside of the model's forward.
+        `inputs`: of that, `input_ids` of the first stage, `inputs_embeds` of others."""
+        found = _Captured(more)
         token = _CAPTURED.set(found)
         try:
             with self.only(number, inputs.get("inputs_embeds")):
                 self.model(**inputs)
         finally:
             _CAPTURED.reset(token)
-        (hidden_BLH,) = found
-        return hidden_BLH
+        return found.made
 
 
 def layer_number(name: str) -> int:

@@ -42,7 +42,11 @@ class MultiTokenPrediction(Extension):
     name, section, architecture, changes_checkpoints = "mtp", MultiTokenSection, ("depth",), True
     help = "Further layers predict further tokens (multi-token prediction). Off by default."
 
-    def prepare_run(self, plan: Plan, built: Built) -> None:
-        if why := built.objective.cross_entropy.why_whole:
+    def check_plan(self, plan: Plan) -> None:
+        from carpool.hf.loss_head import why_whole
+
+        if why := why_whole(plan.blueprint.model):
             raise ValueError(f"mtp.depth: {why}, so further layers have no loss by it: leave mtp.depth out")
+
+    def prepare_run(self, plan: Plan, built: Built) -> None:
         built.objective.predict_further(self.settings.loss_weight)

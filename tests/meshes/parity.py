@@ -80,7 +80,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 4,
     },
     "glm4_moe": {
-        "n_routed_experts": EXPERTS, "moe_intermediate_size": 16, "intermediate_size": 32, "first_k_dense_replace": 1,
+        "n_routed_experts": EXPERTS,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 32,
+        "first_k_dense_replace": 1,
         "use_qk_norm": True,
     },
     "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": 16, "sliding_window": 8},

@@ -36,6 +36,21 @@ FEW = [
         packing="examples",
     ),
 ]  # fmt: skip
+# Layers that predict further tokens.
+FURTHER = [
+    Case(FSDP, family="deepseek_v3", depth=2, packing="examples", dense="zero1", micro_batches=2, balance="sequence"),
+    Case(CP, family="deepseek_v3", depth=2, packing="examples", balance="sequence"),
+    Case(Degrees(pp=2), family="glm4_moe", depth=1, transport="local", micro_batches=2, packing="off", balance="none",
+         recompute="recompute"),
+]  # fmt: skip
+FURTHER_OF_FOUR = [
+    Case(Degrees(pp=2, fsdp=2, ep=2), family="deepseek_v3", depth=2, packing="examples", micro_batches=4,
+         pipeline="ZBVZeroBubble", recompute="offload", balance="sequence", priority=True),
+    Case(Degrees(pp=2, cp=2, ep=2), family="glm4_moe", depth=2, packing="examples", micro_batches=2, balance="none"),
+    Case(Degrees(pp=2, fsdp=2, ep=2), family="glm4_moe", depth=1, micro_batches=4, dense="zero1",
+         schedule="two-batch", pipeline="DualPipeV", balance="none"),
+    Case(Degrees(fsdp=4, ep=2), family="glm4_moe", depth=1, dense="zero1", layout="permuted", balance="none"),
+]  # fmt: skip
 # Experts of several expert-parallel groups, whole on each of their ranks.
 SHARED = [
     Case(Degrees(fsdp=4, ep=2), dense="zero1", family="gpt_oss", layout="permuted", micro_batches=2),
@@ -100,6 +115,15 @@ def test_experts_that_several_groups_hold(ranks: Ranks, tmp_path: Path) -> None:
 def test_losses_of_routers(two_ranks: Ranks, ranks: Ranks, tmp_path: Path) -> None:
     _check(two_ranks, ROUTERS, tmp_path / "two")
     _check(ranks, ROUTERS_OF_FOUR, tmp_path / "four")
+
+
+def test_further_tokens(two_ranks: Ranks, tmp_path: Path) -> None:
+    _check(two_ranks, FURTHER, tmp_path)
+
+
+@pytest.mark.slow
+def test_further_tokens_on_four_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    _check(ranks, FURTHER_OF_FOUR, tmp_path)
 
 
 @pytest.mark.slow

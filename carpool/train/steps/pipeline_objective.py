@@ -3,6 +3,7 @@
 Every rank of a pipeline reads the same batches, so labels, positions and padding need not travel. What does is
 
     hidden_BLH          what the layers so far have made
+    embedding_BLH       of further tokens, for each layer of the last stage that predicts some (`hf.multi_token`)
     statistics_LS       of the routers so far (`Objective.statistics`), a row for each MoE layer
 
 and their gradients travel back. The last stage has the loss, the balance loss of all layers included: it is not the sum
@@ -13,6 +14,7 @@ the gradient of the statistics. No collective of a pipeline's ranks is needed fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -77,7 +79,8 @@ class PipelineObjective(Objective):
         self.experts, layers = max(routers.values(), default=0), sorted(routers)
         self.moe_layers = len(layers)
         self.columns = 2 * self.experts + 1 + len(self.layer_coefs)
-        ends = [(part.layers.start, part.layers.stop) for part in parts]
+        # Behind the last part's are those that predict further tokens.
+        ends = [(part.layers.start, math.inf if part.last else part.layers.stop) for part in parts]
         self.rows = {
             number: range(*(sum(layer < end for layer in layers) for end in both)) for number, both in enumerate(ends)
         }
@@ -142,33 +145,42 @@ class PipelineObjective(Objective):
         if self.shard is not None:
             shape = torch.Size((1, tokens_per_rank(shape.numel(), self.shard.group)))
         hidden = torch.empty(*shape, self.hidden, dtype=self.dtype, device="meta")
+        travelling = (hidden,) * (1 if self.training_further is None else 1 + self.training_further.depth)
         if self.router_logits is None:
-            return (hidden,)
-        return hidden, torch.empty(self.moe_layers, self.columns, dtype=torch.float32, device="meta")
+            return travelling
+        return *travelling, torch.empty(self.moe_layers, self.columns, dtype=torch.float32, device="meta")
 
     def compute(self, stage: int, number: int, received: Tensors) -> Tensors:
         """A stage's forward on a micro-batch: what travels; on the last one, the loss."""
         part, aux = self.stages.parts[stage], self.router_logits is not None
         collected: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
         if self.router_logits is not None:
-            collected = self.router_logits.collect(len(self.rows[stage]))
+            skipped = self.further.routers if part.last and self.further and not self.model.training else 0
+            collected = self.router_logits.collect(len(self.rows[stage]) - skipped)
         with self.inputs(self._batches[number]) as (batch, settings), collected as logits:
             if not part.first:
                 settings = {**settings, "inputs_embeds": self._whole(received[0], batch["input_ids"].shape)}
-            ids_BL = batch["input_ids"] if part.first else None
+            ids_BL, further = batch["input_ids"] if part.first else None, self.training_further
+            # As views: what is received is not handed on itself.
+            embeddings = () if further is None else tuple(one.view_as(one) for one in received[1 : 1 + further.depth])
             if part.last:
-                with self.stages.only(stage, settings.get("inputs_embeds")):
+                with self.stages.only(stage, settings.get("inputs_embeds")), self._predicting(batch, embeddings) as own:
                     ce, _ = self.cross_entropy(ids_BL, batch["target"], **settings)
             else:
-                hidden_BLH = self.stages.hidden(stage, input_ids=ids_BL, **settings).to(self.dtype)
+                more = [] if further is None or not part.first else further.makers(batch)
+                hidden_BLH, *made = self.stages.hidden(stage, more, input_ids=ids_BL, **settings)
+                hidden_BLH, embeddings = (
+                    hidden_BLH.to(self.dtype),
+                    tuple(one.to(self.dtype) for one in made) or embeddings,
+                )
                 if self.shard is not None:
                     # Equally many on all ranks, also where the last ones have fewer tokens.
                     most = tokens_per_rank(batch["input_ids"].numel(), self.shard.group)
                     hidden_BLH = F.pad(hidden_BLH, (0, 0, 0, most - hidden_BLH.shape[1]))
         found: Tensors = (self._add_statistics(stage, received, logits, batch),) if aux else ()
         if not part.last:
-            return (hidden_BLH, *found)
-        self._sums[0] += ce.detach() / self.copies
+            return (hidden_BLH, *embeddings, *found)
+        self._count(ce / self.copies, own, self._sums)
         loss = ce * (self._factor.to(ce.dtype) if isinstance(self._factor, torch.Tensor) else self._factor)
         if aux and torch.is_grad_enabled():
             routers = self.router_losses(found[0], self.stage_group)
@@ -189,7 +201,7 @@ class PipelineObjective(Objective):
         """The routers' statistics of all layers up to this stage's; zeros for those to come."""
         rows = self.rows[stage]
         if received:
-            before_LS = received[1]
+            before_LS = received[-1]
         else:
             shape = (self.moe_layers, self.columns)
             before_LS = torch.zeros(shape, device=self._sums.device, requires_grad=torch.is_grad_enabled())
