@@ -160,9 +160,7 @@ class _Head:
         def compute(x_BLH: torch.Tensor, target_BL: torch.Tensor) -> torch.Tensor:
             x_TH, target_T = x_BLH.flatten(0, -2), target_BL.flatten()
             with torch.profiler.record_function("carpool::loss"):
-                return asked.compute(
-                    x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, scale, softcap, layer
-                )
+                return asked.compute(x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, scale, softcap, layer)
 
         asked.loss = compute(hidden_BLH, asked.target_BL)
         if (predicted := predicted_now()) is not None:

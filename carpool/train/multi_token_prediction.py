@@ -22,6 +22,7 @@ class MultiTokenSection(Section):
         int,
         Excludes("parallelism.tp_size", "layers that predict further tokens are not divided"),
         Excludes("parallelism.etp_size", "layers that predict further tokens are not read in slices"),
+        Excludes("distillation.teacher or distillation.logits", "a teacher says nothing of further tokens"),
         Excludes("adapter.kind", "under an adapter they are left out", instead={"adapter.kind": None}),
         Excludes(
             "memory.experts!=device", "an evaluation passes their experts by", instead={"memory.experts": "device"}

@@ -161,8 +161,8 @@ class Step:
         batches = [run.to_device(batch) for batch in next(run.data.train)]
         means, norm = gradients(run, batches)
         objective = run.built.objective
-        loss, *balance = means[: objective.means].tolist()
-        further = means[objective.means : objective.sums].view(-1, 2)
+        loss, *balance = means[: objective.router_sums].tolist()
+        further = means[objective.router_sums : objective.sums].view(-1, 2)
         balance += (further[:, 0] / further[:, 1]).tolist()
         with sharded_parameters(model):
             whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

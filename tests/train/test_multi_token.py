@@ -124,7 +124,7 @@ def test_transformers_reads_what_is_exported(trained: Path) -> None:
     ours = build_model(folder, distributed_config=None, dtype=torch.float32, seed=0, changes=changes)
     objective = Objective(ours, top_k=2, aux_coef=0.0, dp_size=1, autocast=None)
     objective.predict_further(0.3)
-    _, _, predicted = objective._forward({"input_ids": ids_BL, "labels": ids_BL})
+    _, _, predicted = objective._computed({"input_ids": ids_BL, "labels": ids_BL})
     assert predicted is not None
     losses, numbers = predicted.sums.view(-1, 2).unbind(1)
     assert numbers.tolist() == [20, 18] and losses.tolist() == pytest.approx(expected, rel=1e-5)

@@ -283,7 +283,9 @@ class Objective:
         own = dict(zip((name for name, coef in self._named_coefs() if coef), means[2 : self.router_sums], strict=True))
         further = None
         if self.further is not None:
-            pairs = zip(means[self.router_sums : self.sums : 2], means[self.router_sums + 1 : self.sums : 2], strict=True)
+            pairs = zip(
+                means[self.router_sums : self.sums : 2], means[self.router_sums + 1 : self.sums : 2], strict=True
+            )
             further = [total / number if number else 0.0 for total, number in pairs]
         aux = means[1] if self.aux_coef else None
         return Losses(loss=means[0], aux_loss=aux, tokens=tokens, **own, mtp_losses=further)
