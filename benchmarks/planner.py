@@ -89,6 +89,7 @@ def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Route
         eager="asked for" if training.get("cuda_graphs", "auto") == "off" else None,
         experts=config.get("moe", {}).get("experts", "grouped"),
         chunks=config.get("moe", {}).get("chunks", 1),
+        pipeline=config.get("parallelism", {}).get("pp_schedule", "1F1B"),
     )
     shape, routes = ModelShape.read(keys, config["model"].get("attn_implementation")), Routes()
     if point["routing"] != "balanced":

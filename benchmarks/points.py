@@ -5,11 +5,12 @@
     python -m benchmarks.points --ranks 2 --tiny --only fit/olmoe     # on CPUs, tiny models
 
 Names begin with the set that a point is of. `fit` may be looked at while the planner's model is fitted; `held` was
-chosen before, and says how good the model is; `one` is held out, too, for one GPU. With `--apart` each point has a
-process of its own, in which nothing is left of earlier ones. Each point is a run of the trainer: warmed up, then
-rounds of steps back to back. The JSON has for each point its settings, milliseconds of a step (every round, the slowest
-rank), those of the host, the peak of PyTorch's tensors with the rides' buffers and what graphs hold, what earlier
-points had left behind when it began (`left_bytes`: a peak is known no better), and what the run had chosen for itself.
+chosen before, and says how good the model is; `one` is held out, too, for one GPU, and `stage` for pipelines. With
+`--apart` each point has a process of its own, in which nothing is left of earlier ones. Each point is a run of the
+trainer: warmed up, then rounds of steps back to back. The JSON has for each point its settings, milliseconds of a step
+(every round, the slowest rank), those that the host works and those in launches of CUDA graphs, the peak of PyTorch's
+tensors with the rides' buffers and what graphs hold, what earlier points had left behind when it began (`left_bytes`: a
+peak is known no better), and what the run had chosen for itself.
 """
 
 from __future__ import annotations
@@ -41,9 +42,18 @@ COMPILED, EAGER = ["training.torch_compile=true"], ["training.cuda_graphs=off"]
 RECOMPUTE = ["memory.layer_activations=recompute", "memory.expert_activations=recompute"]
 CONSUMED = ["training.optimizer_in_backward=true", "training.max_grad_norm=0"]
 REPLICATE, FSDP = ["parallelism.data_parallel=zero1"], ["parallelism.data_parallel=fsdp"]
+STAGES = ["parallelism.pp_size=2", "training.torch_compile=true"]
 ROOT = Path(__file__).resolve().parents[1]
 BALANCED, TRACE = "balanced", "docs/traces/e64-1435.npz"
 WARMUP = 4
+
+
+def _stages(layers: int, batch: int, micro_batches: int, schedule: str) -> list[str]:
+    return [
+        *_sizes(layers, 4096, batch), *STAGES, *REPLICATE,
+        f"training.gradient_accumulation_steps={micro_batches}",
+        f"parallelism.pp_schedule={schedule}",
+    ]  # fmt: skip
 
 
 def _sizes(layers: int, sequence: int, batch: int) -> list[str]:
@@ -134,6 +144,19 @@ POINTS: dict[str, tuple[list[str], str]] = {
         ["model.config=ernie-4.5-21b-a3b", *BF16, *_sizes(6, 4096, 2), *EAGER], BALANCED,
     ),
     "one/deepseek-v3-cut 2 layers": (["model.config=deepseek-v3-cut", *BF16, *_sizes(2, 4096, 1)], BALANCED),
+    "stage/qwen3 16 layers, 1F1B, 4": ([*QWEN, *_stages(16, 1, 4, "1F1B")], BALANCED),
+    "stage/qwen3 16 layers, 1F1B, 8": ([*QWEN, *_stages(16, 1, 8, "1F1B")], BALANCED),
+    "stage/qwen3 16 layers, Interleaved1F1B, 8": ([*QWEN, *_stages(16, 1, 8, "Interleaved1F1B")], BALANCED),
+    "stage/qwen3 16 layers, ZBVZeroBubble, 8": ([*QWEN, *_stages(16, 1, 8, "ZBVZeroBubble")], BALANCED),
+    "stage/qwen3 16 layers, DualPipeV, 8": ([*QWEN, *_stages(16, 1, 8, "DualPipeV")], BALANCED),
+    "stage/qwen3 16 layers, DualPipeV, pairs, 8": (
+        [*QWEN, *_stages(16, 1, 8, "DualPipeV"), "moe.schedule=two-batch"], BALANCED,
+    ),
+    "stage/qwen3 16 layers, 1F1B, 4 of 2 sequences, recompute": (
+        [*QWEN, *_stages(16, 2, 4, "1F1B"), *RECOMPUTE], BALANCED,
+    ),
+    "stage/olmoe 16 layers, 1F1B, 8 of 2 sequences": ([*OLMOE, *_stages(16, 2, 8, "1F1B")], BALANCED),
+    "stage/mixtral 4 layers, GPipe, 4": ([*MIXTRAL, *_stages(4, 1, 4, "GPipe")], BALANCED),
 }  # fmt: skip
 
 
@@ -166,15 +189,16 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
         loads = run.state().load
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        rounds = [time_steps(run, settings["steps"], device)[:2] for _ in range(settings["rounds"])]
+        rounds = [time_steps(run, settings["steps"], device) for _ in range(settings["rounds"])]
         peak = torch.cuda.max_memory_allocated(device) - before + run.state().buffer_bytes if cuda else 0
-        milliseconds, host = medians(rounds)
+        milliseconds, host, _, launches = medians(rounds)
         plan, built = run.run.plan, run.run.built
         graphs = built.objective.graphs
         return {
             "milliseconds": milliseconds,
             "rounds": rounds,
             "host_milliseconds": host,
+            "launch_milliseconds": launches,
             "peak_bytes": int(slowest([peak], device)[0]),
             "left_bytes": before,
             "predicted_bytes": plan.estimate(built.transport.answer, plan.data_parallel.answer)["total"],
@@ -205,12 +229,13 @@ def show(found: list[dict[str, Any]], failed: dict[str, str]) -> None:
             one["point"],
             f"{one['milliseconds']:.1f}",
             f"{one['host_milliseconds']:.1f}",
+            f"{one['launch_milliseconds']:.1f}",
             f"{one['peak_bytes'] / GiB:.1f}",
             "yes" if one["captured"] else "no",
         ]
         for one in found
     ]
-    print_table(console, "whole steps", ["", "ms", "host ms", "GiB of tensors", "captured"], rows)
+    print_table(console, "whole steps", ["", "ms", "host ms", "graph launches", "GiB of tensors", "captured"], rows)
     for name, why in failed.items():
         console.print(f"{name}: {why}", highlight=False)
 

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -79,29 +79,37 @@ _WAITS = (
 )  # fmt: skip
 
 
-@contextmanager
-def host_waits() -> Iterator[list[float]]:
-    """Inside, the seconds of each call that waits for the device are appended to the list. For the whole process; what
-    waits inside of an operator (`nonzero`) is not seen."""
-    seconds: list[float] = []
+class HostTimes(NamedTuple):
+    """Seconds of each call that waits for the device, and of each launch of a CUDA graph."""
 
-    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
+    waits: list[float]
+    launches: list[float]
+
+
+@contextmanager
+def host_times() -> Iterator[HostTimes]:
+    """Inside, the seconds of such calls are appended. For the whole process; what waits inside of an operator
+    (`nonzero`) is not seen."""
+    seconds = HostTimes([], [])
+
+    def timed(original: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
-                seconds.append(time.perf_counter() - begin)
+                into.append(time.perf_counter() - begin)
 
         return call
 
-    originals = [(owner, name, getattr(owner, name)) for owner, name in _WAITS]
-    for owner, name, original in originals:
-        setattr(owner, name, timed(original))
+    originals = [(owner, name, getattr(owner, name), seconds.waits) for owner, name in _WAITS]
+    originals.append((torch.cuda.CUDAGraph, "replay", torch.cuda.CUDAGraph.replay, seconds.launches))
+    for owner, name, original, into in originals:
+        setattr(owner, name, timed(original, into))
     try:
         yield seconds
     finally:
-        for owner, name, original in originals:
+        for owner, name, original, _ in originals:
             setattr(owner, name, original)
 
 

@@ -24,8 +24,19 @@ from carpool.bench.bench_settings import ModelSettings as Settings
 from carpool.bench.contest import measure_on_rank
 from carpool.bench.model.model_contenders import check_routing, recorded_choices, route
 from carpool.bench.model.model_contest import ModelBenchmark, check_room, groups_that_fit
-from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, Times, Work, roofline_ms, show, work_of
-from carpool.bench.timing import host_waits
+from carpool.bench.model.model_results import (
+    Case,
+    KindRow,
+    Row,
+    Sizes,
+    StepTimes,
+    Times,
+    Work,
+    roofline_ms,
+    show,
+    work_of,
+)
+from carpool.bench.timing import host_times
 from carpool.hf.context_parallel import _interface
 from carpool.hf.routing.router_answers import balanced_choices, force_choices
 from carpool.hf.seam.find_modules import experts_modules
@@ -223,7 +234,8 @@ def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
         kinds = [KindRow(kind, ms / 10, ms / 10) for kind in (*KINDS, IDLE)]
         return Row(
             label, 0, what="as it ran", loss=5.7, grad_norm=1.0, first_step_seconds=3.0, mfu=0.25,
-            times=Times.of([(ms, 2.0, 70.0), (ms + 8, 4.0, 80.0)]), tokens_per_second=1234.0, tflops=99.0, kinds=kinds,
+            times=Times.of([StepTimes(ms, 2.0, 70.0, 5.0), StepTimes(ms + 8, 4.0, 80.0, 7.0)]),
+            tokens_per_second=1234.0, tflops=99.0, kinds=kinds,
             profiled_ms=ms, on_device=True,
         )  # fmt: skip
 
@@ -236,7 +248,7 @@ def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
     case.compare()
     assert case.rows[1].ratio == pytest.approx(104 / 204)
     text = printed(show, result_of([case], rounds=2, steps=5), 200)
-    assert re.search(r"carpool +1,234 +104\.0 +3\.0 +75\.0 +25\.0% +99", text)
+    assert re.search(r"carpool +1,234 +104\.0 +3\.0 +75\.0 +6\.0 +25\.0% +99", text)
     assert re.search(r"experts +2\.0 +10\.0 +10% +5\.0x +20\.0 +10% +10\.0x", text)
     for said in (
         "third: is not available: out of memory", "NOT THE SAME COMPUTATION: transformers: loss",
@@ -246,19 +258,19 @@ def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
         assert said in " ".join(text.split())
 
 
-def test_what_the_host_waits_is_known():
+def test_what_the_host_times_is_known():
     tensor, slow = torch.ones(2), 0.02
     original = torch.cuda.synchronize
     torch.cuda.synchronize = lambda *_: time.sleep(slow)  # type: ignore[assignment]
     try:
-        with host_waits() as waits:
+        with host_times() as seconds:
             torch.cuda.synchronize()
             assert tensor.tolist() == [1.0, 1.0] and tensor[0].item() == 1.0
             with pytest.raises(RuntimeError):
                 tensor.item()  # two values
     finally:
         torch.cuda.synchronize = original
-    assert len(waits) == 4 and slow <= sum(waits) < 200 * slow
+    assert len(seconds.waits) == 4 and slow <= sum(seconds.waits) < 200 * slow and not seconds.launches
     assert torch.Tensor.item is type(tensor).__base__.item  # and nothing is left behind
 
 

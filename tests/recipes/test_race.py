@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from carpool.bench.bench_settings import ModelSettings as Settings
 from carpool.bench.model.model_contest import ModelBenchmark
-from carpool.bench.model.model_results import Case, KindRow, Row, Times
+from carpool.bench.model.model_results import Case, KindRow, Row, StepTimes, Times
 from carpool.cli import app
 from carpool.recipes import names, path_of, read
 from carpool.replicas.slot_costs import Costs
@@ -98,7 +98,7 @@ def test_weights_are_the_same_and_other_functions_say_so(tmp_path: Path) -> None
 
 def row(label: str, loss: float, norm: float = 1.0, changes: tuple[str, ...] = ()) -> Row:
     kinds = [KindRow("rides", 3.0, 7.0)]
-    times = Times.of([(10.0, 1.0, 0.0)])
+    times = Times.of([StepTimes(10.0, 1.0)])
     return Row(
         label, 0, loss=loss, grad_norm=norm, times=times, kinds=kinds, changes=list(changes), bytes_remote=2_500_000
     )

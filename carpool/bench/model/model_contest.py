@@ -6,8 +6,9 @@
     at the end    each contender takes one more step under PyTorch's profiler (`carpool.profile.kinds`)
 
 A round begins with all ranks together and nothing to do on the device, and ends when the device has done all; the time
-of a step is that of the slowest rank, divided by the number of steps. "host" is how long the host takes to launch it,
-without what it waits for the device (`carpool.bench.timing.host_waits`).
+of a step is that of the slowest rank, divided by the number of steps. "host" is how long the host works for it: without
+what it waits for the device, and without launches of CUDA graphs, which return when the device has begun most of one
+(`carpool.bench.timing.host_times`).
 
 Files: DIR/model.json, every round and where it ran; DIR/model.png; DIR/CONTENDER/, what the trainer says of its run.
 """
@@ -31,8 +32,8 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.bench.bench_settings import ModelSettings
 from carpool.bench.contest import RankBenchmark, attempt_together
 from carpool.bench.model.model_contenders import Contender, check_routing, free_memory, make_contender
-from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, Times, roofline_ms, show, work_of
-from carpool.bench.timing import host_waits, rounds
+from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, StepTimes, Times, roofline_ms, show, work_of
+from carpool.bench.timing import host_times, rounds
 from carpool.metrics.host import slowest, synchronize
 from carpool.planner.search.plan import USABLE
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
@@ -61,12 +62,11 @@ class _Running:
 
     Attributes:
         own_bytes: what it keeps between steps, in PyTorch's memory.
-        rounds: (milliseconds of a step, those that its host is busy, those that it waits) in each round.
     """
 
     contender: Contender
     own_bytes: int
-    rounds: list[tuple[float, float, float]] = field(default_factory=list)
+    rounds: list[StepTimes] = field(default_factory=list)
     peak_bytes: int = 0
     reserved_bytes: int = 0
 
@@ -289,20 +289,18 @@ class ModelBenchmark:
             print(text, flush=True)
 
 
-def time_steps(contender: Contender, steps: int, device: torch.device) -> tuple[float, float, float]:
-    """(milliseconds of a step, those that its host is busy, those that it waits) of steps back to back, on the slowest
-    rank. Collective."""
+def time_steps(contender: Contender, steps: int, device: torch.device) -> StepTimes:
+    """Of steps back to back, on the slowest rank. Collective."""
     dist.barrier()
     synchronize(device)
     begin = time.perf_counter()
-    with host_waits() as waits:
+    with host_times() as host:
         for _ in range(steps):
             contender.take_step()
-    launched = time.perf_counter()
+    busy, waits, launches = time.perf_counter() - begin, sum(host.waits), sum(host.launches)
     synchronize(device)
-    seconds = [time.perf_counter() - begin, launched - begin - sum(waits), sum(waits)]
-    done, busy, waited = (1e3 * one / steps for one in slowest(seconds, device))
-    return done, busy, waited
+    seconds = [time.perf_counter() - begin, busy - waits - launches, waits, launches]
+    return StepTimes(*(1e3 * one / steps for one in slowest(seconds, device)))
 
 
 def _differences(rows: list[Row], alike: Mapping[str, Mapping[str, float]]) -> list[str]:

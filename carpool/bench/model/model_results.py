@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,25 +25,30 @@ NAMES = {
 }  # fmt: skip
 
 
+class StepTimes(NamedTuple):
+    """Milliseconds of a step in one round: until it is done, and those that the host works for it, waits for the
+    device, and is in launches of CUDA graphs."""
+
+    ms: float
+    host_ms: float
+    host_waits_ms: float = 0.0
+    launches_ms: float = 0.0
+
+
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a step, of the slowest rank.
-
-    Attributes:
-        rounds: of each round; `ms` is their median.
-        host_ms: how long the host took to launch it; host_waits_ms: and how long it waited for the device meanwhile.
-    """
+    """Milliseconds of a step, of the slowest rank: `rounds`, and the medians of `StepTimes` over them."""
 
     rounds: list[float]
     ms: float
     host_ms: float
     host_waits_ms: float
+    launches_ms: float
 
     @classmethod
-    def of(cls, rounds: Sequence[tuple[float, float, float]]) -> Times:
-        """From (milliseconds of a step, those that its host is busy, those that it waits) of each round."""
-        done, busy, waits = ([one[part] for one in rounds] for part in range(3))
-        return cls(done, *(statistics.median(column) for column in (done, busy, waits)))
+    def of(cls, rounds: Sequence[StepTimes]) -> Times:
+        """From those of each round."""
+        return cls([one.ms for one in rounds], *(statistics.median(column) for column in zip(*rounds, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,8 @@ def show(result: Result, console: Console | None = None) -> None:
 def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
     """Headings and rows."""
     headings = [
-        "contender", "tokens/s\nper rank", "step\nms", "host\nms", "host\nwaits", "MFU", "TFLOP/s", "peak\nGiB",
-        "reserved\nGiB", "first\nstep s", "loss", "speed",
+        "contender", "tokens/s\nper rank", "step\nms", "host\nms", "host\nwaits", "graph\nlaunches", "MFU", "TFLOP/s",
+        "peak\nGiB", "reserved\nGiB", "first\nstep s", "loss", "speed",
     ]  # fmt: skip
     rows = []
     for row in case.rows:
@@ -173,6 +179,7 @@ def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
             f"{row.times.ms:.1f}\n[dim]{min(row.times.rounds):.4g}-{max(row.times.rounds):.4g}[/]",
             f"{row.times.host_ms:.1f}",
             f"{row.times.host_waits_ms:.1f}",
+            f"{row.times.launches_ms:.1f}",
             "-" if row.mfu is None else f"{row.mfu:.1%}",
             f"{row.tflops:.3g}",
             *("-" if size is None else f"{size / 2**30:.1f}" for size in (row.peak_bytes, row.reserved_bytes)),
@@ -205,12 +212,12 @@ def _notes(result: Result, case: Case) -> str:
     settings = result.settings
     notes = [
         f"ms: median of {settings['rounds']} rounds of {settings['steps']} steps back to back, smallest and largest; "
-        "host: what it takes to launch a step, and what it waits for the device meanwhile."
+        "host: what it works for a step, and what it waits for the device meanwhile."
     ]
     if any(row.captured for row in case.rows):
         notes.append(
-            "Where steps are CUDA graphs, host has the launch of a graph, which returns when most of it has run. What "
-            "the device waits for the host is idle."
+            "The launch of a CUDA graph returns when the device has begun most of it, so launches last about as long "
+            "as a step. What the device waits for the host is idle."
         )
     if len(case.groups) > 1:
         told = "; then ".join(", ".join(group) for group in case.groups)
