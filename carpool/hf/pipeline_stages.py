@@ -39,7 +39,7 @@ from carpool.hf.multi_token import multi_token_layers
 from carpool.hf.seam.find_modules import experts_modules, list_number
 from carpool.hf.sharding import replaced
 from carpool.parallel import fsdp
-from carpool.parallel.pipeline import cut
+from carpool.parallel.schedules import cut
 
 ALL_PARALLEL_STYLES.register("carpool_absent", TensorParallelLayer())
 

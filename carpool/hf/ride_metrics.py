@@ -69,6 +69,7 @@ class RideMetrics:
         self.rows = list(range(len(own))) if names is None else [names.index(name) for name in own]
         self.number = len(own) if names is None else len(names)
         self._aside: list[Counts] = []
+        self._rows_there: torch.Tensor | None = None
 
     def reset(self) -> None:
         """Forget what was counted so far (a warm-up)."""
@@ -162,7 +163,10 @@ class RideMetrics:
         return self.layers[0].spare_options is not None and self.layers[0].num_ranks > 1
 
     def _rows(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.rows, device=device)
+        # Made once: what is made of numbers of the host waits for all that the device was given before.
+        if self._rows_there is None or self._rows_there.device != device:
+            self._rows_there = torch.tensor(self.rows, device=device)
+        return self._rows_there
 
     def layouts(self) -> list[ExpertLayout]:
         """Of all layers. Those of other stages are as this rank's are: layouts of a pipeline do not differ."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,51 +62,6 @@ _MADE_BY: dict[str, Any] = {
     "ZBVZeroBubble": ScheduleZBVZeroBubble,
     "DualPipeV": ScheduleDualPipeV,
 }
-
-
-def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """The layers of each stage, so that the slowest stage is as fast as possible.
-
-    Args:
-        costs: of each layer, in any unit.
-        first, last: costs before the layers (the embedding) and after them (the head).
-
-    Returns:
-        Consecutive ranges, none of them empty. Of equally good cuts, the one with the most equal stages.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-
-    Example: cut([1] * 8, 4, last=2.0) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
-    """
-    number = len(costs)
-    if number < stages:
-        raise ValueError(
-            f"{number} layers cannot be cut into {stages} stages: lower parallelism.pp_size, so that there are "
-            f"{number} or fewer, or take a pp_schedule with one stage on each rank (GPipe, 1F1B)"
-        )
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-
-    def cost_of(begin: int, end: int, stage: int) -> float:
-        return before[end] - before[begin] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
-
-    @cache
-    def best(stage: int, begin: int) -> tuple[float, float, tuple[int, ...]]:
-        """The best cut of the layers from `begin` into the stages from `stage`: (largest cost, sum of squares,
-        ends)."""
-        if stage == stages - 1:
-            own = cost_of(begin, number, stage)
-            return own, own**2, (number,)
-        ways = []
-        for end in range(begin + 1, number - (stages - stage - 1) + 1):
-            own, (slowest, squares, ends) = cost_of(begin, end, stage), best(stage + 1, end)
-            ways.append((max(own, slowest), squares + own**2, (end, *ends)))
-        return min(ways)
-
-    ends = best(0, 0)[2]
-    return [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
 
 
 class Action(NamedTuple):

@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from importlib.metadata import version
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from carpool.optim import OPTIMIZERS
@@ -395,14 +394,7 @@ def toml_text(settings: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def layer_ranges(layers: int, parts: int) -> list[range]:
-    """Which layers each part has: equally many, the first parts one more if they do not divide."""
-    each, more = divmod(layers, parts)
-    starts = [part * each + min(part, more) for part in range(parts + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
-
-
-def stage_layers(shape: ModelShape, degrees: Degrees, of_rank: int = 1) -> list[tuple[LayerShape, ...]]:
-    """The layers of each stage of a pipeline, `of_rank` of which each rank has."""
-    parts = layer_ranges(len(shape.layers), degrees.pp * of_rank)
-    return [shape.layers[one.start : one.stop] for one in parts]
+def stage_layers(shape: ModelShape, degrees: Degrees, of_rank: int = 1, fewer: int = 0) -> list[tuple[LayerShape, ...]]:
+    """The layers of each stage of a pipeline, `of_rank` of which each rank has; each stage with so many `fewer`."""
+    parts = shape.stages(degrees.pp * of_rank)
+    return [shape.layers[one.start : one.stop - fewer] for one in parts]

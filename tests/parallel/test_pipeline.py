@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.activations import Arena
-from carpool.parallel.pipeline import Pipeline, Tensors, Work, cut
-from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, stages_of
+from carpool.parallel.pipeline import Pipeline, Tensors, Work
+from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, cut, stages_of
 from carpool.ride.forward_backward import ForwardBesideBackward
 from carpool.ride.turns import handover
 from tests.ranks import Ranks

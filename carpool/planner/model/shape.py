@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from carpool.families import family
+from carpool.parallel.schedules import cut
 from carpool.planner.model.routes import Choice
 
 Kind = Literal["full", "window", "linear"]
@@ -178,6 +179,18 @@ class ModelShape:
             layer.heads * (layer.qk_size + layer.value_size) // 2 * self.seen(layer, length) for layer in self.layers
         )
         return 6 * self.multiplied + 12 * scores
+
+    def stages(self, number: int) -> list[range]:
+        """The layers of each stage of a pipeline, so that all have as many multiplications, the head's included."""
+        if number not in self._cuts:
+            of_experts = self.top_k * (self.expert_parameters - self.expert_biases)
+            costs = [sum(a * b for a, b in one.products) + one.experts * of_experts for one in self.layers]
+            self._cuts[number] = cut(costs, number, last=self.vocabulary * self.hidden)
+        return self._cuts[number]
+
+    @cached_property
+    def _cuts(self) -> dict[int, list[range]]:
+        return {}
 
     def seen(self, layer: LayerShape, length: int) -> float:
         """Tokens that a token sees in the mean."""

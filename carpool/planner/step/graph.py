@@ -56,7 +56,7 @@ class StepClock:
         self.lengths, self._made = lengths, _Made(lengths)
 
     def seconds(self, accumulation: int, layers: int, bound: Bound | None = None) -> float:
-        """Of the first micro-batches and of the first layers.
+        """Of the first micro-batches and of the first layers, in a pipeline of each stage's.
 
         Args:
             bound: of all lengths at once; None: the lengths themselves."""
@@ -141,7 +141,12 @@ class _Builder:
         self.beside = self.parts == 2 or candidate.paired
         # A rank of some schedules has two stages of the pipeline, one in each half of the model.
         shape = made.lengths.shape
-        self.stages = stage_layers(replace(shape, layers=shape.layers[:num_layers]), self.degrees, self.each)
+        if self.degrees.pp > 1:
+            # Each stage has equally many fewer.
+            fewer = (len(shape.layers) - num_layers) // (self.degrees.pp * self.each)
+            self.stages = stage_layers(shape, self.degrees, self.each, fewer)
+        else:
+            self.stages = [shape.layers[:num_layers]]
         self.rank_of = [rank_of(pipeline, self.degrees.pp, stage) for stage in range(len(self.stages))]
         self.first = [sum(len(one) for one in self.stages[:stage]) for stage in range(len(self.stages))]
         # The same number for chunks that are alike.

@@ -29,7 +29,7 @@ What it assumes, which is where a prediction goes wrong:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -49,6 +49,7 @@ from carpool.planner.step.sizes import (
     gradient_buffers,
     products_bytes,
     sizes_of,
+    stage_part,
 )
 
 # As in `carpool.parallel.replicated`, `carpool.optim.offloaded_state` and `carpool.optim.in_backward`: of gradients
@@ -89,10 +90,20 @@ class Peak:
 
 def memory_of(shape: ModelShape, candidate: Candidate, routes: Routes | None = None, every_layer: bool = False) -> Peak:
     """Of the fullest stage. `every_layer`: its timeline has a moment for each layer, forward and backward."""
-    # Stages between the ends hold less than the first, which has as many layers, the embedding and more micro-batches.
-    ends, routes = {0, candidate.degrees.pp - 1}, routes or Routes()
-    found = (peak_of(sizes_of(shape, candidate, one, routes), candidate, one, every_layer) for one in sorted(ends))
+    routes = routes or Routes()
+    found = (
+        peak_of(sizes_of(shape, candidate, one, routes), candidate, one, every_layer)
+        for one in full_stages(candidate, shape.stages)
+    )
     return max(found, key=lambda one: one.total)
+
+
+def full_stages(candidate: Candidate, cut: Callable[[int], Sequence[range]]) -> list[int]:
+    """Ranks of the pipeline, one of which holds the most: those at its ends, which have the embedding and the most
+    micro-batches, or the output layer, and the first with the most layers. `cut` as of `stage_part`."""
+    pp = candidate.degrees.pp
+    layers = [sum(map(len, stage_part(candidate.pipeline, pp, stage, cut).layers)) for stage in range(pp)]
+    return sorted({0, pp - 1, layers.index(max(layers))})
 
 
 def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer: bool = False) -> Peak:

@@ -116,10 +116,14 @@ def step_seconds(
     def of_layers(micro_batches: int) -> float:
         pp = candidate.degrees.pp
         # A layer more on each stage of a pipeline whose layers are alike, or one period more.
-        period = pp * SCHEDULES[candidate.pipeline].stages if pp > 1 else _PERIOD
-        start = (2 * period if pp > 1 else period) + layers % period
-        alike = _repeats(shape.layers, start, period) and "offload" not in candidate.policies.values()
-        if layers < 4 * period or (pp > 1 and len(shape.kinds) > 1) or not alike:
+        if pp > 1:
+            period = pp * SCHEDULES[candidate.pipeline].stages
+            start = layers - period * (min(map(len, shape.stages(period))) - 1)
+            alike = len(shape.kinds) == 1
+        else:
+            period, start = _PERIOD, _PERIOD + layers % _PERIOD
+            alike = layers >= 4 * period and _repeats(shape.layers, start, period)
+        if layers < start + 2 * period or not alike or "offload" in candidate.policies.values():
             return run(micro_batches, layers)
         one, two = run(micro_batches, start), run(micro_batches, start + period)
         return two + (layers - start - period) / period * (two - one)

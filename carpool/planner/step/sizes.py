@@ -9,13 +9,13 @@ quantised bases, experts in host memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from carpool.optim.base import AVERAGE_BYTES
 from carpool.parallel.schedules import stages_of
-from carpool.planner.candidate import REDUCED, Candidate, layer_ranges
+from carpool.planner.candidate import REDUCED, Candidate
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.transports import transport_class
@@ -159,7 +159,7 @@ class RankSizes:
 def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes) -> RankSizes:
     """Of a plan, on a rank of the pipeline."""
     degrees = candidate.degrees
-    part = stage_part(candidate.pipeline, degrees.pp, stage, len(shape.layers))
+    part = stage_part(candidate.pipeline, degrees.pp, stage, shape.stages)
     layers = [shape.layers[i] for one in part.layers for i in one]
     head = shape.vocabulary * shape.hidden
     ends = min(part.first + part.last, 1 if shape.tied else 2)
@@ -207,12 +207,11 @@ class Part(NamedTuple):
     last: bool
 
 
-@cache
-def stage_part(schedule: str, stages: int, stage: int, layers: int) -> Part:
-    """Equally many layers for each chunk of the pipeline."""
+def stage_part(schedule: str, stages: int, stage: int, cut: Callable[[int], Sequence[range]]) -> Part:
+    """`cut`: the layers of each chunk of the pipeline, by their number."""
     own = stages_of(schedule if stages > 1 else "1F1B", stages)
     number = sum(map(len, own))
-    chunks = layer_ranges(layers, number)
+    chunks = cut(number)
     return Part(tuple(chunks[one] for one in own[stage]), 0 in own[stage], number - 1 in own[stage])
 
 

@@ -24,6 +24,7 @@ from carpool.hf.architecture_changes import row_size
 from carpool.hf.decoder_layers import draws_random_numbers
 from carpool.hf.documents import DOCUMENTS, FLEX
 from carpool.hf.loss_head import output_layer, why_whole
+from carpool.hf.pipeline_stages import cut_model
 from carpool.hf.quantised_base import base_bytes, quantisable_layers
 from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
 from carpool.kernels.cross_entropy import piece_size
@@ -31,7 +32,7 @@ from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import LENGTHS, PLANS, RANDOM, Candidate, Spare, by_settings
 from carpool.planner.model.shape import saved_if_compiled
-from carpool.planner.step.peak import Peak, peak_of
+from carpool.planner.step.peak import Peak, full_stages, peak_of
 from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
 from carpool.train.blueprint import attention_of, meta_model, model_size, top_k_of
 from carpool.train.config.schema import Config
@@ -179,7 +180,7 @@ class MemoryEstimate:
     def _peak(self, transport: str, data_parallel: str) -> Peak:
         """Of the fullest rank of the pipeline."""
         candidate = self.candidate(transport, data_parallel)
-        found = (peak_of(self.of_stage(candidate, one), candidate, one) for one in sorted({0, self.degrees.pp - 1}))
+        found = (peak_of(self.of_stage(candidate, one), candidate, one) for one in full_stages(candidate, self._cut))
         return max(found, key=lambda one: one.total)
 
     def host_bytes(self, transport: str) -> int:
@@ -235,10 +236,20 @@ class MemoryEstimate:
             return RANDOM
         return None
 
+    @cached_property
+    def _cuts(self) -> dict[int, list[range]]:
+        return {1: [range(len(self.kept.layers))]}
+
+    def _cut(self, number: int) -> list[range]:
+        """The layers of each stage of a pipeline."""
+        if number not in self._cuts:
+            self._cuts[number] = [part.layers for part in cut_model(self.model, number)]
+        return self._cuts[number]
+
     def of_stage(self, candidate: Candidate, stage: int) -> RankSizes:
         """Of a rank of the pipeline. Layers are taken to be alike, and those with experts to be the last ones."""
         config, degrees, training = self.config, self.degrees, self.config.training
-        part = stage_part(candidate.pipeline, degrees.pp, stage, len(self.kept.layers))
+        part = stage_part(candidate.pipeline, degrees.pp, stage, self._cut)
         own = [i for one in part.layers for i in one]
         moe_layers = sum(i >= len(self.kept.layers) - self.moe_layers for i in own)
         ends, head = min(part.first + part.last, 1 if self.tied else 2), self.words * self.hidden
