@@ -102,7 +102,9 @@ def host_times() -> Iterator[HostTimes]:
 
         return call
 
-    originals = [(owner, name, getattr(owner, name), seconds.waits) for owner, name in _WAITS]
+    originals: list[tuple[Any, str, Any, list[float]]] = [
+        (owner, name, getattr(owner, name), seconds.waits) for owner, name in _WAITS
+    ]
     originals.append((torch.cuda.CUDAGraph, "replay", torch.cuda.CUDAGraph.replay, seconds.launches))
     for owner, name, original, into in originals:
         setattr(owner, name, timed(original, into))

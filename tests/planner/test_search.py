@@ -197,7 +197,8 @@ def test_moves_go_on_through_longer_steps(hops: int, ends: int, monkeypatch: pyt
 
 
 def test_pairs_are_proposed_where_rides_are_slow() -> None:
-    shape = replace(SHAPE, layers=SHAPE.layers * 4)
+    # With few words stages have equally many layers.
+    shape = replace(SHAPE, layers=SHAPE.layers * 4, vocabulary=8192)
     space = Space(pp=(2,), tp=(1,), cp=(1,), ep=(4,), policies=POLICY_SETS[:1], micro_batches=(4,))
     numbers: dict[str, Any] = {**NUMBERS, "tokens": 64 * 4096, "per_node": 8, "space": space, "best": 1}
     slow = replace(H100, nvlink=LinkRate(2e10, 1e-5), push=None)

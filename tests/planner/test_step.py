@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.planner import Compared, compare, order_agreement
+from carpool.hf.pipeline_stages import cut_model
 from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.planner.candidate import KEEP, Candidate, Spare
@@ -332,6 +335,24 @@ def test_points_of_one_gpu_are_predicted() -> None:
     assert len(found) == 17 and len(known) == 15 and max(known) < 0.12 and median(known) < 0.04
     memory = [abs(one.memory_error) for one in found if one.memory_error is not None]
     assert len(memory) == 17 and max(memory) < 0.05 and median(memory) < 0.02
+
+
+def test_points_of_stages_are_predicted() -> None:
+    """docs/measurements.md, "A stage beside the same layers". Stages have layers as a run cuts them: memory tells."""
+    points = json.loads((DOCS / "measurements" / "points_stages.json").read_text())["points"]
+    found = compare(points, H200, 8)
+    assert len(found) == 6 and all(one.inside for one in found) and max(abs(one.error) for one in found) < 0.13
+    memory = [abs(one.memory_error) for one in found if one.memory_error is not None]
+    assert len(memory) == 6 and max(memory) < 0.08
+
+
+@pytest.mark.parametrize("number", [2, 4, 8])
+def test_stages_are_those_of_a_run(number: int) -> None:
+    with torch.device("meta"):
+        blueprint = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe"))
+    found = ModelShape.read(blueprint.config.to_dict()).stages(number)
+    assert found == [part.layers for part in cut_model(blueprint, number)]
+    assert len(found[-1]) < len(found[0])  # it has the output layer
 
 
 @pytest.mark.parametrize(("layers", "back"), [(2, 0), (6, 4)])
