@@ -67,29 +67,35 @@ def plain(case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sums_and_gradients_are_those_of_autograd(case: Case) -> None:
+    check(case, "cpu")
+
+
+def check(case: Case, device: str) -> None:
+    """Sums and all gradients against float64 on the CPU, to the rounding of the dtype."""
     torch.manual_seed(0)
     x, weight = torch.randn(T, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64)
     bias = torch.randn(V, dtype=torch.float64) if case.bias else None
     words = teacher_words(case, torch.randn(T, V, dtype=torch.float64) * 2)
     target = torch.randint(V, (T,))
     target[::5] = IGNORED
-    given = [one.to(case.dtype).requires_grad_() for one in (x, weight, bias) if one is not None]
-    exact = [one.detach().double().requires_grad_() for one in given]
+    given = [one.to(device, case.dtype).requires_grad_() for one in (x, weight, bias) if one is not None]
+    exact = [one.detach().cpu().double().requires_grad_() for one in given]
+    log_p, ids = (None if one is None else one.to(device) for one in words)
     third = given[2] if case.bias else None
 
     def teacher(piece: slice) -> Words:
-        return Words(words.log_p_CK[piece], None if words.ids_CK is None else words.ids_CK[piece])
+        return Words(log_p[piece], None if ids is None else ids[piece])
 
     found = linear_distillation(
-        *given[:2], third, target, 5, case.scale, case.softcap,
+        *given[:2], third, target.to(device), 5, case.scale, case.softcap,
         teacher=teacher, weight=case.weight, temperature=case.temperature,
     )  # fmt: skip
     expected = plain(case, *exact[:2], exact[2] if case.bias else None, target, words)
     rough = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[case.dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=rough, atol=rough)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=rough, atol=rough)
     assert expected[2] > 1  # nothing is zero on both sides
     for a, b in zip(torch.autograd.grad(found[0] * 3, given), torch.autograd.grad(expected[0] * 3, exact), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=rough, atol=rough * float(b.abs().max()))
+        torch.testing.assert_close(a.cpu().double(), b, rtol=rough, atol=rough * float(b.abs().max()))
 
 
 def test_a_student_that_agrees_learns_nothing_unless_the_words_of_the_teacher_sum_to_1() -> None:

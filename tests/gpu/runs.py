@@ -76,6 +76,17 @@ for _way in ("eager", "compiled"):
         f"training.torch_compile={str(_way == 'compiled').lower()}",
     )  # fmt: skip
 
+# test_distillation_gpu.py
+for _name, _how in {
+    "files eager": ("distillation.logits={work}/logits", "training.cuda_graphs=off"),
+    "files captured": ("distillation.logits={work}/logits", "training.cuda_graphs=on"),
+    "online": ("distillation.teacher={work}/tiny",),
+}.items():
+    _add(
+        f"distilled, {_name}", 2, *SHORT, *EXACT, "data.max_bytes=200000", "distillation.top_k=16",
+        "distillation.temperature=2", "moe.transport=nvlink", *_how,
+    )  # fmt: skip
+
 # test_dense_gpu.py
 DENSE = {
     "float32": ("model.dtype=float32",),

@@ -84,7 +84,8 @@ def small_config(config: Config) -> Config:
     memory = {"budget": None, "experts": "device", **dict.fromkeys(POLICIES)}
     changed: dict[str, Any] = {"training": alone, "moe": moe, "memory": memory}
     sections = {name: getattr(config, name).model_copy(update=one) for name, one in changed.items()}
-    return config.model_copy(update={**sections, "placement": type(config.placement)()})
+    off = {"placement": type(config.placement)(), "distillation": type(config.distillation)()}
+    return config.model_copy(update={**sections, **off})
 
 
 def small_model(config: PreTrainedConfig, first: int) -> PreTrainedConfig:

@@ -28,6 +28,7 @@ from carpool.hf.pipeline_stages import cut_model
 from carpool.hf.quantised_base import base_bytes, quantisable_layers
 from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
 from carpool.kernels.cross_entropy import piece_size
+from carpool.kernels.distillation import PIECE
 from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import LENGTHS, PLANS, RANDOM, Candidate, Spare, by_settings
@@ -173,8 +174,12 @@ class MemoryEstimate:
         found = {name: math.ceil(size) for name, size in self._peak(transport, data_parallel).parts.items()}
         if brought := sum(extension.device_bytes(self) for extension in extensions_in_use(self.config)):
             found["extensions"] = brought
-        if (teacher := self.config.distillation.teacher) is not None:
-            found["teacher"] = teacher_parameters(teacher, self.degrees.world_size) * (2 if self.bf16 else 4)
+        if (learned := self.config.distillation) != type(learned)():
+            # Besides a teacher, what a piece of logits takes in float32.
+            found["teacher"] = 24 * min(PIECE, self.tokens // self.degrees.cp * self.words)
+            if learned.teacher is not None:
+                parameters = teacher_parameters(learned.teacher, self.degrees.world_size)
+                found["teacher"] += parameters * (2 if self.bf16 else 4)
         return {**found, "total": sum(found.values())}
 
     def _peak(self, transport: str, data_parallel: str) -> Peak:
