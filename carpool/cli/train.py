@@ -155,8 +155,7 @@ def teach(
         settings = resolve_config(config, overrides or []).config
         if settings.distillation.logits is None:
             raise ValueError("distillation.logits is not set: name the folder for the files, as the run will")
-        if not (teacher / "config.json").is_file():
-            raise ValueError(f"{teacher} has no config.json: name a checkpoint's folder, such as the model/ of a run")
+        _check_teacher("TEACHER", teacher)
         check_output("distillation.logits", Path(settings.distillation.logits))
         settings.model.check_path()
         run(settings, "carpool.train.build.teacher:write_logits", debug=debug, teacher=str(teacher))
@@ -300,6 +299,11 @@ def read_data(config: Config) -> None:
         check_same_data(read_run_state(resume)["loader"], train.fingerprint)
 
 
+def _check_teacher(option: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{option} = {folder} has no config.json: name a checkpoint's folder, such as a run's model/")
+
+
 def check_paths(resolved: Resolved, compare: str | None = None) -> None:
     """Refuses paths where nothing is, and settings that change nothing, before any rank is started."""
     from carpool.train.config.declarations import check_effects
@@ -308,6 +312,8 @@ def check_paths(resolved: Resolved, compare: str | None = None) -> None:
     check_effects(resolved, compare=compare)
 
     config.model.check_path()
+    if config.distillation.teacher is not None:
+        _check_teacher("distillation.teacher", Path(config.distillation.teacher))
     if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():
         raise ValueError(f'moe.layout: the file {config.moe.layout} does not exist; give "contiguous" or a JSON file')
     resume = config.training.resume_from_checkpoint

@@ -29,7 +29,7 @@ class DistillationSection(Section):
         str | None,
         _USED,
         *_NEITHER,
-        Excludes("distillation.logits", "the teacher is there while the run trains, or its logits are files"),
+        Excludes("distillation.logits", "there is one teacher, which computes or has written files"),
         Excludes("moe.schedule=two-batch", "its forward would run between two halves", own="distillation.teacher"),
         Excludes("parallelism.plan or memory.plan", "a plan does not predict the teacher's time"),
     ] = None
