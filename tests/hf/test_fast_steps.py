@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, Tra
 from transformers.distributed import DistributedConfig
 from transformers.trainer_callback import CallbackHandler
 
-from carpool.hf import CarpoolCallback, FastSteps, fast_steps, rides
+from carpool.hf import CarpoolCallback, FastSteps, fast_steps, replay, rides
 from carpool.hf.fast_steps import BodyGraphs
+from carpool.routing import Routing
 from carpool.transport import BufferOverflowError
 from carpool.transport.nvlink import Buffers, NVLink
 from tests.hf.meshes import reuse_meshes
@@ -196,6 +197,12 @@ def test_what_is_computed_before_a_backward_is_eager(replayed: list[Any]) -> Non
     (one.square().sum() + other.square().sum()).backward()
     for name, parameter in body.named_parameters():
         assert name not in gradients or torch.allclose(parameter.grad, 2 * gradients[name])
+    # Nor do graphs know choices that are replayed.
+    model.zero_grad()
+    graphs.begin_step()
+    replayed.clear()
+    with replay(model, {name: Routing((own.routing.expert_TK + 1) % 4, None) for name, own in rides(model).items()}):
+        assert not torch.equal(run().last_hidden_state, want) and not replayed
 
 
 def test_why_nothing_is_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
