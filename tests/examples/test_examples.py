@@ -76,7 +76,8 @@ def test_example(name: str, ranks: Ranks) -> None:
 def _grpo(rollouts: str) -> tuple[str, dict[str, float]]:
     """The example, and what its trainer then computes of one more batch, whose likelihoods are known from before."""
     os.environ["ROLLOUTS"] = rollouts
-    names, printed = _script("trl_grpo", 12)
+    padded = {} if rollouts else {"num_iterations=2": "num_iterations=2, pad_to_multiple_of=8"}
+    names, printed = _script("trl_grpo", 12, padded)
     trainer: Any = names["trainer"]
     batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
 

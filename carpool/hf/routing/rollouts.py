@@ -36,6 +36,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from carpool.families import family_of
@@ -48,9 +49,15 @@ from carpool.routing import Routing
 def _layers(model: nn.Module) -> dict[str, int]:
     """The layers with experts that samplers compute, by name, with their number among all decoder layers. Those behind
     the last one predict further tokens, in training alone."""
-    found = {name: int(name.split(".")[list_number(name) or 0]) for name in required_rides(model)}
+    rides = required_rides(model)
+    found = {name: int(name.split(".")[list_number(name) or 0]) for name in rides}
     hidden_layers = cast(PreTrainedModel, model).config.get_text_config().num_hidden_layers
-    return {name: number for name, number in found.items() if number < hidden_layers}
+    found = {name: number for name, number in found.items() if number < hidden_layers}
+    if len(set(found.values())) < len(found):
+        raise ValueError("a layer of this model has several modules of experts, but a rollout has choices for one")
+    if any(own.token_slice[1] > 1 for own in rides.values()):
+        raise ValueError("under tensor parallelism each rank has a slice of the tokens, so no rollout can be replayed")
+    return found
 
 
 class Rollout:
@@ -80,9 +87,9 @@ class Rollout:
             if len({len(one_BLK) for one_BLK in chosen}) > 1 or any(one_BLK.shape[1] > 1 for one_BLK in chosen[1:]):
                 raise ValueError("a rollout holds one generation: record each for itself, and with use_cache=True")
             read = sum(one_BLK.shape[1] for one_BLK in chosen)
-            if not read or length > read + 1:
-                raise ValueError(f"the rollout read {read} tokens of each sequence, so {length} cannot be replayed")
-            chosen_BLK = torch.cat([*chosen, torch.full_like(chosen[-1][:, -1:], -1)], 1)[:, :length]
+            if not read or (length > read + 1 if attention_mask is None else attention_mask[:, read + 1 :].any()):
+                raise ValueError(f"the model read {read} tokens of each sequence, so {length} cannot be replayed")
+            chosen_BLK = pad(torch.cat(chosen, 1), (0, 0, 0, max(1, length - read)), value=-1)[:, :length]
             if attention_mask is not None:
                 chosen_BLK = chosen_BLK.masked_fill(attention_mask.unsqueeze(-1) == 0, -1)
             found[name] = Routing(chosen_BLK.flatten(0, 1), None)
@@ -92,9 +99,13 @@ class Rollout:
 @contextmanager
 def record_rollout(model: nn.Module) -> Iterator[Rollout]:
     """Record the choices of one `model.generate` inside. All ranks together; each has those of its own sequences. Not
-    with decode steps in CUDA graphs, which nothing can look into. ValueError: a model without layers of Carpool."""
+    of beams, which change places, and not with decode steps in CUDA graphs, which nothing can look into. ValueError: a
+    model without layers of Carpool, with several modules of experts in a layer, or under tensor parallelism."""
     rollout = Rollout(model)
-    handle = model.register_forward_hook(rollout._after_forward, with_kwargs=True)
+    # With peft's adapters, `generate` runs the forward of the model inside.
+    base: Any = model
+    base = base.get_base_model() if hasattr(model, "get_base_model") else model
+    handle = base.register_forward_hook(rollout._after_forward, with_kwargs=True)
     try:
         yield rollout
     finally:
@@ -116,7 +127,7 @@ def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: to
     layers, rides, mask_BL = _layers(model), required_rides(model), attention_mask.cpu().bool()
     config, chosen_BLXK = cast(PreTrainedModel, model).config.get_text_config(), None
     top_k = getattr(config, family_of(config).top_k_key(config) or "", None)
-    experts_X1 = torch.tensor([rides[name].num_experts for name in layers]).unsqueeze(1)
+    experts_X = torch.tensor([rides[name].num_experts for name in layers])
     if len(returned) != len(mask_BL):
         raise ValueError(f"routed experts of {len(returned)} texts were returned, but the batch has {len(mask_BL)}")
     for text, (one, mask_L) in enumerate(zip(returned, mask_BL, strict=True)):
@@ -132,12 +143,13 @@ def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: to
                     "batch, and -1 for first tokens that the server left out"
                 )
             sorted_TXK = found_TXK.sort(2).values
-            bad_TX = ((sorted_TXK >= experts_X1) | (sorted_TXK < -1)).any(2)
-            bad_TX |= ((sorted_TXK[..., 1:] == sorted_TXK[..., :-1]) & (sorted_TXK[..., 1:] >= 0)).any(2)
-            for token, layer in bad_TX.nonzero().tolist():
+            good_TX = (
+                (sorted_TXK[..., 0] >= 0) & (sorted_TXK[..., -1] < experts_X) & (sorted_TXK.diff(dim=2) > 0).all(2)
+            )
+            for token, layer in (~good_TX & (found_TXK != -1).any(2)).nonzero().tolist():
                 raise ValueError(
                     f"token {token} chose {found_TXK[token, layer].tolist()} in {list(layers)[layer]}, but different "
-                    f"ones of 0..{int(experts_X1[layer]) - 1} are expected; zeros: nothing was recorded, so give None"
+                    f"ones of 0..{int(experts_X[layer]) - 1} are expected; zeros: nothing was recorded, so give None"
                 )
         except ValueError as refused:
             raise ValueError(f"routed experts of text {text}: {refused}") from refused
@@ -195,7 +207,7 @@ class ReplayedRollouts:
         assert self._rollout is not None
         rollout, (prompt_B1, completion_B1) = self._rollout
         if isinstance(rollout, Rollout):
-            found = rollout.routings(mask_BL.shape[1])
+            found = rollout.routings(mask_BL.shape[1], mask_BL)
         else:
             # Not by the mask, which leaves out completions that were cut off (`mask_truncated_completions`).
             place_L = torch.arange(mask_BL.shape[1]) - mask_BL.shape[1] + generated
