@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 import carpool.hf
 from carpool.hf import drop_choices, limit_routing, record_rollout, replay, rides
@@ -94,10 +95,15 @@ def _several(path: str, how: str) -> tuple[list[bool], list[str]]:
     name, rank = next(iter(recordings)), dist.get_rank()
     for weights in (True,) if how == "dropped" else (False, True):
         model.zero_grad(set_to_none=True)
-        with replay(model, recordings, weights=weights):
+        with replay(model, recordings, weights=weights) as replayed:
             loss = model(**batch).loss
             loss.backward()
-        same.append(torch.equal(loss, want))
+        same += [torch.equal(loss, want), replayed.differing().tokens == 0]
+    if how != "dropped":
+        # Of nothing that was recorded, routers choose, within their limit.
+        nothing = {name: Routing(torch.full_like(one.expert_TK, -1), None) for name, one in recordings.items()}
+        with replay(model, nothing), torch.no_grad():
+            same.append(torch.equal(model(**batch).loss, want))
 
     def attempt(bad: dict[str, Routing], **options: Any) -> None:
         try:
@@ -115,6 +121,10 @@ def _several(path: str, how: str) -> tuple[list[bool], list[str]]:
     attempt({"model.layers.9": recordings[name]})
     attempt({name: Routing(good, None)}, weights=True)
     attempt({name: Routing(good.masked_fill(good == good[0, 0], -1), None)})
+    unlike: list[Any] = [Routing(good + 8, None), None]
+    attempt({name: unlike[rank]})
+    with replay(model, recordings, weights=True):
+        attempt({name: Routing(good, None)})
     with torch.no_grad():
         same.append(torch.allclose(model(**batch).loss, want))
     return same, said
@@ -131,6 +141,8 @@ def test_replays_on_several_ranks(two_ranks: Ranks, tmp_path: Path, how: str) ->
             assert "recording for 'model.layers.9', but this model's layers are" in said[3]
             assert "the recording has no weights" in said[4]
             assert "some recorded choices are -1" in said[5]
+            assert ("experts are 0..7", "there is no recording")[rank] in said[6] and "cannot replay" not in said[6]
+            assert "is replayed already" in said[7]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -214,8 +226,12 @@ def test_what_was_not_read_is_not_replayed() -> None:
     _, _, rollout = _rollout(model, slice(0, 2), 4)
     last_BK = next(iter(rollout.routings(9).values())).expert_TK.view(2, 9, 2)[:, -1]
     assert (last_BK == -1).all()
-    with pytest.raises(ValueError, match="read 8 tokens of each sequence, so 10 cannot be replayed"):
-        rollout.routings(10)
+    mask_BL = torch.arange(12).expand(2, 12) < torch.tensor([[8], [9]])
+    padded_BLK = next(iter(rollout.routings(12, mask_BL).values())).expert_TK.view(2, 12, 2)
+    assert (padded_BLK[:, 8:] == -1).all() and (padded_BLK[:, :8] >= 0).all()
+    for length, mask in ((10, None), (12, torch.ones(2, 12))):
+        with pytest.raises(ValueError, match=f"read 8 tokens of each sequence, so {length} cannot be replayed"):
+            rollout.routings(length, mask)
     with record_rollout(model) as twice:
         for _ in range(2):
             model(input_ids=torch.tensor(PROMPTS))
@@ -223,6 +239,24 @@ def test_what_was_not_read_is_not_replayed() -> None:
         twice.routings(5)
     with pytest.raises(ValueError, match="no Carpool layers"), record_rollout(tiny_model(discover()["olmoe"])):
         pass
+    next(iter(rides(model).values())).token_slice = (0, 2)
+    several = tiny_model(discover()["ernie4_5_vl_moe"])
+    carpool.hf.install(several)
+    for refused, why in ((model, "a slice of the tokens"), (several, "several modules of experts")):
+        with pytest.raises(ValueError, match=why), record_rollout(refused):
+            pass
+
+
+def test_a_rollout_with_adapters() -> None:
+    """`generate` of peft's model runs the forward of the model inside."""
+    model: Any = tiny_model(discover()["qwen3_moe"]).eval()
+    carpool.hf.install(model)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    out_BL, mask_BL, rollout = _rollout(model, slice(0, 3))
+    recordings = rollout.routings(out_BL.shape[1], mask_BL)
+    with replay(model, recordings) as replayed:
+        _logits(model, out_BL, mask_BL)
+    assert list(recordings) == list(rides(model)) and replayed.differing().tokens == 0
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -303,6 +337,7 @@ def test_layers_behind_the_last_one_have_no_choices() -> None:
         (lambda arrays: [one.astype(np.float32) for one in arrays], "of float32, but whole numbers"),
         (lambda arrays: [one[0] for one in arrays], r"shape \(2, 2\) of uint8, but .* \(tokens, layers, K"),
         (lambda arrays: [one + 7 for one in arrays], r"token 0 chose \[.*\] in model.layers.0.mlp.experts.* 0\.\.7"),
+        (lambda arrays: [one.astype(int) * 2 - 1 for one in arrays], r"token 0 chose \[-1, 1\] in .* different ones"),
         (lambda arrays: [one * 0 for one in arrays], r"token 0 chose \[0, 0\] in .*nothing was recorded, so give"),
         (lambda arrays: ["bm9uZQ=="] * 3, "text 0: a string must be base64 of numpy.save"),
         (lambda arrays: [None] * 3, "no text has routed experts"),
@@ -351,6 +386,20 @@ def test_how_many_would_have_chosen_otherwise(two_ranks: Ranks, tmp_path: Path) 
         assert same and differing.layers == {first: 0.0, last: 3 / 24}
         assert (differing.routers, differing.tokens) == (3 / 48, 3 / 24)
         assert weighed.layers[first] == 0 and weighed.layers[last] >= 3 / 24
+
+
+def test_equal_scores_do_not_differ() -> None:
+    """Experts 1 to 7 have the same score. Two of them are as good as any others, but not where expert 0 is better."""
+    model: Any = tiny_model(discover()["olmoe"], num_hidden_layers=1).eval()
+    carpool.hf.install(model)
+    model.model.layers[0].mlp.gate.weight.data[1:] = 0
+    model(**tiny_batch(model))
+    ((name, recorded_first),) = recorded(model).items()
+    better_T = (recorded_first.expert_TK == 0).any(1)
+    others_TK = torch.tensor([[3, 5]]).repeat(len(better_T), 1).int()
+    with replay(model, {name: Routing(others_TK, None)}) as replayed:
+        model(**tiny_batch(model))
+    assert replayed.differing().tokens == int(better_T.sum()) / len(better_T) and 0 < better_T.sum() < len(better_T)
 
 
 def test_the_balance_loss_is_of_what_routers_choose_themselves() -> None:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.hf.routing.router_answers import AnsweredRouter
+from carpool.hf.routing.router_answers import AnsweredRouter, Choose
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import find_router
 from carpool.layer.checks import check_replay
@@ -86,7 +86,7 @@ class Replayed:
     def differing(self) -> Differing:
         """Of the last forward, also after the replay. Collective; waits for the device.
 
-        A recorded expert that is as good as the router's last choice does not differ."""
+        Experts of equal scores do not differ. With a limit on the routing, a router would have chosen within it."""
         found = [one.compared for one in self.layers.values()]
         if not found or None in found:
             raise ValueError("no forward has been replayed, so there is nothing to compare")
@@ -108,6 +108,8 @@ class _LayerReplay:
         # (T,) bool of the last forward: tokens that would have chosen otherwise, and those that were recorded.
         self.compared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward: Any = None
+        # A limit on the routing, which the router's own choices keep to.
+        self._limited: Choose | None = None
         self._answered = False
 
     def install(self) -> None:
@@ -115,8 +117,9 @@ class _LayerReplay:
         self.own.replay = self
         if self.router is not None:
             self._forward = self.router.forward
-            # Not within a limit, which would answer first.
-            inner = self._forward.forward if isinstance(self._forward, AnsweredRouter) else self._forward
+            inner = self._forward
+            if isinstance(inner, AnsweredRouter):
+                inner, self._limited = inner.forward, inner.choose
             self.router.forward = AnsweredRouter(inner, self.own.num_experts, self._choose)
 
     def remove(self) -> None:
@@ -131,10 +134,12 @@ class _LayerReplay:
         recorded_TK = self.recording.expert_TK.to(score_TE.device).long()
         if recorded_TK.shape[1] != top_k:
             raise ValueError(f"{self.own.name}: {recorded_TK.shape[1]} choices of a token were recorded, not {top_k}")
-        own, known_T = score_TE.topk(top_k, dim=-1), recorded_TK[:, 0] >= 0
-        worst_T = score_TE.gather(1, recorded_TK.clamp(min=0)).amin(1)
-        self.compared = known_T & (worst_T < own.values.amin(1)), known_T
-        return torch.where(known_T.unsqueeze(1), recorded_TK, own.indices)
+        own_TK = self._limited(score_TE, share_TE, top_k) if self._limited else score_TE.topk(top_k, dim=-1).indices
+        known_T = recorded_TK[:, 0] >= 0
+        expert_TK = torch.where(known_T.unsqueeze(1), recorded_TK, own_TK)
+        score_TK, own_score_TK = (score_TE.gather(1, one_TK).sort(1).values for one_TK in (expert_TK, own_TK))
+        self.compared = (score_TK != own_score_TK).any(1), known_T
+        return expert_TK
 
     def before_ride(self, routing: Routing) -> Routing:
         """What rides: the recording, or what the router has made of its choices."""
@@ -162,7 +167,7 @@ def _agree_on_all(layers: dict[str, ExpertRides], recordings: Mapping[str, Routi
         dist.all_gather_object(told, (error, sorted(recordings), weights))
     for rank, (text, names, _) in enumerate(told):
         if text is not None:
-            raise ValueError(text if error is not None else f"rank {rank} cannot replay its recordings: {text}")
+            raise ValueError(error or f"rank {rank} cannot replay its recordings: {text}")
         if (names, told[rank][2]) != (told[0][1], told[0][2]):
             raise ValueError(f"all ranks must replay the same layers alike, but rank {rank} has others than rank 0")
 
@@ -172,6 +177,10 @@ def _error(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], we
         return f"there is a recording for {unknown[0]!r}, but this model's layers are {', '.join(layers)}"
     for name, recording in recordings.items():
         own = layers[name]
+        if own.replay is not None:
+            return f"{name} is replayed already: leave one replay before another begins"
+        if not isinstance(recording, Routing):
+            return f"{name}: there is no recording; its experts were in no forward"
         try:
             recording.check(len(recording.expert_TK), own.num_experts)
         except ValueError as refused:
