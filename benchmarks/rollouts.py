@@ -8,6 +8,7 @@ choices as vLLM does. A second one, the trainer, reads the whole texts in one fo
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ def measure(sampler_dtype: torch.dtype, trainer_dtype: torch.dtype, moved: float
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print("| sampler | trainer | routers moved | choices differ | tokens | log ratio: mean, largest | with replay |")
     print("|---|---|---|---|---|---|---|")
     bf16, f32 = torch.bfloat16, torch.float32
