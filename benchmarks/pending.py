@@ -41,12 +41,6 @@ QWEN3 += " --contenders carpool-compiled --set training.optimizer=one-pass"
 EIGHT = "-m carpool bench model --model qwen3-30b-a3b --ranks {ranks} --rounds 2 --steps 3 --out {out} --layers 8"
 EIGHT += " --contenders carpool-compiled --set training.optimizer_state_dtype=bfloat16"
 RECOMPUTED = " --set memory.layer_activations=recompute --set memory.expert_activations=recompute"
-PAIRS = (
-    "-m carpool bench model --model qwen3-30b-a3b --layers 16 --ranks {ranks} --rounds 2 --steps 3 --batch 1 "
-    "--accumulation 8 --contenders carpool-compiled --set training.optimizer=one-pass "
-    "--set training.optimizer_state_dtype=bfloat16 "
-    "--set parallelism.pp_size=2 --set parallelism.ep_size=2 --out {out}"
-)
 STAGE = "--set parallelism.pp_size=2 --set parallelism.pp_schedule=1F1B"
 # Two nodes of one machine: NCCL takes them for different hosts, and what crosses goes over sockets.
 OF_A_NODE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
@@ -232,14 +226,10 @@ PENDING = [
         )
         for way in ("on", "off")
     ),
-    *(
-        Measurement(
-            f"pairs of {schedule}, {way}, graphs {graphs}", "parallelism.md: what pairs at the same time save", 4, 150,
-            f"{PAIRS} --set parallelism.pp_schedule={schedule} --set moe.schedule={way} "
-            f"--set training.cuda_graphs={graphs}",
-        )
-        for schedule in ("DualPipeV", "Interleaved1F1B")
-        for way, graphs in (("none", "auto"), ("two-batch", "auto"), ("two-batch", "off"))
+    Measurement(
+        "points of stages", "parallelism.md: what pairs at the same time save; measurements.md, a stage", 4, 400,
+        "-m benchmarks.points --ranks {ranks} --only stage --steps 6 --rounds 4 --seconds 360 --out {out}/points.json",
+        least=2,
     ),
     # A rank's layers as a stage of two, and the same layers by themselves: compiled and captured, four micro-batches.
     *(

@@ -147,6 +147,9 @@ POINTS: dict[str, tuple[list[str], str]] = {
     "stage/qwen3 16 layers, 1F1B, 4": ([*QWEN, *_stages(16, 1, 4, "1F1B")], BALANCED),
     "stage/qwen3 16 layers, 1F1B, 8": ([*QWEN, *_stages(16, 1, 8, "1F1B")], BALANCED),
     "stage/qwen3 16 layers, Interleaved1F1B, 8": ([*QWEN, *_stages(16, 1, 8, "Interleaved1F1B")], BALANCED),
+    "stage/qwen3 16 layers, Interleaved1F1B, pairs, 8": (
+        [*QWEN, *_stages(16, 1, 8, "Interleaved1F1B"), "moe.schedule=two-batch"], BALANCED,
+    ),
     "stage/qwen3 16 layers, ZBVZeroBubble, 8": ([*QWEN, *_stages(16, 1, 8, "ZBVZeroBubble")], BALANCED),
     "stage/qwen3 16 layers, DualPipeV, 8": ([*QWEN, *_stages(16, 1, 8, "DualPipeV")], BALANCED),
     "stage/qwen3 16 layers, DualPipeV, pairs, 8": (
