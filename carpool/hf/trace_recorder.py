@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from carpool.hf.multi_token import multi_token_layers
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.tensor_parallel import sequence_shard
 from carpool.layer.recorder import Mark, Recorder
@@ -40,7 +41,7 @@ class TraceRecorder(Recorder):
         stretch: at most so many neighbouring tokens of one sequence.
         weights: also record the routing weights.
         evaluation: also record forwards of the model in `eval()`.
-        layers: names of the experts modules to record, such as "model.layers.0.mlp.experts". None: all.
+        layers: names of the experts modules to record, such as "model.layers.0.mlp.experts". None: all that are called.
 
     Raises:
         ValueError: a model or a layer without experts, or a size below 1.
@@ -60,7 +61,10 @@ class TraceRecorder(Recorder):
         found = experts_modules(model)
         if missing := sorted(set(layers or ()) - found.keys()):
             raise ValueError(f"the model has no experts module {missing[0]!r}; it has {', '.join(found) or 'none'}")
-        names = tuple(name for name in found if layers is None or name in layers)
+        # Which an evaluation does not call.
+        further = tuple(f"{name}." for name in multi_token_layers(model)) if evaluation else ()
+        wanted = layers or [name for name in found if not name.startswith(further)]
+        names = tuple(name for name in found if name in wanted)
         if not names:
             raise ValueError(f"{type(model).__name__} has no experts whose choices could be recorded")
         experts = [model.get_submodule(name) for name in names]

@@ -36,7 +36,7 @@ from carpool.memory.next_experts import PREDICTORS
 from carpool.serve import check_folder
 from carpool.serve.prompts import Text
 from carpool.serve.serve_memory import ON_DEVICE, ExpertTier, check_room
-from carpool.train.blueprint import model_source, top_k_of
+from carpool.train.blueprint import checkpoint_changes, model_source, top_k_of
 from carpool.train.checkpoints.adapter_files import base_folder
 from carpool.train.checkpoints.export import best_checkpoint
 from carpool.train.checkpoints.manager import CheckpointManager
@@ -202,7 +202,7 @@ def open_model(
     if source.run is not None:
         kwargs["attn_implementation"] = source.run.model.attn_implementation
         kwargs["experts_implementation"] = source.run.model.experts_implementation
-        kwargs |= source.run.adapter.base
+        kwargs |= {**source.run.adapter.base, "changes": checkpoint_changes(source.run)}
         if (base := kwargs["base_dtype"]) is not None:
             kwargs["base_keep"] = keep = kept_in(source.path)
             if world() > 1 and keep is not None:

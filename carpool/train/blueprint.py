@@ -217,6 +217,13 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
     return made
 
 
+def checkpoint_changes(config: Config) -> Changes:
+    """How a run has changed the architecture of its checkpoint's model. That of a model from scratch is in its
+    configuration."""
+    used = [] if config.model.from_scratch else extensions_in_use(config)
+    return {one.name: settings for one in used if (settings := one.architecture_settings())}
+
+
 def _is_beyond(token: Any, vocabulary: Any) -> bool:
     """Is this id, or one of these, no token of a vocabulary of that size?"""
     tokens = token if isinstance(token, list) else [token]
@@ -301,9 +308,7 @@ class Blueprint:
     @classmethod
     def of_config(cls, config: Config, tokenizer: Tokenizer) -> Blueprint:
         """Raises ValueError as `model_source` and `of`."""
-        source, used = model_source(config, tokenizer), extensions_in_use(config)
-        changes = {one.name: settings for one in used if (settings := one.architecture_settings())}
-        return cls.of(source, changes if isinstance(source, Path) else None)
+        return cls.of(model_source(config, tokenizer), checkpoint_changes(config))
 
     @property
     def left_out(self) -> str:

@@ -12,6 +12,7 @@ from carpool.train.extensions import Extension
 
 if TYPE_CHECKING:
     from carpool.train.build.assemble import Built
+    from carpool.train.plan.estimate import MemoryEstimate
     from carpool.train.plan.resolve import Plan
 
 
@@ -48,6 +49,13 @@ class MultiTokenPrediction(Extension):
 
         if why := why_whole(plan.blueprint.model):
             raise ValueError(f"mtp.depth: {why}, so further layers have no loss by it: leave mtp.depth out")
+
+    def device_bytes(self, estimate: MemoryEstimate) -> int:
+        # The forward that is measured does not call these layers. Each makes a gradient of the output layer's weight.
+        depth, saves = self.settings.depth, estimate.config.memory.layer_activations == "save"
+        layer = estimate.kept.layers[-1 - depth] if saves else estimate.kept.layer_input
+        states = 8 * estimate.tokens * estimate.hidden * estimate.computed
+        return depth * (layer + states + 4 * estimate.words * estimate.hidden)
 
     def prepare_run(self, plan: Plan, built: Built) -> None:
         built.objective.predict_further(self.settings.loss_weight)

@@ -20,7 +20,9 @@ from carpool.hf.architecture_changes import add_change
 from carpool.hf.build_model import build_model
 from carpool.hf.weights.original_layout import OriginalLayout
 from carpool.train.blueprint import meta_model
+from carpool.train.checkpoints.record_trace import load_run, record
 from carpool.train.config import load_config
+from carpool.train.run.finish import sample
 from carpool.train.steps.training_objective import Objective
 from tests.full_tensor import full_tensor
 from tests.hf.tiny_models import discover, tiny_config
@@ -100,6 +102,12 @@ def test_a_run_records_their_losses_and_goes_on(
     }
 
 
+def test_an_evaluation_passes_them_by(trained: Path) -> None:
+    model, tokenizer, _ = load_run(trained)
+    assert "def " in sample(model.eval(), tokenizer, "def ", max_new_tokens=2)
+    assert list(record(trained, tokens=32).layers) == ["model.layers.1.mlp.experts"]
+
+
 def test_transformers_reads_what_is_exported(trained: Path) -> None:
     """The model without these layers, and its own module for drafts with them: the same weights, and losses."""
     folder = trained / "model"
@@ -157,6 +165,9 @@ def test_a_checkpoints_layers_are_trained_on_and_others_begin_at_random(
         printed, str(tmp_path / "run"), [f"model.path={folder}", *STEPS, *text, "training.max_steps=1"]
     )
     assert error == "" and "2 of the 2 layers of" in said and "mtp.depth=2 trains them" in said
+    settings = [f"model.path={folder}", *STEPS, *text, "training.max_steps=2", "mtp.depth=1"]
+    assert two_ranks(run, str(tmp_path / "one"), settings) == [""] * 2
+    assert load_run(tmp_path / "one")[0].config.num_nextn_predict_layers == 1
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 0
 

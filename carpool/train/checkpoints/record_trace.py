@@ -22,7 +22,7 @@ from carpool.hf import install
 from carpool.hf.build_model import build_model
 from carpool.hf.trace_recorder import TraceRecorder
 from carpool.placement.trace import Trace
-from carpool.train.blueprint import model_source
+from carpool.train.blueprint import checkpoint_changes, model_source
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.config import load_config
@@ -128,6 +128,7 @@ def load_run(run: Path) -> tuple[PreTrainedModel, Tokenizer, Config]:
         seed=config.training.seed,
         attn_implementation=config.model.attn_implementation,
         experts_implementation=config.model.experts_implementation,
+        changes=checkpoint_changes(config),
     )
     install(model)
     load(latest, model, restore_rng=False, averaged=True)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.activations.host_memory import check_host_memory
+from carpool.hf.architecture_changes import changes_of
 from carpool.hf.build_model import check_parallelism
 from carpool.hf.routing.router_balance import check_biases, find_biases, router_scores
 from carpool.hf.seam.moved_experts import lies_logically
@@ -179,6 +180,9 @@ class Plan:
         lines.append(f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})")
         if (long := self.blueprint.why_long(config.data.sequence_length)) is not None:
             lines.append(long)
+        lines += [one.describe() for one in changes_of(self.blueprint.model.config)]
+        if left_out := self.blueprint.left_out:
+            lines.append(left_out)
         return lines
 
 

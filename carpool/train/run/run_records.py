@@ -16,7 +16,6 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 import carpool
-from carpool.hf.architecture_changes import changes_of
 from carpool.hf.decoder_layers import shards_inside
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.layout.layouts import Layouts
@@ -325,9 +324,6 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
     say = lines.append
     if (folder := config.model.bare_folder) is not None:
         say(f"from scratch: {folder} has a config.json and no weights")
-    lines.extend(one.describe() for one in changes_of(blueprint.model.config))
-    if left_out := blueprint.left_out:
-        say(left_out)
     if built.adapted:
         say(
             f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}"
