@@ -122,6 +122,8 @@ def repeated_weights(model: PreTrainedModel) -> dict[str, str]:
     layers = multi_token_layers(model)
     names_of = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if layers and cast(nn.Module, head).weight is cast(nn.Module, embedding).weight:
+        head = embedding  # of tied weights, which files have once, the first name
     found = {}
     for name, layer in layers.items():
         names: MultiToken = vars(layer)[_MARK]

@@ -58,9 +58,9 @@ def with_layers(config: Any, depth: int) -> Any:
     return config
 
 
-@pytest.mark.parametrize("family", ATTENTION)
-def test_names_of_files(family: str) -> None:
-    config = tiny_config(discover()[family])
+@pytest.mark.parametrize(("family", "tied"), [("deepseek_v3", False), ("glm4_moe", True)])
+def test_names_of_files(family: str, tied: bool) -> None:
+    config = tiny_config(discover()[family], tie_word_embeddings=tied)
     number, experts = config.num_hidden_layers, config.n_routed_experts
     plain = OriginalLayout(meta_model(config), None, {})
     layout = OriginalLayout(meta_model(with_layers(config, 1)), None, {})
