@@ -62,8 +62,8 @@ def _reference(folder: str, path: str, options: LimitOptions) -> Any:
         experts, router = model.get_submodule(name), find_router(model, name)
         assert router is not None
         own = SimpleNamespace(num_experts=experts.num_experts, layout=ExpertLayout.contiguous(experts.num_experts, 4))
-        layer = LayerLimit(cast(ExpertRides, own), RoutingLimit(options, 4))
-        layer.install(router)
+        layer = LayerLimit(cast(ExpertRides, own), router, RoutingLimit(options, 4))
+        layer.install()
         experts.register_forward_pre_hook(_Drop(layer))
     return model
 
@@ -78,8 +78,8 @@ def test_every_router_is_answered(folder: str) -> None:
         experts = cast(Any, model.get_submodule(name))
         layout = ExpertLayout.contiguous(experts.num_experts, 4)
         own = SimpleNamespace(num_experts=experts.num_experts, layout=layout)
-        limits[name] = LayerLimit(cast(ExpertRides, own), RoutingLimit(ONE, 4))
-        limits[name].install(find_router(model, name))
+        limits[name] = LayerLimit(cast(ExpertRides, own), find_router(model, name), RoutingLimit(ONE, 4))
+        limits[name].install()
         experts.register_forward_pre_hook(
             lambda _, args, kwargs, name=name: seen.__setitem__(name, (*args, *kwargs.values())[1]), with_kwargs=True
         )

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.hf.routing.router_answers import AnsweredRouter, Choose
+from carpool.hf.routing.router_answers import AnsweredRouter
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import find_router
 from carpool.layer.checks import check_replay
@@ -51,15 +51,17 @@ def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool
             another number of tokens, another K, or a router without a top-k over experts, which needs `weights`.
     """
     layers = required_rides(model)
-    found = {name: find_router(model, name) for name in layers}
     _agree_on_all(layers, recordings, weights)
-    replays = [_LayerReplay(layers[name], found[name], recordings[name], weights) for name in recordings]
-    for one in replays:
+    replays = {
+        name: _LayerReplay(layers[name], find_router(model, name), recording, weights)
+        for name, recording in recordings.items()
+    }
+    for one in replays.values():
         one.install()
     try:
-        yield Replayed(dict(zip(recordings, replays, strict=True)))
+        yield Replayed(replays)
     finally:
-        for one in replays:
+        for one in replays.values():
             one.remove()
 
 
@@ -108,8 +110,6 @@ class _LayerReplay:
         # (T,) bool of the last forward: tokens that would have chosen otherwise, and those that were recorded.
         self.compared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward: Any = None
-        # A limit on the routing, which the router's own choices keep to.
-        self._limited: Choose | None = None
         self._answered = False
 
     def install(self) -> None:
@@ -117,9 +117,8 @@ class _LayerReplay:
         self.own.replay = self
         if self.router is not None:
             self._forward = self.router.forward
-            inner = self._forward
-            if isinstance(inner, AnsweredRouter):
-                inner, self._limited = inner.forward, inner.choose
+            # Not within a limit, which would answer first.
+            inner = self._forward.forward if isinstance(self._forward, AnsweredRouter) else self._forward
             self.router.forward = AnsweredRouter(inner, self.own.num_experts, self._choose)
 
     def remove(self) -> None:
@@ -134,7 +133,8 @@ class _LayerReplay:
         recorded_TK = self.recording.expert_TK.to(score_TE.device).long()
         if recorded_TK.shape[1] != top_k:
             raise ValueError(f"{self.own.name}: {recorded_TK.shape[1]} choices of a token were recorded, not {top_k}")
-        own_TK = self._limited(score_TE, share_TE, top_k) if self._limited else score_TE.topk(top_k, dim=-1).indices
+        limited = self.own.limit is not None
+        own_TK = self.own.choose(score_TE, share_TE, top_k) if limited else score_TE.topk(top_k, dim=-1).indices
         known_T = recorded_TK[:, 0] >= 0
         expert_TK = torch.where(known_T.unsqueeze(1), recorded_TK, own_TK)
         score_TK, own_score_TK = (score_TE.gather(1, one_TK).sort(1).values for one_TK in (expert_TK, own_TK))

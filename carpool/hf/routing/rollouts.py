@@ -103,8 +103,7 @@ def record_rollout(model: nn.Module) -> Iterator[Rollout]:
     model without layers of Carpool, with several modules of experts in a layer, or under tensor parallelism."""
     rollout = Rollout(model)
     # With peft's adapters, `generate` runs the forward of the model inside.
-    base: Any = model
-    base = base.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = getattr(model, "get_base_model", lambda: model)()
     handle = base.register_forward_hook(rollout._after_forward, with_kwargs=True)
     try:
         yield rollout
@@ -122,7 +121,7 @@ def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: to
         attention_mask: (B, L), not zero for the tokens of the texts: padding may be on either side, or on both.
 
     Raises:
-        ValueError: an array that is not of this text or this model; a token without choices, or with one of them twice.
+        ValueError: an array that is not of this text or this model; a token that has fewer than K different experts.
     """
     layers, rides, mask_BL = _layers(model), required_rides(model), attention_mask.cpu().bool()
     config, chosen_BLXK = cast(PreTrainedModel, model).config.get_text_config(), None
@@ -142,10 +141,8 @@ def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: to
                     f"there are {count} tokens, but {read} of this text were read: give arrays in the order of the "
                     "batch, and -1 for first tokens that the server left out"
                 )
-            sorted_TXK = found_TXK.sort(2).values
-            good_TX = (
-                (sorted_TXK[..., 0] >= 0) & (sorted_TXK[..., -1] < experts_X) & (sorted_TXK.diff(dim=2) > 0).all(2)
-            )
+            ids_TXK = found_TXK.sort(2).values
+            good_TX = (ids_TXK[..., 0] >= 0) & (ids_TXK[..., -1] < experts_X) & (ids_TXK.diff(dim=2) > 0).all(2)
             for token, layer in (~good_TX & (found_TXK != -1).any(2)).nonzero().tolist():
                 raise ValueError(
                     f"token {token} chose {found_TXK[token, layer].tolist()} in {list(layers)[layer]}, but different "

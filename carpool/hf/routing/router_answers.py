@@ -152,12 +152,9 @@ def balanced_choices(tokens: int, num_experts: int, top_k: int, seed: int) -> to
     """
     generator = torch.Generator().manual_seed(seed)
     blocks, rest = divmod(tokens, num_experts)
-    if blocks:
-        set_BK = torch.rand(blocks, num_experts, generator=generator).argsort(1)[:, :top_k]
-        shift_BE = torch.rand(blocks, num_experts, generator=generator).argsort(1)
-        whole_TK = ((set_BK[:, None, :] + shift_BE[:, :, None]) % num_experts).flatten(0, 1)
-    else:
-        whole_TK = torch.empty(0, top_k, dtype=torch.int64)
+    set_BK = torch.rand(blocks, num_experts, generator=generator).argsort(1)[:, :top_k]
+    shift_BE = torch.rand(blocks, num_experts, generator=generator).argsort(1)
+    whole_TK = ((set_BK[:, None, :] + shift_BE[:, :, None]) % num_experts).flatten(0, 1)
     order_E = torch.randperm(num_experts, generator=generator)
     rest_TK = order_E[torch.arange(rest * top_k).view(rest, top_k) % num_experts]
     return torch.cat([whole_TK, rest_TK])

@@ -2,10 +2,8 @@
 
     limit_routing(model, LimitOptions(limit_ranks=2))       # on all ranks; None: no limit any more (LOSSY)
 
-A router of transformers makes logits, scores, a top-k, and weights of the chosen scores, each model in its own way. So
-the limit (carpool/routing/limit.py) is at the top-k itself (carpool/hf/routing/router_answers.py): `topk(score_TE, K)`
-is answered with the best K *within the limits*, and the router goes on with those; weights and their gradients are the
-model's own. A router without such a top-k (hash routing, Phi-MoE's sampler) is not asked anew: choices outside the
+The top-k of each router is answered (carpool/hf/routing/router_answers.py) with the best K *within the limits*
+(carpool/routing/limit.py). Where a router has no such top-k (hash routing, Phi-MoE's sampler), choices outside the
 limit are dropped, and the weights of the others scaled up to the same sum.
 
 A balance loss sees the router's logits: it balances what the router wants, not what the limit leaves of it.
@@ -36,21 +34,18 @@ def limit_routing(model: nn.Module, options: LimitOptions | None) -> list[str]:
         What that changes of the model's function, for logs. ValueError: limits that do not fit the model.
     """
     layers = required_rides(model)
-    ranks = next(iter(layers.values())).num_ranks
+    ranks, limits = next(iter(layers.values())).num_ranks, list[LayerLimit]()
     if options is not None:
         options.check(ranks)
-    active = options is not None and options.active(ranks)
-    limits: dict[str, tuple[nn.Module | None, LayerLimit]] = {}
-    for name, own in layers.items():
-        if active:
-            assert options is not None
-            limits[name] = find_router(model, name), LayerLimit(own, RoutingLimit(options, ranks))
-    for name, own in layers.items():
+        if options.active(ranks):
+            limits = [
+                LayerLimit(own, find_router(model, name), RoutingLimit(options, ranks)) for name, own in layers.items()
+            ]
+    for own in layers.values():
         if own.router_limit is not None:
             own.router_limit.remove()
-        if active:
-            router, limit = limits[name]
-            limit.install(router)
+    for limit in limits:
+        limit.install()
     return options.lossy_reasons(ranks) if options is not None else []
 
 
@@ -59,24 +54,22 @@ class LayerLimit:
 
     A router whose top-k is not answered is known from that at its ride, which then drops choices instead."""
 
-    def __init__(self, own: ExpertRides, limit: RoutingLimit) -> None:
-        self.own, self.limit = own, limit
+    def __init__(self, own: ExpertRides, router: nn.Module | None, limit: RoutingLimit) -> None:
+        self.own, self.router, self.limit = own, router, limit
         self._answered = False
-        self._router: nn.Module | None = None
 
-    def install(self, router: nn.Module | None) -> None:
+    def install(self) -> None:
         """Answer the router's top-k from now on."""
-        self._router = router
         self.own.limit, self.own.router_limit = self.limit, self
-        if router is not None:
-            router.forward = AnsweredRouter(router.forward, self.own.num_experts, self.choose)
+        if self.router is not None:
+            self.router.forward = AnsweredRouter(self.router.forward, self.own.num_experts, self.choose)
 
     def remove(self) -> None:
         """Leave the router and the layer as they were."""
-        if self._router is not None:
-            answered: Any = self._router.forward
-            self._router.forward = answered.forward
-        self._router = self.own.limit = self.own.router_limit = None
+        if self.router is not None:
+            answered: Any = self.router.forward
+            self.router.forward = answered.forward
+        self.own.limit = self.own.router_limit = None
 
     def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
         """The router's choices within the limit."""

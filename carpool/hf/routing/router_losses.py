@@ -12,6 +12,7 @@ its choices are summed over those that have parts of it. P is linear, and each r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ def layer_losses(
     if sequence:
         own_L, whole_L, rows = _in_sequences(logits_LTE, one_T, top_k, tokens, sigmoid)
         # Each sequence is counted by all ranks that have a part of it.
-        own.append(own_L * _sharing(tokens.divided))
+        own.append(own_L * math.prod(map(dist.get_world_size, tokens.divided)))
         whole.append(whole_L)
         number.append(rows)
     own_LN, all_LN = torch.stack(own, dim=1), torch.stack(whole, dim=1)
@@ -105,11 +106,3 @@ def _in_sequences(
     f_LSE = all_LXSE[:, 0] * (all_LXSE.shape[-1] / top_k) / tokens_S1
     own_L, whole_L = ((f_LSE * part[:, 1] / tokens_S1).sum((1, 2)) for part in (own_LXSE, all_LXSE))
     return own_L, whole_L, rows
-
-
-def _sharing(groups: Sequence[dist.ProcessGroup]) -> int:
-    """How many ranks have parts of the same sequence."""
-    ranks = 1
-    for group in groups:
-        ranks *= dist.get_world_size(group)
-    return ranks
