@@ -152,6 +152,19 @@ def stored_layers(config: PreTrainedConfig, stored: Collection[str]) -> int:
     return sum(number >= text.num_hidden_layers for number in found)
 
 
+def unknown_weights(config: PreTrainedConfig, stored: Collection[str]) -> list[str]:
+    """Weights of such layers of a checkpoint whose family names them in a way that Carpool does not know."""
+    text: Any = config.get_text_config()
+    if family_of(text).multi_token is not None:
+        return []
+    behind = [(name, re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)) for name in stored]
+    return [
+        name
+        for name, match in behind
+        if re.search(r"(?:^|\.)mtp[._]", name) or (match is not None and int(match[1]) >= text.num_hidden_layers)
+    ]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss of these layers, inside of a model's forward.
 

@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from carpool.families import family_of
 from carpool.hf.architecture_changes import Changes, add_change, change_architecture, change_checkpoint, row_size
 from carpool.hf.documents import DOCUMENTS, fused_attention, why_no_bounds
-from carpool.hf.multi_token import multi_token_layers, stored_layers
+from carpool.hf.multi_token import multi_token_layers, stored_layers, unknown_weights
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.model_config import check_sizes, head_sizes, make_config, read_config
 from carpool.hf.weights.weight_files import stored_weights
@@ -315,7 +315,13 @@ class Blueprint:
         """What of a checkpoint is not in the model; "": nothing that matters."""
         if not isinstance(self.source, Path):
             return ""
-        here, there = len(multi_token_layers(self.model)), stored_layers(self.model.config, stored_weights(self.source))
+        config, stored = self.model.config, stored_weights(self.source)
+        if unknown := unknown_weights(config, stored):
+            return (
+                f"multi-token prediction: {len(unknown)} weights of {self.source} ({unknown[0]}, ...) are of layers "
+                "that predict further tokens, and are left out: neither trained nor saved"
+            )
+        here, there = len(multi_token_layers(self.model)), stored_layers(config, stored)
         if there <= here:
             return ""
         return (

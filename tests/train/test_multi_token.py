@@ -18,6 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 from carpool.hf.architecture_changes import add_change
 from carpool.hf.build_model import build_model
+from carpool.hf.multi_token import unknown_weights
 from carpool.hf.weights.original_layout import OriginalLayout
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.record_trace import load_run, record
@@ -170,6 +171,12 @@ def test_a_checkpoints_layers_are_trained_on_and_others_begin_at_random(
     assert load_run(tmp_path / "one")[0].config.num_nextn_predict_layers == 1
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 0
+
+
+def test_weights_of_other_families_are_found() -> None:
+    config = tiny_config(discover()["qwen3_next"])
+    further = ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", f"model.layers.{config.num_hidden_layers}.norm.weight"]
+    assert unknown_weights(config, ["model.layers.0.mlp.gate.weight", "model.norm.weight", *further]) == further
 
 
 def test_what_cannot_be_is_refused() -> None:
