@@ -13,8 +13,8 @@ The output layer and any loss, gradient accumulation, clipping, the optimizer an
 
 To autograd a replayed forward is one node, whose backward replays the other graph. The first micro-batch of a step
 makes gradients and others add to them, so with gradient accumulation there are two pairs of graphs. Evaluation, text
-that is generated, replayed choices, and batches of another shape run eagerly. Where nothing can be captured, one line
-says why, and layers stay compiled.
+that is generated, and batches of another shape run eagerly. Where nothing can be captured, or choices are replayed, one
+line says why, and layers stay compiled.
 
 Where the Trainer uses no more than the model's own loss, that is computed in pieces, without all logits (`loss_head`).
 """
@@ -233,8 +233,9 @@ class BodyGraphs(NodeGraphs):
 
     def forward(self, own: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """The body's forward, by a graph where there is one. `own`: the same eagerly."""
-        # Graphs would not see which choices a replay has.
-        if self._failed or self.waiting or any(layer.replay is not None for layer in self.layers):
+        if not self._failed and any(layer.replay is not None for layer in self.layers):
+            self._refuse("choices are replayed (carpool.hf.replay), others in each forward")
+        if self._failed or self.waiting:
             return own(**kwargs)
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()):

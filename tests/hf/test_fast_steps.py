@@ -203,6 +203,7 @@ def test_what_is_computed_before_a_backward_is_eager(replayed: list[Any]) -> Non
     replayed.clear()
     with replay(model, {name: Routing((own.routing.expert_TK + 1) % 4, None) for name, own in rides(model).items()}):
         assert not torch.equal(run().last_hidden_state, want) and not replayed
+    assert told[1:] == ["choices are replayed (carpool.hf.replay), others in each forward"]
 
 
 def test_why_nothing_is_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
