@@ -35,7 +35,7 @@ def rollout_func(prompts, trainer):
     prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
     with record_rollout(trainer.model) as rollout:
         completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, fields, trainer.num_generations)
-    width = max(map(len, prompt_ids))  # prompts are padded on the left
+    width = max(map(len, prompt_ids))  # prompts are padded on the left, without pad_to_multiple_of
     recordings = rollout.routings(width + max(map(len, completion_ids)))
     chosen = torch.stack([one.expert_TK.unflatten(0, (len(prompts), -1)) for one in recordings.values()], 2)
     routed_experts = [
