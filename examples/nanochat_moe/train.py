@@ -217,7 +217,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     moes = [block.mlp for block in model.blocks if isinstance(block.mlp, carpool.MoE)]
     if moes and given.compile == "model" and device.type == "cuda":
         raise SystemExit("--compile model: on a GPU routers are kernels outside of graphs; take around or blocks")
-    compile_model(model, given.compile or ("around" if moes else "model"))
+    compile_model(model, given.compile or ("around" if moes else "blocks"))
     optimizer = make_optimizer(model, given.batch_tokens)
     training = Tokens(given.data / "train.bin", config.sequence, device)
     validation = Tokens(given.data / "validation.bin", config.sequence, device)
@@ -328,15 +328,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--shared", type=int, default=1, help="shared experts of a layer")
     parser.add_argument("--batch-tokens", type=int, default=262_144, help="of a step")
-    parser.add_argument("--device-batch", type=int, default=16, help="sequences of a micro-batch")
+    parser.add_argument("--device-batch", type=int, default=32, help="sequences of a micro-batch")
     parser.add_argument("--evaluations", type=int, default=20, help="in the whole time; 0: none")
     parser.add_argument("--evaluation-tokens", type=int, default=524_288)
     parser.add_argument(
-        "--compile", choices=["model", "blocks", "around", "none"], help="default: model; around with experts"
+        "--compile", choices=["model", "blocks", "around", "none"], help="default: blocks; around with experts"
     )
-    parser.add_argument(
-        "--capture", action=argparse.BooleanOptionalAction, default=True, help="micro-batches as a graph"
-    )
+    parser.add_argument("--capture", action="store_true", help="micro-batches as CUDA graphs, which was not measured")
     parser.add_argument("--attention", choices=["cudnn", "flash"], default="cudnn")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
