@@ -52,10 +52,7 @@ def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool
     """
     layers = required_rides(model)
     _agree_on_all(layers, recordings, weights)
-    replays = {
-        name: _LayerReplay(layers[name], find_router(model, name), recording, weights)
-        for name, recording in recordings.items()
-    }
+    replays = {n: _LayerReplay(layers[n], find_router(model, n), one, weights) for n, one in recordings.items()}
     for one in replays.values():
         one.install()
     try:

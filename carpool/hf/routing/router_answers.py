@@ -98,9 +98,7 @@ def force_choices(model: nn.Module, choices: Mapping[str, torch.Tensor], num_exp
         if router is None:
             raise ValueError(f"the router of {name} is not known, so its choices cannot be forced; let it choose")
         if isinstance(router.forward, AnsweredRouter):
-            raise ValueError(
-                f"a limit on the routing or a replay answers the router of {name}; turn it off, or force nothing"
-            )
+            raise ValueError(f"a limit or a replay answers the router of {name}; turn it off, or force nothing")
     for name, router in routers.items():
         assert router is not None
         # A class and a buffer, not an object of each layer: compiled layers then share their graphs.
