@@ -100,6 +100,7 @@ class SequenceMovesSection(Section):
             "parallelism.tp_size", "tensor-parallel ranks have the same sequences, and would all have to move them"
         ),
         Excludes("parallelism.etp_size", "experts in slices are on several ranks, and none is nearest"),
+        Excludes("mtp.depth", "further tokens would have to move with their sequences"),
         Excludes("moe.schedule=two-batch", "two halves of a micro-batch are in different layers", instead=_PLAIN),
         Excludes(
             "memory.layer_activations=recompute or memory.budget",

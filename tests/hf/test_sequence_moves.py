@@ -75,6 +75,7 @@ def step(transport: str, every: int | None) -> Any:
         (None, ["parallelism.cp_size=2"], "a part of every sequence"),
         (None, ["parallelism.tp_size=2"], "would all have to move them"),
         (None, ["parallelism.etp_size=2"], "none is nearest"),
+        (None, ["mtp.depth=1"], "move with their sequences"),
         ({"ep": 1}, [], "raise parallelism.ep_size"),
         ({"layers": 1}, [], "no layer before which"),
         ({}, ["data.packing=off"], "not of examples"),
