@@ -10,10 +10,8 @@ A teacher may speak of K words only. All others are one further word then, on bo
 
     teacher    a 0.6    b 0.3    others 0.1            student    a 0.5    b 0.3    others 0.15 + 0.05
 
-That is a lower bound of the whole divergence, and zero where the student agrees on all that is known. A teacher whose K
-probabilities were scaled to sum to 1 is surer than it was, and its student learns that other words are impossible
-("Sparse Logit Sampling", arXiv 2503.16870). Words that were drawn at random, as that paper proposes, do sum to 1: they
-have no others, and nothing is different for them.
+That is a lower bound of the whole divergence, and zero where the student agrees on all that is known
+(docs/reference/distillation.md says what scaling the K probabilities to sum to 1 would do).
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OlmoeConfig
 
 from carpool.train.build.teacher import write_logits
 from carpool.train.config import load_config
+from carpool.train.config.schema_distillation import DistillationSection
+from carpool.train.data.teacher_logits import TeacherLogits
 from examples.tiny_chat_model import make_tokenizer
 from tests.ranks import Ranks
 from tests.train.test_cli import error_of
@@ -46,7 +48,10 @@ def write(overrides: Sequence[str], teacher: str) -> str:
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teachers")
     torch.manual_seed(0)
-    configs = {"moe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), "dense": LlamaConfig(**SIZES)}
+    configs = {
+        "moe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), "dense": LlamaConfig(**SIZES),
+        "narrow": LlamaConfig(**SIZES | {"vocab_size": 200}),
+    }  # fmt: skip
     for name, config in configs.items():
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     shutil.copytree(folder / "moe", folder / "other")
@@ -120,18 +125,55 @@ def test_what_does_not_fit_is_refused_before_a_step(
         return error
 
     has = f"distillation.logits={files}"
-    assert "the files have more rows" in refusal(has, "data.sequence_length=64")
+    assert "has other tokens than the data" in refusal(has, "data.sequence_length=64")
     assert "have 320 words of each token" in refusal(has, "distillation.top_k=321")
     assert "of the temperature 2, but" in refusal(has, "distillation.temperature=1")
     part = tmp_path / "part"
     part.mkdir()
     shutil.copy(next(files.glob("*.parquet")), part)
-    assert "the files have no row for" in refusal(f"distillation.logits={part}")
+    assert "has no row for" in refusal(f"distillation.logits={part}")
     assert "another tokenizer" in refusal(f"distillation.teacher={teachers / 'other'}")
     assert "a vocabulary of 320, and the model of 384" in refusal(
         f"distillation.teacher={teachers / 'moe'}", "model.config.vocab_size=384"
     )
+    # Those who write are told so, too.
+    for teacher, why in (("moe", "has other tokens than the data"), ("narrow", "of 200, and the model of 320")):
+        (error,) = one_rank(write, [*SHORT, *text, *WHOLE, has, "data.sequence_length=64"], str(teachers / teacher))
+        assert why in error
     assert "pieces" in error_of("train", f"distillation.teacher={teachers / 'moe'}", "training.loss_chunk_size=0")
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("ids", "log_probs", "why"),
+    [
+        ([[1, 2], [3, 4], [5, 5]], [[-1, -1], [-INF, -INF], [NAN, 9]], ""),  # of the last token nothing is read
+        ([[1, 2], [3, 4]], [[-1, -1], [-1, -1]], "equally many"),
+        ([[1, 2, 3], [4], [5, 6]], [[-2, -2, -2], [-2], [-2, -2]], "equally many"),
+        ([[1], [2], [3]], [[-1, -1]] * 3, "equally many"),
+        ([[1, None], [3, 4], [5, 6]], [[-1, -1]] * 3, "equally many"),
+        (None, [[-1, -1]] * 3, "equally many"),
+        ([[1], [2], [3]], [[-1]] * 3, "1 words for each token, and others have 2"),
+        ([[1, -2], [3, 4], [5, 6]], [[-1, -1]] * 3, "word -2"),
+        ([[1, 2], [3, 4], [5, 6]], [[-1, NAN], [-1, -1], [-1, -1]], "no numbers"),
+        ([[1, 2], [3, 4], [5, 6]], [[-1, 0.5], [-1, -1], [-1, -1]], "more than 1"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(ids: Any, log_probs: Any, why: str, tmp_path: Path) -> None:
+    columns: dict[str, list[Any]] = {"sequence": [0, 1], "input_ids": [[7, 8, 9]] * 2}
+    columns |= {"token_ids": [[[1, 2]] * 3, ids], "log_probs": [[[-1.0, -1.0]] * 3, log_probs]}
+    path, settings = tmp_path / "rows.parquet", DistillationSection(logits=str(tmp_path))
+    write_parquet(path, **columns)
+    try:
+        assert TeacherLogits(settings, WORDS)[1][0].tolist() == [[1, 2], [3, 4]] and not why
+    except ValueError as error:
+        assert why and str(error).startswith(f"{path}: the row of sequence 1 ") and why in str(error)
+    for wrong in ({"log_probs": ["x", "y"]}, {"sequence": [1, 1]}, {"token_ids": None}):
+        write_parquet(path, **{name: column for name, column in (columns | wrong).items() if column is not None})
+        with pytest.raises(ValueError, match=str(path)):
+            TeacherLogits(settings, WORDS)
 
 
 def test_a_script_may_write_the_files(one_rank: Ranks, files: Path, text: list[str], tmp_path: Path) -> None:

@@ -71,7 +71,11 @@ def read_data(plan: Plan, tokenizer: Tokenizer, device: torch.device, make_corpu
         if config.distillation.logits is not None:
             with together(ValueError, ""):
                 how["logits"] = logits = TeacherLogits(config.distillation, plan.blueprint.vocab_size)
-                logits.check(sequences, rank(), world())
+                if missing := logits.check(sequences, rank(), world()):
+                    raise ValueError(
+                        f"distillation.logits = {logits.folder} has no row for {len(missing):,} sequences, such as "
+                        f"{missing[0]}: write them with `carpool teach TEACHER` and the settings of this run"
+                    )
         train = TrainLoader(sequences, **step_size(config), **how)
     held_out = {
         name: EvalLoader(

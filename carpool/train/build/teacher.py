@@ -69,17 +69,15 @@ def _spread(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTraine
     dense = "zero1" if ranks > 1 else None
     model = build_model(folder, distributed_config=spread, dtype=dtype, seed=0, dense=dense, device=device)
     install(model)
-    model.requires_grad_(False)
     if ranks > 1:
-        replicate_dense(model, bfloat16=False)
+        replicate_dense(model.requires_grad_(False), bfloat16=False)
     # Not told how many tokens there will be, it has no buffers that could be too small.
     set_transport(model, "auto")
     return model
 
 
 def write_logits(config: Config, *, teacher: str) -> None:
-    """`carpool teach` on a rank: writes the rows that `distillation.logits` lacks. All ranks compute sequences
-    of their own.
+    """`carpool teach` on a rank: writes the rows that `distillation.logits` lacks, of sequences of its own.
 
     Raises:
         ValueError: a teacher or data that cannot be used, or rows that are there and do not go on."""
@@ -88,13 +86,8 @@ def write_logits(config: Config, *, teacher: str) -> None:
     folder, top_k = Path(str(settings.logits)), settings.top_k or TOP_K
     sequences = train_sequences(read_corpora(config, tokenizer), config.data)
     check_teacher(Path(teacher), tokenizer, sequences, None)
-
-    def missing() -> list[int]:
-        folder.mkdir(parents=True, exist_ok=True)
-        there = TeacherLogits(settings.model_copy(update={"top_k": top_k}))
-        return [number for number in range(len(sequences)) if number not in there]
-
-    todo = from_rank_0(missing)
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = from_rank_0(lambda: TeacherLogits(settings.model_copy(update={"top_k": top_k})).check(sequences))
     model = open_teacher(Path(teacher), config.training.computes_in_bf16(device.type == "cuda"), device)
     if top_k > (words := len(model.head.weight)):
         raise ValueError(f"distillation.top_k = {top_k}, but the teacher in {teacher} has {words} words")
@@ -107,9 +100,7 @@ def write_logits(config: Config, *, teacher: str) -> None:
         found = _likeliest(model, {name: one.to(device) for name, one in batch.items()}, top_k, settings.temperature)
         for number, row, ids_LK, log_LK in zip(numbers, rows, *(one.cpu().numpy() for one in found), strict=False):
             kept.append((number, row.ids.astype(np.int32), ids_LK[: len(row.ids)], log_LK[: len(row.ids)]))
-        if kept and (
-            sum(ids_LK.nbytes for _, _, ids_LK, _ in kept) > _FILE_BYTES or start + len(together) == len(todo)
-        ):
+        if kept and (together[-1] == todo[-1] or sum(row[2].nbytes for row in kept) > _FILE_BYTES):
             write_rows(folder, kept, settings.temperature)
             kept = []
     gather(None)

@@ -10,9 +10,6 @@ from carpool.train.config.declarations import Excludes, Needs
 from carpool.train.config.schema_base import Section
 
 _USED = Needs("distillation.teacher or distillation.logits")
-
-
-# What neither way of having a teacher goes together with.
 _NEITHER = (
     Excludes("parallelism.pp_size", "the loss of a pipeline's last stage has no teacher"),
     Excludes("parallelism.tp_size", "tensor-parallel ranks divide the output layer, whose pieces need whole rows"),

@@ -1,12 +1,6 @@
 """Files of what a teacher says of each token: Parquet, a row for each sequence (docs/reference/distillation.md).
 
-    sequence    int64                     its number in `carpool.train.data.sequences`
-    input_ids   list<int32>               (L,) its tokens, by which data, tokenizer and packing are known again
-    token_ids   list<list<int32>>         (L, K) words that may come after each token, distinct
-    log_probs   list<list<float>>         (L, K) their log-probabilities, -inf: impossible
-
-Rows may be in any order, in any number of files; row groups of about 1 MiB are quick to read one by one, as shuffled
-steps do. The schema's metadata may say under `carpool`, as JSON, the `temperature` of the probabilities, otherwise 1.
+Sequences are numbered as in `carpool.train.data.sequences`. Shuffled steps read row by row.
 """
 
 from __future__ import annotations
@@ -15,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence as Listed
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,10 +34,10 @@ Row = tuple[int, NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
 
 
 def check_teacher(folder: Path, tokenizer: Tokenizer, sequences: Sequences | None, words: int | None) -> None:
-    """Raise ValueError if the teacher in that folder has another number of words than its student, or a tokenizer that
-    reads other text in the first sequences. None: that is not known."""
+    """Raise ValueError if the teacher in that folder has another number of words than its student (None: less than the
+    tokenizer), or a tokenizer that reads other text in the first sequences (None: these are not known)."""
     theirs = read_config(folder).get_text_config(decoder=True).vocab_size
-    if words not in (None, theirs):
+    if theirs != (words := words or max(theirs, tokenizer.vocab_size)):
         raise ValueError(
             f"the teacher in {folder} has a vocabulary of {theirs:,}, and the model of {words:,}: a probability of the "
             "one is none of the other; take a teacher with the model's tokenizer"
@@ -55,10 +50,9 @@ def check_teacher(folder: Path, tokenizer: Tokenizer, sequences: Sequences | Non
         ours, text = tokenizer.decode(ids), other.decode(ids)
         if ours != text:
             place = next((i for i, pair in enumerate(zip(ours, text, strict=False)) if len(set(pair)) > 1), 0)
-            there, here = text[place : place + 40], ours[place : place + 40]
             raise ValueError(
                 f"the teacher in {folder} has another tokenizer than the data ({tokenizer.name}): tokens of sequence "
-                f"{number} are {there!r} to it, and {here!r} to the model; take a teacher with the model's tokenizer"
+                f"{number} are {text[place:][:40]!r} to it, and {ours[place:][:40]!r} to the model; take another"
             )
 
 
@@ -76,22 +70,28 @@ class TeacherLogits:
         import pyarrow.parquet
 
         self.folder, self._words = Path(str(distillation.logits)), words
-        paths, sizes = sorted(self.folder.glob("*.parquet")), set[int]()
-        self._files = [pyarrow.parquet.ParquetFile(path, memory_map=True) for path in paths]
+        self._paths, sizes, count = sorted(self.folder.glob("*.parquet")), set[int](), 0
+        self._files: list[Any] = []
         # By sequence: the file, the row group, and the row in it.
         self._places: dict[int, tuple[int, int, int]] = {}
-        for number, (path, file) in enumerate(zip(paths, self._files, strict=True)):
-            if missing := [name for name in COLUMNS if name not in file.schema_arrow.names]:
-                raise ValueError(f"{path} has no column {missing[0]}; it takes {', '.join(COLUMNS)}")
-            said = json.loads((file.schema_arrow.metadata or {}).get(_KEY, b"{}")).get("temperature", 1.0)
+        for number, path in enumerate(self._paths):
+            try:
+                file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+                _as_written(file.schema_arrow.empty_table())
+                said = float(json.loads((file.schema_arrow.metadata or {}).get(_KEY, b"{}")).get("temperature", 1))
+            except (pyarrow.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path} is not as docs/reference/distillation.md says: {error}") from error
             if said != distillation.temperature:
                 raise ValueError(
                     f"{path} has probabilities of the temperature {said:g}, but distillation.temperature = "
                     f"{distillation.temperature:g}: set that to {said:g}, or write the file again"
                 )
+            self._files.append(file)
             groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
             rows = [(number, group, row) for group, size in enumerate(groups) for row in range(size)]
             self._places |= zip(file.read(["sequence"])["sequence"].to_pylist(), rows, strict=True)
+            if len(self._places) != (count := count + len(rows)):
+                raise ValueError(f"{path} has a row for a sequence that has one already, here or in another file")
             sizes |= {self._read(place)[0].shape[1] for place in rows[:1]}
         self.top_k = distillation.top_k or min(sizes, default=0)
         if sizes and self.top_k > min(sizes):
@@ -100,47 +100,43 @@ class TeacherLogits:
                 "set it to that at most"
             )
 
-    def __contains__(self, sequence: int) -> bool:
-        return sequence in self._places
+    def check(self, sequences: Sequences, rank: int = 0, ranks: int = 1) -> list[int]:
+        """The sequences that have no row. Each of several ranks compares the tokens of some row groups.
 
-    def check(self, sequences: Sequences, rank: int = 0, ranks: int = 1) -> None:
-        """Raise ValueError unless there is a row with the same tokens for each sequence. Each of several ranks compares
-        those of some row groups."""
-        missing = [number for number in range(len(sequences)) if number not in self]
-        if missing or len(self._places) > len(sequences):
-            what = f"no row for {len(missing):,}, such as sequence {missing[0]}" if missing else "more rows"
-            raise ValueError(
-                f"distillation.logits = {self.folder}: the data have {len(sequences):,} sequences, and the files have "
-                f"{what}: write them with `carpool teach TEACHER` and the settings of this run"
-            )
-        for file in self._files:
-            own = list(range(rank, file.num_row_groups, ranks))
-            for batch in file.iter_batches(row_groups=own, columns=["sequence", "input_ids"]):
+        Raises:
+            ValueError: a row has other tokens than its sequence, or is of none."""
+        for path, file in zip(self._paths, self._files, strict=True):
+            for batch in file.iter_batches(row_groups=range(rank, file.num_row_groups, ranks), columns=COLUMNS[:2]):
                 for number, ids in zip(batch["sequence"].to_pylist(), batch["input_ids"], strict=True):
-                    if not np.array_equal(sequences[number].ids, ids.values.to_numpy()):
+                    known = sequences[number].ids if number in range(len(sequences)) else None
+                    if known is None or not np.array_equal(known, np.asarray(ids.values)):
                         raise ValueError(
-                            f"distillation.logits = {self.folder}: the row of sequence {number} has other tokens than "
-                            "the data: it was written with another tokenizer, other data, or another "
-                            "data.sequence_length or packing; write it again with the settings of this run"
+                            f"{path}: the row of sequence {number} has other tokens than the data: it was written with "
+                            "another tokenizer, other data, or another data.sequence_length or packing; write all "
+                            "again into an empty folder, with the settings of this run"
                         )
+        return [number for number in range(len(sequences)) if number not in self._places]
 
     def __getitem__(self, sequence: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """(L, K) words, and their log-probabilities.
+        """(L - 1, K) words, and their log-probabilities, of all tokens but the last.
 
         Raises:
             ValueError: they cannot be those of a token."""
-        ids_LK, log_LK = self._read(self._places[sequence])
+        place = self._places[sequence]
+        ids_LK, log_LK = self._read(place)
         if self.top_k < ids_LK.shape[1]:
             order_LK = np.argsort(-log_LK, axis=1, kind="stable")[:, : self.top_k]
             ids_LK, log_LK = np.take_along_axis(ids_LK, order_LK, 1), np.take_along_axis(log_LK, order_LK, 1)
         wrong = ids_LK[(ids_LK < 0) | (ids_LK >= (self._words or 2**31))]
         why = f"has word {wrong[0]} for a token, of {self._words:,}" if len(wrong) else ""
-        if (np.diff(np.sort(ids_LK, axis=1), axis=1) == 0).any():
+        if ids_LK.shape[1] < self.top_k:
+            why = f"has {ids_LK.shape[1]} words for each token, and others have {self.top_k}"
+        elif (np.diff(np.sort(ids_LK, axis=1), axis=1) == 0).any():
             why = why or "has a word twice for one token"
-        if not np.exp(log_LK).sum(1).max() <= 1 + _ROUNDING:
-            why = "has probabilities that sum up to more than 1, or are no numbers"
+        elif not np.exp(log_LK).sum(1).max(initial=0.0) <= 1 + _ROUNDING:
+            why = why or "has probabilities that sum up to more than 1, or are no numbers"
         if why:
-            raise ValueError(f"distillation.logits = {self.folder}: sequence {sequence} {why}")
+            raise ValueError(f"{self._paths[place[0]]}: the row of sequence {sequence} {why}")
         return ids_LK, log_LK
 
     def batch(self, sequences: Ids, length: int) -> Batch:
@@ -154,10 +150,17 @@ class TeacherLogits:
 
     def _read(self, place: tuple[int, int, int]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         number, group, row = place
-        table = self._files[number].read_row_group(group, columns=list(COLUMNS[1:]))
-        tokens, *both = (table[name][row].values for name in COLUMNS[1:])
-        ids_LK, log_LK = (np.asarray(one.flatten()).reshape(len(tokens), -1) for one in both)
-        return ids_LK.astype(np.int32), log_LK.astype(np.float32)
+        found = _as_written(self._files[number].read_row_group(group, columns=list(COLUMNS)).slice(row, 1))
+        sequence, tokens, *both = (found[name].combine_chunks() for name in COLUMNS)
+        length, both = len(tokens.flatten()), [one.flatten() for one in both]
+        ids, log_probs = (one.flatten() for one in both)
+        words = {size for one in both for size in one.value_lengths().unique().to_pylist()}
+        if {len(one) for one in both} != {length} or len(words) != 1 or None in words or ids.null_count:
+            raise ValueError(
+                f"{self._paths[number]}: the row of sequence {sequence[0]} has not equally many words and "
+                f"log-probabilities for each of its {length} tokens"
+            )
+        return np.array(ids).reshape(length, -1)[:-1], np.array(log_probs).reshape(length, -1)[:-1]
 
 
 def write_rows(folder: Path, rows: Listed[Row], temperature: float) -> None:
@@ -173,3 +176,12 @@ def write_rows(folder: Path, rows: Listed[Row], temperature: float) -> None:
     partial = path.with_suffix(".writing")
     pyarrow.parquet.write_table(table, partial, row_group_size=group, compression="zstd")
     os.replace(partial, path)
+
+
+def _as_written(table: Any) -> Any:
+    """The columns of such a table, with the types that this module writes."""
+    import pyarrow
+
+    lists = [pyarrow.list_(pyarrow.list_(kind)) for kind in (pyarrow.int32(), pyarrow.float32())]
+    types = (pyarrow.int64(), pyarrow.list_(pyarrow.int32()), *lists)
+    return table.select(COLUMNS).cast(pyarrow.schema(zip(COLUMNS, types, strict=True)))

@@ -87,11 +87,10 @@ class DistillingObjective(Objective):
     def _distilled(self, states_TH: torch.Tensor | None, batch: Batch) -> Computed:
         """What computes the loss of a batch, of which the teacher has these states; None: its words are in it."""
         settings = self.distillation
-        if states_TH is None:
+        if self.teacher is None or states_TH is None:
             ids_TK, log_p_TK = batch[IDS].flatten(0, 1), batch[LOG_PROBS].flatten(0, 1)
             words: Callable[[slice], Words] = lambda piece: Words(log_p_TK[piece], ids_TK[piece])  # noqa: E731
         else:
-            assert self.teacher is not None
             words = self.teacher.words(states_TH, settings.top_k, settings.temperature)
         return partial(linear_distillation, teacher=words, weight=settings.weight, temperature=settings.temperature)
 
