@@ -166,7 +166,7 @@ def measure_policies(plan: Plan, built: Built, given: Mapping[str, str | None], 
     # Graphs go before the process groups that they use (`groups_before`).
     forget()
     # Layers of the whole model over those that were measured.
-    per_layer = layers / model.config.get_text_config().num_hidden_layers
+    per_layer = layers / len(decoder_layers(model))
     found: Times = {item: {} for item in POLICIES}
     for way in ways[1:]:
         item = next(one for one in reversed(list(POLICIES)) if way[one] != base[one])
