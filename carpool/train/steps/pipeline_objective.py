@@ -169,10 +169,8 @@ class PipelineObjective(Objective):
             else:
                 more = [] if further is None or not part.first else further.makers(batch)
                 hidden_BLH, *made = self.stages.hidden(stage, more, input_ids=ids_BL, **settings)
-                hidden_BLH, embeddings = (
-                    hidden_BLH.to(self.dtype),
-                    tuple(one.to(self.dtype) for one in made) or embeddings,
-                )
+                hidden_BLH = hidden_BLH.to(self.dtype)
+                embeddings = tuple(one.to(self.dtype) for one in made) or embeddings
                 if self.shard is not None:
                     # Equally many on all ranks, also where the last ones have fewer tokens.
                     most = tokens_per_rank(batch["input_ids"].numel(), self.shard.group)
