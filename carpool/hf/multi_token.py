@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any, cast
@@ -115,6 +115,13 @@ def _normalise(names: MultiToken, layer: nn.Module, args: Any, out_BLH: torch.Te
 def multi_token_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a model that predict further tokens, by name, in order."""
     return {name: module for name, module in model.named_modules() if _MARK in vars(module)}
+
+
+def untraced(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Which of these modules are in such layers. They do not run where routing is traced, so files of layouts may not
+    have them."""
+    layers = tuple(f"{name}." for name in multi_token_layers(model))
+    return [name for name in names if name.startswith(layers)]
 
 
 def repeated_weights(model: PreTrainedModel) -> dict[str, str]:

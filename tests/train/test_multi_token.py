@@ -20,6 +20,8 @@ from carpool.hf.architecture_changes import add_change
 from carpool.hf.build_model import build_model
 from carpool.hf.multi_token import unknown_weights
 from carpool.hf.weights.original_layout import OriginalLayout
+from carpool.layout import ExpertLayout
+from carpool.layout.layouts import Layouts
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.record_trace import load_run, record
 from carpool.train.config import load_config
@@ -166,8 +168,12 @@ def test_a_checkpoints_layers_are_trained_on_and_others_begin_at_random(
         printed, str(tmp_path / "run"), [f"model.path={folder}", *STEPS, *text, "training.max_steps=1"]
     )
     assert error == "" and "2 of the 2 layers of" in said and "mtp.depth=2 trains them" in said
+    # Where experts are may come from a trace, which has no such layers.
+    Layouts({"model.layers.1.mlp.experts": ExpertLayout.permuted([7, 6, 5, 4, 3, 2, 1, 0], 2)}).save(
+        tmp_path / "layout"
+    )
     settings = [f"model.path={folder}", *STEPS, *text, "training.max_steps=2", "mtp.depth=1"]
-    assert two_ranks(run, str(tmp_path / "one"), settings) == [""] * 2
+    assert two_ranks(run, str(tmp_path / "one"), [*settings, f"moe.layout={tmp_path / 'layout'}"]) == [""] * 2
     assert load_run(tmp_path / "one")[0].config.num_nextn_predict_layers == 1
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 0

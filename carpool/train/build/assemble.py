@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_layers
 from carpool.hf.held_experts import keep_experts_in_host_memory
 from carpool.hf.layer_matrices import layer_matrices
+from carpool.hf.multi_token import untraced
 from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.routing.router_balance import BiasBalance, find_biases, router_scores
 from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_in_float32
@@ -148,7 +150,8 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     group = next(iter(layers.values())).group
     ep_topology = machine.topology.of(ranks_of(group))
     set_topology(group, ep_topology)
-    layouts, layout_source = (layouts_of or first_layouts)(config, layers, saved)
+    starts = layouts_of or partial(first_layouts, optional=untraced(model, layers))
+    layouts, layout_source = starts(config, layers, saved)
     set_layout(model, layouts)
     if config.moe.router_float32:
         route_in_float32(model)
@@ -197,10 +200,13 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     return built
 
 
-def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[str, Any]) -> tuple[Layouts, str]:
+def first_layouts(
+    config: Config, layers: dict[str, ExpertRides], saved: dict[str, Any], optional: Sequence[str] = ()
+) -> tuple[Layouts, str]:
     """Where experts start, and what says so: `moe.layout`, or, of a run that has moved them, its checkpoint.
 
     A checkpoint's layouts are left aside if they are for other ranks, or if `moe.layout` is no longer what it was.
+    A file may not have the `optional` layers.
 
     Raises:
         ValueError: a file that is no layout, or not one for this model."""
@@ -213,7 +219,9 @@ def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[st
         except ValueError:
             pass  # it was written on other ranks
     if wanted != "contiguous":
-        return check_layouts(layers, Layouts.load(wanted)), wanted
+        given = Layouts.load(wanted)
+        own = {name: layers[name].layout for name in optional if name not in given}
+        return check_layouts(layers, given.with_layers(own) if own else given), wanted
     return Layouts({name: one.layout for name, one in layers.items()}), wanted
 
 

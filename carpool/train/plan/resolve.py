@@ -23,6 +23,7 @@ import torch.distributed as dist
 from carpool.activations.host_memory import check_host_memory
 from carpool.hf.architecture_changes import changes_of
 from carpool.hf.build_model import check_parallelism
+from carpool.hf.multi_token import untraced
 from carpool.hf.routing.router_balance import check_biases, find_biases, router_scores
 from carpool.hf.seam.moved_experts import lies_logically
 from carpool.hf.sharding import SlicedExperts
@@ -218,7 +219,8 @@ def resolve(
         config, searched, degrees, _ = divide(with_compile(left, False))
         decisions.add(COMPILE_KIND, compiled)
     config = with_compile(config, compiled.answer)
-    layouts = check_layout_file(config, model.config.model_type, counts, degrees)
+    optional = untraced(model, counts)
+    layouts = check_layout_file(config, model.config.model_type, counts, degrees, optional)
     _check_whole_experts(config, blueprint, degrees)
     _check_model_has(config, blueprint, degrees)
     stored = config.model.stored_dtype
@@ -330,7 +332,7 @@ def _check_packed(config: Config, folder: Path, degrees: Degrees) -> None:
 
 
 def check_layout_file(
-    config: Config, model_type: str, experts: Mapping[str, int], degrees: Degrees
+    config: Config, model_type: str, experts: Mapping[str, int], degrees: Degrees, optional: Collection[str] = ()
 ) -> list[ExpertLayout]:
     """The layouts of a run's layers if `moe.layout` is a file; else none. Needs neither weights nor data.
 
@@ -340,6 +342,7 @@ def check_layout_file(
     Args:
         model_type: transformers' name of the model's kind.
         experts: number of experts of each MoE layer, by name.
+        optional: layers that the file may not have.
     """
     file, ranks = config.moe.layout, degrees.expert_ranks
     if file == "contiguous":
@@ -349,6 +352,7 @@ def check_layout_file(
         raise ValueError(
             f"{file}: there is a layout for {unknown[0]!r}, but this model's layers are {', '.join(experts)}"
         )
+    experts = {name: count for name, count in experts.items() if name in layouts or name not in optional}
     for name, count in experts.items():
         if (here := (layouts[name].num_experts, layouts[name].num_ranks)) != (count, ranks):
             raise ValueError(
