@@ -52,7 +52,7 @@ class MultiTokenPrediction(Extension):
 
     def device_bytes(self, estimate: MemoryEstimate) -> int:
         # The forward that is measured does not call these layers. Each makes a gradient of the output layer's weight.
-        depth, saves = self.settings.depth, estimate.config.memory.layer_activations == "save"
+        depth, saves = self.settings.depth, estimate.config.memory.policies["layer_activations"] == "save"
         layer = estimate.kept.layers[-1 - depth] if saves else estimate.kept.layer_input
         states = 8 * estimate.tokens * estimate.hidden * estimate.computed
         return depth * (layer + states + 4 * estimate.words * estimate.hidden)
