@@ -132,7 +132,7 @@ def test_plans_that_cannot_be_run_are_passed_over(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("carpool.train.plan.auto_plan._refused", refused)
     taken = planned("parallelism=auto", "memory=auto", "data.sequence_length=512", "parallelism.tp_size=1")[2]
-    assert seen.count(1) > 5 and taken.taken.settings["parallelism.pp_size"] > 1
+    assert seen.count(1) > 2 and taken.taken.settings["parallelism.pp_size"] > 1
     assert all(one.settings["parallelism.pp_size"] > 1 for one in taken.others)
     monkeypatch.setattr("carpool.train.plan.auto_plan._refused", lambda *_, whole=False: "not here" if whole else None)
     with pytest.raises(ValueError, match=r"no plan that fits can be run: not here \([0-9]+\)"):
