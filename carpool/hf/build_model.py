@@ -181,8 +181,6 @@ def build_model(
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if dtype == torch.float16:
         fsdp.reduce_in_float32(model)
-    if not parts:  # stages compute their layers in an order of their own
-        fsdp.prefetch(model)
     if meshes is not None and parts:
         for layer in rides(model).values():
             layer.row_group = meshes.stage_group()

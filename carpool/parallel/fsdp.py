@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -61,16 +60,6 @@ def reduce_in_float32(model: nn.Module) -> None:
     float16 in two steps, before and after the reduction; those that only one rank has, such as experts', once more.)"""
     for group in (group for state in states(model) for group in groups(state)):
         group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.float32)
-
-
-def prefetch(model: nn.Module) -> None:
-    """Let each module that FSDP shards begin to gather the parameters of the next one before it computes, so that a
-    host that waits inside of a module, as rides over some transports do, does not delay that. In the order of modules,
-    which is that of forwards; backwards prefetch by themselves, in the reverse order. Two modules are gathered at a
-    time, as where the host is never late."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, following in pairwise(sharded):
-        module.set_modules_to_forward_prefetch([following])
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -51,21 +51,6 @@ def test_inside_a_forward_the_root_is_known(alone: Any) -> None:
     assert list(fsdp.states_in_forward(nn.Linear(2, 2))) == []
 
 
-def test_a_layer_is_gathered_before_the_one_before_computes(alone: Any) -> None:
-    model, seen = sharded(alone), list[str]()
-    for name, layer in enumerate(model):
-        (group,) = fsdp.groups_of(layer)
-        unshard = group.unshard
-        group.unshard = lambda *args, of=name, call=unshard: (seen.append(f"gather {of}"), call(*args))[1]
-        layer.forward = lambda x, of=name, call=layer.forward: (seen.append(f"compute {of}"), call(x))[1]
-    model(torch.ones(2, 4))
-    assert list(dict.fromkeys(seen)) == ["gather 0", "compute 0", "gather 1", "compute 1"]
-    seen.clear()
-    fsdp.prefetch(model)
-    model(torch.ones(2, 4)).sum().backward()
-    assert list(dict.fromkeys(seen)) == ["gather 0", "gather 1", "compute 0", "compute 1"]
-
-
 def test_gradients_in_float16_are_divided_once(alone: Any) -> None:
     """Without a word FSDP divides by 16 what one rank has all rows of, if it is told to divide by 4."""
     found = []
