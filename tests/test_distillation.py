@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from carpool.kernels.cross_entropy import IGNORED
-from carpool.kernels.distillation import Words, linear_distillation
+from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from carpool.kernels.distillation import Distillation, Words
 
 T, H, V = 23, 9, 41
 
@@ -86,10 +86,9 @@ def check(case: Case, device: str) -> None:
     def teacher(piece: slice) -> Words:
         return Words(log_p[piece], None if ids is None else ids[piece])
 
-    found = linear_distillation(
-        *given[:2], third, target.to(device), 5, case.scale, case.softcap,
-        teacher=teacher, weight=case.weight, temperature=case.temperature,
-    )  # fmt: skip
+    losses = Distillation(teacher, case.weight, case.temperature)
+    of_logits = (5, case.scale, case.softcap)
+    found = linear_cross_entropy(*given[:2], third, target.to(device), *of_logits, losses=losses)
     expected = plain(case, *exact[:2], exact[2] if case.bias else None, target, words)
     rough = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[case.dtype]
     torch.testing.assert_close(found.cpu().double(), expected, rtol=rough, atol=rough)
@@ -104,6 +103,7 @@ def test_a_student_that_agrees_learns_nothing_unless_the_words_of_the_teacher_su
     target = torch.randint(V, (T,))
     for log_TK, agrees in ((log_p_TK, True), (log_p_TK.log_softmax(1), False)):
         words = Words(log_TK, ids_TK)
-        sums = linear_distillation(x, weight, None, target, T, teacher=lambda _, words=words: words, weight=1.0)
+        losses = Distillation(lambda _, words=words: words, 1.0)
+        sums = linear_cross_entropy(x, weight, None, target, T, losses=losses)
         slope, found = float(torch.autograd.grad(sums[0], x)[0].abs().max()), float(sums[2].detach())
         assert (slope < 1e-12 and abs(found) < 1e-12) if agrees else (slope > 0.1 and found > 1)

@@ -33,9 +33,24 @@ IGNORED = -100
 LOGITS = 2**29
 
 
-# Of logits (C, V), which tokens they are of, and whether a gradient is wanted: losses (C,) or (C, N) of each token, in
-# float32 or float64. The gradient of the sum of them, or of their first column, is then where the logits were.
-TokenLosses = Callable[[torch.Tensor, slice, bool], torch.Tensor]
+class TokenLosses:
+    """The losses of tokens by their logits; here the cross-entropy. See `cross_entropy_`.
+
+    Attributes:
+        columns: N losses of each token, of which the first is differentiated; 0: one, without a dimension.
+        logits_at_once: as many are in memory, if nobody says; None: `LOGITS`.
+    """
+
+    columns = 0
+    logits_at_once: int | None = None
+
+    def __call__(self, logits_CV: torch.Tensor, target_C: torch.Tensor, piece: slice, gradient: bool) -> torch.Tensor:
+        """(C,) or (C, N) of the tokens of a piece, float32 or float64. With `gradient`, that of the sum of them, or of
+        their first column, is then where the logits were."""
+        return cross_entropy_(logits_CV, target_C, gradient)
+
+
+_CROSS_ENTROPY = TokenLosses()
 
 
 class Layer(NamedTuple):
@@ -55,8 +70,7 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     layer: Layer | None = None,
-    losses: TokenLosses | None = None,
-    columns: int = 0,
+    losses: TokenLosses = _CROSS_ENTROPY,
 ) -> torch.Tensor:
     """The sum over tokens of the cross-entropy of `x_TH @ weight_VH.T + bias_V`, or of other losses of these logits.
 
@@ -65,23 +79,21 @@ def linear_cross_entropy(
     Args:
         target_T: int64; `IGNORED`: this token counts nothing. Any other label outside of 0 .. V-1 is an error on the
             CPU; on a GPU the result is NaN.
-        tokens_at_once: C, the tokens of a piece. None: as many as make `LOGITS` logits.
+        tokens_at_once: C, the tokens of a piece. None: as many as make the logits that `losses` says.
         scale: logits are multiplied by it (Granite), in the dtype of the products.
         softcap: c; logits l are then c * tanh(l / c) (Gemma), which takes two more tensors of a piece's size.
         layer: for which `weight_VH` is a stand-in without memory.
-        losses: of the tokens of a piece; None: the cross-entropy.
-        columns: N of them for each token, of which the first is differentiated; 0: one, without a dimension.
+        losses: of tokens.
 
     Returns:
-        A scalar, or (N,), float32 or float64. Only first derivatives exist.
+        A scalar, or (N,) of N losses, float32 or float64. Only first derivatives exist.
     """
-    losses = losses or (lambda logits_CV, piece, gradient: cross_entropy_(logits_CV, target_T[piece], gradient))
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TH.dtype
     if tokens_at_once is None:
-        tokens_at_once = piece_size(len(x_TH), len(weight_VH))
+        tokens_at_once = piece_size(len(x_TH), len(weight_VH), losses.logits_at_once)
     loss: torch.Tensor = _LinearLoss.apply(
-        x_TH, weight_VH, bias_V, losses, columns, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap, layer
+        x_TH, weight_VH, bias_V, target_T, losses, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap, layer
     )
     return loss
 
@@ -99,8 +111,8 @@ class _LinearLoss(torch.autograd.Function):
         x_TH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
+        target_T: torch.Tensor,
         losses: TokenLosses,
-        columns: int,
         tokens_at_once: int,
         dtype: torch.dtype,
         gradients: bool,
@@ -110,7 +122,8 @@ class _LinearLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         for_x, for_weight, for_bias = (gradients and needed for needed in ctx.needs_input_grad[:3])
-        loss_T = torch.empty((len(x_TH), columns) if columns else len(x_TH), dtype=wide, device=x_TH.device)
+        shape = (len(x_TH), losses.columns) if losses.columns else (len(x_TH),)
+        loss_T = torch.empty(shape, dtype=wide, device=x_TH.device)
         dx_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format) if for_x else None
         dweight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=x_TH.device) if for_weight else None
         dbias_V = torch.zeros(len(weight_VH), dtype=wide, device=x_TH.device) if for_bias else None
@@ -124,7 +137,7 @@ class _LinearLoss(torch.autograd.Function):
                 x_CH = x_TH[piece].to(dtype)
                 slope_CV = layer.logits(x_CH, bias)
                 slope_of_change = change_(slope_CV, scale, softcap)
-                loss_T[piece] = losses(slope_CV, piece, for_x or for_weight or for_bias)
+                loss_T[piece] = losses(slope_CV, target_T[piece], piece, for_x or for_weight or for_bias)
                 if slope_of_change is not None:
                     slope_CV *= slope_of_change
                 if dx_TH is not None:
@@ -137,7 +150,7 @@ class _LinearLoss(torch.autograd.Function):
                 del slope_CV
         ctx.save_for_backward(dx_TH, dweight_VH, dbias_V)
         ctx.dtypes = [None if given is None else given.dtype for given in (x_TH, weight_VH, bias_V)]
-        return loss_T.sum(0) if columns else loss_T.sum()
+        return loss_T.sum(0) if losses.columns else loss_T.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from carpool.kernels.cross_entropy import IGNORED, LOGITS, Layer, linear_cross_entropy, piece_size
+from carpool.kernels.cross_entropy import IGNORED, LOGITS, TokenLosses
 
 # Of a piece's size there are six tensors in float32, and not one in bfloat16.
 PIECE = LOGITS // 8
@@ -37,34 +37,22 @@ class Words(NamedTuple):
     ids_CK: torch.Tensor | None = None
 
 
-def linear_distillation(
-    x_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    target_T: torch.Tensor,
-    tokens_at_once: int | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    layer: Layer | None = None,
-    *,
-    teacher: Callable[[slice], Words],
-    weight: float,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """(3,): sums over the predicted tokens of the total, the cross-entropy, and temperature^2 * the divergence. The
-    first alone is differentiable. Arguments up to `layer` are those of `linear_cross_entropy`.
+class Distillation(TokenLosses):
+    """For `linear_cross_entropy`, whose result is then (3,): sums over the predicted tokens of the total, the
+    cross-entropy, and temperature^2 * the divergence.
 
     Args:
         teacher: what it says of the tokens of a piece.
         weight: of the divergence, from 0 to 1.
     """
-    tokens_at_once = tokens_at_once or piece_size(len(x_TH), len(weight_VH), PIECE)
 
-    def losses(logits_CV: torch.Tensor, piece: slice, gradient: bool) -> torch.Tensor:
-        return distillation_(logits_CV, target_T[piece], teacher(piece), weight, temperature, gradient)
+    columns, logits_at_once = 3, PIECE
 
-    of_logits = (tokens_at_once, scale, softcap, layer)
-    return linear_cross_entropy(x_TH, weight_VH, bias_V, target_T, *of_logits, losses, columns=3)
+    def __init__(self, teacher: Callable[[slice], Words], weight: float, temperature: float = 1.0) -> None:
+        self.teacher, self.weight, self.temperature = teacher, weight, temperature
+
+    def __call__(self, logits_CV: torch.Tensor, target_C: torch.Tensor, piece: slice, gradient: bool) -> torch.Tensor:
+        return distillation_(logits_CV, target_C, self.teacher(piece), self.weight, self.temperature, gradient)
 
 
 def distillation_(

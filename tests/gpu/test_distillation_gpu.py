@@ -23,7 +23,8 @@ def test_sums_and_gradients_are_those_of_autograd(case: Case) -> None:
 
 
 def test_logits_are_never_whole_and_the_host_never_waits() -> None:
-    from carpool.kernels.distillation import Words, linear_distillation
+    from carpool.kernels.cross_entropy import linear_cross_entropy
+    from carpool.kernels.distillation import Distillation, Words
 
     tokens, hidden, words, k = 8192, 256, 151_936, 64
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -34,7 +35,7 @@ def test_logits_are_never_whole_and_the_host_never_waits() -> None:
 
     def compute() -> None:
         teacher = lambda piece: Words(log_TK[piece], ids_TK[piece])  # noqa: E731
-        linear_distillation(x, weight, None, target, teacher=teacher, weight=0.5)[0].backward()
+        linear_cross_entropy(x, weight, None, target, losses=Distillation(teacher, 0.5))[0].backward()
 
     compute()
     weight.grad = x.grad = None

@@ -62,7 +62,6 @@ from carpool.train.build.measured_choices import choose_kernels, choose_schedule
 from carpool.train.build.teacher import open_teacher
 from carpool.train.config.fine_tuning import adapter_folder
 from carpool.train.config.schema import Config, MemorySection, TrainingSection
-from carpool.train.config.schema_distillation import DistillationSection
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.extensions import Extension, extensions_in_use
 from carpool.train.launch.machine import ranks_of
@@ -384,7 +383,7 @@ def _objective(plan: Plan, model: PreTrainedModel, meshes: Meshes, two_batch: bo
             stage_group=meshes.stage_group(), routers=plan.pipeline.routers,
             dtype=model.dtype if autocast is not None else plan.dtype, **settings,
         )  # fmt: skip
-    if (distillation := config.distillation) == DistillationSection():
+    if not (distillation := config.distillation).is_used:
         return Objective(model, **settings)
     teacher = None
     if distillation.teacher is not None:

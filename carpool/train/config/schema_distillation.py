@@ -48,3 +48,8 @@ class DistillationSection(Section):
     """Logits of both are divided by it. Files are of one temperature, which they name."""
     weight: float = Field(default=0.5, gt=0, le=1)
     """The loss is (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model)."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher is not None or self.logits is not None

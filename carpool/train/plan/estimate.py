@@ -174,7 +174,7 @@ class MemoryEstimate:
         found = {name: math.ceil(size) for name, size in self._peak(transport, data_parallel).parts.items()}
         if brought := sum(extension.device_bytes(self) for extension in extensions_in_use(self.config)):
             found["extensions"] = brought
-        if (learned := self.config.distillation) != type(learned)():
+        if (learned := self.config.distillation).is_used:
             # Besides a teacher, what a piece of logits takes in float32.
             found["teacher"] = 24 * min(PIECE, self.tokens // self.degrees.cp * self.words)
             if learned.teacher is not None:

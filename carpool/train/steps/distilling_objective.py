@@ -20,8 +20,8 @@ from torch import nn
 
 from carpool.hf.loss_head import Computed, LogitChange, logit_change, output_layer
 from carpool.hf.step_graphs import Batch
-from carpool.kernels.cross_entropy import change_
-from carpool.kernels.distillation import IDS, LOG_PROBS, Words, linear_distillation
+from carpool.kernels.cross_entropy import change_, linear_cross_entropy
+from carpool.kernels.distillation import IDS, LOG_PROBS, Distillation, Words
 from carpool.train.config.schema_distillation import DistillationSection
 from carpool.train.steps.training_objective import Losses, Objective
 
@@ -78,7 +78,7 @@ class DistillingObjective(Objective):
         self.sums += 1
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """In training, the three sums of `linear_distillation` in the place of one."""
+        """In training, the three sums of `Distillation` in the place of one."""
         if not self.model.training:
             return super().forward(batch)
         states_TH = None if self.teacher is None else self.teacher.states(batch)
@@ -92,7 +92,7 @@ class DistillingObjective(Objective):
             words: Callable[[slice], Words] = lambda piece: Words(log_p_TK[piece], ids_TK[piece])  # noqa: E731
         else:
             words = self.teacher.words(states_TH, settings.top_k, settings.temperature)
-        return partial(linear_distillation, teacher=words, weight=settings.weight, temperature=settings.temperature)
+        return partial(linear_cross_entropy, losses=Distillation(words, settings.weight, settings.temperature))
 
     def _loss(self, batch: Batch, factor: float | torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
         found_3, aux = self.forward(batch)
