@@ -338,9 +338,10 @@ class Edge:
             copy(self.made, [one.detach() for one in made])
         return given, made
 
-    def backward(self, given: Tensors, made: Tensors) -> None:
-        """To be recorded."""
-        pairs = [pair for pair in zip(made, self.dmade, strict=True) if pair[0].requires_grad]
+    def backward(self, given: Tensors, made: Tensors, deferred: bool = False) -> None:
+        """To be recorded. `deferred`: gradients of weights, computed later, may read what has come; so it is copied."""
+        dmade = tuple(one.clone() for one in self.dmade) if deferred else self.dmade
+        pairs = [pair for pair in zip(made, dmade, strict=True) if pair[0].requires_grad]
         with torch.autocast(self.device.type, enabled=False):
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
         copy(self.dgiven, [one.grad for one in given])

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from carpool.hf import install, rides
+from carpool.hf.architecture_changes import add_change
 from carpool.hf.build_model import build_model
 from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_layers
 from carpool.hf.pipeline_stages import cut_model, layer_number
@@ -167,7 +168,8 @@ def compare_pairs(family: str, schedule: str, micro_batches: int, ep: int = 1, *
 
 
 class Steps:
-    """Of a model in stages, whose micro-batches are drawn: what a step computes."""
+    """Of a model in stages, whose micro-batches are drawn: what a step computes. `further`: how many layers predict
+    further tokens."""
 
     def __init__(
         self,
@@ -177,15 +179,20 @@ class Steps:
         ep: int = 1,
         aux: float = AUX,
         sizes: Any = None,
+        further: int = 0,
         **how: Any,
     ) -> None:
         # Each forward has its own drop-out, recorded or not; a backward beside it draws nothing.
         sizes = sizes or {"num_hidden_layers": 4, **LAYERS.get(family, {})}
         config = tiny_config(discover()[family], attention_dropout=0.5, **sizes)
+        if further:
+            add_change(config, "mtp", {"depth": further})
         degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
         whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
         torch._dynamo.reset()
         self.objective = objective_of(config, schedule, degrees, whole, aux, **how)
+        if further:
+            self.objective.predict_further(0.3)
         rank = degrees.dp_rank(dist.get_rank())
         self.batches = [batches_of(micro_batches, rank, degrees.dp, padded) for padded in (False, True)]
         for batch in self.batches[0]:

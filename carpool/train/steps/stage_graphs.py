@@ -116,7 +116,7 @@ class StageGraphs(NodeGraphs):
             flying[key] = edge.forward(partial(objective.compute, *key))
         else:
             with objective.around_backward():
-                edge.backward(*flying.pop(key))
+                edge.backward(*flying.pop(key), deferred=objective.split is not None)
             if objective.split is not None:
                 deferred[key] = objective.split.weights()
 
