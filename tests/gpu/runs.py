@@ -87,6 +87,32 @@ for _name, _how in {
         "distillation.temperature=2", "moe.transport=nvlink", *_how,
     )  # fmt: skip
 
+# test_multi_token_gpu.py: by name, how many layers predict further tokens, and what else the run has.
+_STAGED = ("training.gradient_accumulation_steps=4", "parallelism.pp_size=2")
+FURTHER: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one layer": (1, ()),
+    "two layers": (2, ("training.gradient_accumulation_steps=2",)),
+    "one layer, 1F1B": (1, (*_STAGED, "parallelism.pp_schedule=1F1B")),
+    "two layers, ZBVZeroBubble": (2, (*_STAGED, "parallelism.pp_schedule=ZBVZeroBubble")),
+}
+_DEEPSEEK = (
+    "model.model_type=deepseek_v3", "model.config.hidden_size=128", "model.config.intermediate_size=256",
+    "model.config.moe_intermediate_size=64", "model.config.num_hidden_layers=4", "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=4", "model.config.n_routed_experts=8", "model.config.num_experts_per_tok=2",
+    "model.config.n_shared_experts=1", "model.config.n_group=1", "model.config.topk_group=1",
+    "model.config.first_k_dense_replace=1", "model.config.q_lora_rank=64", "model.config.kv_lora_rank=64",
+    "model.config.qk_nope_head_dim=32", "model.config.qk_rope_head_dim=32", "model.config.v_head_dim=64",
+    "model.config.initializer_range=0.1",
+)  # fmt: skip
+_FURTHER = (*SHORT, *EXACT, *_DEEPSEEK, "parallelism.data_parallel=zero1", "training.learning_rate=1e-3")
+for _name, (_depth, _more) in FURTHER.items():
+    _all = (*_FURTHER, f"mtp.depth={_depth}", *_more)
+    _add(f"further: {_name} eager", 2, *_all, "training.cuda_graphs=off")
+    _add(f"further: {_name} captured", 2, *_all, "training.cuda_graphs=on")
+    _add(f"further: {_name} compiled", 2, *_all, "training.cuda_graphs=on", "training.torch_compile=true")
+for _depth in (1, 2):
+    _add(f"further: {_depth} in one stage", 1, *_FURTHER, f"mtp.depth={_depth}", _STAGED[0], "training.cuda_graphs=off")
+
 # test_dense_gpu.py
 DENSE = {
     "float32": ("model.dtype=float32",),

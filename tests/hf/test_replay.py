@@ -23,6 +23,8 @@ from tests.hf.test_limit import NOT_ANSWERED
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks
 
+# How far logits may be from those of float32 on the CPU.
+ON_A_DEVICE = [(torch.float32, 1e-4), (torch.bfloat16, 0.1)]
 FEW = ("olmoe", "gpt_oss", "deepseek_v3", "gemma4", "phimoe")
 
 
@@ -153,13 +155,13 @@ PROMPTS = [[0, 0, 5, 9, 11], [7, 3, 8, 4, 20], [0, 6, 6, 30, 12]]
 
 
 def _rollout(model: Any, rows: slice, count: int = 6) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    ids_BL = torch.tensor(PROMPTS[rows])
+    ids_BL = torch.tensor(PROMPTS[rows], device=model.device)
     with record_rollout(model) as rollout:
         out_BL = model.generate(
             ids_BL, attention_mask=(ids_BL > 0).long(), max_new_tokens=count, eos_token_id=None, pad_token_id=0,
             do_sample=False, use_cache=True,
         )  # fmt: skip
-    return out_BL, torch.cat([ids_BL > 0, torch.ones(len(ids_BL), count, dtype=torch.bool)], 1), rollout
+    return out_BL, torch.cat([ids_BL > 0, ids_BL.new_ones(len(ids_BL), count) > 0], 1), rollout
 
 
 def _logits(model: Any, out_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
@@ -170,7 +172,7 @@ def _logits(model: Any, out_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Te
 
 def _read(mask_BL: torch.Tensor) -> torch.Tensor:
     """All tokens that a generation has read: no padding, and not the last one."""
-    return torch.cat([mask_BL[:, :-1], torch.zeros(len(mask_BL), 1, dtype=torch.bool)], 1)
+    return torch.cat([mask_BL[:, :-1], mask_BL[:, :1] & False], 1)
 
 
 @pytest.mark.parametrize("folder", ["qwen3_moe", "deepseek_v3"])
@@ -311,6 +313,48 @@ def test_what_servers_return() -> None:
     with replay(model, found) as replayed:
         _logits(model, out_BL, mask_BL)
     assert replayed.differing().routers == 0
+
+
+def check_on(device: str, dtype: torch.dtype, bound: float) -> None:
+    """Choices of a rollout of the CPU, as a server returns them, replayed on `device` after the routers have moved: the
+    same choices as on the CPU, and the same logits up to `bound` of the largest."""
+    found = []
+    for place, kind in (("cpu", torch.float32), (device, dtype)):
+        # Multiples of 8, which grouped products of bfloat16 take.
+        model: Any = tiny_model(discover()["deepseek_v3"], hidden_size=64, moe_intermediate_size=32)
+        model = model.to(place, kind).eval()
+        carpool.hf.install(model)
+        if not found:
+            out_BL, mask_BL, rollout = _rollout(model, slice(0, 3))
+            returned = _returned(model, rollout, mask_BL)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("gate.weight"):
+                    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+                    parameter.add_(noise.to(parameter))
+            ids_BL, there_BL = out_BL.to(place), mask_BL.to(place)
+            recordings = carpool.hf.routed_experts(model, returned, there_BL)
+            own = _logits(model, ids_BL, there_BL)
+            with replay(model, recordings) as replayed:
+                logits = _logits(model, ids_BL, there_BL)
+        read_T, differing = _read(mask_BL).flatten(), replayed.differing()
+        assert differing.tokens > 0.5 and not torch.equal(own, logits)
+        chosen = [one.routing.expert_TK.cpu()[read_T] for one in rides(model).values()]
+        assert all(
+            torch.equal(one, other.expert_TK.cpu()[read_T])
+            for one, other in zip(chosen, recordings.values(), strict=True)
+        )
+        found.append((chosen, logits.float().cpu(), differing.routers))
+    (theirs, want, often), (ours, got, differed) = found
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert float((got - want).abs().max()) <= bound * float(want.abs().max())
+    assert differed == pytest.approx(often, abs=0 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), ON_A_DEVICE)
+def test_the_same_choices_in_another_type(dtype: torch.dtype, bound: float) -> None:
+    """And on a GPU: tests/gpu/test_replay_gpu.py."""
+    check_on("cpu", dtype, bound)
 
 
 def test_layers_behind_the_last_one_have_no_choices() -> None:
