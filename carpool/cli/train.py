@@ -96,8 +96,7 @@ def train(
             agents = parse_agents(elastic)
             # A group that forms while a run goes on cannot begin another one.
             training = resolved.config.training
-            resume = training.resume_from_checkpoint or "auto"
-            training = training.model_copy(update={"resume_from_checkpoint": resume})
+            training = training.model_copy(update={"resume_from_checkpoint": training.resume_from_checkpoint or "auto"})
             resolved = replace(resolved, config=resolved.config.model_copy(update={"training": training}))
         settings = resolved.config
         require(TRAIN_PACKAGES)
@@ -280,23 +279,24 @@ def check_ahead(resolved: Resolved, entry: str, debug: bool, **kwargs: Any) -> N
 def read_data(config: Config) -> None:
     """Tokenizes the data of a run, unless that has been done, and refuses what cannot be used, and other data than the
     checkpoint's that the run goes on from."""
-    from carpool.train.checkpoints.manager import CheckpointManager
-    from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
     from carpool.train.data.corpus import corpus_of
-    from carpool.train.data.loader import check_same_data
     from carpool.train.data.mixture import eval_sequences, train_sequences
     from carpool.train.data.streaming import Streams
     from carpool.train.data.tokenizer import tokenizer_of
 
     tokenizer = tokenizer_of(config)
     corpora = corpus_of(config, tokenizer)
-    streams = Streams(config.data, tokenizer, config.model.path) if config.data.streaming else None
-    train = streams or train_sequences(corpora, config.data)
-    eval_sequences(corpora, config.data)
-    folder = config.training.folder
-    resume = checkpoint_to_resume(config.training.resume_from_checkpoint, folder, CheckpointManager(folder))
-    if resume is not None:
-        check_same_data(read_run_state(resume)["loader"], train.fingerprint)
+    data = config.data
+    train = Streams(data, tokenizer, config.model.path) if data.streaming else train_sequences(corpora, data)
+    eval_sequences(corpora, data)
+    if config.training.resume_from_checkpoint is not None:  # the agent of any other run need not import Transformers
+        from carpool.train.checkpoints.manager import CheckpointManager
+        from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
+        from carpool.train.data.loader import check_same_data
+
+        folder = config.training.folder
+        if resume := checkpoint_to_resume(config.training.resume_from_checkpoint, folder, CheckpointManager(folder)):
+            check_same_data(read_run_state(resume)["loader"], train.fingerprint)
 
 
 def _check_teacher(option: str, folder: Path) -> None:

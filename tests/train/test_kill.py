@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -193,7 +194,8 @@ def pid_of_rank(agent: int, rank: int) -> int:
 def test_output_that_cannot_be_written_ends_no_run(text: list[str], tmp_path: Path, how: str) -> None:
     output, errors = tmp_path / "run", tmp_path / "errors"
     settings = [*text, "parallelism.device=cpu", "parallelism.num_ranks=1", "training.max_steps=2"]
-    train = [sys.executable, "-m", "carpool", "train", *MODEL, *settings, f"training.output_dir={output}"]
+    command = [sys.executable, "-X", "importtime", "-m", "carpool", "train"]
+    train = [*command, *MODEL, *settings, f"training.output_dir={output}"]
     end = {"read no further": "| head -n 1", "full": "> /dev/full", "closed from the start": ">&-"}[how]
     script = f'set -o pipefail; "$@" 2> {errors} {end}'
     ran = subprocess.run(["bash", "-c", script, "bash", *train], stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
@@ -201,6 +203,9 @@ def test_output_that_cannot_be_written_ends_no_run(text: list[str], tmp_path: Pa
     assert ran.returncode == 0 and "Traceback" not in said, said
     assert said.count("standard output cannot be written any more") == (0 if how == "closed from the start" else 1)
     assert len(losses(output)) == 2 and (output / "checkpoints" / "step-00000002").is_dir()
+    # The agent lives as long as the run, and leaves Transformers to the ranks.
+    imported = re.findall(r"^import time:.*\| +(\S+)$", said, flags=re.MULTILINE)
+    assert "carpool.train.launch.start" in imported and "transformers" not in imported
 
 
 def test_auto_does_not_begin_where_checkpoints_were_lost(tmp_path: Path) -> None:

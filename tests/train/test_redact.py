@@ -11,7 +11,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from typer.testing import CliRunner
 
+from carpool import cli
 from carpool.plugins.redact import bare, redact
 from carpool.report.page import write_report
 from carpool.train.config.schema_data import DataSource, source_name
@@ -95,10 +97,31 @@ def test_json_stays_json_and_long_texts_take_no_time() -> None:
     assert time.process_time() - begin < 5  # of patterns that look again from each letter, minutes
 
 
-def test_errors_of_stores_and_names_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def known_vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(vault(tmp_path)))
     monkeypatch.setenv("VAULT", str(tmp_path))
     fsspec.register_implementation("vault", "vault_store.Vault", clobber=True)
+
+
+def settings_of(folder: Path) -> list[str]:
+    a, b = ADDRESS.format("a.txt"), ADDRESS.format("b.txt")
+    return [
+        f"data.sources=[{{path='{a}', weight=2}}, {{path='{b}', weight=1}}]", f"data.eval.held='{b}'",
+        "data.allow_download=true", f"data.cache_dir={folder}/cache", f"training.output_dir={folder}/run",
+        "training.report_to=tensorboard", "training.max_steps=2", "parallelism.device=cpu", "parallelism.num_ranks=1",
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("known_vault")
+def test_a_dry_run_says_none(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["train", "--dry-run", *MODEL, *settings_of(tmp_path)])
+    assert done.exit_code == 0 and "token=REDACTED" in done.stdout, done.output
+    assert not any(secret in done.output for secret in SECRETS), done.output
+
+
+@pytest.mark.usefixtures("known_vault")
+def test_errors_of_stores_and_names_of_sources(tmp_path: Path) -> None:
     for address in (ADDRESS.format("no.txt"), ADDRESS.format("a.txt").replace("word", "x"), ADDRESS.format("*.gif")):
         with pytest.raises(ValueError, match=r"data\.train: .*vault://REDACTED@store/") as caught:
             find_sources([address], "data.train", ["train"])
@@ -115,16 +138,10 @@ def test_errors_of_stores_and_names_of_sources(tmp_path: Path, monkeypatch: pyte
 
 def test_a_run_says_and_writes_none(tmp_path: Path) -> None:
     modules, folder, root = vault(tmp_path), tmp_path / "run", str(Path(__file__).parents[2])
-    a, b = ADDRESS.format("a.txt"), ADDRESS.format("b.txt")
-    settings = [
-        f"data.sources=[{{path='{a}', weight=2}}, {{path='{b}', weight=1}}]", f"data.eval.held='{b}'",
-        "data.allow_download=true", f"data.cache_dir={tmp_path}/cache", f"training.output_dir={folder}",
-        "training.report_to=tensorboard", "training.max_steps=2", "parallelism.device=cpu", "parallelism.num_ranks=1",
-    ]  # fmt: skip
     env = {"PYTHONPATH": f"{modules}:{root}", "VAULT": str(tmp_path)}
 
     def carpool(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "carpool", "train", *MODEL, *settings, *words]
+        command = [sys.executable, "-m", "carpool", "train", *MODEL, *settings_of(tmp_path), *words]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=300)
         assert not any(secret in done.stdout + done.stderr for secret in SECRETS), done.stdout + done.stderr
         return done
@@ -142,4 +159,3 @@ def test_a_run_says_and_writes_none(tmp_path: Path) -> None:
     done = carpool(f"training.output_dir={tmp_path}/other", f"data.eval.held='{wrong}'", "--debug")
     assert done.returncode == 1 and "vault://REDACTED@store/broken.txt?token=REDACTED cannot be read" in done.stderr
     assert "Traceback" in done.stderr
-    assert "token=REDACTED" in carpool(f"training.output_dir={tmp_path}/other", "--dry-run").stdout

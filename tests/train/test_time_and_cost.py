@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from carpool.train.config import load_config
 from carpool.train.plan.dry_run import dry_run
 from carpool.train.plan.time_and_cost import describe_left
 from carpool.train.run.best_model import due_times, is_due
+from carpool.train.run.run import train
+from tests.ranks import Ranks
 from tests.train.test_loop import MODEL
 
 BIG = ["model.config=qwen3-30b-a3b", "data.sequence_length=2048", "training.per_device_train_batch_size=1"]
@@ -73,16 +75,21 @@ def test_what_is_left() -> None:
     )
 
 
-def test_a_run_says_what_it_measured(tmp_path: Path, text: list[str]) -> None:
+def said_by(words: list[str]) -> str:
+    """On a rank: train; what it says."""
+    with redirect_stdout(StringIO()) as text:
+        train(load_config(None, words), command="test")
+    return text.getvalue()
+
+
+def test_a_run_says_what_it_measured(two_ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
     words = [
         *MODEL, *text, "training.max_steps=24", "training.save_steps=16", f"training.output_dir={tmp_path / 'run'}",
-        "parallelism.device=cpu", "parallelism.num_ranks=2", "parallelism.price_per_device_hour=3",
+        "parallelism.price_per_device_hour=3",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "carpool", "train", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "time of a step" not in done.stdout
-    first, second = re.findall(r"time left: .*", done.stdout)
+    said = two_ranks(said_by, words)[0]
+    assert "time of a step" not in said
+    first, second = re.findall(r"time left: .*", said)
     # After step 10, the pauses at 12, 15, ... 24; after the checkpoint of step 16, that at the end.
     assert re.search(r"13 steps of [\d,]+ ms", first) and "2 checkpoints come on top, none of which" in first
     assert re.search(r"8 steps of [\d,]+ ms", second) and "on top" not in second and " at 3 each" in second

@@ -60,8 +60,8 @@ def main() -> None:
     code = 0
     try:
         with lasting_output():
-            config = config_type().model_validate_json(json.dumps(job["config"]))
             entry, kwargs = find_entry(job["entry"]), job["kwargs"]
+            config = config_type().model_validate_json(json.dumps(job["config"]))
             if "RANK" in os.environ:
                 run_rank(config, entry, kwargs)
             else:
