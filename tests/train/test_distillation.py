@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from carpool.train.build.teacher import write_logits
 from carpool.train.config import load_config
 from carpool.train.config.schema_distillation import DistillationSection
 from carpool.train.data.teacher_logits import TeacherLogits
-from examples.tiny_chat_model import make_tokenizer
+from examples.tiny_chat_model import CONVERSATIONS, make_tokenizer
+from examples.tiny_chat_model import write as write_model
+from tests.bench.started import check_train
 from tests.ranks import Ranks
 from tests.train.test_cli import error_of
 from tests.train.test_data import write_parquet
@@ -140,6 +143,13 @@ def test_what_does_not_fit_is_refused_before_a_step(
     for teacher, why in (("moe", "has other tokens than the data"), ("narrow", "of 200, and the model of 320")):
         (error,) = one_rank(write, [*SHORT, *text, *WHOLE, has, "data.sequence_length=64"], str(teachers / teacher))
         assert why in error
+    flash = ["model.attn_implementation=flash_attention_2", "data.packing=examples", f"data.train={CONVERSATIONS}"]
+    write_model(tmp_path / "tiny")
+    with pytest.raises(ValueError, match="take other tokens of packed rows than a teacher"):
+        check_train([
+            f"model.path={tmp_path / 'tiny'}", f"distillation.teacher={tmp_path / 'tiny'}", *flash,
+            "parallelism.num_ranks=2", "parallelism.cp_size=2",
+        ])  # fmt: skip
     assert "pieces" in error_of("train", f"distillation.teacher={teachers / 'moe'}", "training.loss_chunk_size=0")
 
 
@@ -166,14 +176,39 @@ def test_a_row_that_cannot_be_used_is_named(ids: Any, log_probs: Any, why: str, 
     columns |= {"token_ids": [[[1, 2]] * 3, ids], "log_probs": [[[-1.0, -1.0]] * 3, log_probs]}
     path, settings = tmp_path / "rows.parquet", DistillationSection(logits=str(tmp_path))
     write_parquet(path, **columns)
-    try:
-        assert TeacherLogits(settings, WORDS)[1][0].tolist() == [[1, 2], [3, 4]] and not why
-    except ValueError as error:
-        assert why and str(error).startswith(f"{path}: the row of sequence 1 ") and why in str(error)
+    sequences: Any = [SimpleNamespace(ids=[7, 8, 9])] * 2
+    for look in (lambda logits: logits[1], lambda logits: logits.check(sequences)):
+        try:
+            assert len(look(TeacherLogits(settings, WORDS))) != 1 and not why
+        except ValueError as error:
+            assert why and str(error).startswith(f"{path}: the row of sequence 1 ") and why in str(error)
+            assert "let `carpool teach` write its sequences" in str(error)
     for wrong in ({"log_probs": ["x", "y"]}, {"sequence": [1, 1]}, {"token_ids": None}):
         write_parquet(path, **{name: column for name, column in (columns | wrong).items() if column is not None})
         with pytest.raises(ValueError, match=str(path)):
             TeacherLogits(settings, WORDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "log_probs", "why"),
+    [
+        ([5, 320], [-1, -1], "has word 320 for a token, of 320"),
+        ([5], [-1], "1 words"),
+        ([5, 6], [-1, 0.5], "more than"),
+    ],
+)
+def test_a_wrong_row_among_many_is_found_before_a_step(words: Any, log_probs: Any, why: str, tmp_path: Path) -> None:
+    """By statistics: the first row of the file and the last one of its row group are right."""
+    rows, tokens = 8, [7, 8, 9]
+    columns = {"sequence": [*range(rows)], "input_ids": [tokens] * rows, "token_ids": [[[1, 2]] * 3] * rows}
+    columns["log_probs"] = [[[-1.0, -1.0]] * 3] * rows
+    columns["token_ids"][4], columns["log_probs"][4] = [words] * 3, [log_probs] * 3
+    write_parquet(tmp_path / "rows.parquet", **columns)
+    logits = TeacherLogits(DistillationSection(logits=str(tmp_path)), WORDS)
+    sequences: Any = [SimpleNamespace(ids=tokens)] * rows
+    assert logits.check(sequences, 1, 2) == []  # the other rank has these rows
+    with pytest.raises(ValueError, match=f"rows.parquet: the row of sequence 4 .*{why}"):
+        logits.check(sequences, 0, 2)
 
 
 def test_a_script_may_write_the_files(one_rank: Ranks, files: Path, text: list[str], tmp_path: Path) -> None:
@@ -194,4 +229,5 @@ def test_a_script_may_write_the_files(one_rank: Ranks, files: Path, text: list[s
         write_parquet(tmp_path / "rows.parquet", **columns)
         (error,) = one_rank(run, str(tmp_path / name), settings)
         assert (why in error) and bool(error) == bool(why), error
+        assert (tmp_path / name / "metrics.jsonl").exists() != bool(why)
     assert json.loads((tmp_path / "good" / "summary.json").read_text())["steps"] == 3

@@ -29,6 +29,9 @@ _GROUP_BYTES = 2**20
 _ROUNDING = 0.02
 # Sequences that the tokenizers of the teacher and of the data must read alike.
 _COMPARED = 32
+_AGAIN = "mend the row, or remove the file and let `carpool teach` write its sequences"
+# Row groups of which each rank reads rows before the first step.
+_SAMPLED = 256
 # As `COLUMNS`.
 Row = tuple[int, NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
 
@@ -101,10 +104,11 @@ class TeacherLogits:
             )
 
     def check(self, sequences: Sequences, rank: int = 0, ranks: int = 1) -> list[int]:
-        """The sequences that have no row. Each of several ranks compares the tokens of some row groups.
+        """The sequences that have no row. Each of several ranks compares the tokens of some row groups, and looks at
+        what a sample of their rows says: at one of a group, and at all where statistics of the file do not look right.
 
         Raises:
-            ValueError: a row has other tokens than its sequence, or is of none."""
+            ValueError: a row has other tokens than its sequence, is of none, or says what cannot be."""
         for path, file in zip(self._paths, self._files, strict=True):
             for batch in file.iter_batches(row_groups=range(rank, file.num_row_groups, ranks), columns=COLUMNS[:2]):
                 for number, ids in zip(batch["sequence"].to_pylist(), batch["input_ids"], strict=True):
@@ -115,7 +119,26 @@ class TeacherLogits:
                             "another tokenizer, other data, or another data.sequence_length or packing; write all "
                             "again into an empty folder, with the settings of this run"
                         )
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number, (file, group, _) in self._places.items():
+            groups.setdefault((file, group), []).append(number)
+        own = list(groups.items())[rank::ranks]
+        odd = [rows for place, rows in own if not self._may_be_right(*place)]
+        sample = [rows[-1:] for _, rows in own[:: 1 + len(own) // _SAMPLED]]
+        for number in (number for rows in odd[:_SAMPLED] + sample for number in rows):
+            self[number]
         return [number for number in range(len(sequences)) if number not in self._places]
+
+    def _may_be_right(self, file: int, group: int) -> bool:
+        """By the file's statistics of a row group. They count last tokens, of which nothing is read."""
+        about = self._files[file].metadata.row_group(group)
+        columns = {one.path_in_schema.split(".")[0]: one for one in map(about.column, range(about.num_columns))}
+        tokens, ids, log_probs = (columns[name] for name in COLUMNS[1:])
+        right = ids.num_values == log_probs.num_values and ids.num_values % tokens.num_values == 0
+        for one, least, most in ((ids, 0, (self._words or 2**31) - 1), (log_probs, -np.inf, _ROUNDING)):
+            known = one.statistics
+            right &= known is None or (known.has_min_max and least <= known.min and known.max <= most)
+        return bool(right)
 
     def __getitem__(self, sequence: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """(L - 1, K) words, and their log-probabilities, of all tokens but the last.
@@ -136,7 +159,7 @@ class TeacherLogits:
         elif not np.exp(log_LK).sum(1).max(initial=0.0) <= 1 + _ROUNDING:
             why = why or "has probabilities that sum up to more than 1, or are no numbers"
         if why:
-            raise ValueError(f"{self._paths[place[0]]}: the row of sequence {sequence} {why}")
+            raise ValueError(f"{self._paths[place[0]]}: the row of sequence {sequence} {why}; {_AGAIN}")
         return ids_LK, log_LK
 
     def batch(self, sequences: Ids, length: int) -> Batch:
@@ -158,7 +181,7 @@ class TeacherLogits:
         if {len(one) for one in both} != {length} or len(words) != 1 or None in words or ids.null_count:
             raise ValueError(
                 f"{self._paths[number]}: the row of sequence {sequence[0]} has not equally many words and "
-                f"log-probabilities for each of its {length} tokens"
+                f"log-probabilities for each of its {length} tokens; {_AGAIN}"
             )
         return np.array(ids).reshape(length, -1)[:-1], np.array(log_probs).reshape(length, -1)[:-1]
 

@@ -39,6 +39,7 @@ from carpool.planner.decisions.chosen import Chosen, Decisions
 from carpool.planner.decisions.rules import Policies
 from carpool.train.blueprint import Blueprint, attention_of, check_implementations, flops_per_token
 from carpool.train.config.schema import Config
+from carpool.train.data.formats import are_packed
 from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.launch.ranks import gather
@@ -293,7 +294,7 @@ def _check_halves(config: Config, batch_sizes: tuple[int, ...]) -> None:
 
 
 def _check_model_has(config: Config, blueprint: Blueprint, degrees: Degrees) -> None:
-    """What settings of routing and of slices ask of a model."""
+    """What settings of routing, of slices and of a teacher ask of a model."""
     model, counts = blueprint.model, blueprint.expert_counts
     config.moe.drops.check(blueprint.top_k)
     weight, why = blueprint.balance_loss(config.moe.router_aux_loss_coef)
@@ -306,6 +307,13 @@ def _check_model_has(config: Config, blueprint: Blueprint, degrees: Degrees) -> 
         raise ValueError(
             f"moe.sequence_aux_loss_coef = {config.moe.sequence_aux_loss_coef:g} is of softmax or sigmoid scores, and "
             f"the routers of {type(model).__name__} have {scores}: set it to 0; moe.bias_update_rate balances without"
+        )
+    flash = "flash" in (config.model.attn_implementation or "")
+    if flash and config.distillation.teacher is not None and degrees.cp > 1 and are_packed(config.data):
+        raise ValueError(
+            f"model.attn_implementation = {config.model.attn_implementation!r}: context-parallel ranks would take "
+            "other tokens of packed rows than a teacher, which has Transformers' attention; leave it out, or have "
+            "`carpool teach` write files"
         )
     if config.adapter.is_used and config.training.optimizer_in_backward and degrees.world_size > 1:
         raise ValueError(
