@@ -44,6 +44,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from carpool.hf.seam.expert_rides import rides
 from carpool.optim.update import local
+from carpool.parallel.ranks import gather, rank, together, world
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.checkpoint_files import MODEL, OPTIMIZER, read_state
 from carpool.train.checkpoints.host_copy import HostBuffer, copy_files
@@ -57,7 +58,6 @@ from carpool.train.checkpoints.state_tensors import (
     rng_state,
     set_rng_state,
 )
-from carpool.train.launch.ranks import gather, rank, together, world
 from carpool.train.run.finish import run_state
 from carpool.train.run.rollback import restore_state
 from carpool_systems.rank_overlap import Held, allocate, place

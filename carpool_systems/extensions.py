@@ -151,7 +151,7 @@ class MoveSequences(Extension):
 def _goes_on(run: Run) -> bool:
     """Whether a run, whose records are not open yet, takes its state from memory, if that is there. That of a run whose
     folder was emptied is not its own. Collective."""
-    from carpool.train.launch.ranks import from_rank_0
+    from carpool.parallel.ranks import from_rank_0
     from carpool.train.records.run_folder import METRICS
 
     there = from_rank_0((run.folder / METRICS).exists)

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from carpool.optim.update import local
+from carpool.parallel.ranks import gather, rank, together, world
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints import memory_files
 from carpool.train.checkpoints.host_copy import copy_files
@@ -51,7 +52,6 @@ from carpool.train.checkpoints.state_tensors import (
     rng_state,
     set_rng_state,
 )
-from carpool.train.launch.ranks import gather, rank, together, world
 from carpool.train.run.finish import run_state
 from carpool.train.run.loop import Run
 from carpool.train.run.rollback import restore_state

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from carpool.optim.base import Matrices, MuonFacts
+from carpool.parallel.ranks import gather
 
 ROUND = 2**28
 
@@ -182,11 +183,7 @@ class Exchange:
     def __init__(self, parts: Mapping[str, Part], dtype: torch.dtype, device: torch.device, ranks: int) -> None:
         self.dtype, self.device, self.ranks = dtype, device, ranks
         self.rank = dist.get_rank() if ranks > 1 else 0
-        everyone: list[Mapping[str, Part]] = [parts]
-        if ranks > 1:
-            everyone = [{}] * ranks
-            dist.all_gather_object(everyone, dict(parts))
-        self.items = _plan(everyone)
+        self.items = _plan(gather(dict(parts)) if ranks > 1 else [parts])
         self.shared = {item.name for item in self.items if self.rank in item.holders}
         self.rounds = [
             [item for item in self.items if item.round == number]

@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.parallel.ranks import gather
+
 # Size of the send buffer, and of the receive buffer.
 CHUNK_BYTES = 64 * 2**20
 Rows = Sequence[Sequence[int]]
@@ -171,11 +173,7 @@ def check_can_move(
             problem, found = str(error), []
         steps = optimizer.state.get(parameter, {}).get("step", 0) if optimizer is not None else 0
         kept.append((found, float(steps)))
-    everywhere: list[Any] = [(problem, kept)]
-    if dist.is_initialized():
-        everywhere = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everywhere, (problem, kept), group=group)
-    for rank, (text, theirs) in enumerate(everywhere):
+    for rank, (text, theirs) in enumerate(gather((problem, kept), group)):
         if text:
             raise ValueError(f"rank {rank}: {text}")
         if theirs != kept:

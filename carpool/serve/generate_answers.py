@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.experts.host_experts import host_experts
 from carpool.hf.generation import DecodeGraphs, Generated, Sampling
 from carpool.hf.generation import generate as continue_prompts
+from carpool.parallel.ranks import gather, rank, world
 from carpool.serve.prompts import Prompt, Text, check_length, deal, encode
 from carpool.serve.serve_memory import ExpertTier, what_came
 from carpool.serve.served_model import Source, find_source, open_model, use_adapter
@@ -88,13 +88,13 @@ def run_rank(
     """
     disable_progress_bar()
     source = find_source(Path(model), adapters)
-    text, main = source.text, not dist.is_initialized() or dist.get_rank() == 0
+    text, main = source.text, rank() == 0
     tokens, sampling = ready(source, prompts, options)
     first = next(iter(source.adapters), None)
     wanted = [prompt.get("adapter", first) for prompt in prompts]
     for name in filter(None, wanted):
         source.number_of(name)
-    batch_size = min(batch_size, -(-len(prompts) // (dist.get_world_size() if dist.is_initialized() else 1)))
+    batch_size = min(batch_size, -(-len(prompts) // world()))
     longest = max(map(len, tokens))
     loaded = open_model(
         source,
@@ -168,12 +168,10 @@ def answer(
         prompts: the same on all ranks.
         batch_size: of a rank, at most.
     """
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if several else (1, 0)
     answers: list[list[int]] = [[] for _ in prompts]
     speed = Speed()
-    for one in deal([len(prompt) for prompt in prompts], ranks, batch_size):
-        mine = one.of_rank[rank]
+    for one in deal([len(prompt) for prompt in prompts], world(), batch_size):
+        mine = one.of_rank[rank()]
         made = continue_prompts(
             model,
             [prompts[number] for number in mine],
@@ -184,10 +182,7 @@ def answer(
             vocabulary=text.vocabulary,
             graphs=graphs,
         )
-        of_ranks: list[Any] = [made]
-        if several:
-            of_ranks = [None] * ranks
-            dist.all_gather_object(of_ranks, made)
+        of_ranks = gather(made)
         speed += Speed.of_ranks(of_ranks)
         for numbers, theirs in zip(one.of_rank, of_ranks, strict=True):
             for number, new in zip(numbers, theirs.tokens, strict=True):

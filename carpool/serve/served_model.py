@@ -33,6 +33,7 @@ from carpool.hf.sharding import replicate_dense
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.memory.next_experts import PREDICTORS
+from carpool.parallel.ranks import rank, world
 from carpool.serve import check_folder
 from carpool.serve.prompts import Text
 from carpool.serve.serve_memory import ON_DEVICE, ExpertTier, check_room
@@ -47,7 +48,6 @@ from carpool.train.config import load_config
 from carpool.train.config.fine_tuning import adapter_folder, base_of_run, other_base
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import tokenizer_of
-from carpool.train.launch.ranks import rank, world
 from carpool.train.lora import attach_adapter
 from carpool.train.records.run_folder import ADAPTER
 from carpool.transport import HierarchicalOptions

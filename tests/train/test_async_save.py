@@ -21,13 +21,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from carpool.optim import AdamW
+from carpool.parallel.ranks import rank
 from carpool.train.checkpoints import host_copy, pending_save
 from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError, read_state
 from carpool.train.checkpoints.host_copy import HostBuffer, copy_files
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.shard_files import Piece, ShardFile, total_bytes
 from carpool.train.config import TrainingSection, load_config
-from carpool.train.launch.ranks import rank
 from carpool.train.run.run import train
 from tests.ranks import Ranks
 from tests.train.test_checkpoint import EP2, EP4, HSDP, TWO, Layout, _build, _train

@@ -36,6 +36,7 @@ from carpool.hf.build_model import build_model
 from carpool.hf.routing.router_answers import balanced_choices, force_choices
 from carpool.hf.seam.expert_rides import buffers_of_rides
 from carpool.hf.seam.find_modules import decoder_layers, experts_modules
+from carpool.parallel.ranks import from_rank_0
 from carpool.placement.trace import Trace
 from carpool.planner.decisions.chosen import Decisions
 from carpool.profile.kinds import LOSS, OPTIMIZER
@@ -45,7 +46,6 @@ from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.launch.machine import find_machine, rank_device
-from carpool.train.launch.ranks import from_rank_0
 from carpool.train.lora import add_adapter
 from carpool.train.plan.division import distributed_config
 from carpool.train.plan.resolve import Plan, resolve

@@ -35,13 +35,13 @@ from carpool.bench.model.model_contenders import Contender, check_routing, free_
 from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, StepTimes, Times, roofline_ms, show, work_of
 from carpool.bench.timing import host_times, rounds
 from carpool.metrics.host import slowest, synchronize
+from carpool.parallel.ranks import gather
 from carpool.planner.search.plan import USABLE
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.rank_trace import STEP, load
 from carpool.train.blueprint import Blueprint, flops_per_token, peak_flops
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.launch.machine import find_machine
-from carpool.train.launch.ranks import gather
 from carpool.train.lora import trained_of
 from carpool.train.plan.estimate import Memory, MemoryEstimate
 from carpool.train.plan.transport_choice import expected_transport

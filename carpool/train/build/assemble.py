@@ -53,6 +53,7 @@ from carpool.optim import OptimizerBase, OptimizerSettings
 from carpool.optim.ema import WeightAverage
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel.meshes import Meshes
+from carpool.parallel.ranks import gather
 from carpool.parallel.replicated import replicated, sharded_parameters
 from carpool.planner.decisions.chosen import Chosen
 from carpool.ride.priority import RidesFirst
@@ -65,7 +66,6 @@ from carpool.train.config.schema import Config, MemorySection, TrainingSection
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.extensions import Extension, extensions_in_use
 from carpool.train.launch.machine import ranks_of
-from carpool.train.launch.ranks import gather
 from carpool.train.lora import add_adapter
 from carpool.train.plan.compile_and_capture import check_graphs, note_graphs, why_no_graphs
 from carpool.train.plan.division import distributed_config

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from carpool.parallel.ranks import gather, patiently, rank, together, world
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpora, Corpus, corpus_of
 from carpool.train.data.formats import are_packed
@@ -20,7 +21,6 @@ from carpool.train.data.sequences import Sequences
 from carpool.train.data.streaming import StreamLoader, Streams
 from carpool.train.data.teacher_logits import TeacherLogits, check_teacher
 from carpool.train.data.tokenizer import Tokenizer
-from carpool.train.launch.ranks import gather, patiently, rank, together, world
 from carpool.train.plan.resolve import Plan
 from carpool.train.plan.start_checks import check_sequences
 

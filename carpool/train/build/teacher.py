@@ -24,6 +24,7 @@ from carpool.hf.sharding import replicate_dense
 from carpool.kernels.cross_entropy import piece_size
 from carpool.kernels.distillation import PIECE
 from carpool.parallel.context import Cut, Group
+from carpool.parallel.ranks import from_rank_0, gather, rank, world
 from carpool.train.blueprint import meta_model
 from carpool.train.build.run_data import read_corpora
 from carpool.train.config.schema import Config
@@ -32,7 +33,6 @@ from carpool.train.data.mixture import train_sequences
 from carpool.train.data.teacher_logits import Row, TeacherLogits, check_teacher, write_rows
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.launch.machine import rank_device
-from carpool.train.launch.ranks import from_rank_0, gather, rank, world
 from carpool.train.plan.division import teacher_ep
 from carpool.train.steps.distilling_objective import Teacher
 from carpool.train.steps.training_objective import Objective

@@ -44,6 +44,7 @@ from carpool.hf.weights import mxfp4_files
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import OriginalLayout, OriginalWeights
 from carpool.hf.weights.weight_files import check_whole, stored_weights
+from carpool.parallel.ranks import gather, rank, together
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.checkpoint_files import (
     CheckpointWriteError,
@@ -55,7 +56,6 @@ from carpool.train.checkpoints.checkpoint_files import (
 from carpool.train.checkpoints.export import Exported, ReadBack, check_target, check_values, unit_roundoff, write_model
 from carpool.train.checkpoints.run_source import read_source
 from carpool.train.checkpoints.trained_base import Base, load_trained, recorded_base, trained_base
-from carpool.train.launch.ranks import gather, rank, together
 from carpool.train.records.run_folder import ADAPTER
 
 NAME = "default"

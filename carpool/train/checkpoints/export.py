@@ -34,6 +34,7 @@ from carpool.hf.architecture_changes import why_not_in_transformers, without_cha
 from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import Group, OriginalLayout, OriginalWeights
 from carpool.hf.weights.weight_files import Entry, stored_weights
+from carpool.parallel.ranks import gather, rank, together, world
 from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.checkpoint_files import (
     AVERAGE,
@@ -51,7 +52,6 @@ from carpool.train.checkpoints.checkpoint_files import (
 from carpool.train.checkpoints.manager import CheckpointManager, checkpoint_name, step_of
 from carpool.train.checkpoints.run_source import Source, copy_source, read_source
 from carpool.train.config import load_config
-from carpool.train.launch.ranks import gather, rank, together, world
 from carpool.train.records.run_folder import ADAPTER, CONFIG
 
 # Values that are compared at once.

@@ -42,6 +42,7 @@ from torch import nn
 
 from carpool.activations.host_memory import SHARE, free_host_memory
 from carpool.optim.update import local
+from carpool.parallel.ranks import gather, patiently, rank, together, world
 from carpool.train.checkpoints.checkpoint_files import (
     AVERAGE,
     MODEL,
@@ -69,7 +70,6 @@ from carpool.train.checkpoints.state_tensors import (
     optimizer_tensors,
     rng_state,
 )
-from carpool.train.launch.ranks import gather, patiently, rank, together, world
 
 logger = logging.getLogger(__name__)
 # `list` is a method below.

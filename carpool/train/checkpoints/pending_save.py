@@ -34,11 +34,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from carpool.parallel.ranks import describe, rank, world
 from carpool.train.checkpoints import shard_writer
 from carpool.train.checkpoints.host_copy import HostBuffer, copy_files
 from carpool.train.checkpoints.shard_files import ShardFile
 from carpool.train.checkpoints.state_tensors import rng_state
-from carpool.train.launch.ranks import describe, rank, world
 
 _PAUSE_SECONDS = 0.05
 Reports = list[dict[str, Any]]

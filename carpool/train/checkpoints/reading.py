@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from carpool.hf.seam.moved_experts import is_logical, logical_like, physical_order
 from carpool.optim.adamw_reference import can_be_blocks
 from carpool.optim.ema import WeightAverage
+from carpool.parallel.ranks import gather, one_process_is_fine, patiently, rank, together, world
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.checkpoint_files import (
     AVERAGE,
@@ -49,7 +50,6 @@ from carpool.train.checkpoints.state_tensors import (
     optimizer_tensors,
     set_rng_state,
 )
-from carpool.train.launch.ranks import gather, one_process_is_fine, patiently, rank, together, world
 
 logger = logging.getLogger(__name__)
 

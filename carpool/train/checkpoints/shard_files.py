@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from carpool.parallel.ranks import gather, one_process_is_fine, rank
 from carpool.train.checkpoints.shard_writer import BLOCK, write_file
 from carpool.train.checkpoints.state_tensors import Tensors
-from carpool.train.launch.ranks import gather, one_process_is_fine, rank
 
 _DTYPES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",

@@ -22,11 +22,11 @@ from torch import nn
 from transformers import Trainer
 
 from carpool.hf.seam.moved_experts import is_logical, logical_order
+from carpool.parallel.ranks import rank, together
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import layout_hooks, load
 from carpool.train.checkpoints.run_source import SOURCE, keep_source
-from carpool.train.launch.ranks import rank, together
 
 
 class ShardedCheckpoints:

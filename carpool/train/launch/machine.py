@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout.topology import Topology
+from carpool.parallel.ranks import from_rank_0
 from carpool.parallel.world import find_world
 from carpool.planner.machine.hardware import HARDWARE, Hardware, find_hardware, hardware_of
 from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config, ParallelismSection
-from carpool.train.launch.ranks import from_rank_0
 from carpool.train.launch.start import local_ranks
 from carpool.train.launch.worker import use_cuda
 from carpool.transport.nodes import find_topology

@@ -40,6 +40,7 @@ from carpool.hf.seam.moved_experts import current_layouts, set_layout
 from carpool.hf.trace_recorder import Mark, TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
+from carpool.parallel.ranks import from_rank_0
 from carpool.placement.adopt import aligned
 from carpool.placement.policies import POLICIES, forecast
 from carpool.placement.trace import Trace, concatenate
@@ -48,7 +49,6 @@ from carpool.replicas.migrate import Moved
 from carpool.report.units import bytes_text
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_placement import PlacementSection
-from carpool.train.launch.ranks import from_rank_0
 from carpool.train.moving.solve import Array, Facts, Question, Solving
 from carpool.train.records.run_folder import LAYOUT, replace_text
 

@@ -34,6 +34,7 @@ from carpool.layout.layouts import Layouts
 from carpool.memory import TIERS
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.ranks import gather
 from carpool.planner.candidate import Candidate
 from carpool.planner.decisions.chosen import Chosen, Decisions
 from carpool.planner.decisions.rules import Policies
@@ -42,7 +43,6 @@ from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, device_name
-from carpool.train.launch.ranks import gather
 from carpool.train.lora import check_adapter, trained_of
 from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
 from carpool.train.plan.compile_and_capture import COMPILE_KIND, choose_compile, describe_compile, with_compile
@@ -311,9 +311,8 @@ def _check_model_has(config: Config, blueprint: Blueprint, degrees: Degrees) -> 
     flash = "flash" in (config.model.attn_implementation or "")
     if flash and config.distillation.teacher is not None and degrees.cp > 1 and are_packed(config.data):
         raise ValueError(
-            f"model.attn_implementation = {config.model.attn_implementation!r}: context-parallel ranks would take "
-            "other tokens of packed rows than a teacher, which has Transformers' attention; leave it out, or have "
-            "`carpool teach` write files"
+            f"model.attn_implementation = {config.model.attn_implementation!r}: ranks that share sequences take other "
+            "tokens of packed rows than a teacher without flash attention; leave it out, or use distillation.logits"
         )
     if config.adapter.is_used and config.training.optimizer_in_backward and degrees.world_size > 1:
         raise ValueError(

@@ -21,6 +21,7 @@ from carpool.hf.decoder_layers import check_backend
 from carpool.hf.documents import why_not_packed
 from carpool.hf.weights.original_layout import check_weights
 from carpool.hf.weights.weight_files import check_whole
+from carpool.parallel.ranks import from_rank_0, gather
 from carpool.planner.decisions.chosen import Decisions
 from carpool.train.blueprint import Blueprint
 from carpool.train.checkpoints.adapter_files import AdapterModules
@@ -37,7 +38,6 @@ from carpool.train.data.mixture import train_sequences
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, imagine_machine
-from carpool.train.launch.ranks import from_rank_0, gather
 from carpool.train.plan.compile_and_capture import check_graphs
 from carpool.train.plan.memory_fit import CLEARLY, GiB, describe_fit
 from carpool.train.plan.resolve import Plan, resolve

@@ -35,6 +35,7 @@ from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.seam.expert_rides import buffers_of_rides, capacities_of_rides
 from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.metrics.host import timed
+from carpool.parallel.ranks import gather, patiently
 from carpool.report import text_block
 from carpool.report.read import read_run
 from carpool.report.record_types import Train, summarise_steps
@@ -50,7 +51,6 @@ from carpool.train.checkpoints.reading import layout_hooks, load
 from carpool.train.checkpoints.state_tensors import Hook
 from carpool.train.data.loader import EvalLoader, count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed
-from carpool.train.launch.ranks import gather, patiently
 from carpool.train.launch.stopping import Stopped
 from carpool.train.plan.transport_choice import transport_options
 from carpool.train.records.run_folder import ADAPTER, SUMMARY, replace_text

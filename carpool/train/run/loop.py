@@ -33,6 +33,7 @@ from carpool.hf.seam.moved_experts import current_layouts, weights_unchanged
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import peak_memory
 from carpool.metrics.metric import METRICS, LaterMetrics, Metric, start_metrics
+from carpool.parallel.ranks import from_rank_0
 from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.build.run_data import RunData
@@ -41,7 +42,6 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.requested_save import REQUEST
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
-from carpool.train.launch.ranks import from_rank_0
 from carpool.train.launch.stopping import STOP_SIGNALS, StopRequest
 from carpool.train.launch.worker import Watchdog
 from carpool.train.lr_schedules import learning_rate

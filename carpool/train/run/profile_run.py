@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity, record_function
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.metrics.host import synchronize
+from carpool.parallel.ranks import gather
 from carpool.profile.numbers import Profile, RankNumbers, measure, save_profile
 from carpool.profile.rank_trace import STEP, load, merge, read
 from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config import Config
-from carpool.train.launch.ranks import gather
 from carpool.train.plan.start_checks import check_start
 from carpool.train.records.run_folder import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run, update

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from carpool.parallel.ranks import from_rank_0
 from carpool.train.checkpoints.reading import layout_hooks, load
-from carpool.train.launch.ranks import from_rank_0
 from carpool.train.run.best_model import Best
 from carpool.train.run.finish import collect
 from carpool.train.steps.diagnose import WrongStepError

@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.hf.architecture_changes import why_not_in_transformers
 from carpool.hf.seam.expert_rides import buffers_of_rides
 from carpool.metrics.host import peak_memory
+from carpool.parallel.ranks import from_rank_0, gather, together
 from carpool.planner.machine.cost import CostModel
 from carpool.train.blueprint import Blueprint
 from carpool.train.build.assemble import Built, build
@@ -39,7 +40,6 @@ from carpool.train.checkpoints.resume import check_base, check_steps_left, set_a
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, tokenizer_of
 from carpool.train.launch.machine import find_machine, rank_device, ranks_of
-from carpool.train.launch.ranks import from_rank_0, gather, together
 from carpool.train.launch.regroup import FULL, RegroupError, recovery_times
 from carpool.train.launch.stopping import Stopped
 from carpool.train.launch.worker import Watchdog

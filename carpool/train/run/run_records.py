@@ -20,6 +20,7 @@ from carpool.hf.decoder_layers import shards_inside
 from carpool.hf.seam.find_modules import decoder_layers
 from carpool.layout.layouts import Layouts
 from carpool.metrics.host import environment
+from carpool.parallel.ranks import from_rank_0, together
 from carpool.planner.candidate import COMPILED_AGAIN, NOT_COMPILED_AGAIN
 from carpool.train.blueprint import peak_flops
 from carpool.train.build.measured_choices import describe_kernels
@@ -27,7 +28,6 @@ from carpool.train.checkpoints import requested_save
 from carpool.train.checkpoints.checkpoint_files import AVERAGE
 from carpool.train.checkpoints.run_source import keep_source
 from carpool.train.config.fine_tuning import other_base
-from carpool.train.launch.ranks import from_rank_0, together
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED, Planned, describe, measured_beside
 from carpool.train.plan.compile_and_capture import describe_graphs, note_graphs
 from carpool.train.plan.time_and_cost import describe_left, describe_time

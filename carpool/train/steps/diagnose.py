@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.parallel.ranks import gather
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.launch.ranks import gather
 
 
 @contextmanager

@@ -30,12 +30,12 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather(value: T) -> list[T]:
-    """The values of all ranks, in the order of ranks. Collective."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks of the group, in their order. Collective."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
