@@ -398,6 +398,26 @@ def test_what_is_not_of_these_texts(change: Any, said: str) -> None:
         carpool.hf.routed_experts(model, change(arrays), mask_BL)
 
 
+def _one_bad(path: str) -> list[str]:
+    """What each rank raises, if the array of rank 1 is bad; and that of both."""
+    _save("qwen3_moe", path)
+    model, rank, said = _model("qwen3_moe", path), dist.get_rank(), []
+    good = np.broadcast_to(np.arange(2), (3, model.config.num_hidden_layers, 2))
+    for arrays in ([good[:, :, rank:]], [good[:, :1]], [good]):
+        try:
+            carpool.hf.routed_experts(model, arrays, torch.ones(1, 4))
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_all_ranks_refuse_what_one_cannot_use(two_ranks: Ranks, tmp_path: Path) -> None:
+    (one, both, none), others = two_ranks(_one_bad, str(tmp_path))
+    assert one.startswith("rank 1: routed experts of text 0: shape (3, 2, 1)") and both.startswith("routed experts of")
+    assert others == [one, both, none] and none == ""
+
+
 def _differing(path: str) -> tuple[Any, Any, bool]:
     """On rank r, r + 1 of 12 tokens recorded another expert in the last layer; the first 2 tokens are not recorded."""
     _save("olmoe", path)

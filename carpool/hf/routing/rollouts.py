@@ -43,6 +43,7 @@ from carpool.families import family_of
 from carpool.hf.routing.replay import Replayed, replay
 from carpool.hf.seam.expert_rides import required_rides
 from carpool.hf.seam.find_modules import list_number
+from carpool.parallel.ranks import together
 from carpool.routing import Routing
 
 
@@ -111,8 +112,10 @@ def record_rollout(model: nn.Module) -> Iterator[Rollout]:
         handle.remove()
 
 
+@together(ValueError, "")
 def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: torch.Tensor) -> dict[str, Routing]:
     """What `carpool.hf.replay` takes, for a forward over a padded batch, of what vLLM or SGLang returned for its texts.
+    All ranks together, each with its own.
 
     Args:
         returned: for each text, in the order of the batch, an array (tokens, layers, K) of expert ids, nested lists, or
@@ -121,7 +124,8 @@ def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: to
         attention_mask: (B, L), not zero for the tokens of the texts: padding may be on either side, or on both.
 
     Raises:
-        ValueError: an array that is not of this text or this model; a token that has fewer than K different experts.
+        ValueError: on all ranks, an array of any that is not of its text or this model, or a token with fewer than K
+            different experts.
     """
     layers, rides, mask_BL = _layers(model), required_rides(model), attention_mask.cpu().bool()
     config, chosen_BLXK = cast(PreTrainedModel, model).config.get_text_config(), None
