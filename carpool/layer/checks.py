@@ -67,20 +67,16 @@ def check_replay(recording: Routing, num_tokens: int, num_experts: int, group: d
     except ValueError as refused:
         error = refused
     if group is not None:
-        found = _all_found(error is not None, recording.expert_TK, group)
-        if error is None and (bad := [rank for rank, (refuses, _) in enumerate(found) if refuses]):
-            error = ValueError(f"the routing of rank {bad[0]} of the expert-parallel group does not fit its tokens")
-        different = sorted({top_k for _, top_k in found})
-        if error is None and len(different) > 1:
+        top_k = recording.expert_TK.shape[1] if recording.expert_TK.dim() == 2 else -1
+        mine = torch.tensor([int(error is not None), top_k], device=recording.expert_TK.device)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, mine, group=group)
+        refuses, counts = torch.stack(gathered, 1).tolist()
+        if error is None and any(refuses):
+            error = ValueError(
+                f"routing of rank {refuses.index(1)} of the expert-parallel group does not fit its tokens"
+            )
+        if error is None and len(different := sorted(set(counts))) > 1:
             error = ValueError(f"all ranks must replay as many choices per token, but they have K = {different}")
     if error is not None:
         raise error
-
-
-def _all_found(refuses: bool, expert_TK: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    """For each rank, [whether it refuses, K]."""
-    top_k = expert_TK.shape[1] if expert_TK.dim() == 2 else -1
-    mine = torch.tensor([int(refuses), top_k], device=expert_TK.device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    return torch.stack(found).tolist()

@@ -40,10 +40,10 @@ class Routing:
         assert wide[0] is not None
         return Routing(wide[0], wide[1])
 
-    def check(self, num_tokens: int, num_experts: int) -> None:
-        """Raise ValueError if this cannot route `num_tokens` tokens to `num_experts` experts.
+    def check(self, num_tokens: int, num_experts: int) -> int:
+        """The smallest id. ValueError if this cannot route `num_tokens` tokens to `num_experts` experts.
 
-        Looks at values (a host synchronisation), so it is for recordings and other input of a user, not for the
+        Looks at values (one host synchronisation), so it is for recordings and other input of a user, not for the
         hot path."""
         shape = tuple(self.expert_TK.shape)
         if len(shape) != 2 or shape[0] != num_tokens:
@@ -54,14 +54,17 @@ class Routing:
             raise ValueError(f"routing.expert_TK must be int32, not {self.expert_TK.dtype}; use .int()")
         if self.weight_TK is not None and tuple(self.weight_TK.shape) != shape:
             raise ValueError(f"routing.weight_TK has shape {tuple(self.weight_TK.shape)}, expert_TK has {shape}")
-        if self.expert_TK.numel() and not -1 <= int(self.expert_TK.min()) <= int(self.expert_TK.max()) < num_experts:
-            raise ValueError(
-                f"routing.expert_TK holds ids from {int(self.expert_TK.min())} to {int(self.expert_TK.max())}; "
-                f"experts are 0..{num_experts - 1}, and -1 means none"
-            )
-        sorted_TK = self.expert_TK.sort(dim=1).values
-        if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any()):
+        if not self.expert_TK.numel():
+            return 0
+        ids_TK = self.expert_TK.sort(dim=1).values
+        twice = ((ids_TK[:, 1:] == ids_TK[:, :-1]) & (ids_TK[:, 1:] >= 0)).any()
+        least, most, repeats = torch.stack([ids_TK[:, 0].min(), ids_TK[:, -1].max(), twice.int()]).tolist()
+        if least < -1 or most >= num_experts:
+            ids = f"ids from {least} to {most}; experts are 0..{num_experts - 1}, and -1 means none"
+            raise ValueError(f"routing.expert_TK holds {ids}")
+        if repeats:
             raise ValueError("routing.expert_TK names an expert twice for one token; add the two weights instead")
+        return int(least)
 
 
 def _repeated(of_TK: torch.Tensor, times: int) -> torch.Tensor:

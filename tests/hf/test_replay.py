@@ -6,6 +6,7 @@ import base64
 import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from peft import LoraConfig, get_peft_model
 
 import carpool.hf
 from carpool.hf import drop_choices, limit_routing, record_rollout, replay, rides
+from carpool.hf.routing.replay import _LayerReplay
 from carpool.routing import DropOptions, Routing
 from carpool.routing.limit import LimitOptions
 from tests.hf.parity import EXCEPTIONS
 from tests.hf.test_behaviours import _model, _own, _save
 from tests.hf.test_limit import NOT_ANSWERED
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
+from tests.no_waits import Reads, no_waits
 from tests.ranks import Ranks
 
 # How far logits may be from those of float32 on the CPU.
@@ -82,6 +85,30 @@ def test_choices_train_the_router_and_weights_do_not() -> None:
                 assert torch.equal(parameter.grad, gradients[name]), name
 
 
+def reads(model: Any, batch: dict[str, torch.Tensor], recordings: dict[str, Routing], weights: bool) -> list[int]:
+    """How often the host reads what tensors hold: when a replay begins, and in a forward more than without one."""
+    with torch.no_grad():
+        with Reads() as plain:
+            model(**batch)
+        with Reads() as beginning:
+            context = replay(model, recordings, weights=weights)
+            context.__enter__()
+        with Reads() as replayed:
+            model(**batch)
+        context.__exit__(None, None, None)
+    return [beginning.count, replayed.count - plain.count]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_forward_that_replays_does_not_wait(weights: bool) -> None:
+    model: Any = tiny_model(discover()["olmoe"], num_hidden_layers=3).eval()
+    carpool.hf.install(model)
+    batch = tiny_batch(model)
+    model(**batch)
+    # It began with four reads for each layer, and a forward had three.
+    assert reads(model, batch, recorded(model), weights) == [3, 0]
+
+
 def _several(path: str, how: str) -> tuple[list[bool], list[str]]:
     """Replays on two ranks, with layers computed again; of a limited or dropping model, without that; errors."""
     _save("olmoe", path)
@@ -106,6 +133,9 @@ def _several(path: str, how: str) -> tuple[list[bool], list[str]]:
         nothing = {name: Routing(torch.full_like(one.expert_TK, -1), None) for name, one in recordings.items()}
         with replay(model, nothing), torch.no_grad():
             same.append(torch.equal(model(**batch).loss, want))
+
+    # Before a forward sends anything, ranks tell each other once whether their tokens are as many.
+    same += [reads(model, batch, recordings, weights)[1] == 2 for weights in (False, True) if how == "plain"]
 
     def attempt(bad: dict[str, Routing], **options: Any) -> None:
         try:
@@ -138,12 +168,12 @@ def test_replays_on_several_ranks(two_ranks: Ranks, tmp_path: Path, how: str) ->
         assert all(same), (rank, same)
         if how == "plain":
             assert "fit" in said[0] or "but the layer got" in said[0]
-            assert "experts are 0..7" in said[1] and ("rank 1 cannot replay" in said[1]) == (rank != 1)
+            assert said[1].startswith("rank 1: model.layers.0") and "experts are 0..7" in said[1]
             assert "must replay the same layers alike" in said[2]
             assert "recording for 'model.layers.9', but this model's layers are" in said[3]
             assert "the recording has no weights" in said[4]
             assert "some recorded choices are -1" in said[5]
-            assert ("experts are 0..7", "there is no recording")[rank] in said[6] and "cannot replay" not in said[6]
+            assert all(one in said[6] for one in ("rank 0: ", "experts are 0..7", "; rank 1: ", "is no recording"))
             assert "is replayed already" in said[7]
 
 
@@ -335,7 +365,8 @@ def check_on(device: str, dtype: torch.dtype, bound: float) -> None:
             ids_BL, there_BL = out_BL.to(place), mask_BL.to(place)
             recordings = carpool.hf.routed_experts(model, returned, there_BL)
             own = _logits(model, ids_BL, there_BL)
-            with replay(model, recordings) as replayed:
+            choose = no_waits(place == "cuda")(_LayerReplay._choose)
+            with mock.patch.object(_LayerReplay, "_choose", choose), replay(model, recordings) as replayed:
                 logits = _logits(model, ids_BL, there_BL)
         read_T, differing = _read(mask_BL).flatten(), replayed.differing()
         assert differing.tokens > 0.5 and not torch.equal(own, logits)

@@ -32,6 +32,7 @@ from carpool.hf.routing.router_answers import AnsweredRouter
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.find_modules import find_router
 from carpool.layer.checks import check_replay
+from carpool.parallel.ranks import gather, together
 from carpool.routing import Routing
 
 
@@ -51,10 +52,11 @@ def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool
             another number of tokens, another K, or a router without a top-k over experts, which needs `weights`.
     """
     layers = required_rides(model)
-    _agree_on_all(layers, recordings, weights)
+    alike = _agree_on_all(layers, recordings, weights)
+    recordings = {name: recordings[name] for name in layers if name in recordings}
     replays = {n: _LayerReplay(layers[n], find_router(model, n), one, weights) for n, one in recordings.items()}
-    for one in replays.values():
-        one.install()
+    for number, one in enumerate(replays.values()):
+        one.install(together=number == 0 or not alike)
     try:
         yield Replayed(replays)
     finally:
@@ -93,8 +95,9 @@ class Replayed:
         counts_X2 = torch.cat([compared_L2T.sum(2), compared_L2T.any(0).sum(1).unsqueeze(0)])
         if dist.is_initialized():
             dist.all_reduce(counts_X2)
-        *layers, tokens = [differ / max(known, 1) for differ, known in counts_X2.tolist()]
-        differ, known = counts_X2[:-1].sum(0).tolist()
+        counts = counts_X2.tolist()
+        *layers, tokens = [differ / max(known, 1) for differ, known in counts]
+        differ, known = map(sum, zip(*counts[:-1], strict=True))
         return Differing(dict(zip(self.layers, layers, strict=True)), differ / max(known, 1), tokens)
 
 
@@ -109,9 +112,9 @@ class _LayerReplay:
         self._forward: Any = None
         self._answered = False
 
-    def install(self) -> None:
-        """From now on."""
-        self.own.replay = self
+    def install(self, together: bool) -> None:
+        """From now on. `together`: ranks tell each other whether their tokens are as many, for which the host waits."""
+        self.own.replay, self.group = self, self.own.group if together else None
         if self.router is not None:
             self._forward = self.router.forward
             # Not within a limit, which would answer first.
@@ -125,7 +128,7 @@ class _LayerReplay:
         self.own.replay = None
 
     def _choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-        check_replay(self.recording, score_TE.shape[0], self.own.num_experts, self.own.group)
+        self._check(score_TE.shape[0])
         self._answered = True
         recorded_TK = self.recording.expert_TK.to(score_TE.device).long()
         if recorded_TK.shape[1] != top_k:
@@ -138,10 +141,16 @@ class _LayerReplay:
         self.compared = (score_TK != own_score_TK).any(1), known_T
         return expert_TK
 
+    def _check(self, tokens: int) -> None:
+        if self.group is not None:
+            check_replay(self.recording, tokens, self.own.num_experts, self.group)
+        elif tokens != (recorded := len(self.recording.expert_TK)):
+            raise ValueError(f"{self.own.name}: {recorded} tokens were recorded, but the layer got {tokens}")
+
     def before_ride(self, routing: Routing) -> Routing:
         """What rides: the recording, or what the router has made of its choices."""
         if self.weights:
-            check_replay(self.recording, routing.expert_TK.shape[0], self.own.num_experts, self.own.group)
+            self._check(routing.expert_TK.shape[0])
             recorded_TK = self.recording.expert_TK.to(routing.expert_TK.device)
             chosen_TK = (recorded_TK.unsqueeze(2) == routing.expert_TK.unsqueeze(1)).any(2) | (recorded_TK < 0)
             self.compared = ~chosen_TK.all(1), (recorded_TK >= 0).any(1)
@@ -155,38 +164,34 @@ class _LayerReplay:
         return routing
 
 
-def _agree_on_all(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], weights: bool) -> None:
-    """Check on all ranks what can be known before a forward."""
-    error = _error(layers, recordings, weights)
-    told: list[Any] = [(error, sorted(recordings), weights)]
-    if dist.is_initialized():
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (error, sorted(recordings), weights))
-    for rank, (text, names, _) in enumerate(told):
-        if text is not None:
-            raise ValueError(error or f"rank {rank} cannot replay its recordings: {text}")
-        if (names, told[rank][2]) != (told[0][1], told[0][2]):
-            raise ValueError(f"all ranks must replay the same layers alike, but rank {rank} has others than rank 0")
+def _agree_on_all(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], weights: bool) -> bool:
+    """Check on all ranks what can be known before a forward. True: layers have recorded equally many tokens."""
+    _check(layers, recordings, weights)
+    top_k = [(name, one.expert_TK.shape[1]) for name, one in sorted(recordings.items())]
+    told = gather((weights, top_k, len({len(one.expert_TK) for one in recordings.values()})))
+    if other := next((rank for rank, theirs in enumerate(told) if theirs[:2] != told[0][:2]), 0):
+        raise ValueError(f"all ranks must replay the same layers alike, but rank {other} has others than rank 0")
+    return max(lengths for *_, lengths in told) <= 1
 
 
-def _error(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], weights: bool) -> str | None:
+@together(ValueError, "")
+def _check(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], weights: bool) -> None:
     if unknown := sorted(recordings.keys() - layers.keys()):
-        return f"there is a recording for {unknown[0]!r}, but this model's layers are {', '.join(layers)}"
+        raise ValueError(f"there is a recording for {unknown[0]!r}, but this model's layers are {', '.join(layers)}")
     for name, recording in recordings.items():
         own = layers[name]
         if own.replay is not None:
-            return f"{name} is replayed already: leave one replay before another begins"
+            raise ValueError(f"{name} is replayed already: leave one replay before another begins")
         if not isinstance(recording, Routing):
-            return f"{name}: there is no recording; its experts were in no forward"
+            raise ValueError(f"{name}: there is no recording; its experts were in no forward")
         try:
-            recording.check(len(recording.expert_TK), own.num_experts)
+            least = recording.check(len(recording.expert_TK), own.num_experts)
         except ValueError as refused:
-            return f"{name}: {refused}"
+            raise ValueError(f"{name}: {refused}") from None
         if weights and recording.weight_TK is None:
-            return f"{name}: the recording has no weights; leave weights=True out, and the router makes some"
+            raise ValueError(f"{name}: the recording has no weights; leave weights=True out, and the router makes some")
         if not weights and own.token_slice[1] > 1:
-            return f"{name}: under tensor parallelism a rank records a slice of the tokens: replay with weights=True"
+            raise ValueError(f"{name}: under tensor parallelism a rank records a slice of the tokens; set weights=True")
         none_TK = recording.expert_TK < 0
-        if not weights and bool((none_TK.any(1) if own.drops else none_TK.any(1) & ~none_TK.all(1)).any()):
-            return f"{name}: some recorded choices are -1, none, which no router can weigh: replay with weights=True"
-    return None
+        if least < 0 and not weights and (own.drops or bool((none_TK.any(1) & ~none_TK.all(1)).any())):
+            raise ValueError(f"{name}: some recorded choices are -1, none, which no router can weigh; set weights=True")
