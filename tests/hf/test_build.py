@@ -346,22 +346,29 @@ def test_missing_weights_are_refused_and_not_made_up(folder: Path, tmp_path: Pat
     assert "lacks 1 of the weights of OlmoeForCausalLM: model.norm.weight" in _refusal(lacking)
 
 
-@pytest.mark.parametrize("change", ["cut", "lacking"])
+@pytest.mark.parametrize("change", ["cut", "lacking", "lacking, tied", "float8"])
 def test_one_expert_that_does_not_fit_is_named(folder: Path, tmp_path: Path, change: str) -> None:
     from safetensors.torch import load_file, save_file
 
-    other = _copy(folder, tmp_path / "other")
+    other = _copy(folder, tmp_path / "other", **({"tie_word_embeddings": True} if change == "lacking, tied" else {}))
     tensors = load_file(other / "model.safetensors")
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     tensor = tensors.pop(name)
     if change == "cut":
         tensors[name] = tensor[:-1].contiguous()
+    elif change == "float8":
+        tensors[name] = tensor.to(torch.float8_e4m3fn)
+    elif change == "lacking, tied":
+        del tensors["lm_head.weight"]
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     expected = {
         "cut": f"{name} in model.safetensors has shape (15, 32), and the configuration asks for (16, 32)",
         "lacking": f"{name} is in none of the files",
+        "lacking, tied": f"config.json: {name} is in none of the files",
+        "float8": f"{name} in model.safetensors is float8_e4m3fn, of which config.json says nothing",
     }
-    assert expected[change] in _refusal(other)
+    if change != "float8":  # seen at the start, not by who loads
+        assert expected[change] in _refusal(other)
     assert expected[change] in _foreseen(other)
     check_weights(folder, meta_model(folder))
 

@@ -265,11 +265,13 @@ def check_loaded(folder: Path, blueprint: PreTrainedModel, info: dict[str, Any])
 
 
 _MISFIT = "the weights in {} do not fit its config.json: {}"
+# Numbers of these are a model's only with scales beside them.
+_WITHOUT_SCALES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_weights(folder: Path, blueprint: PreTrainedModel) -> None:
-    """Raise ValueError if the weights in a checkpoint folder are not what its config.json says, by their names and
-    shapes. Reads the heads of the files alone.
+    """Raise ValueError if the weights in a checkpoint folder are not what its config.json says, by their names, shapes
+    and dtypes. Reads the heads of the files alone.
 
     Args:
         blueprint: the model on the meta device."""
@@ -293,8 +295,15 @@ def _why_misfit(folder: Path, blueprint: PreTrainedModel) -> str | None:
             f"{wrong[0]} in {one.file} has shape {one.shape}, and the configuration asks for {expected[wrong[0]]}"
             f"{_and_others(wrong)}"
         )
+    if quantised := [name for name in expected.keys() & stored.keys() if stored[name].dtype in _WITHOUT_SCALES]:
+        one = stored[min(quantised)]
+        return (
+            f"{min(quantised)} in {one.file} is {str(one.dtype).removeprefix('torch.')}, of which config.json says "
+            f"nothing (quantization_config); save the model in bfloat16{_and_others(quantised)}"
+        )
     needless = blueprint._keys_to_ignore_on_load_missing or ()
-    absent = expected.keys() - stored.keys() - layout.repeated.keys()
+    # In a model that is not yet tied, both names of a tied weight are there.
+    absent = expected.keys() - stored.keys() - layout.repeated.keys() - (blueprint.all_tied_weights_keys or {}).keys()
     missing = [name for name in absent if not any(re.search(one, name) for one in needless)]
     if missing:
         return f"{min(missing)} is in none of the files{_and_others(missing)}"
