@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, OlmoeConfig
 
 from carpool.train.build.teacher import write_logits
@@ -27,6 +28,7 @@ from tests.train.test_data import write_parquet
 from tests.train.test_loop import MODEL, records, run
 
 WORDS = 320
+NAN, INF = float("nan"), float("inf")
 SIZES: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "initializer_range": 0.4, "pad_token_id": None, "bos_token_id": None,
@@ -153,7 +155,27 @@ def test_what_does_not_fit_is_refused_before_a_step(
     assert "pieces" in error_of("train", f"distillation.teacher={teachers / 'moe'}", "training.loss_chunk_size=0")
 
 
-NAN, INF = float("nan"), float("inf")
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_a_teacher_that_is_not_whole_or_another_one_is_refused(
+    kind: str, two_ranks: Ranks, files: Path, teachers: Path, text: list[str], tmp_path: Path
+) -> None:
+    whole = load_file(teachers / kind / "model.safetensors")
+    name = next(name for name in whole if name.endswith("up_proj.weight"))
+    absent = {key: value for key, value in whole.items() if key != name}
+    changed = {
+        "of another teacher than": {key: torch.randn_like(value) for key, value in whole.items()},
+        f"has NaN or infinity in model.layers.0.mlp.{'experts.gate_' if kind == 'moe' else ''}up_proj": (
+            absent | {name: whole[name] * NAN}
+        ),
+        f"{name} is in none of the files"
+        if kind == "moe"
+        else f"lacks 1 of the weights of LlamaForCausalLM: {name}": absent,
+    }
+    for number, (why, tensors) in enumerate(changed.items()):
+        teacher = shutil.copytree(teachers / kind, tmp_path / str(number))
+        save_file(tensors, teacher / "model.safetensors", {"format": "pt"})
+        settings = [*SHORT, *text, *WHOLE, f"distillation.logits={files}"]
+        assert all(why in error for error in two_ranks(write, settings, str(teacher)))
 
 
 @pytest.mark.parametrize(

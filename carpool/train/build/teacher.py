@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
@@ -21,6 +22,7 @@ from carpool.hf.build_model import build_model
 from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.sharding import replicate_dense
+from carpool.hf.weights.original_layout import check_loaded, check_weights
 from carpool.kernels.cross_entropy import piece_size
 from carpool.kernels.distillation import PIECE
 from carpool.parallel.context import Cut, Group
@@ -28,18 +30,23 @@ from carpool.parallel.ranks import from_rank_0, gather, rank, world
 from carpool.train.blueprint import meta_model
 from carpool.train.build.run_data import read_corpora
 from carpool.train.config.schema import Config
+from carpool.train.config.schema_distillation import DistillationSection
 from carpool.train.data.loader import Batch, make_batch
 from carpool.train.data.mixture import train_sequences
+from carpool.train.data.sequences import Sequences
 from carpool.train.data.teacher_logits import Row, TeacherLogits, check_teacher, write_rows
 from carpool.train.data.tokenizer import tokenizer_of
 from carpool.train.launch.machine import rank_device
 from carpool.train.plan.division import teacher_ep
+from carpool.train.steps.diagnose import nonfinite_parameters
 from carpool.train.steps.distilling_objective import Teacher
 from carpool.train.steps.training_objective import Objective
 
 # Words of each token that are written, if nobody says.
 TOP_K = 64
 _FILE_BYTES = 2**25
+# The share of tokens after which another teacher has another likeliest word; rounding changes fewer.
+_OTHER = 0.1
 
 
 def open_teacher(
@@ -52,18 +59,23 @@ def open_teacher(
         cut, group: of ranks that share sequences.
 
     Raises:
-        ValueError: no model that these ranks can have."""
+        ValueError: no model that these ranks can have, or not all of it."""
     model = _spread(folder, torch.bfloat16 if bf16 else torch.float32, device).requires_grad_(False).eval()
+    if wrong := nonfinite_parameters(model, gradients=False):
+        raise ValueError(f"the teacher in {folder} has NaN or infinity in {wrong[0]}: copy or download it again")
     context = None if cut is None or group is None else ContextParallel(model, cut, group)
     return Teacher(Objective(model, top_k=1, aux_coef=0.0, dp_size=world(), autocast=None, context=context))
 
 
 def _spread(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    ranks, counts = world(), experts_modules(meta_model(folder))
-    if not counts:
+    blueprint, ranks = meta_model(folder), world()
+    if not (counts := experts_modules(blueprint)):
         load = cast(Any, AutoModelForCausalLM).from_pretrained
         safe = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
-        return load(folder, dtype=dtype, **safe).to(device)  # type: ignore[no-any-return]
+        loaded, info = load(folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **safe)
+        check_loaded(folder, blueprint, info)
+        return loaded.to(device)  # type: ignore[no-any-return]
+    check_weights(folder, blueprint)
     ep = teacher_ep(counts.values(), ranks)
     spread = DistributedConfig(fsdp_size=ranks, ep_size=ep, ep_implementation="carpool") if ranks > 1 else None
     dense = "zero1" if ranks > 1 else None
@@ -87,19 +99,31 @@ def write_logits(config: Config, *, teacher: str) -> None:
     sequences = train_sequences(read_corpora(config, tokenizer), config.data)
     check_teacher(Path(teacher), tokenizer, sequences, None)
     folder.mkdir(parents=True, exist_ok=True)
-    todo = from_rank_0(lambda: TeacherLogits(settings.model_copy(update={"top_k": top_k})).check(sequences))
+    todo, written = from_rank_0(lambda: _written(settings, sequences))
     model = open_teacher(Path(teacher), config.training.computes_in_bf16(device.type == "cuda"), device)
     if top_k > (words := len(model.head.weight)):
         raise ValueError(f"distillation.top_k = {top_k}, but the teacher in {teacher} has {words} words")
     kept, own, began = list[Row](), config.training.eval_batch_size, time.monotonic()
-    for start in range(0, len(todo), own * world()):
-        together = todo[start : start + own * world()]
+
+    def likeliest(together: list[int]) -> list[Row]:
+        """This rank's rows of these sequences. All ranks call it together."""
         numbers = together[rank() :: world()]
         rows = [sequences[number] for number in numbers]
         batch = make_batch(sequences, rows, own, tokenizer.eos_id, sequences.batch_length(np.array(together)))
         found = _likeliest(model, {name: one.to(device) for name, one in batch.items()}, top_k, settings.temperature)
-        for number, row, ids_LK, log_LK in zip(numbers, rows, *(one.cpu().numpy() for one in found), strict=False):
-            kept.append((number, row.ids.astype(np.int32), ids_LK[: len(row.ids)], log_LK[: len(row.ids)]))
+        made = zip(numbers, rows, *(one.cpu().numpy() for one in found), strict=False)
+        return [(n, row.ids.astype(np.int32), ids[: len(row.ids)], log[: len(row.ids)]) for n, row, ids, log in made]
+
+    for number, words_L in written.items():
+        differing = [float((row[2][:-1, 0] != words_L).mean()) for row in likeliest([number])]  # on rank 0
+        if gather(differing)[0][0] > _OTHER:
+            raise ValueError(
+                f"rows in {folder} are of another teacher than {teacher}, or not of its probabilities: sequence "
+                f"{number} has other words; name the teacher that wrote them, or an empty folder"
+            )
+    for start in range(0, len(todo), own * world()):
+        together = todo[start : start + own * world()]
+        kept += likeliest(together)
         if kept and (together[-1] == todo[-1] or sum(row[2].nbytes for row in kept) > _FILE_BYTES):
             write_rows(folder, kept, settings.temperature)
             kept = []
@@ -107,6 +131,15 @@ def write_logits(config: Config, *, teacher: str) -> None:
     if rank() == 0:
         took = time.monotonic() - began
         print(f"{folder}: {len(todo):,} of {len(sequences):,} sequences written in {took:.0f} s, {top_k} words a token")
+
+
+def _written(settings: DistillationSection, sequences: Sequences) -> tuple[list[int], dict[int, NDArray[np.int32]]]:
+    """The sequences without a row; and of the first that has one, the likeliest words after its tokens."""
+    files = TeacherLogits(settings.model_copy(update={"top_k": settings.top_k or TOP_K}))
+    missing = set(todo := files.check(sequences))
+    first = [number for number in range(len(sequences)) if number not in missing][:1]
+    rows = ((number, *files[number]) for number in first)
+    return todo, {number: np.take_along_axis(ids, log.argmax(1)[:, None], 1)[:, 0] for number, ids, log in rows}
 
 
 def _likeliest(model: Teacher, batch: Batch, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
