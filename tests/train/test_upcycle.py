@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config, Qwen3Config
 
 from carpool.train.checkpoints import upcycle as upcycling
@@ -149,11 +151,23 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "moe").exists()
 
 
-def test_missing_weights_and_folders_that_are_there(tmp_path: Path) -> None:
+def test_missing_weights_and_folders_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = dense_model(tmp_path, "mistral")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with monkeypatch.context() as full:
+        full.setattr(upcycling, "write_tensor_file", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        assert f"{tmp_path / 'here'}: No space left" in error_of("upcycle", str(dense), "--out", ".", *COPY)
+    assert set(tmp_path.iterdir()) == {dense, tmp_path / "here"}
+    upcycled(dense, Path(), *COPY)
     assert "the folder is not empty" in error_of("upcycle", str(dense), "--out", str(dense), *COPY)
     assert "there is no checkpoint folder" in error_of(
         "upcycle", str(tmp_path / "no"), "--out", str(tmp_path / "a"), *COPY
+    )
+    for path in dense.glob("*.safetensors"):
+        save_file({name: tensor * float("nan") for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    assert "computes NaN or infinity" in error_of(
+        "upcycle", str(dense), "--out", str(tmp_path / "a"), *COPY, "--noise", "0.01"
     )
     next(dense.glob("*.safetensors")).unlink()
     assert "is incomplete" in error_of("upcycle", str(dense), "--out", str(tmp_path / "a"), *COPY)

@@ -119,6 +119,7 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
             left of `out` then.
         OSError: it cannot be written.
     """
+    out = out.absolute()
     check_target(out, replace=False)
     before = read_config(dense)
     family, target = target_of(before, dense)
@@ -134,6 +135,8 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
     generator = torch.Generator().manual_seed(how.seed)
     tokens = torch.randint(before.vocab_size, _TOKENS, generator=generator)
     expected = logits_of(dense, tokens)
+    if not expected.isfinite().all():
+        raise ValueError(f"{dense} computes NaN or infinity from random tokens: copy or download it again")
     files = split_by_size(entries, _FILE)
     size = sum(entry.bytes for entry in entries.values())
     check_space(out, size)
@@ -160,6 +163,9 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
                 f"the method promises equality but for rounding ({_ROUNDING:.0e}); nothing was kept"
             )
         put_in_place(temporary, out)
+    except OSError as error:
+        error.filename = error.filename or str(out)  # of a full disk Python does not say where
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Upcycled(out, family, size, difference, promised)
