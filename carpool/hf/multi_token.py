@@ -51,7 +51,8 @@ class MultiTokenLayers(ArchitectureChange):
 
     def describe(self) -> str:
         depth = self.settings["depth"]
-        return f"multi-token prediction: {depth} further layer{'s' if depth > 1 else ''} (mtp.depth)"
+        others = "s (mtp.depth); vLLM gives all but the first one other hidden states" if depth > 1 else " (mtp.depth)"
+        return f"multi-token prediction: {depth} further layer{others}"
 
     def apply(self, model: PreTrainedModel) -> None:
         names, depth = family_of(model).multi_token, int(self.settings["depth"])

@@ -88,7 +88,7 @@ def trained(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPath
     settings = [*TINY, *STEPS, *text, f"mtp.depth={DEPTH}", "training.gradient_accumulation_steps=2"]
     for error, said in two_ranks(printed, str(output), settings):
         assert error == "", error
-        assert not said or "multi-token prediction: 2 further layers (mtp.depth)" in said
+        assert not said or "2 further layers (mtp.depth); vLLM gives all but the first one other hidden" in said
     return output
 
 
