@@ -343,14 +343,7 @@ def _check(name: str, entry: Family) -> None:
 
 
 FAMILIES: Registry[Family] = Registry("model family", "carpool.families", {one.name: one for one in _TABLE}, _check)
-
-
-def register(entry: Family) -> Family:
-    """Add a family.
-
-    Raises:
-        ValueError: another one has the name, or it is no `Family`."""
-    return FAMILIES.register(entry)
+register = FAMILIES.register
 
 
 def family(model_type: str) -> Family:

@@ -52,20 +52,12 @@ def _check(name: str, cls: type[Experts]) -> None:
         raise ValueError(f"experts {name!r}: the class is named {cls.name!r}; give both the same name")
 
 
-# Those that change the model's function have `lossy_reasons`, and are last.
+# Those that change the model's function have `lossy_reasons`, and are last. Instances are made of an `ExpertFunction`
+# and, as keyword arguments, of the `options` that the class names (`carpool train`: moe.expert_options).
 EXPERTS: Registry[type[Any]] = Registry(
     "experts", "carpool.experts", {cls.name: cls for cls in (GroupedExperts, ReferenceExperts, FP8Experts)}, _check
 )
-
-
-def register(cls: type[Any]) -> type[Any]:
-    """Add an expert computation under its `name`; its instances are made of an `ExpertFunction` and, as keyword
-    arguments, of the `options` that it names (`carpool train`: moe.expert_options). Returns it, so it can decorate a
-    class.
-
-    Raises:
-        ValueError: the name is taken, or a method is missing."""
-    return EXPERTS.register(cls)
+register = EXPERTS.register
 
 
 def exact_experts() -> tuple[str, ...]:

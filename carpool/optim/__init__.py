@@ -22,23 +22,18 @@ __all__ = ["OPTIMIZERS", "AdamW", "Moments", "Muon", "OptimizerBase", "Optimizer
 
 
 def _check(name: str, cls: type[OptimizerBase]) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, OptimizerBase)):
-        raise ValueError(f"optimizer {name!r} ({cls!r}) is no carpool.optim.OptimizerBase")
     if cls.state_bytes.__func__ is OptimizerBase.state_bytes.__func__:  # type: ignore[attr-defined]
         raise ValueError(f"optimizer {name!r} ({cls!r}) has no state_bytes: see carpool.optim.base")
 
 
 OPTIMIZERS: Registry[type[OptimizerBase]] = Registry(
-    "optimizer", "carpool.optimizers", {cls.name: cls for cls in (AdamWFacts, TorchFacts, MuonFacts)}, _check
+    "optimizer",
+    "carpool.optimizers",
+    {cls.name: cls for cls in (AdamWFacts, TorchFacts, MuonFacts)},
+    _check,
+    OptimizerBase,
 )
-
-
-def register(cls: type[Any]) -> type[Any]:
-    """Add an optimizer under its `name`. Returns it, so it can decorate a class.
-
-    Raises:
-        ValueError: another one has the name, or it is no `OptimizerBase` with `state_bytes`."""
-    return OPTIMIZERS.register(cls)
+register = OPTIMIZERS.register
 
 
 def find_optimizer(

@@ -53,6 +53,7 @@ __all__ = ["PLUGINS", "Registry", "unknown"]
 PLUGINS = "CARPOOL_PLUGINS"
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -63,6 +64,7 @@ class Registry(Mapping[str, T], Generic[T]):
         group: the entry points' group.
         built_in: the package's own.
         check: raises ValueError if a thing from outside lacks what its kind must have. Called with name and thing.
+        base: things are subclasses of this, whose attribute `name` is what they are called.
     """
 
     def __init__(
@@ -71,24 +73,32 @@ class Registry(Mapping[str, T], Generic[T]):
         group: str,
         built_in: Mapping[str, T],
         check: Callable[[str, T], None] | None = None,
+        base: type | None = None,
     ) -> None:
         self.kind, self.group = kind, group
         self._things: dict[str, T] = dict(built_in)
-        self._check = check
+        self._check, self._base = check, base
         self._found: dict[str, EntryPoint] | None = None
 
-    def register(self, thing: T, name: str = "") -> T:
+    def register(self, thing: S, name: str = "") -> S:
         """Add a thing under `name`, by default its attribute `name`. Returns it, so it can decorate a class.
 
         Raises:
-            ValueError: another thing has this name; or what `check` says.
+            ValueError: another thing has this name; or it is no subclass of `base`; or what `check` says.
         """
+        added: Any = thing
         name = name or getattr(thing, "name", "") or getattr(thing, "__name__", "")
-        if self._things.get(name, thing) is not thing:
+        if self._things.get(name, added) is not thing:
             raise ValueError(f"{self.kind} {name!r} is registered already, as {self._things[name]!r}; use another name")
+        if (base := self._base) is not None:
+            if not (isinstance(thing, type) and issubclass(thing, base)):
+                expected = f"{base.__module__}.{base.__name__}"
+                raise ValueError(f"{self.kind} {name!r} must be a subclass of {expected}, not {thing!r}")
+            if (own := getattr(thing, "name", None)) != name:
+                raise ValueError(f"{self.kind} {name!r}: its class has the name {own!r}; give both the same name")
         if self._check is not None:
-            self._check(name, thing)
-        self._things[name] = thing
+            self._check(name, added)
+        self._things[name] = added
         return thing
 
     def __getitem__(self, name: str) -> T:

@@ -68,19 +68,7 @@ class BalanceNode(SlotPlanner):
         return plan_slots(load_WE, home_E, spare, costs, node_W)
 
 
-def _check(name: str, planner: type[SlotPlanner]) -> None:
-    if not (isinstance(planner, type) and issubclass(planner, SlotPlanner)):
-        raise ValueError(f"slot planner {name!r} must be a subclass of carpool.replicas.slot_planners.SlotPlanner")
-
-
 SLOT_PLANNERS: Registry[type[SlotPlanner]] = Registry(
-    "slot planner", "carpool.slot_planners", {kind.name: kind for kind in (Balance, BalanceNode)}, _check
+    "slot planner", "carpool.slot_planners", {kind.name: kind for kind in (Balance, BalanceNode)}, base=SlotPlanner
 )
-
-
-def register(planner: type[SlotPlanner]) -> type[SlotPlanner]:
-    """Add a planner under its `name`. Returns it, so it can decorate a class.
-
-    Raises:
-        ValueError: the name is taken, or the class is no `SlotPlanner`."""
-    return SLOT_PLANNERS.register(planner)
+register = SLOT_PLANNERS.register

@@ -106,13 +106,6 @@ class ScheduleKind:
         return ()
 
 
-def _check(name: str, kind: type[ScheduleKind]) -> None:
-    if not (isinstance(kind, type) and issubclass(kind, ScheduleKind)):
-        raise ValueError(f"schedule {name!r} must be a subclass of carpool.ride.schedule.ScheduleKind, not {kind!r}")
-    if getattr(kind, "name", None) != name:
-        raise ValueError(f"schedule {name!r}: its class {kind.__name__} is named otherwise; give both the same name")
-
-
 class NoSchedule(ScheduleKind):
     name = "none"
     beside = False
@@ -141,16 +134,9 @@ class TwoBatchKind(ScheduleKind):
 
 
 SCHEDULES: Registry[type[ScheduleKind]] = Registry(
-    "schedule", "carpool.schedules", {kind.name: kind for kind in (NoSchedule, Chunks, TwoBatchKind)}, _check
+    "schedule", "carpool.schedules", {kind.name: kind for kind in (NoSchedule, Chunks, TwoBatchKind)}, base=ScheduleKind
 )
-
-
-def register(kind: type[Any]) -> type[Any]:
-    """Add a schedule under its `name`. Returns it, so it can decorate a class.
-
-    Raises:
-        ValueError: the name is taken, or the class is not a `ScheduleKind`."""
-    return SCHEDULES.register(kind)
+register = SCHEDULES.register
 
 
 @dataclass(frozen=True)

@@ -135,10 +135,8 @@ class Extension:
 
 
 def _check(name: str, cls: type[Extension]) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, Extension)):
-        raise ValueError(f"extension {name!r} ({cls!r}) must be a subclass of carpool.train.extensions.Extension")
     section = getattr(cls, "section", None)
-    if getattr(cls, "name", None) != name or not name.isidentifier() or not getattr(cls, "help", ""):
+    if not name.isidentifier() or not getattr(cls, "help", ""):
         raise ValueError(f"extension {name!r} ({cls.__name__}) needs name, an identifier, and help, one sentence")
     if not (isinstance(section, type) and issubclass(section, Section)):
         raise ValueError(f"extension {name!r} ({cls.__name__}): its section must be a subclass of Section")
@@ -149,15 +147,8 @@ def _check(name: str, cls: type[Extension]) -> None:
         raise ValueError(f"extension {name!r}: its architecture reads {name}.{missing[0]}, which its section lacks")
 
 
-EXTENSIONS: Registry[type[Extension]] = Registry("extension", "carpool.extensions", {}, _check)
-
-
-def register(cls: type[Any]) -> type[Any]:
-    """Add an extension under its `name`. Returns it, so it can decorate a class.
-
-    Raises:
-        ValueError: another one has the name, or it is no complete `Extension`."""
-    return EXTENSIONS.register(cls)
+EXTENSIONS: Registry[type[Extension]] = Registry("extension", "carpool.extensions", {}, _check, Extension)
+register = EXTENSIONS.register
 
 
 def extensions_in_use(config: Config) -> list[Extension]:

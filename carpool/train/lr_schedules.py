@@ -128,14 +128,7 @@ LR_SCHEDULES: Registry[Schedule] = Registry(
     },
     _check,
 )
-
-
-def register(schedule: Any) -> Any:
-    """Add a schedule under its name. Returns it, so it can decorate a function.
-
-    Raises:
-        ValueError: another one has the name, or it is no schedule."""
-    return LR_SCHEDULES.register(schedule)
+register = LR_SCHEDULES.register
 
 
 def options_of(name: str) -> dict[str, Any]:

@@ -81,14 +81,10 @@ _RENAMED = {
 
 
 def _check(name: str, cls: type[Transport]) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, Transport)):
-        raise ValueError(f"transport {name!r} must be a subclass of carpool.transport.Transport, not {cls!r}")
     if old := ", ".join(f"{one} is now {new}" for one, new in _RENAMED.items() if hasattr(cls, one)):
         raise ValueError(f"transport {name!r} ({cls.__name__}) has names of an earlier version: {old}")
     if missing := ", ".join(sorted(cls.__abstractmethods__)):
         raise ValueError(f"transport {name!r} ({cls.__name__}) does not implement {missing}")
-    if cls.name != name:
-        raise ValueError(f"transport {name!r}: its class is named {cls.name!r}; give both the same name")
 
 
 # Among transports that send equally many hidden states, "auto" prefers the first one.
@@ -97,20 +93,14 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
     "carpool.transports",
     {cls.name: cls for cls in (NVLink, AllToAll, Dedup, Gather, Hierarchical, Local)},
     _check,
+    Transport,
 )
+register = TRANSPORTS.register
 
 
 def between_ranks() -> tuple[str, ...]:
     """The names of all transports that send tokens between ranks."""
     return tuple(name for name in TRANSPORTS if not TRANSPORTS[name].alone)
-
-
-def register(cls: type[Transport]) -> type[Transport]:
-    """Add a transport under its `name`. Returns it, so it can decorate a class.
-
-    Raises:
-        ValueError: another one has the name, or it lacks a method."""
-    return TRANSPORTS.register(cls)
 
 
 def find_transport(name: str) -> type[Transport]:

@@ -60,7 +60,7 @@ def test_it_is_one_number_of_all_ranks(two_ranks: Ranks, over_ranks: str, gaps: 
 
 
 def test_a_metric_that_lacks_something_is_refused() -> None:
-    with pytest.raises(ValueError, match="with `measure`"):
+    with pytest.raises(ValueError, match="has no `measure`"):
         register(type("Bare", (Metric,), {"name": "bare", "help": "Nothing."}))
     with pytest.raises(ValueError, match="needs name, an identifier, and help"):
         register(type("Unnamed", (OwnNumber,), {"name": "no name"}))

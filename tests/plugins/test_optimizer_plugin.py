@@ -90,6 +90,6 @@ def test_what_is_no_optimizer_is_refused() -> None:
         load_config(None, CHOSEN)
     with pytest.raises(ValueError, match=r"optimizer 'forgetful' .* has no state_bytes"):
         register(type("Forgetful", (OptimizerBase, torch.optim.SGD), {"name": "forgetful"}))
-    with pytest.raises(ValueError, match=r"optimizer 'SGD' .* is no carpool.optim.OptimizerBase"):
+    with pytest.raises(ValueError, match=r"optimizer 'SGD' must be a subclass of carpool.optim.base.OptimizerBase"):
         register(torch.optim.SGD)
     assert "forgetful" not in OPTIMIZERS and "SGD" not in OPTIMIZERS

@@ -153,7 +153,7 @@ def test_a_class_that_lacks_something_is_refused_when_it_is_registered() -> None
     with pytest.raises(ValueError, match=r"transport 'half' \(Half\) does not implement combine, .*tokens_sent"):
         transport.register(Half)
     with pytest.raises(ValueError, match="transport 'nothing' must be a subclass"):
-        transport.register(Nothing)  # type: ignore[arg-type]
+        transport.register(Nothing)
     with pytest.raises(ValueError, match=r"experts 'nothing' .*have no forward and no backward"):
         experts.register(Nothing)
     assert "half" not in TRANSPORTS and "nothing" not in EXPERTS

@@ -57,6 +57,13 @@ def test_what_the_kind_lacks() -> None:
         ways.register(Walk)
     assert "walk" not in ways
 
+    walks: Registry[type[Walk]] = Registry("way", "carpool.tests.ways", {}, base=Walk)
+    with pytest.raises(ValueError, match=r"way 'int' must be a subclass of .*\.Walk, not <class 'int'>"):
+        walks.register(int)
+    with pytest.raises(ValueError, match="way 'stroll': its class has the name 'walk'; give both the same name"):
+        walks.register(Walk, "stroll")
+    assert walks.register(Walk) is Walk and list(walks) == ["walk"]
+
 
 def test_entry_points_are_imported_when_asked_for(folder: Path) -> None:
     (folder / "outside_good.py").write_text("class Ride:\n    name = 'ride'\n")
