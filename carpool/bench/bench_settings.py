@@ -29,7 +29,7 @@ from carpool.bench.options import (
     list_shapes,
     one_of,
 )
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 from carpool.train.config import Config, load_config
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema import DEMO_MODEL
@@ -385,8 +385,7 @@ class ModelSettings(RankOptions):
         if self.layers is not None and isinstance(there, int) and self.layers > there:
             raise ValueError(f"--layers {self.layers}: {self.model} has {there}")
         if self.routing not in MODEL_ROUTINGS and not Path(self.routing).is_file():
-            guess = nearest(self.routing, MODEL_ROUTINGS)
-            hint = f"; did you mean {guess}?" if guess else ""
+            hint = did_you_mean(self.routing, MODEL_ROUTINGS)
             raise ValueError(
                 f"--routing {self.routing} is no file of a trace, and not {' or '.join(MODEL_ROUTINGS)}{hint}"
             )

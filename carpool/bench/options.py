@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 from carpool.families import family
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Kinds of routing (`carpool.bench.routings`). Transports are measured with the first: ranks are what matters; experts
@@ -131,10 +131,8 @@ def check_contenders(names: Sequence[str], known: Sequence[str]) -> None:
 def one_of(option: str, value: str, known: Sequence[str]) -> None:
     """ValueError, with the nearest known name, unless `value` is known."""
     if value not in known:
-        guess = nearest(value, known)
         listed = f"{', '.join(known[:-1])} or {known[-1]}" if len(known) > 1 else known[0]
-        hint = f"; did you mean {guess}?" if guess else ""
-        raise ValueError(f"{option}: {value!r} is not known; use {listed}{hint}")
+        raise ValueError(f"{option}: {value!r} is not known; use {listed}{did_you_mean(value, known)}")
 
 
 def parse_sizes(text: str, names: Sequence[str], example: str) -> list[int]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import tomli_w
 from rich.console import Console
 
 from carpool.bench.result_files import print_table
-from carpool.planner.candidate import toml_text
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
@@ -156,7 +156,7 @@ class Shown:
             settings = one.candidate.settings()
             settings["model"]["config"] = self.model
             settings["parallelism"]["ranks_per_node"] = self.per_node
-            texts.append(toml_text(settings))
+            texts.append(tomli_w.dumps(settings))
             (out / f"plan-{i + 1}.toml").write_text(texts[-1])
             load_config(out / f"plan-{i + 1}.toml")
         return texts

@@ -68,7 +68,7 @@ def plan(
         from carpool.planner.model.shape import ModelShape
         from carpool.planner.search.plan import plan as search
         from carpool.planner.search.space import MOVES, PLANNERS, Space, read_constraints
-        from carpool.plugins.nearest import nearest
+        from carpool.plugins.nearest import did_you_mean
         from carpool.train.config.declarations import declared
         from carpool.train.config.published import read_keys
         from carpool.train.config.schema import config_type
@@ -97,11 +97,8 @@ def plan(
             )
         usable = None if memory is None else float(size_of(memory, "--memory"))
         if unknown := [name for name in policy or () if name not in PLANNERS]:
-            guess = nearest(unknown[0], list(PLANNERS))
-            raise ValueError(
-                f"--policy {unknown[0]} is not known; there are {', '.join(sorted(PLANNERS))}"
-                f"{f'; did you mean {guess}?' if guess else ''}"
-            )
+            hint = did_you_mean(unknown[0], PLANNERS)
+            raise ValueError(f"--policy {unknown[0]} is not known; there are {', '.join(sorted(PLANNERS))}{hint}")
         space = read_constraints(
             Space(
                 moments=moments,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from carpool.activations import Arena, Arrivals, HiddenStates
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 
 
 class ExpertWeights(NamedTuple):
@@ -130,8 +130,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.name not in ACTIVATIONS:
-            guess = nearest(str(self.name), ACTIVATIONS)
-            hint = f"; did you mean {guess}?" if guess else ""
+            hint = did_you_mean(str(self.name), ACTIVATIONS)
             raise ValueError(f"activation={self.name!r} is not known; use one of {', '.join(ACTIVATIONS)}{hint}")
         if not self.gated and (self.interleaved or self.limit is not None or self.up_shift):
             raise ValueError("interleaved, limit and up_shift are of gated activations; pass gated=True or leave them")

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.seam.expert_rides import rides
+from carpool.plugins.flat import flat
 from carpool.transport import check_overflow
 
 
@@ -93,7 +94,7 @@ class CarpoolCallback(TrainerCallback):
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if control.should_log:
             record = self._metrics.collect(device, self._steps).record
-            self._pending = {f"carpool/{name}": value for name, value in _flat(record).items()}
+            self._pending = {f"carpool/{name}": value for name, value in flat(record, "/").items()}
             self._steps = 0
         elif control.should_evaluate:
             self._metrics.set_aside(device)
@@ -101,13 +102,3 @@ class CarpoolCallback(TrainerCallback):
     def _forget_evaluation(self) -> None:
         if self._metrics is not None:
             self._metrics.forget_current()
-
-
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    flat: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{name}/"))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

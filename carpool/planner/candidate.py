@@ -382,18 +382,6 @@ class Candidate:
         }
 
 
-def toml_text(settings: Mapping[str, Mapping[str, Any]]) -> str:
-    """A configuration file."""
-    lines = []
-    for section, keys in settings.items():
-        lines.append(f"[{section}]")
-        for key, value in keys.items():
-            text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
-            lines.append(f"{key} = {text}")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def stage_layers(shape: ModelShape, degrees: Degrees, of_rank: int = 1, fewer: int = 0) -> list[tuple[LayerShape, ...]]:
     """The layers of each stage of a pipeline, `of_rank` of which each rank has; each stage with so many `fewer`."""
     parts = shape.stages(degrees.pp * of_rank)

@@ -46,7 +46,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 
 __all__ = ["PLUGINS", "Registry", "unknown"]
 
@@ -153,6 +153,4 @@ def _import_named() -> None:
 def unknown(registry: Registry[Any], name: str, *also: str) -> str:
     """The sentence for a name that nobody has registered. `also`: names with a meaning of their own, such as "auto"."""
     known = [*also, *registry]
-    guess = nearest(name, known)
-    hint = f"; did you mean {guess}?" if guess else ""
-    return f"{registry.kind}={name!r} is not known; use one of {', '.join(known)}{hint}"
+    return f"{registry.kind}={name!r} is not known; use one of {', '.join(known)}{did_you_mean(name, known)}"

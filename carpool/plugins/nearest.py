@@ -14,3 +14,9 @@ def nearest_names(word: str, known: Iterable[str], most: int = 3, cutoff: float 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The closest, or None if none is close."""
     return next(iter(nearest_names(word, known, 1, cutoff)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error, "; did you mean dedup?"; empty if none is close."""
+    close = nearest(word, known)
+    return f"; did you mean {close}?" if close else ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from carpool.plugins.flat import flat
 from carpool.report.charts import Chart, Line, draw_lines
 from carpool.report.figures import EVEN, held_out, series, smoothed, thinned, values_of
 from carpool.report.headline import summarise
@@ -221,11 +222,10 @@ def differences(first: dict[str, str], second: dict[str, str]) -> list[list[str]
 def _config(run: Run) -> dict[str, str]:
     """The configuration, flat; without the folder, which always differs."""
     try:
-        flat = _flat(tomllib.loads(run.config_text or ""))
+        settings = flat(tomllib.loads(run.config_text or ""))
     except tomllib.TOMLDecodeError:
         return {}
-    flat.pop("training.output_dir", None)
-    return flat
+    return {key: str(value) for key, value in settings.items() if key != "training.output_dir"}
 
 
 def _about(run: Run) -> dict[str, str]:
@@ -234,16 +234,6 @@ def _about(run: Run) -> dict[str, str]:
     about = {**info.environment, "transport": info.transport.name, "carpool": info.carpool_version}
     about |= {"parameters": info.model.parameters, "experts": info.model.num_experts, **info.parallelism}
     return {key: str(value) for key, value in about.items() if key != "hostname"}
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = str(value)
-    return flat
 
 
 def _cards(a: Side, b: Side) -> list[tuple[str, str, str, str | None, str]]:

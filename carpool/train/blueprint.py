@@ -37,7 +37,7 @@ from carpool.hf.weights.model_config import check_sizes, head_sizes, make_config
 from carpool.hf.weights.weight_files import stored_weights
 from carpool.parallel.degrees import Degrees
 from carpool.planner.machine.hardware import hardware_of
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 from carpool.train.config.published import FROM, read_keys
 from carpool.train.config.schema import Config, ModelSection
 from carpool.train.data.formats import are_packed
@@ -234,8 +234,7 @@ def _model_type(architecture: str) -> str:
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     types = {cls: model_type for model_type, cls in names.items()}
     if architecture not in types:
-        close = nearest(architecture, list(types))
-        hint = f"; did you mean {close}?" if close else ""
+        hint = did_you_mean(architecture, types)
         raise ValueError(f"model.architecture = {architecture!r} is no causal language model of transformers{hint}")
     return types[architecture]
 
@@ -393,8 +392,7 @@ def check_attention(model: ModelSection) -> None:
     """Raise ValueError for an attention that transformers does not know. Those with a slash are its kernels."""
     name, known = model.attn_implementation, ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
     if name is not None and name not in known and "/" not in name:
-        close = nearest(name, known)
-        hint = f" (did you mean {close}?)" if close else ""
+        hint = did_you_mean(name, known)
         raise ValueError(f"model.attn_implementation = {name!r}: expected one of {', '.join(sorted(known))}{hint}")
 
 

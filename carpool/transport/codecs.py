@@ -36,7 +36,7 @@ import torch
 
 from carpool.kernels.packets import pack, packet_bytes, unpack
 from carpool.plugins import Registry
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from carpool.ride.setup import RideSetup
@@ -197,9 +197,9 @@ class Codecs:
         merges = ("none",) if self.merge == "none" else ("none", *MERGES)
         for key, known in (*((verb, tuple(CODECS)) for verb in TOKEN_VERBS), ("inter_node", HOPS), ("merge", merges)):
             if (name := getattr(self, key)) not in known:
-                near = nearest(name, known)
-                hint = f"; did you mean {near}?" if near else ""
-                raise ValueError(f"codec {key} = {name!r}: expected one of {', '.join(known)}{hint}")
+                raise ValueError(
+                    f"codec {key} = {name!r}: expected one of {', '.join(known)}{did_you_mean(name, known)}"
+                )
         if self.merge != "none":
             self.merger()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peaks import growth
 from carpool.parallel.degrees import Degrees
-from carpool.planner.candidate import KEEP, Candidate, toml_text
+from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.peak import _loss, memory_of
@@ -49,7 +50,7 @@ def test_what_is_counted_is_what_the_model_has(name: str, candidate: Candidate, 
     keys = {"from": name, "num_hidden_layers": 5}
     candidate = Candidate(**{**vars(candidate), "policies": {**KEEP, **candidate.policies}})
     settings = candidate.settings()
-    (tmp_path / "plan.toml").write_text(toml_text(settings))
+    (tmp_path / "plan.toml").write_text(tomli_w.dumps(settings))
     graphs = f"training.cuda_graphs={'off' if candidate.eager else 'auto'}"
     config = load_config(tmp_path / "plan.toml", ["data.tokenizer=bytes", f"model.config={name}", graphs])
     estimate = MemoryEstimate(config, candidate.degrees, meta_model(model_config(keys)), True)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from carpool.cli import app
@@ -215,14 +216,12 @@ def test_pairs_are_proposed_where_rides_are_slow() -> None:
 
 
 def test_what_is_found_is_a_configuration_that_the_trainer_takes(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    from carpool.planner.candidate import toml_text
-
     space = Space(pp=(1,), cp=(1,), etp=(1,))
     found = plan(SHAPE, H100, gpus=16, tokens=64 * 4096, sequence_length=4096, memory=40e9, space=space, best=8)
     for one in found.plans:
         settings = one.candidate.settings()
         settings["model"]["config"] = "qwen3-30b-a3b"
-        (tmp_path / "plan.toml").write_text(toml_text(settings))
+        (tmp_path / "plan.toml").write_text(tomli_w.dumps(settings))
         config = load_config(tmp_path / "plan.toml")
         assert config.parallelism.resolve(16, 128) == one.candidate.degrees
         assert one.candidate.tokens == 64 * 4096

@@ -47,7 +47,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 
 Source = Literal["measured", "fitted", "datasheet", "assumed"]
 # How far a time may be off if its rate was not measured on this device, as (shorter, longer). Fitted rates are of runs
@@ -381,9 +381,8 @@ def find_hardware(name: str) -> Hardware:
             return profile
     path = Path(name)
     if path.suffix != ".json" and not path.is_file():
-        close = nearest(name.upper(), list(HARDWARE))
         raise ValueError(
-            f"hardware {name!r} is not known{f'; did you mean {close}?' if close else ''}; known are "
+            f"hardware {name!r} is not known{did_you_mean(name.upper(), HARDWARE)}; known are "
             f"{', '.join(HARDWARE)}, and files of 'carpool doctor --measure' (*.json)"
         )
     try:

@@ -28,7 +28,7 @@ from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.lengths import Lengths
 from carpool.planner.transports import planned_transports
 from carpool.plugins import Registry
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 
 # From those that cost no time on. A later one is tried where none that it contains fits.
 POLICY_SETS: tuple[Mapping[str, str], ...] = (
@@ -169,8 +169,7 @@ def constrained(space: Space, only: Mapping[str, Sequence[Any]]) -> Space:
 
 
 def _none_of(one: str, unknown: Sequence[str], known: Iterable[str]) -> str:
-    guess = nearest(unknown[0], known)
-    hint = f"; did you mean {guess}?" if guess else ""
+    hint = did_you_mean(unknown[0], known)
     return f"--only {one}: {', '.join(unknown)} is none of {', '.join(known)}{hint}"
 
 
@@ -182,11 +181,8 @@ def read_constraints(space: Space, given: Iterable[str]) -> Space:
     for one in given:
         name, _, text = one.partition("=")
         if name not in ONLY or not text:
-            guess = nearest(name, ONLY) if name not in ONLY else None
-            raise ValueError(
-                f"--only {one}: expected NAME=VALUES such as ep=8,16; names are {', '.join(ONLY)}"
-                f"{f'; did you mean {guess}?' if guess else ''}"
-            )
+            hint = did_you_mean(name, ONLY) if name not in ONLY else ""
+            raise ValueError(f"--only {one}: expected NAME=VALUES such as ep=8,16; names are {', '.join(ONLY)}{hint}")
         words = [word.strip() for word in text.split(",")]
         field = ONLY[name]
         if field == "policies":

@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean, nearest
 
 NONE_WORDS = ("none", "null")
 
@@ -127,10 +127,7 @@ def registered(key: str, registry: str, *words: str) -> AfterValidator:
         names = tuple(dict.fromkeys((*words, *(found() if callable(found) else found))))
         if name in names:
             return name
-        close = nearest(name, names)
-        raise ValueError(
-            f"{key} = {name!r}: expected one of {', '.join(names)}" + (f"; did you mean {close}?" if close else "")
-        )
+        raise ValueError(f"{key} = {name!r}: expected one of {', '.join(names)}{did_you_mean(name, names)}")
 
     return AfterValidator(known)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_t
 from pydantic import BeforeValidator, Field, model_validator
 
 from carpool.parallel.schedules import PAIRED
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 from carpool.ride.schedule import MAX_CHUNKS, SCHEDULES, Schedule
 from carpool.train.config.declarations import Excludes, Needs, Was
 from carpool.train.config.schema_base import NONE_IS_A_WORD, Section, check_options, listed_options, registered
@@ -26,8 +26,7 @@ def _stages(value: Any) -> Any:
     """One of `STAGE_WORDS`, or a table of known stages and ways."""
 
     def refuse(what: str, wrong: Any, known: Sequence[str], expected: str) -> ValueError:
-        close = nearest(str(wrong), known)
-        return ValueError(f"{what}: expected {expected}{f' (did you mean {close}?)' if close else ''}")
+        return ValueError(f"{what}: expected {expected}{did_you_mean(str(wrong), known)}")
 
     key = "moe.expert_kernels"
     if not isinstance(value, Mapping):

@@ -12,7 +12,7 @@ from carpool.layout.topology import Topology
 from carpool.parallel.ranks import from_rank_0
 from carpool.parallel.world import find_world
 from carpool.planner.machine.hardware import HARDWARE, Hardware, find_hardware, hardware_of
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 from carpool.train.config.schema import Config, ParallelismSection
 from carpool.train.launch.start import local_ranks
 from carpool.train.launch.worker import use_cuda
@@ -86,8 +86,7 @@ def find_gpu(name: str) -> Hardware:
     letters = "".join(one for one in name.lower() if one.isalnum())
     if (found := next((one for one in known if one.replace(" ", "") == letters), None)) is not None:
         return known[found]
-    hint = f"; did you mean {close}?" if (close := nearest(name.lower(), list(known))) else ""
-    raise ValueError(f"--gpu {name} is not known{hint}; known are {', '.join(known)}")
+    raise ValueError(f"--gpu {name} is not known{did_you_mean(name.lower(), known)}; known are {', '.join(known)}")
 
 
 def rank_device() -> torch.device:

@@ -23,6 +23,7 @@ from carpool.hf.weights.original_layout import check_weights
 from carpool.hf.weights.weight_files import check_whole
 from carpool.parallel.ranks import from_rank_0, gather
 from carpool.planner.decisions.chosen import Decisions
+from carpool.plugins.flat import flat
 from carpool.train.blueprint import Blueprint
 from carpool.train.checkpoints.adapter_files import AdapterModules
 from carpool.train.checkpoints.hub import check_hub
@@ -177,7 +178,10 @@ def check_same_settings(config: Config, compare_with: str | None) -> None:
 
     Raises:
         ValueError: on all ranks, if one has other settings than rank 0; names them."""
-    own = {"--compare": str(compare_with), **_flat(config.model_dump(mode="json"))}
+    own = {"--compare": str(compare_with)}
+    for name, value in flat(config.model_dump(mode="json")).items():
+        if not any(f"{name}.".startswith(f"{place}.") for place in _PLACES):
+            own[name] = json.dumps(value, sort_keys=True)
     # Thousands of ranks send a digest each. Who differs is asked for more.
     if len(set(gather(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()))) == 1:
         return
@@ -203,18 +207,6 @@ def check_same_data(corpora: Corpora) -> None:
                 f"rank {rank} has read another {' and '.join(differ)} than rank 0: {other['source']} there, and "
                 f"{found[0]['source']} on rank 0. Give all nodes the same files"
             )
-
-
-def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """`{"model": {"config": {"hidden_size": 64}}}` -> `{"model.config.hidden_size": "64"}`, without places."""
-    flat: dict[str, str] = {}
-    for key, value in settings.items():
-        name = f"{before}{key}"
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{name}.")
-        elif not any(f"{name}.".startswith(f"{place}.") for place in _PLACES):
-            flat[name] = json.dumps(value, sort_keys=True)
-    return flat
 
 
 def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

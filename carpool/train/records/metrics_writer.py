@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from carpool.plugins import Registry
+from carpool.plugins.flat import flat
 from carpool.plugins.redact import redact
 from carpool.train.records.run_folder import METRICS, lock
 
@@ -109,7 +110,7 @@ class Recorder:
                 if kind == "sample":
                     self._trackers.show(step, fields["text"])
                 else:
-                    self._trackers.log(step, _flatten(kind, fields))
+                    self._trackers.log(step, _numbers(kind, fields))
             except Exception as error:  # whatever theirs raise; no run ends for it
                 self._say(f"warning: trackers get no more numbers after step {step}: {error}")
                 self._trackers = None
@@ -264,15 +265,13 @@ class _Arguments:
         return json.dumps(self._settings, indent=2, default=str)
 
 
-def _flatten(kind: str, fields: dict[str, Any]) -> dict[str, float]:
+def _numbers(kind: str, fields: dict[str, Any]) -> dict[str, float]:
     """`{"ms": {"dispatch": {"p50": 1}}}` -> `{"ms/dispatch/p50": 1}`; held-out numbers are prefixed with eval_."""
-    flat: dict[str, float] = {}
-    for key, value in fields.items():
-        if isinstance(value, dict):
-            flat.update({f"{key}/{k}": v for k, v in _flatten("", value).items()})
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            flat[f"eval_{key}" if kind == "eval" else key] = value
-    return flat
+    return {
+        f"eval_{key}" if kind == "eval" and key in fields else key: value
+        for key, value in flat(fields, "/").items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _finite(value: Any) -> Any:

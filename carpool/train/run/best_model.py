@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from carpool.plugins.nearest import nearest
+from carpool.plugins.nearest import did_you_mean
 from carpool.train.config.schema import TrainingSection
 
 
@@ -59,10 +59,9 @@ def check_metric(training: TrainingSection, sets: Collection[str]) -> None:
     """Raise ValueError for a metric of a held-out set that there is not."""
     name = training.metric_for_best_model
     if name is not None and name not in sets:
-        close = nearest(name, list(sets))
         raise ValueError(
             f"training.metric_for_best_model = {name!r}: expected the name of a held-out set, {', '.join(sets)}"
-            + (f"; did you mean {close}?" if close else "")
+            f"{did_you_mean(name, sets)}"
         )
 
 
