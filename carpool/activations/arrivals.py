@@ -108,7 +108,6 @@ class Ready:
     of them; part p of its arrivals is what part p of every rank sends to it.
 
     Attributes:
-        parts: number of parts.
         begins_NW: (parts + 1, W) int32 on the device: part p of slab s begins at its row begins_NW[p, s], and ends
             where the next begins. The last slab is the tokens that stay on this rank.
         slab: rows from slab to slab.

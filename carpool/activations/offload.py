@@ -56,7 +56,6 @@ class _Parcel:
 
     Attributes:
         lane, number: the lane of the ride, and its number in the lane.
-        device: of the activations.
         host: the activations in host memory.
         buffers: their memory, of the pool; none for those in an arena.
         copied: the event after the copy to the host. None on a CPU.

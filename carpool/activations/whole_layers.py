@@ -180,7 +180,6 @@ class ActivationOffload:
         """Around the forward of one layer.
 
         Args:
-            device: of the layer.
             lane_number: as in `Offloader.put`."""
         if not torch.is_grad_enabled():
             yield

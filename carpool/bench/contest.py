@@ -37,9 +37,7 @@ class RankBenchmark(NamedTuple):
 
     Attributes:
         name: of its files.
-        settings: their class.
         measure: makes the cases, from settings, the rank's device and the command. All ranks call it together.
-        show: prints the tables.
         plot: as of `carpool.bench.result_files.publish`.
     """
 

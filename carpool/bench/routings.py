@@ -34,7 +34,6 @@ def make_routings(
     Args:
         kind: one of `ROUTINGS` or `EXPERT_ROUTINGS`, "even", or the path of a trace.
         tokens: T, tokens of each rank.
-        top_k: K.
         layout: which experts there are, and on which ranks (what `skewed` looks at).
         seed: each rank draws from a generator of its own.
         zipf_exponent: 0 is uniform; larger is more unequal.

@@ -124,7 +124,6 @@ class Clock:
     """Times of named sections on this rank.
 
     Args:
-        device: cuda or cpu.
         group: the ranks that work together; None for one.
         delay_cycles: how long the device is kept busy before a section, while the host launches it.
 

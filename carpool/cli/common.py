@@ -25,9 +25,7 @@ UNEXPECTED = "carpool_unexpected"
 
 # Options of several commands.
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, hidden states and routing.")]
-Transports = Annotated[
-    str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the file.")]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Ranks on this machine. Default: one per GPU, or 4 on CPU.")]
 Device = Annotated[str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")]
 JsonOnly = Annotated[bool, typer.Option("--json-only", help="Write the JSON file; no table, no figure.")]

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from carpool.cli.common import (
     TRAIN_PACKAGES,
     Debug,
+    Overrides,
     RanksDebug,
     check_new_folder,
     check_output,
@@ -25,10 +26,7 @@ from carpool.cli.common import (
 
 
 def profile(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings over those of the file, as for `carpool train`."),
-    ] = None,
+    overrides: Overrides = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings. Without it: the demo's.")
     ] = None,

@@ -10,14 +10,12 @@ from typing import Annotated
 
 import typer
 
-from carpool.cli.common import Debug, check_output, errors
+from carpool.cli.common import Debug, Overrides, check_output, errors
 
 
 def simulate(
     plan: Annotated[Path, typer.Argument(help="TOML file of `carpool plan` or for `carpool train`.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the file.")
-    ] = None,
+    overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="Default: parallelism.num_ranks.")] = None,
     hardware: Annotated[
         str | None,

@@ -12,7 +12,17 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from carpool.cli.common import TRAIN_PACKAGES, Ranks, RanksDebug, check_output, check_writable, command, errors, require
+from carpool.cli.common import (
+    TRAIN_PACKAGES,
+    Overrides,
+    Ranks,
+    RanksDebug,
+    check_output,
+    check_writable,
+    command,
+    errors,
+    require,
+)
 from carpool.train.launch.start import look_ahead, said_if_slow
 from carpool.train.launch.stopping import leaves_setup
 from carpool.train.launch.worker import collector_paused, lasting_output
@@ -135,9 +145,7 @@ def teach(
     teacher: Annotated[
         Path, typer.Argument(help="The teacher: a checkpoint's folder with the tokenizer of the data, any causal LM's.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the file.")
-    ] = None,
+    overrides: Overrides = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings: those of the run that will learn.")
     ] = None,

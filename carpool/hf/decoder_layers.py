@@ -123,7 +123,6 @@ def recompute_layers(model: Any, ride_again: bool) -> None:
     """From now on, decoder layers keep their input alone, and compute everything else a second time in the backward.
 
     Args:
-        model: of transformers.
         ride_again: whether rides and experts are computed again, too (`carpool.activations.whole_layers`).
     """
     notes = draws_random_numbers(model)

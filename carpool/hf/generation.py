@@ -51,7 +51,6 @@ class Sampling:
         temperature: 0 is greedy: always the likeliest token.
         top_k: only the k likeliest; None: all.
         top_p: only the likeliest whose probabilities sum up to this; None: all.
-        seed: of the draws.
     """
 
     max_new_tokens: int = 200

@@ -63,7 +63,6 @@ class LayerCore:
     """Computes one MoE layer on one rank. All ranks of the group construct and call it together.
 
     Args:
-        layout: of experts.
         group: the expert-parallel process group; None for one rank.
         function: of an expert; None if only the owner's forward implements it.
         name: of the owner, for errors.

@@ -64,7 +64,6 @@ class _Forward(threading.local):
     (`carpool.ride.two_batch`).
 
     Attributes:
-        stretches: to record.
         tokens: of the batch.
     """
 
@@ -79,8 +78,6 @@ class Recorder:
 
     Args:
         layers: names of the recorded layers.
-        num_experts: E.
-        device: of the choices.
         capacity_tokens: size of the ring buffer in tokens, over all ranks. Rounded up to whole stretches.
         every: record each `every`-th forward.
         stretch: tokens of a stretch, at most.

@@ -26,7 +26,6 @@ class ExpertCache:
     Args:
         layers: of each layer its parameters; a row of each belongs to one expert.
         size: bytes at most.
-        device: that computes.
         host: the memory is the host's, from which the device copies by itself.
 
     Attributes:

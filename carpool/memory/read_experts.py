@@ -33,14 +33,9 @@ class ExpertReader:
     """Reads experts and has them copied.
 
     Args:
-        files: where they are.
         layers: of each layer its parameters.
         host_bytes: of the cache. At least two layers' are taken.
-        device: that copies.
         stream: of the device, on which it copies; None on a CPU.
-
-    Attributes:
-        bytes_read: so far.
     """
 
     def __init__(

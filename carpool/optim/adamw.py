@@ -64,7 +64,6 @@ class AdamW(AdamWFacts, torch.optim.Optimizer):
     Args:
         params: contiguous float32 or bfloat16 tensors, or groups of them.
         lr: a number, or a float32 scalar tensor, which a captured CUDA graph reads at each replay.
-        betas, eps, weight_decay: of AdamW.
         moments: how both moments are kept. Other than float32 is lossy.
         offload: low bits and moments are in host memory.
         folder: with `offload`, they are in files there instead. None: in memory.

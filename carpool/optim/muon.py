@@ -123,7 +123,6 @@ class Muon(MuonFacts, AdamW):
     Args:
         params: groups. One with "matrices" (a list of `Matrices`) and "names" beside "params" is Muon's.
         lr, weight_decay: of both. betas, eps: of AdamW.
-        momentum, nesterov: of Muon.
         ns_steps: Newton–Schulz steps.
         ns_dtype: "bfloat16", or "float32" to compare runs on different ranks.
         moments: how the momentum, and AdamW's moments, are kept. bfloat16 is lossy.

@@ -69,7 +69,6 @@ class Place:
 
     Attributes:
         start, scale_start: its first element, and its first scale.
-        elements: of the parameter.
         width: elements of a row of blocks: all, but for 8-bit moments, whose blocks end with rows.
     """
 
@@ -90,12 +89,10 @@ class Slab:
         shapes: of each parameter's part on this rank.
         low_bits: whether they have any.
         moments: float32, bfloat16 or uint8.
-        device: what copies.
         folder: the memory is that of files there; None: page-locked memory.
 
     Attributes:
         memory: by kind of state, all parameters' side by side.
-        places: of each parameter.
     """
 
     def __init__(
@@ -221,7 +218,6 @@ class StreamedUpdate(Update):
 
     Args:
         slabs: of each parameter: its slab, and its place there.
-        device: that computes.
         on_disk: slabs are memory of files (`carpool.memory.TIERS`).
 
     Attributes:

@@ -92,7 +92,6 @@ class Update:
         parameters: with their places here they seed stochastic rounding, so the order matters.
         groups: of each parameter, its group's place in `step`'s `settings`.
         states: of each parameter. Their "step" becomes a part of one tensor here.
-        device: that computes.
 
     Attributes:
         done: an event after the last `apply`; None: it is what the stream of its caller was asked for.

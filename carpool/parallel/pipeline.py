@@ -98,9 +98,6 @@ class Pipeline:
     Args:
         schedule: one of `SCHEDULES`.
         group: the ranks of this pipeline, in order.
-        stages: number of stages.
-        work: the computation.
-        device: of all tensors.
         pairs: runs the forward and the backward of a pair at the same time
             (`carpool.ride.forward_backward.ForwardBesideBackward.run`), for schedules with pairs. Default: one after
             the other.

@@ -319,7 +319,6 @@ class _Late:
 
     Attributes:
         stale: the next forward is to do so.
-        buffers: of these experts.
     """
 
     def __init__(self, buckets: Sequence[tuple[FlatBuffers, Bucket]], layers: Sequence[nn.Module]) -> None:

@@ -86,7 +86,6 @@ def decide(
     Args:
         before, after: layout of each layer, by name; the same layers.
         now_seconds, new_seconds: modelled time per step of all these layers (`Objective.seconds`, summed), under each.
-        steps_left: of the training.
         hysteresis: by how many times the saving must exceed the cost; and how many times `LEAST_GAIN` of
             `now_seconds` a step must get faster. 0: any gain will do.
         topology, cost: links; None: one node of H200s.

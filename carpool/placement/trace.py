@@ -40,7 +40,6 @@ class LayerTrace:
         expert_TK: (T, K) int16 or wider, best first.
         sequence_T: (T,) the sequence of each token.
         num_experts: E.
-        name: the layer's name.
         weight_TK: (T, K) float32 routing weights, or None.
     """
 

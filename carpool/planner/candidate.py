@@ -112,8 +112,6 @@ class Candidate:
     """See the module's docstring.
 
     Attributes:
-        degrees: of parallelism.
-        sequence_length: tokens.
         micro_batch: sequences of a data-parallel rank in a micro-batch.
         accumulation: micro-batches of a step.
         transport, schedule: as in [moe]; "none", "chunks" or "two-batch" of the schedules.

@@ -62,7 +62,6 @@ class Registry(Mapping[str, T], Generic[T]):
     Args:
         kind: what one is called in errors, such as "transport".
         group: the entry points' group.
-        built_in: the package's own.
         check: raises ValueError if a thing from outside lacks what its kind must have. Called with name and thing.
         base: things are subclasses of this, whose attribute `name` is what they are called.
     """

@@ -52,8 +52,6 @@ class Recipe:
     """What a recipe's file says.
 
     Attributes:
-        name: of the file.
-        path: of the file.
         system, source, note, kind: see the module's docstring.
         mechanisms: KIND:NAME of each.
         missing: KIND:NAME of each mechanism that this version lacks.

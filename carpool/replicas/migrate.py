@@ -68,7 +68,6 @@ class RowMove:
 
     Args:
         before, after: for each rank, the ids of its rows, in order. Each id occurs once.
-        rank: this one.
     """
 
     def __init__(self, before: Rows, after: Rows, rank: int) -> None:

@@ -75,9 +75,7 @@ class CollectiveLinks:
     anyway.
 
     Args:
-        layout: of the layer.
         group: the expert-parallel process group.
-        meter: of the layer.
     """
 
     waits_for_host: ClassVar[bool] = True

@@ -141,7 +141,6 @@ def served_by(
     Args:
         expert_TK: (T, K) int32, the choices of this rank's tokens, -1: none. A token chooses an expert at most once.
         load_WE, home_E: as for `plan_slots`.
-        rank: this one.
         names_N: (E + W * S,) int32, other names: of each expert's slot at home, then of each spare slot, as a transport
             counts them. The result has these, and -1 only where there is no expert.
     """

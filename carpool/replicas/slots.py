@@ -55,7 +55,6 @@ class SlotFiller:
     Args:
         homes: for each rank of the group, the experts whose parameters it has, in row order.
         slots: for each rank, the experts in its slots, -1: an empty one. Every expert has a home, and is in a slot.
-        group: process group.
         meter: of the layer; its span "fill" is the time that the layer waited for its slots.
 
     Attributes:

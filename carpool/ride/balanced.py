@@ -41,7 +41,6 @@ class Load(NamedTuple):
     """The largest load of a rank in a layer's rides, over the mean of all ranks; without and with spare slots.
 
     Attributes:
-        rides: number of them.
         before, after: that of homes alone, and with replicas; 1.0: balanced. Each ride counts by its choices.
         replicas: experts fetched into spare slots of all ranks, in a ride, on average.
         beyond: rides in which the largest load of a rank is beyond the limit.
@@ -121,7 +120,6 @@ class SpareSlots:
     """The spare slots of one layer: its plans, their transfers, and what is counted.
 
     Args:
-        layout: of the layer.
         rank: this one, in the expert-parallel group.
         options: how many, and the limit.
         links: the way of replicas.
@@ -130,7 +128,6 @@ class SpareSlots:
 
     Attributes:
         homes, per_rank: slots of each rank without spare ones, and with them.
-        planner: of this layer.
         counts: (7,) int64 since `reset`, the same on all ranks but for the last: rides, choices, the largest load
             in each ride without and with spare slots, replicas, rides beyond the limit, and choices that this
             rank has computed. None before the first ride.

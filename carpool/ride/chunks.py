@@ -222,7 +222,9 @@ class ChunkedOrder:
             again, tokens, gradients = coming.pop(piece)
             if tokens is not None:
                 x = readable(tokens.wait(), packets, dtype)
-            dpartial = readable_gradients(gradients.wait(), packets, dtype)
+            dpartial = gradients.wait()
+            if not packets:  # only what was sent so is read as packets of FP8
+                dpartial = dpartial.widened(dtype)
             if piece == 0 and setup.hooks is not NO_HOOKS:
                 spans.end()
                 setup.hooks.before_experts()
@@ -306,11 +308,6 @@ def start_backward(activations: SavedActivations, dy_TH: torch.Tensor, setup: Ri
 def readable(tokens: HiddenStates, packets: bool, dtype: torch.dtype) -> HiddenStates:
     """Tokens as the experts read them: as packets of FP8, or in `dtype`."""
     return tokens.packed() if packets else tokens.widened(dtype)
-
-
-def readable_gradients(dpartial: HiddenStates, packets: bool, dtype: torch.dtype) -> HiddenStates:
-    """Gradients as the experts read them: as packets of FP8 only if they were sent so, else in `dtype`."""
-    return dpartial if packets else dpartial.widened(dtype)
 
 
 def arena_for(

@@ -144,7 +144,6 @@ class Schedule:
     """One of `SCHEDULES`, with its numbers.
 
     Attributes:
-        name: of the schedule.
         chunks: number of chunks, the same on all ranks of a group.
         backward_chunks: number of chunks in the backward. None: the same.
         options: further options of the schedule, by name.

@@ -141,12 +141,10 @@ class RideSetup(Numbered):
     """See the module's docstring.
 
     Attributes:
-        transport: dispatches and combines.
         experts: the expert computation; None for `ride_module`, which gets a module instead.
         stats: counters of the layer.
         order: of the verbs (`Schedule.order` makes one). None: the plain one.
         hooks: callbacks of the backward.
-        policies: for saved activations.
         offloader: for policies that are "offload".
         deferred: collects weight gradients for later. None: the backward computes them.
     """

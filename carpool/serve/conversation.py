@@ -41,9 +41,7 @@ class Conversation:
     """What was said so far.
 
     Args:
-        text: of the checkpoint.
         system: the system prompt; None: none.
-        max_new_tokens: of an answer.
         context: the most tokens of a turn with its answer.
 
     Attributes:

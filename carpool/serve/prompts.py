@@ -27,7 +27,6 @@ class Text:
         run: the `[data]` of that run, whose documents may end with another token than the tokenizer's.
 
     Attributes:
-        tokenizer: of Transformers.
         end: tokens that end a text: what generation_config.json names, which may be more than the tokenizer does; and
             the token that ends the documents of the run.
         vocabulary: tokens from here on mean nothing: a model's vocabulary may be padded to a round size.

@@ -50,7 +50,6 @@ class ModelSize:
     """Parameters of a model, counted once whatever the sharding.
 
     Attributes:
-        total: all parameters.
         experts: those of routed experts.
         active: those that one token meets: all but the experts that it does not choose.
         multiplied: active without the input embedding.
@@ -286,8 +285,6 @@ class Blueprint:
         changes: of the architecture of a folder's model.
         model: on the meta device.
         expert_counts: E of each experts module, by name.
-        top_k: K.
-        size: its parameters.
     """
 
     source: PreTrainedConfig | Path

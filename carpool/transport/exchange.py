@@ -80,7 +80,6 @@ class ExchangeRoute(Route):
     token_N, choice_NJ: of `SendList`.
     send, receive: entries to and from each rank.
     number: of the piece in its ride, in the order of dispatch.
-    messages: of its ride.
     """
 
     token_N: torch.Tensor

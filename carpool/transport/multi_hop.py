@@ -108,7 +108,6 @@ class Chunk(NamedTuple):
 
     Attributes:
         ride: the same object for all chunks of a ride.
-        verb: of the transport.
         number: of the chunk in its ride.
         size: number of pieces.
     """
@@ -128,7 +127,6 @@ class Relay:
     """The transfer of one piece over several hops.
 
     Args:
-        chunk: of the piece.
         pending: the first hop.
         later: functions that start a further hop each, given the result of the hop before.
     """

@@ -131,7 +131,6 @@ class PairCapacity:
 
     Args:
         limit: the load of a rank, over the mean.
-        device: of the tokens.
 
     Attributes:
         whole: rides have the size that suffices for any routing; set for computations that cannot be repeated.

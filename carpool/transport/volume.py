@@ -29,7 +29,6 @@ class Volume:
     """Communication volume of one forward and backward of one layer among the ranks of an expert-parallel group.
 
     Attributes:
-        transport: its name.
         tokens_W: tokens of each rank.
         rows_WW: hidden states dispatched from rank [i] to rank [j]; the diagonal stays on its rank.
         bytes_WW: for each of `VERBS`, bytes from rank [i] to rank [j].

@@ -214,7 +214,6 @@ def slow_nodes(rate_N: Sequence[float]) -> list[int]:
 class Fit:
     """Attributes:
     name: of what was measured.
-    rate: latency and bandwidth.
     residual: root of the mean square of (fitted - measured) / measured.
     points: (bytes, seconds) that were measured.
     """

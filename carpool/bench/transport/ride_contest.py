@@ -300,7 +300,6 @@ class Ceiling:
 
     Args:
         group: at least two ranks, each with a GPU, of one host.
-        device: this rank's.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, most_bytes: int) -> None:

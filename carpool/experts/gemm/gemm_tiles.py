@@ -215,7 +215,6 @@ class Parts(NamedTuple):
     """Rows that are under way in parts.
 
     Attributes:
-        number: of parts.
         starts_N: their tiles (`table_kernels.part_table`).
         awaited: what to wait with.
     """

@@ -90,7 +90,6 @@ class ExpertRides(LayerCore):
         transport: "auto" or a key of `carpool.transport.TRANSPORTS`.
 
     Attributes, beside those of the core:
-        experts: the module.
         adapters: those of the experts; None: there are none.
         shared: the block's shared experts, if they compute beside the ride.
         replay, router_limit: what changes the router's choices; None: nothing.

@@ -42,7 +42,6 @@ class SharedExperts:
 
     Args:
         block: calls its routed experts, then these, on the rows that it was given.
-        module: the shared experts.
     """
 
     def __init__(self, block: nn.Module, module: nn.Module) -> None:

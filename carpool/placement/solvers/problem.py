@@ -21,8 +21,6 @@ class Problem:
     """One layer to be placed.
 
     Args:
-        trace: the routing.
-        topology: of the ranks.
         experts_per_rank: capacity of each rank in experts. None: equal; if the ranks do not divide the experts, the
             first ranks have one more. If the total capacity exceeds the experts, LPT, EPLB and the search use it where
             it helps; the other solvers leave the same share of every rank's capacity free.

@@ -161,7 +161,6 @@ class Hardware:
     """What the cost model knows of a machine.
 
     Attributes:
-        name: of the profile.
         flops: floating-point operations per second that the experts' matrix products reach, in bfloat16.
         nvlink: GPUs joined by NVLink; None: this device has none.
         node: ranks of one node without NVLink: PCIe, or the memory of a CPU.

@@ -98,12 +98,10 @@ class ModelShape:
     """A language model.
 
     Attributes:
-        model_type: of transformers.
         hidden, vocabulary, num_experts, top_k, expert_hidden: H, V, E, K, F.
         expert_biases: elements of biases of one expert.
         tied: the head is the embedding.
         window: tokens that layers of kind "window" see.
-        layers: in order.
         groups: of experts, and in how many of them a token chooses.
         sinks: attention has sinks, which no fused kernel knows where ranks share a sequence.
     """

@@ -53,7 +53,6 @@ class Problem:
         per_node: GPUs of a node, consecutive ranks.
         sequences, sequence_length: of a step, all GPUs together; tokens of each.
         memory: bytes that a rank may use.
-        routes: what tokens choose.
         capacity: bytes that a rank has, where some of them are held back for what predictions miss.
     """
 

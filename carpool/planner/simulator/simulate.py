@@ -248,7 +248,6 @@ def simulate(
 
     Args:
         build: the configuration on so many GPUs; raises ValueError where its degrees do not divide them.
-        gpus: how many.
         trace: of routing; None: uniform.
         sizes: of the curve, up to `gpus`; None: a quarter of `gpus`, a quarter of that, four times, as long as the
             configuration has them.

@@ -93,13 +93,10 @@ class Event(NamedTuple):
         kind: a key of `STREAM_OF`.
         seconds: how long it takes on balanced ranks.
         after: the events that it waits for, by number.
-        stream: where it runs.
         low, high: bounds of `seconds`.
         fixed: the part of `seconds` that does not grow with the work, such as a link's latency.
         layer: of the model; None: of none.
         phase: "forward", "backward" or "update".
-        stage: of the pipeline.
-        micro_batch: number.
         group: which ranks of the stage meet in it; None: each rank is alone.
     """
 
@@ -165,7 +162,6 @@ class Execution:
     """When everything ran.
 
     Attributes:
-        graph: what ran.
         ranks: of a stage.
         kept: the ranks of each stage whose times are kept.
         arrive_EK: (events, kept ranks) seconds at which a rank was ready for an event. Where ranks meet it waits from

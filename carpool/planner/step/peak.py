@@ -67,7 +67,6 @@ class Peak:
     Attributes:
         parts: by component, at the highest moment.
         at: that moment.
-        stage: of the pipeline.
         timeline: (moment, bytes of PyTorch's tensors) in the order of a step.
         host: bytes in host memory: the optimizer's state, and activations that are offloaded.
     """

@@ -39,10 +39,7 @@ class Prediction:
     """What is predicted of a step.
 
     Attributes:
-        candidate: of what.
-        clock: of its step.
         busiest: the stage that ends last.
-        seconds: of the step.
         mfu: model FLOPs utilisation; None where the device's peak is not known.
         flops: operations of the mathematics, of one rank.
     """

@@ -112,7 +112,6 @@ class RankSizes:
         largest_adapter: the most parameters of one tensor of these.
         here: bytes of experts on the device of a rank whose others are in host memory or on disk; None: all are here.
         arrived: bytes of spare slots.
-        cuda: on a GPU.
     """
 
     dense: Parameters

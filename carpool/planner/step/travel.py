@@ -41,8 +41,6 @@ class Piece(NamedTuple):
     """One event to be (`events.py`), and two factors that say how far it may be off, by where its rate is from.
 
     Attributes:
-        name, kind: of the event.
-        seconds: of it.
         low, high: factors.
         fixed: seconds of it that do not grow with the work.
         group: who meets.
@@ -68,7 +66,6 @@ class Travel:
 
     Args:
         per_node: GPUs of a node.
-        routes: what tokens choose.
     """
 
     def __init__(

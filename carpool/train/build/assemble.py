@@ -96,7 +96,6 @@ class Built:
         bias: moves the biases of routers; None: nothing does.
         rides: the layers with experts.
         transport, kernels, schedule: the decisions that need the model; kernels: None if its experts have none.
-        options: of the transport.
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
         average: of the trained weights; None: there is none.
         consumed: uses gradients in the backward; None: they are kept until the optimizer's step.

@@ -70,7 +70,6 @@ class AdapterModules:
         layers: modules of peft that add something to a tensor, and its name there.
         replaced: keys, in the adapter's file, of what stands in for a tensor (modules_to_save) or some of its rows.
         rows: which rows (trainable_token_indices); of other tensors it is all of them.
-        file: of the adapter.
 
     Raises:
         ValueError: the folder `adapter` holds none of the model in the folder `base`, or one of a tied tensor."""
@@ -388,20 +387,15 @@ def merge_adapter(
     logits: bool = False,
     into: Literal["trained", "original"] = "trained",
     dtype: Literal["mxfp4", "nf4", "int8"] | None = None,
-    begin: Callable[[str, int], None] = lambda _, __: None,
-    advance: Callable[[int], None] = lambda _: None,
 ) -> Exported:
     """Writes the model of a run that has trained an adapter, merged with its newest values, as a model folder.
 
     Args:
-        run: the run's folder.
-        target: the new folder.
         base: where the model is that the adapter was trained beside; None: where it was then.
         logits: compare logits of the whole model, too, if it fits in host memory.
         into: the base that was trained beside, dequantised if the run's was quantised (adapter.base_dtype); or the
             original one, of the files.
         dtype: of the experts in the files; None: as in those of the base, or bfloat16 if these hold them in MXFP4.
-        begin, advance: as of `carpool.train.checkpoints.export.export_checkpoint`.
 
     Raises:
         ValueError: the run has no adapter, or its model is not there.
@@ -426,7 +420,7 @@ def merge_adapter(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         modules = AdapterModules(base, adapter)
         read, check = partial(_merged, modules, merged_into), partial(MergeCheck, modules, merged_into, trained, logits)
-        return write_model(target, source, layout, read, base, check, begin=begin, advance=advance)
+        return write_model(target, source, layout, read, base, check)
 
 
 def _packable(model: Any, dtype: str) -> list[str]:

@@ -196,7 +196,6 @@ def export_checkpoint(
     Args:
         run: the run's folder, for what is kept of the source.
         checkpoint: the folder of one checkpoint.
-        target: the new folder.
         averaged: of the averaged weights (training.ema_decay), or of the last ones; None: averaged if there are any.
         replace: an earlier export under that path is replaced. Otherwise it must be empty, or not be there.
         begin: told what is done next, and of how many bytes on this rank.
@@ -283,8 +282,8 @@ def write_model(
     configs: Path,
     check: Callable[[Path, OriginalLayout, Callable[[str], torch.Tensor]], ReadBack] = ReadBack,
     *,
-    begin: Callable[[str, int], None],
-    advance: Callable[[int], None],
+    begin: Callable[[str, int], None] = lambda _, __: None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Exported:
     """Writes a model folder, as `export_checkpoint` does.
 

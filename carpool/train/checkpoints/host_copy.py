@@ -45,7 +45,6 @@ class HostBuffer:
 
     Attributes:
         fd: of the file that it is; -1: there is none yet.
-        bytes: its size.
     """
 
     def __init__(self, device: torch.device, path: Path | None = None) -> None:

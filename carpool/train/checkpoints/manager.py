@@ -82,7 +82,6 @@ class CheckpointManager:
     """The checkpoints of one run, in `output_dir/checkpoints`, a folder that all ranks see.
 
     Args:
-        output_dir: the run's folder.
         save_total_limit: how many checkpoints are kept; None keeps all.
         stall_seconds: after which a writer beside training that writes nothing is ended.
 
@@ -348,9 +347,6 @@ class CheckpointManager:
                     f"{', '.join(differ)} than rank 0"
                 )
 
-    def _next_sequence(self) -> int:
-        return 1 + max((sequence for sequence, _ in self._ordered()), default=0)
-
     def _publish(self, opened: OpenedSave, of_ranks: Reports) -> int:
         """Makes the folder a checkpoint, and removes old ones; the bytes of its files. On rank 0.
 
@@ -370,7 +366,8 @@ class CheckpointManager:
             if path.suffix in (".json", ".npz"):
                 files[str(path.relative_to(temporary))] = file_record(path)
         ranks = [{"rng": of_rank["rng"]} for of_rank in of_ranks]
-        write_state(temporary, _content(opened.step, opened.state, files, ranks, self._next_sequence()))
+        sequence = 1 + max((sequence for sequence, _ in self._ordered()), default=0)
+        write_state(temporary, _content(opened.step, opened.state, files, ranks, sequence))
         for folder in (*filter(Path.is_dir, temporary.iterdir()), temporary):
             flush_folder(folder)
         put_in_place(temporary, opened.final)

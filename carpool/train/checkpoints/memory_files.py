@@ -33,7 +33,6 @@ class MemoryFiles:
     """Files of one folder, one for each step. Those of one size are reused in turn: each is page-locked once.
 
     Args:
-        run: the run's folder.
         device: that has the tensors.
         folder: inside the run's folder in memory.
     """

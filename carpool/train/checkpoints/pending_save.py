@@ -48,7 +48,6 @@ class SavedCheckpoint(NamedTuple):
     """A checkpoint that is whole.
 
     Attributes:
-        step, path: which, and where.
         bytes: its size over all ranks.
         seconds: that training waited for it, on rank 0.
         copied, written: seconds beside training: until the state was copied, and until all was in place. None: training
@@ -83,7 +82,6 @@ class PendingSave:
     """See the module's docstring. Of this rank; constructed where no update is under way.
 
     Args:
-        buffer: for the copy.
         store: of the process group, for threads; None: there is one rank.
         publish: makes the folder a checkpoint, by the reports of all ranks; its bytes. It may raise OSError.
         started: when training began to wait (`time.perf_counter`).

@@ -49,7 +49,6 @@ def keep_source(
     """Writes RUN/source.
 
     Args:
-        run: the run's folder.
         model: the folder with the weights that it began from; None: it began from scratch.
         tokenizer: the path of its tokenizer's folder or `tokenizer.json`, or "bytes".
         chat_template: a Jinja file that stands in for the tokenizer's own template.

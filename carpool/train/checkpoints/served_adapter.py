@@ -76,7 +76,6 @@ class Report(NamedTuple):
     """How a server reads an adapter.
 
     Attributes:
-        server: its name.
         matrices: adapted ones.
         wrong: those that it does not read as trained, and why.
         rank: the largest.

@@ -45,7 +45,6 @@ class Needs:
     """A setting, or each of a section's, does nothing without this.
 
     Attributes:
-        when: a condition.
         says: the condition in words, where it does not read well itself."""
 
     when: Condition

@@ -203,11 +203,6 @@ def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
         )
 
 
-def check_order(config: Config, state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a run with these settings does not continue the order of a loader's state."""
-    check_same_order(state, config.data.sequence_length, config.training.seed)
-
-
 def check_same_order(state: Mapping[str, Any], length: int, seed: int) -> None:
     """Raise ValueError if a loader's state is of sequences of another length, or in another order."""
     for name, key, now in (("sequence_length", "data.sequence_length", length), ("seed", "training.seed", seed)):
@@ -228,10 +223,8 @@ class EvalLoader:
     Args:
         sequences: What is held out.
         batch_size: B, sequences of one batch.
-        dp_rank: As for `TrainLoader`.
-        dp_size: As for `TrainLoader`.
+        dp_rank, dp_size, pad_id: As for `TrainLoader`.
         max_sequences: At most this many, evenly spread over the data. None: all.
-        pad_id: Any token.
     """
 
     def __init__(
@@ -302,7 +295,6 @@ class Prefetch:
     """Endless iterator over the steps of a loader, which nobody else uses from now on.
 
     Args:
-        loader: makes the batches.
         device: where they will go; for a GPU they are in pinned memory.
 
     Attributes:

@@ -237,7 +237,6 @@ class Stream(_OneSource):
     Args:
         tokens: one dimension.
         length: L.
-        fingerprint: of the tokens.
         partial: is a last sequence of fewer than L tokens one too?
     """
 

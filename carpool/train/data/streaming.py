@@ -65,7 +65,6 @@ class Streams:
     """What a streamed run trains on. It has no end, hence no epochs.
 
     Args:
-        data: `[data]`.
         multiple: of which lengths of batches are, where they are not L.
 
     Raises:

@@ -82,7 +82,6 @@ class _Agent(LocalElasticAgent):
     """An agent that tells failures that another attempt may get over from those that none will.
 
     Args:
-        config: of the run.
         listeners: the folder in which ranks say that they listen to signals.
     """
 

@@ -49,7 +49,6 @@ class Facts:
         cost: of a layer and a micro-batch.
         topology: of the expert-parallel group.
         top_k: K.
-        micro_batches: of a step.
     """
 
     cost: CostModel

@@ -64,7 +64,6 @@ class Predicted:
     """What is predicted of one plan.
 
     Attributes:
-        label: a few words.
         settings: those that the plan chose, by SECTION.KEY.
         step_ms: (least, likely, most).
         kinds_ms: of the likely step, by "rides", "experts" and "rest".

@@ -97,11 +97,6 @@ def _steps(config: Config, degrees: Degrees) -> int:
     return max(1, math.ceil(training.num_train_epochs * tokens / a_step))
 
 
-def describe_compile(chosen: Chosen[bool]) -> str:
-    """A line for people."""
-    return f"decoder layers: {'compiled' if chosen.answer else 'not compiled'}: {chosen.why}"
-
-
 def note_graphs(decisions: Decisions, used: bool | None, why_not: str | None) -> None:
     """Note whether steps are CUDA graphs. `used`: None until the first one has been captured; `why_not`: None if they
     can be."""

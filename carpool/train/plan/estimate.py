@@ -60,9 +60,7 @@ class MemoryEstimate:
 
     Args:
         config: the micro-batch, dtypes, optimizer and policies count.
-        degrees: of parallelism.
         model: on the meta device.
-        cuda: on GPUs.
         like: those of the same model; what its layers keep is not measured again if it is the same.
         packed: the checkpoint has its experts in MXFP4.
     """

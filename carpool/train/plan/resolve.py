@@ -45,7 +45,7 @@ from carpool.train.extensions import extensions_in_use
 from carpool.train.launch.machine import Machine, device_name
 from carpool.train.lora import check_adapter, trained_of
 from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
-from carpool.train.plan.compile_and_capture import COMPILE_KIND, choose_compile, describe_compile, with_compile
+from carpool.train.plan.compile_and_capture import COMPILE_KIND, choose_compile, with_compile
 from carpool.train.plan.division import (
     SEQUENCE_KIND,
     CutModel,
@@ -69,7 +69,6 @@ class Plan:
         config: the settings, with those that were left to a plan, to a budget or to a measurement.
         machine, blueprint: what it was made for.
         decisions: the record of all choices, in which those that need the model are noted, too.
-        degrees: of parallelism.
         batch_sizes: sequences of each data-parallel rank in a micro-batch.
         attention: what computes it, as Transformers names it; None: its default.
         cut: the part of each sequence that this rank has; None: whole ones.
@@ -177,7 +176,8 @@ class Plan:
             lines.append(f"context: {self.cut}")
         lines.append(f"data parallelism: {self.data_parallel.answer}: {self.data_parallel.why}")
         if machine.cuda or self.compiled.answer:
-            lines.append(describe_compile(self.compiled))
+            compiled = "compiled" if self.compiled.answer else "not compiled"
+            lines.append(f"decoder layers: {compiled}: {self.compiled.why}")
         weight, why = self.balance_loss
         lines.append(f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})")
         if (long := self.blueprint.why_long(config.data.sequence_length)) is not None:

@@ -252,13 +252,6 @@ def _record_missed(run: Run, step: int, error: CheckpointWriteError) -> None:
         requested_save.answer(run.folder, None, str(error))
 
 
-def take_request(run: Run) -> None:
-    """The next checkpoint is the one that `carpool checkpoint` waits for. Collective."""
-    collect(run)
-    if run.main:
-        requested_save.take(run.folder)
-
-
 def _record_saved(run: Run, saved: SavedCheckpoint) -> None:
     run.records.unwritten.pop("checkpoint", None)
     run.saved_at = saved.step

@@ -37,9 +37,9 @@ from carpool.parallel.ranks import from_rank_0
 from carpool.parallel.replicated import replicated
 from carpool.train.build.assemble import Built
 from carpool.train.build.run_data import RunData
+from carpool.train.checkpoints import requested_save
 from carpool.train.checkpoints.hub import Hub
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.requested_save import REQUEST
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.stopping import STOP_SIGNALS, StopRequest
@@ -49,7 +49,7 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
 from carpool.train.run.best_model import Best, is_due
-from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, prepare, save, take_request
+from carpool.train.run.finish import announce, collect, compares_models, evaluate, leave, prepare, save
 from carpool.train.run.rollback import Spikes, Stragglers, roll_back
 from carpool.train.run.run_records import Records, record_plan, record_recovery, say_time_left, warn_of_load
 from carpool.train.steps.capacity import fewer_node_tokens, grow_if_short, random_state, restore_random_state
@@ -252,7 +252,9 @@ def loop(run: Run) -> None:
             record(run)
         run.placement.after_step(run.step)
         if asks:
-            take_request(run)
+            collect(run)
+            if run.main:
+                requested_save.take(run.folder)
         if signum and not last:
             # Whoever takes the machine away may not wait for an evaluation: the run that goes on begins with it.
             leave(run, signum)
@@ -372,7 +374,7 @@ def gradients(run: Run, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.T
     if built.bias is not None:
         built.bias.forget()
     asked = [float(run.stop.signum == signum) for signum in STOP_SIGNALS]
-    asked.append(float(run.main and Path(run.config.training.output_dir, REQUEST).exists()))
+    asked.append(float(run.main and Path(run.config.training.output_dir, requested_save.REQUEST).exists()))
     consume = None if built.consumed is None else partial(_consume, run)
     with run.weights_unchanged():
         means = built.objective.accumulate(batches, run.data.train.targets, asked, consume)

@@ -55,7 +55,6 @@ class Stragglers:
 
     Args:
         steps: how many; None: nobody is named.
-        node_of: of each rank.
     """
 
     def __init__(self, steps: int | None, node_of: Sequence[int]) -> None:

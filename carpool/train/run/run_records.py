@@ -51,7 +51,6 @@ class Records:
     """Where a run writes and what it says.
 
     Attributes:
-        info: run.json.
         steps: the record of each step of this process.
         unwritten: what could not be written so far and may be yet, by name.
         took: seconds of the latest evaluation and of the latest checkpoint.

@@ -131,7 +131,6 @@ class Buffers:
 
     Args:
         group: the expert-parallel process group; None for one rank, whose buffers are ordinary memory.
-        device: of the buffers.
         num_leases: dispatches that may be without their combine at one time.
         max_tokens: tokens of the largest rank. None: agreed on at the first `agree`, rounded up to a power of two.
         capacity: tokens of a slab, at most `max_tokens`, which is the default.

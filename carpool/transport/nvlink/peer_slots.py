@@ -63,7 +63,6 @@ class PeerSlots:
         transport: in whose buffers and streams.
         layout: of the layer, whose slots are its homes.
         spare: spare slots of each rank.
-        meter: of the layer.
         pairs: gets what each plan needs; None: experts allocate for any routing.
     """
 

@@ -115,10 +115,6 @@ class VerbRunner:
         launch(True, True)
         return _nothing
 
-    def _awaited_by_readers(self, finish: Any) -> Any:
-        """Replaces `finish` if the kernels that read the tokens wait for them."""
-        return _nothing
-
     def _after_rides(self) -> None:
         """Let the current stream wait for earlier rides: kernels that wait for tokens, and peers that send choices,
         rely on the end of the lease's last ride."""
@@ -407,8 +403,8 @@ class NVLink(VerbRunner, Transport):
             )  # fmt: skip
 
         finish = self._run(launch, sent)
-        if route.parts:
-            finish = self._awaited_by_readers(finish)
+        if route.parts:  # the kernels that read the tokens wait for them
+            finish = _nothing
 
         def rows() -> LeasedStates:
             finish()
