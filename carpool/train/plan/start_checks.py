@@ -102,10 +102,8 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
 
 
 def check_fits(plan: Plan) -> None:
-    """Refuse a run that clearly does not fit into memory. Before anything is loaded.
-
-    Raises:
-        ValueError: unless `training.check_memory` is false."""
+    """Raise ValueError for a run that clearly does not fit into memory, unless `training.check_memory` is false. Before
+    anything is loaded."""
     if not plan.config.training.check_memory or plan.needs["total"] <= CLEARLY * plan.memory:
         return
     first, *lines = describe_fit(plan, f"the {plan.memory / GiB:,.1f} GiB of a rank")
@@ -174,10 +172,7 @@ _PLACES = (
 
 
 def check_same_settings(config: Config, compare_with: str | None) -> None:
-    """Collective.
-
-    Raises:
-        ValueError: on all ranks, if one has other settings than rank 0; names them."""
+    """Raise ValueError, on all ranks, if one has other settings than rank 0; it names them. Collective."""
     own = {"--compare": str(compare_with)}
     for name, value in flat(config.model_dump(mode="json")).items():
         if not any(f"{name}.".startswith(f"{place}.") for place in _PLACES):
@@ -195,10 +190,7 @@ def check_same_settings(config: Config, compare_with: str | None) -> None:
 
 
 def check_same_data(corpora: Corpora) -> None:
-    """Collective.
-
-    Raises:
-        ValueError: on all ranks, if one has read other data than rank 0."""
+    """Raise ValueError, on all ranks, if one has read other data than rank 0. Collective."""
     found = gather({"data.train": corpora.fingerprint, "data.eval": str(corpora.held_tokens), "source": corpora.source})
     for rank, other in enumerate(found):
         differ = [key for key in _differing(found[0], other) if key != "source"]
