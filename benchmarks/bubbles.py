@@ -31,7 +31,7 @@ from benchmarks.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import in_turns
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
 from carpool.parallel.schedules import SCHEDULES, check_micro_batches
-from carpool.planner.step.events import Clock
+from carpool.planner.step.clock import Clock
 from carpool.planner.step.pipelines import Action, add_pipeline, pipeline
 from carpool.planner.step.pipelines import in_turns as actions_in_turns
 from carpool.ride.split_backward import SplitBackward

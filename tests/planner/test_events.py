@@ -13,7 +13,8 @@ import pytest
 
 from carpool.planner.simulator.goodput import GPU_MTBF_HOURS, HOUR, Failures
 from carpool.planner.simulator.simulate import drawn_seconds, lost_port, sampled, simulate, slow_link, slow_rank
-from carpool.planner.step.events import IDLE, KINDS, Clock, Event, Execution, Graph, Group, Tape, execute
+from carpool.planner.step.clock import Clock, Tape
+from carpool.planner.step.events import IDLE, KINDS, Event, Execution, Graph, Group, execute
 from tests.planner.step_problem import ATTENTION, EXPERTS, REDUCTION, RIDE, balanced, build
 
 

@@ -26,7 +26,8 @@ from typing import Any, Literal, NamedTuple
 from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.candidate import stage_layers
 from carpool.planner.model.shape import LayerShape
-from carpool.planner.step.events import STREAM_OF, Clock, Graph, Program, Tape
+from carpool.planner.step.clock import Clock, Program, Tape
+from carpool.planner.step.events import STREAM_OF, Graph
 from carpool.planner.step.lengths import HOST_ACTION, STEP_HOST, TAKEN, Lengths
 from carpool.planner.step.pipelines import Action, add_pipeline, alternate, in_turns, pipeline
 from carpool.planner.step.travel import Piece

@@ -27,7 +27,8 @@ from itertools import count
 from typing import Literal, NamedTuple, TypeVar
 
 from carpool.parallel.schedules import SCHEDULES, in_pairs, rank_of
-from carpool.planner.step.events import Clock, Graph
+from carpool.planner.step.clock import Clock
+from carpool.planner.step.events import Graph
 
 Kind = Literal["F", "I", "W", "B"]
 
