@@ -17,7 +17,7 @@ import carpool
 from carpool.hf.build_model import build_model
 from carpool.hf.seam.expert_rides import rides
 from carpool.hf.seam.find_modules import experts_modules
-from carpool.hf.seam.moved_experts import is_logical, logical_like, logical_order, physical_order, set_layout
+from carpool.hf.seam.moved_experts import is_logical, logical_order, set_layout
 from carpool.hf.sharding import SlicedExperts, keep_experts, replicate_dense
 from carpool.hf.weights.model_config import make_config
 from carpool.layout import ExpertLayout
@@ -116,15 +116,6 @@ def steps(model: PreTrainedModel, optimizer: torch.optim.Optimizer, number: int)
     model.zero_grad()
 
 
-def hooks(model: PreTrainedModel) -> dict[str, Any]:
-    if is_logical(model):
-        return {}
-    return {
-        "from_logical": lambda tensors: physical_order(model, tensors),
-        "logical_like": lambda tensors, meta: logical_like(model, tensors, meta),
-    }
-
-
 def everything(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found = whole(model, dict(model.named_parameters()))
     for key in ("exp_avg", "exp_avg_sq"):
@@ -143,13 +134,12 @@ def resumed(name: str, folder: str, ways: list[tuple[int, int]]) -> list[bool]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         manager = CheckpointManager(Path(folder))
         if number:
-            load(manager.latest(), model, optimizer, **hooks(model))
+            load(manager.latest(), model, optimizer)
             now = everything(model, optimizer)
             equal += [now.keys() == before.keys() and all(torch.equal(now[n], before[n]) for n in now)]
         steps(model, optimizer, 1)
         before = everything(model, optimizer)
-        change = None if is_logical(model) else (lambda tensors, model=model: logical_order(model, tensors))
-        manager.save(number + 1, model, optimizer, {}, to_logical=change)
+        manager.save(number + 1, model, optimizer, {})
         # What `save_pretrained` would write.
         state = model.state_dict()
         equal += [all(state[n].shape == before[n].shape for n in state if n in before)]

@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.activations.host_memory import SHARE, free_host_memory
+from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.optim.update import local
 from carpool.parallel.ranks import gather, patiently, rank, together, world
 from carpool.train.checkpoints.checkpoint_files import (
@@ -62,7 +63,6 @@ from carpool.train.checkpoints.host_copy import HostBuffer
 from carpool.train.checkpoints.pending_save import OpenedSave, PendingSave, Reports, SavedCheckpoint
 from carpool.train.checkpoints.shard_files import ShardFile, ShardPlanner, total_bytes
 from carpool.train.checkpoints.state_tensors import (
-    Hook,
     Tensors,
     as_rectangles,
     average_tensors,
@@ -160,7 +160,6 @@ class CheckpointManager:
         state: dict[str, Any],
         *,
         average: torch.optim.Optimizer | None = None,
-        to_logical: Hook | None = None,
         write_files: Callable[[Path], None] | None = None,
         beside: bool = False,
     ) -> SavedCheckpoint | None:
@@ -171,8 +170,6 @@ class CheckpointManager:
             state: what else the run needs to go on, as JSON can hold it; the same on every rank. The random
                 generators of each rank are saved besides.
             average: of the trained weights (`carpool.optim.ema`), if there is one.
-            to_logical: called with the model's tensors by name, then with the optimizer's (`state.<name>.exp_avg`),
-                all as the model has them; returns the same names with experts in logical order.
             write_files: called on rank 0 with the folder: further files (.json, .npz) that a resumed run reads.
             beside: copy, write and put it in place while training goes on (`carpool.train.checkpoints.pending_save`),
                 unless host memory lacks capacity for a copy. Before weights or the optimizer's state change, `settle`
@@ -186,7 +183,7 @@ class CheckpointManager:
             ValueError: if `state` is not JSON, or not the same on all ranks; or one is being written.
         """
         started = time.perf_counter()
-        opened = self._open(step, model, optimizer, average, state, to_logical, write_files)
+        opened = self._open(step, model, optimizer, average, state, write_files)
         if not beside or not self._has_room(opened.files):
             return self._write(opened, started)
         buffer = self._host_buffer(opened.files)
@@ -204,13 +201,12 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         *,
         average: torch.optim.Optimizer | None = None,
-        to_logical: Hook | None = None,
     ) -> None:
         """Begin to reserve host memory for the copies of `save(beside=True)`, so that the first one does not wait for
         it; nothing where it lacks room. After the first update, when the optimizer has its state. Arguments as of
         `save`. Collective. CheckpointWriteError: on all ranks, if one cannot say what it would write."""
         doing = "host memory for checkpoints was not reserved: "
-        parts = _parts(model, optimizer, average, to_logical, doing)
+        parts = _parts(model, optimizer, average, doing)
         files: dict[str, ShardFile] = {}
         with ExitStack() as stack:
             with together(CheckpointWriteError, doing):  # DCP makes the folders that it plans for
@@ -291,7 +287,6 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         average: torch.optim.Optimizer | None,
         state: dict[str, Any],
-        to_logical: Hook | None,
         write_files: Callable[[Path], None] | None,
     ) -> OpenedSave:
         """What is written, and a folder for it with the files that are not of tensors. Collective."""
@@ -309,7 +304,7 @@ class CheckpointManager:
                     self._clean_up()
                     for part in (MODEL, OPTIMIZER, *([] if average is None else [AVERAGE])):
                         (temporary / part).mkdir(parents=True)
-            parts = _parts(model, optimizer, average, to_logical, opened.doing)
+            parts = _parts(model, optimizer, average, opened.doing)
             with together(CheckpointWriteError, opened.doing):
                 opened.files.update(self._planner.shard_files(temporary, parts))
             with together(CheckpointWriteError, opened.doing):
@@ -422,21 +417,19 @@ def _parts(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     average: torch.optim.Optimizer | None,
-    to_logical: Hook | None,
     doing: str,
 ) -> dict[str, Tensors]:
     """What a checkpoint holds, by the folder inside it. Collective. CheckpointWriteError: it begins with `doing`."""
     parts: dict[str, Tensors] = {}
     with together(CheckpointWriteError, doing):
-        parts[MODEL] = _converted(_without_buffers(model_tensors(model), model), to_logical)
-        parts[OPTIMIZER] = _converted(optimizer_tensors(model, optimizer), to_logical)
+        parts[MODEL] = _without_buffers(model_tensors(model), model)
+        parts[OPTIMIZER] = optimizer_tensors(model, optimizer)
         if average is not None:
-            parts[AVERAGE] = _converted(average_tensors(model, average), to_logical)
+            parts[AVERAGE] = average_tensors(model, average)
+        if not is_logical(model):
+            parts = {part: logical_order(model, tensors) for part, tensors in parts.items()}
+        parts = {part: as_rectangles(tensors) for part, tensors in parts.items()}
     return parts
-
-
-def _converted(tensors: Tensors, hook: Hook | None) -> Tensors:
-    return as_rectangles(tensors if hook is None else hook(tensors))
 
 
 def _write_config(model: nn.Module, folder: Path) -> None:

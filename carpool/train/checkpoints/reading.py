@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from carpool.train.checkpoints.checkpoint_files import (
     stored_tensors,
 )
 from carpool.train.checkpoints.state_tensors import (
-    Hook,
     Tensors,
     as_rectangles,
     assign,
@@ -61,22 +59,17 @@ def load(
     *,
     average: WeightAverage | None = None,
     averaged: bool = False,
-    from_logical: Hook | None = None,
-    logical_like: Callable[[Tensors, bool], Tensors] | None = None,
     restore_rng: bool = True,
     sums_first: bool = True,
 ) -> dict[str, Any]:
-    """Puts a checkpoint into a model and an optimizer, sharded in any way. Every rank calls it.
+    """Puts a checkpoint into a model and an optimizer, sharded in any way. Every rank calls it. Tensors are read
+    straight into the model's memory, unless experts have moved: then a second copy exists for a while.
 
     Args:
         path: the folder of one checkpoint, `.../checkpoints/step-00000100`.
         optimizer: None leaves the optimizer's state in the checkpoint.
         average: of the trained weights; it begins with the weights if the checkpoint has no average.
         averaged: the model gets averaged weights, where the checkpoint has any.
-        from_logical: the inverse of `to_logical` in `CheckpointManager.save`, for the layout of this run. Without it,
-            tensors are read straight into the model's memory; with it, a second copy exists for a while.
-        logical_like: with it, makes the tensors of that copy, of the names given; True: their shapes alone, on the
-            device "meta". None: they are as the model's.
         restore_rng: put the random generators back, which is possible on the same number of ranks alone.
         sums_first: check the content of all files before anything is overwritten. False: while they are read, which
             takes less time; weights may be those of a damaged file when it raises.
@@ -118,14 +111,14 @@ def load(
             if part == OPTIMIZER and stored:
                 zero = _zero_if_absent(folder, stored, tensors, optimizer)
                 tensors = parts[part] = {name: tensor for name, tensor in tensors.items() if name not in zero}
-            wanted = tensors if logical_like is None else logical_like(tensors, True)
+            wanted = tensors if is_logical(model) else logical_like(model, tensors, meta=True)
             _check_tensors(folder, part, stored, wanted, everywhere[part])
             _note_conversions(folder, stored, wanted)
     with ThreadPoolExecutor(1) as beside:
         sums = None if sums_first else beside.submit(check_files, folder, content["files"], mine)
         with sharded_parameters(model, write=True):
             for part, tensors in parts.items():
-                _read(folder / part, tensors, from_logical, logical_like)
+                _read(folder / part, tensors, model)
         with together(CheckpointError, ""), patiently() if sums is not None else nullcontext():
             if sums is not None:
                 sums.result()
@@ -139,13 +132,6 @@ def load(
         elif rank() == 0:
             logger.info("%s is of %d ranks: random generators are not restored", folder, content["world_size"])
     return {**content["state"], "step": content["step"]}
-
-
-def layout_hooks(model: Any) -> dict[str, Any]:
-    """What `load` is given for a model whose experts may not be in logical order."""
-    if is_logical(model):
-        return {}
-    return {"from_logical": partial(physical_order, model), "logical_like": partial(logical_like, model)}
 
 
 def check_model(path: Path, model: nn.Module) -> None:
@@ -238,25 +224,14 @@ def _note_conversions(folder: Path, stored: dict[str, TensorStorageMetadata], wa
         )
 
 
-def _read(
-    folder: Path,
-    tensors: Tensors,
-    from_logical: Hook | None,
-    logical_like: Callable[[Tensors, bool], Tensors] | None,
-) -> None:
+def _read(folder: Path, tensors: Tensors, model: nn.Module) -> None:
     if not tensors:
         return
-    logical = tensors
-    if from_logical is not None:
-        logical = (
-            {n: torch.empty_like(t) for n, t in tensors.items()}
-            if logical_like is None
-            else logical_like(tensors, False)
-        )
+    logical = tensors if is_logical(model) else logical_like(model, tensors)
     rectangles = as_rectangles(logical)
     reader = HuggingFaceStorageReader(str(folder))
     with one_process_is_fine():
         dcp.load(dict(rectangles), storage_reader=reader, no_dist=not dist.is_initialized())
     copy_back(rectangles, logical)
-    if from_logical is not None:
-        assign(tensors, from_logical(logical))
+    if logical is not tensors:
+        assign(tensors, physical_order(model, logical))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import base64
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,6 @@ from carpool.hf.seam.moved_experts import as_they_lie
 from carpool.parallel.replicated import sharded_parameters
 
 Tensors = dict[str, torch.Tensor]
-# A change of a state dict between the layout of the model and logical expert order. See `CheckpointManager.save`.
-Hook = Callable[[Tensors], Tensors]
 
 # State that is all zeros before an optimizer has seen a parameter's first gradient (Adam and its kin).
 _ZERO_AT_START = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}

@@ -14,18 +14,16 @@ model folder of it. For a model that is not sharded, everything is Trainer's own
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import Trainer
 
-from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.parallel.ranks import rank, together
 from carpool.train.checkpoints.checkpoint_files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.reading import layout_hooks, load
+from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.run_source import SOURCE, keep_source
 
 
@@ -73,11 +71,9 @@ class ShardedCheckpoints:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         folder, model = Path(output_dir), self.model
-        to_logical = None if is_logical(model) else partial(logical_order, model)
         state = {"scheduler": self.lr_scheduler.state_dict()}
-        CheckpointManager(folder, save_total_limit=1).save(
-            self.state.global_step, model, _inner(self.optimizer), state, to_logical=to_logical
-        )
+        checkpoints = CheckpointManager(folder, save_total_limit=1)
+        checkpoints.save(self.state.global_step, model, _inner(self.optimizer), state)
         with together(OSError, f"{folder / SOURCE} was not written: "):
             if rank() == 0:
                 self._keep_source(folder)
@@ -113,7 +109,7 @@ class ShardedCheckpoints:
         self._load(self.state.best_model_checkpoint, None)
 
     def _load(self, checkpoint: str, optimizer: Any) -> dict[str, Any]:
-        return load(_newest(checkpoint), self.model, optimizer, restore_rng=False, **layout_hooks(self.model))
+        return load(_newest(checkpoint), self.model, optimizer, restore_rng=False)
 
 
 class CarpoolTrainer(ShardedCheckpoints, Trainer):

@@ -33,7 +33,6 @@ from carpool.hf.documents import attention_of_any_length
 from carpool.hf.generation import Sampling, generate
 from carpool.hf.ride_metrics import RideMetrics
 from carpool.hf.seam.expert_rides import buffers_of_rides, capacities_of_rides
-from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.metrics.host import timed
 from carpool.parallel.ranks import gather, patiently
 from carpool.report import text_block
@@ -47,8 +46,7 @@ from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.hub import write_card
 from carpool.train.checkpoints.manager import checkpoint_name
 from carpool.train.checkpoints.pending_save import SavedCheckpoint
-from carpool.train.checkpoints.reading import layout_hooks, load
-from carpool.train.checkpoints.state_tensors import Hook
+from carpool.train.checkpoints.reading import load
 from carpool.train.data.loader import EvalLoader, count_targets
 from carpool.train.data.tokenizer import Tokenizer, framed
 from carpool.train.launch.stopping import Stopped
@@ -176,7 +174,7 @@ def save(run: Run, wait: bool = True) -> Path | None:
     try:
         saved = run.checkpoints.save(
             run.step, run.built.model, run.built.optimizer, state, average=run.built.average,
-            to_logical=_to_logical(run), write_files=run.placement.write_files, beside=beside,
+            write_files=run.placement.write_files, beside=beside,
         )  # fmt: skip
     except CheckpointWriteError as error:
         _record_missed(run, run.step, error)
@@ -196,13 +194,9 @@ def prepare(run: Run) -> None:
     on_the_way = due_times(training.save_strategy, training.save_steps, run.step, run.last_step, epoch) - 1
     if on_the_way > 0 and training.saves_async(built.device.type == "cuda", run.config.memory.experts):
         try:
-            run.checkpoints.prepare(built.model, built.optimizer, average=built.average, to_logical=_to_logical(run))
+            run.checkpoints.prepare(built.model, built.optimizer, average=built.average)
         except CheckpointWriteError as error:  # the first save reserves it, then
             run.records.say(f"warning: {error}")
-
-
-def _to_logical(run: Run) -> Hook | None:
-    return None if is_logical(run.built.model) else partial(logical_order, run.built.model)
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -358,7 +352,7 @@ def _load_best(run: Run) -> None:
     """The weights of the best step, for what the run writes last."""
     folder = run.checkpoints.folder / checkpoint_name(run.best.step or 0)
     try:
-        load(folder, run.built.model, average=run.built.average, restore_rng=False, **layout_hooks(run.built.model))
+        load(folder, run.built.model, average=run.built.average, restore_rng=False)
     except CheckpointError as error:
         run.records.missed("best model", error)
         return

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from carpool.parallel.ranks import from_rank_0
-from carpool.train.checkpoints.reading import layout_hooks, load
+from carpool.train.checkpoints.reading import load
 from carpool.train.run.best_model import Best
 from carpool.train.run.finish import collect
 from carpool.train.steps.diagnose import WrongStepError
@@ -82,9 +82,7 @@ def load_state(run: Run, checkpoint: Path) -> dict[str, Any]:
     """Put a checkpoint into a run, but for the position in the data; its `state`. Collective."""
     built = run.built
     run.checkpoints.settle()
-    state = load(
-        checkpoint, built.model, built.optimizer, average=built.average, sums_first=False, **layout_hooks(built.model)
-    )
+    state = load(checkpoint, built.model, built.optimizer, average=built.average, sums_first=False)
     restore_state(run, state)
     run.incomplete = False
     return state
