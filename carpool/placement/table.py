@@ -106,7 +106,6 @@ def place(
     expert_groups: int | None = None,
     seed: int = 0,
     cost: CostModel | None = None,
-    out: str | Path | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> Placement:
     """Run solvers on every layer of a trace.
@@ -119,7 +118,6 @@ def place(
         load_limit: largest rank load over the mean that is allowed.
         layers: names; None: all.
         expert_groups, seed, cost: see `solvers.Problem`.
-        out: where to write the best layouts.
         on_row: called with each row when it is complete.
 
     Raises:
@@ -181,10 +179,7 @@ def place(
         "cost": asdict(cost),
     }
     about = {**settings, "solver": {row.layer: row.solver for row in rows if row.best}}
-    result = Placement(rows, Layouts(best, about), {n: trace.layer(n).specialisation() for n in best}, settings)
-    if out is not None:
-        result.layouts.save(out)
-    return result
+    return Placement(rows, Layouts(best, about), {n: trace.layer(n).specialisation() for n in best}, settings)
 
 
 def print_table(result: Placement, console: Console | None = None, *, every_layer: bool = False) -> None:

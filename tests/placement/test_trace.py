@@ -238,10 +238,10 @@ def test_place_judges_on_the_held_out_half_and_writes_the_best(tmp_path: Path) -
         ranks=4,
         nodes=2,
         solvers=("contiguous", "occult", "search"),
-        out=tmp_path / "l.json",
         on_row=seen.append,
     )
     assert seen == result.rows and len(seen) == 6
+    result.layouts.save(tmp_path / "l.json")
     layouts = Layouts.load(tmp_path / "l.json")
     assert layouts == result.layouts and tuple(layouts) == TRACE.layers
     data = json.loads(json.dumps(result.to_dict()))
