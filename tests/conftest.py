@@ -23,6 +23,7 @@ POOLS = ("ranks", "two_ranks", "one_rank")
 FOLDER = pytest.StashKey[str]()
 STARTED = pytest.StashKey[dict[str, Ranks]]()
 
+gc.disable()  # until all is imported
 choose_interpreter()  # before any test imports Triton
 
 # Two cores: four ranks and the test process each take one thread, or they fight.
@@ -92,6 +93,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # What PyTorch and transformers made when they were imported stays; a collection need not look through it each time.
     gc.collect()
     gc.freeze()
+    gc.enable()
     if not session.config.option.collectonly:
         os.chdir(session.config.stash[FOLDER])  # what serves several tests, such as ranks, is there
         refuse_writes(ROOT)

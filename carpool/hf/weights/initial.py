@@ -53,6 +53,7 @@ def fill(
     """
     placeholders = {name: tensor for name, tensor in _tensors(model) if only is None or name in only}
     tied = set(model.all_tied_weights_keys)
+    seeded = torch.default_generator if device.type == "cpu" else torch  # which notes the stack for devices not in use
     with init.guard_torch_init_functions(), torch.random.fork_rng(devices=[device] if device.type != "cpu" else []):
         for unit in _units(blueprint):
             shape_only = {key: blueprint.get_parameter_or_buffer(key) for key in sorted(unit.tensors - tied)}
@@ -63,7 +64,7 @@ def fill(
                 for key, tensor in shape_only.items():
                     set_tensor(blueprint, key, torch.empty_like(tensor, device=device))
                 for _, name, module, owner in sorted(unit.modules, key=lambda entry: entry[0]):
-                    torch.manual_seed(_seed_of(seed, name))
+                    seeded.manual_seed(_seed_of(seed, name))
                     owner._init_weights(module)
             for key, tensor in shape_only.items():
                 if key not in placeholders:
@@ -81,10 +82,8 @@ def fill(
                 filled(model, key)
     if only is None:
         model.tie_weights(recompute_mapping=False)
-    for module in model.modules():
-        module._is_hf_initialized = True  # type: ignore[assignment]
-    for _, tensor in _tensors(model):
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    for one in (*model.modules(), *model.parameters(), *model.buffers()):
+        one._is_hf_initialized = True  # type: ignore[assignment, union-attr]
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -66,7 +66,7 @@ def find_sources(named: Sequence[str], key: str, remote: Sequence[str] | None = 
         if not entry.strip():
             raise ValueError(f'{key} has a name that is empty: name a file, a folder, a glob, or "stdlib"')
         if entry == STDLIB:
-            sources = _stdlib()
+            sources = _stdlib(sysconfig.get_paths()["stdlib"])
         elif remote is not None and "://" in entry:
             sources = _on_store(entry, key)
         else:
@@ -162,8 +162,8 @@ def _on_hub(entry: str, splits: tuple[str, ...], key: str) -> list[str]:
     return [str(file) for file in files[split]]
 
 
-def _stdlib() -> list[Source]:
-    root = sysconfig.get_paths()["stdlib"]
+@lru_cache(maxsize=1)
+def _stdlib(root: str) -> list[Source]:
     files = []
     for folder, folders, names in os.walk(root):
         # Assigning to the slice prunes the walk: site-packages can be far larger than all the rest.
