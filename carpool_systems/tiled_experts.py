@@ -4,7 +4,7 @@ A part is a range of every rank's tokens (`carpool.activations.arrivals.Ready`).
 within a slot by part, so that
 
     what is of a slot      lies together: gradients of weights are one product over all parts, as without parts
-    what is of a part      are tiles of their own, listed part by part (`table_kernels.part_table`)
+    what is of a part      are tiles of their own, listed part by part (`table_kernels.tile_table`)
 
     slots 0 and 1, parts a and b, 8 pairs       0a 0a 0b | 1b 1b 1b 1b 1b
     tiles of 4 pairs                            a: 0a 0a      b: 0b, 1b 1b 1b 1b, 1b
@@ -164,7 +164,7 @@ def sort_parts(arrivals: Arrivals, slots: int) -> tuple[Pairs, tuple[torch.Tenso
         return pairs, None
     from carpool.experts.gemm import gemm_tiles, table_kernels
 
-    tiles = table_kernels.part_table(by_group.offsets_S, pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, ready.parts)
+    tiles = table_kernels.tile_table(by_group.offsets_S, pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, ready.parts)
     return pairs, tiles
 
 

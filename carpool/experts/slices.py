@@ -21,9 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 
-# Fields of `ExpertWeights` that have a slice of each expert in a row.
-SLICED = ("up_SFH", "down_SHF", "up_bias_SF", "down_bias_SH")
-
 
 def check_slices(function: ExpertFunction | None, inner: int, slices: int, name: str) -> None:
     """Raise ValueError if experts cannot be cut into `slices`.
@@ -51,7 +48,7 @@ def cut(field: str, rows_E: torch.Tensor, slices: int, function: ExpertFunction)
     """(E, ...) whole experts -> (E * slices, ...), slice i of expert e in row e * slices + i.
 
     Args:
-        field: of `ExpertWeights`, one of `SLICED`. Optimizer state is cut like its parameter."""
+        field: of `ExpertWeights`: up_SFH, down_SHF, or their biases. Optimizer state is cut like its parameter."""
     if slices == 1:
         return rows_E
     if field == "down_bias_SH":

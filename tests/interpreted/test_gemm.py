@@ -171,7 +171,7 @@ def sorted_twice(pattern: str) -> tuple[Pairs, int]:
 @pytest.mark.parametrize("pattern", ["random", "one slot", "idle slots", "no pairs"])
 def test_tables_of_tiles(pattern: str) -> None:
     pairs, _ = sorted_twice(pattern)
-    tiles, ranked = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 4)
+    tiles, ranked, _ = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 4)
     want, slots, begin = [], [], 0
     for slot, end in enumerate(pairs.offsets_S.tolist()):
         want += [[slot, first, end] for first in range(begin, end, 4)]
@@ -183,7 +183,7 @@ def test_tables_of_tiles(pattern: str) -> None:
 
 def test_more_tiles_than_a_program_writes() -> None:
     offsets = torch.randint(0, 3, (150,), generator=torch.Generator().manual_seed(0)).cumsum(0).int()
-    tiles, _ = table_kernels.tile_table(offsets, int(offsets[-1]) + 40, 1)
+    tiles, *_ = table_kernels.tile_table(offsets, int(offsets[-1]) + 40, 1)
     count = int(offsets[-1])
     assert int(tiles[0, 0]) == count and tiles[1 : 1 + count, 1].tolist() == list(range(count))
 
@@ -228,7 +228,7 @@ def test_rows_are_read_where_they_are(place: str) -> None:
     values = torch.randn(len(pairs.order_P), 24)
     with tiny_tiles():
         addresses = table_kernels.row_addresses(rows, pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1])
-        tiles, ranked = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
+        tiles, ranked, _ = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
         h = HiddenStates(torch.empty(len(pairs.order_P), 24), 24)
         a = up_kernels.up(addresses.address_P, weights.up_SFH, False, None, activation, h, tiles, True, TINY)
         dup = outer_kernels.outer(values, addresses.address_P, (24, 40), ranked, torch.float32, TINY)
@@ -258,7 +258,7 @@ def test_without_room_in_the_arena_the_output_is_right_and_nothing_is_touched() 
         addresses = table_kernels.row_addresses(
             HiddenStates.of(x), pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1]
         )
-        tiles, _ = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
+        tiles, *_ = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
         weights = problem.weights
         a = up_kernels.up(
             addresses.address_P, weights.up_SFH, False, weights.up_bias_SF, ACTIVATIONS["SwiGLU"], h, tiles, True, TINY

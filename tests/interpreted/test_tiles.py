@@ -80,7 +80,7 @@ def test_every_pair_is_in_one_tile_of_its_part(slots: int, parts: int) -> None:
     generator = torch.Generator().manual_seed(slots)
     counts = torch.randint(0, 9, (slots, parts), generator=generator)
     ends = counts.flatten().cumsum(0).int()
-    tiles, ranked, starts = table_kernels.part_table(ends, int(ends[-1]) + 7, 4, parts)
+    tiles, ranked, starts = table_kernels.tile_table(ends, int(ends[-1]) + 7, 4, parts)
     covered: list[int] = []
     for part in range(parts):
         for slot, first, end, _ in tiles[1 + int(starts[part]) : 1 + int(starts[part + 1])].tolist():

@@ -215,7 +215,7 @@ class Parts(NamedTuple):
     """Rows that are under way in parts.
 
     Attributes:
-        starts_N: their tiles (`table_kernels.part_table`).
+        starts_N: their tiles (`table_kernels.tile_table`).
         awaited: what to wait with.
     """
 

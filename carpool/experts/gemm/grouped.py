@@ -230,8 +230,8 @@ class GroupedProducts:
 
     Args:
         choices: None: by the shape.
-        tiles: of an earlier object for the same pairs, to be reused; see `table_kernels.tile_table`, or `part_table`
-            for a dispatch in parts, where up, down, dact and dx must be fused.
+        tiles: of an earlier object for the same pairs, to be reused; see `table_kernels.tile_table`. For a dispatch in
+            parts up, down, dact and dx must be fused.
         inner: likewise; see the attribute.
         after: products of the slots before these, if weights are those of a range. What `up`, `down`, `dact` and `dx`
             of both write is one tensor, which these get as `out`.
@@ -582,7 +582,7 @@ class GroupedProducts:
             from carpool.experts.gemm import gemm_tiles, table_kernels
 
             given = self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, 1, self.slots.start > 0
-            self.tiles = table_kernels.part_table(self.offsets_S, *given)[:2]
+            self.tiles = table_kernels.tile_table(self.offsets_S, *given)[:2]
         return self.tiles
 
     def _tiling(self, way: str) -> Tiling:
@@ -628,7 +628,7 @@ class GroupedProducts:
         parts = [slice(first, first + each) for first in range(0, slots, each)]
         offsets_S, given = self.offsets_S, (self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, 1)
         return [
-            (part, table_kernels.part_table(offsets_S[part], *given, self.slots.start + part.start > 0)[0])
+            (part, table_kernels.tile_table(offsets_S[part], *given, self.slots.start + part.start > 0)[0])
             for part in parts
         ]
 

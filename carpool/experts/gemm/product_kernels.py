@@ -86,7 +86,7 @@ def product(
     """(P, N): every row times its expert's matrix, (S, K, N) if `k_first`, else (S, N, K).
 
     Args:
-        starts_N, part: compute only this part, of `table_kernels.part_table`.
+        starts_N, part: compute only this part, of `table_kernels.tile_table`.
         out_PN: the output; None: allocated.
         share: of an adapter, with which the sums begin.
     """

@@ -1,7 +1,7 @@
 """Three small kernels that prepare the inputs of the fused products, and finish their sums.
 
     row_addresses   the address of each pair's row: an int64 for each pair
-    tile_table      the tiles of pairs, and the slots by size; `part_table`: for a dispatch in parts
+    tile_table      the tiles of pairs, and the slots by size
     sum_shares      gradients of routing weights, from the shares that neighbouring tiles computed
 
 Each runs once for the forward or the backward; the products (gemm_tiles.py) then read addresses and tiles, without the
@@ -148,35 +148,25 @@ def row_addresses(rows: HiddenStates, order_P: torch.Tensor, offsets_S: torch.Te
     return RowAddresses(address_P, (data,) if home is None else (data, home))
 
 
-def tile_table(offsets_S: torch.Tensor, num_pairs: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How the pairs are cut into tiles of one slot each, and the slots by size.
-
-    Returns:
-        tiles_M4: (1 + as many as there can be, 4) int32. The first entry of row 0 is how many tiles there are; row
-            1 + i is (slot, first pair, end of the slot's pairs, nothing) of tile i.
-        ranked_S4: (S, 4) int32, those with most pairs first: (slot, its first pair, their end, nothing).
-
-    Example: offsets [3, 3, 8], tiles of 4  ->  tiles [3], [0, 0, 3], [2, 3, 8], [2, 7, 8] and ranked [2, 3, 8],
-    [0, 0, 3], [1, 3, 3]
-    """
-    return part_table(offsets_S, num_pairs, tile_rows, 1)[:2]
-
-
-def part_table(
-    offsets_G: torch.Tensor, num_pairs: int, tile_rows: int, parts: int, before: bool = False
+def tile_table(
+    offsets_G: torch.Tensor, num_pairs: int, tile_rows: int, parts: int = 1, before: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same for rows that come in parts: no tile has rows of two, and tiles are listed by part.
+    """How the pairs are cut into tiles of one slot each, and the slots by size. Of rows that come in parts no tile has
+    rows of two, and tiles are listed by part.
 
     Args:
         offsets_G: (S * parts,) where the pairs of each part of each slot end.
         before: a number before these says where the first ones begin; else that is 0.
 
     Returns:
-        tiles_M4, ranked_S4: as above.
+        tiles_M4: (1 + as many as there can be, 4) int32. The first entry of row 0 is how many tiles there are; row
+            1 + i is (slot, first pair, end of the slot's pairs, nothing) of tile i.
+        ranked_S4: (S, 4) int32, those with most pairs first: (slot, its first pair, their end, nothing).
         starts_N: (parts + 1,) int32, the first tile of each part, and how many there are.
 
-    Example: 2 parts, offsets [2, 3, 3, 8] (slot 0: 2 and 1 pairs, slot 1: 0 and 5)  ->  tiles [4], [0, 0, 2],
-    [0, 2, 3], [1, 3, 8], [1, 7, 8], starts [0, 1, 4] and ranked [1, 3, 8], [0, 0, 3]
+    Example: offsets [3, 3, 8], tiles of 4  ->  tiles [3], [0, 0, 3], [2, 3, 8], [2, 7, 8] and ranked [2, 3, 8],
+    [0, 0, 3], [1, 3, 3]. 2 parts, offsets [2, 3, 3, 8] (slot 0: 2 and 1 pairs, slot 1: 0 and 5)  ->  tiles [4],
+    [0, 0, 2], [0, 2, 3], [1, 3, 8], [1, 7, 8], starts [0, 1, 4] and ranked [1, 3, 8], [0, 0, 3]
     """
     groups, device = offsets_G.shape[0], offsets_G.device
     slots = groups // parts
