@@ -10,9 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -21,8 +24,11 @@ from safetensors.torch import load as load_tensors
 from transformers import AutoModelForCausalLM
 
 from carpool.train.checkpoints.hub import Hub
+from carpool.train.config import load_config
 from carpool.train.config.schema_training import TrainingSection
+from carpool.train.run.run import train
 from tests.hf.tiny_models import discover, tiny_model
+from tests.ranks import Ranks
 from tests.train.test_loop import MODEL
 
 TOKEN = "hf_tokenOfAnnaThatNobodyElseEverSees"
@@ -128,45 +134,48 @@ def server() -> Iterator[Server]:
     server.shutdown()
 
 
-def carpool(
-    server: Server, folder: Path, *words: str, token: str = TOKEN, model: bool = True
-) -> subprocess.CompletedProcess[str]:
-    env = {
-        **os.environ,
-        "HF_ENDPOINT": server.address,
-        "HF_HUB_OFFLINE": "0",
-        "HF_TOKEN": token,
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    env = {name: value for name, value in env.items() if value}
-    settings = [
-        "training.max_steps=4",
-        "training.save_steps=2",
-        "parallelism.device=cpu",
-        f"training.output_dir={folder}",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "carpool",
-        "train",
-        *(one for one in MODEL if model or not one.startswith("model.")),
-        "training.save_pretrained=true",
-        *settings,
-        *words,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
+def settings_of(folder: Path) -> list[str]:
+    steps = ["training.max_steps=4", "training.save_steps=2"]
+    return ["training.save_pretrained=true", *steps, "parallelism.device=cpu", f"training.output_dir={folder}"]
+
+
+def check_no_token(folder: Path, *said: str) -> None:
     written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
-    assert not any(TOKEN.encode() in one for one in (*written, done.stdout.encode(), done.stderr.encode()))
-    return done  # fmt: skip
+    assert not any(TOKEN.encode() in one for one in (*written, *(text.encode() for text in said)))
 
 
-def test_a_model_and_its_newest_checkpoint_are_uploaded(server: Server, tmp_path: Path, text: list[str]) -> None:
+def carpool(server: Server, folder: Path, *words: str, model: bool = True) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ, "HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }  # fmt: skip
+    settings = [one for one in MODEL if model or not one.startswith("model.")]
+    command = [sys.executable, "-m", "carpool", "train", *settings, *settings_of(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
+    check_no_token(folder, done.stdout, done.stderr)
+    return done
+
+
+def said_by(address: str, words: list[str]) -> str:
+    """On a rank: train; what it says."""
+    reached = {"ENDPOINT": address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_TELEMETRY": True}
+    with (
+        mock.patch.multiple(constants, **reached),
+        mock.patch.dict(os.environ, HF_TOKEN=TOKEN),
+        redirect_stdout(StringIO()) as text,
+    ):
+        train(load_config(None, words), command="test")
+    return text.getvalue()
+
+
+def test_a_model_and_its_newest_checkpoint_are_uploaded(
+    two_ranks: Ranks, server: Server, tmp_path: Path, text: list[str]
+) -> None:
     folder = tmp_path / "my-moe"
     words = ["training.push_to_hub=true", "training.hub_strategy=checkpoint", "training.hub_private_repo=true"]
-    done = carpool(server, folder, *text, *words, "parallelism.num_ranks=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"uploaded: {server.address}/anna/my-moe" in done.stdout and server.private == {"anna/my-moe": True}
+    said = two_ranks(said_by, server.address, [*MODEL, *settings_of(folder), *text, *words])
+    check_no_token(folder, *said)
+    assert f"uploaded: {server.address}/anna/my-moe" in said[0] and server.private == {"anna/my-moe": True}
     files = server.files["anna/my-moe"]
     for path in (folder / "model").iterdir():
         assert files[path.name] == path.read_bytes(), path.name
