@@ -75,6 +75,8 @@ def check_new_folder(option: str, path: Path) -> None:
     check_output(option, path)
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{option} {path}: the folder is not empty; choose a new one")
+    if path.resolve() == Path.cwd():  # a whole folder takes the place of the empty one, in which this command is
+        raise ValueError(f"{option} {path} is the working folder; choose a new one")
 
 
 def check_run(path: Path) -> None:

@@ -157,6 +157,7 @@ def teach(
     with lasting_output(), errors(debug):
         from carpool.train.config import resolve_config
         from carpool.train.launch.start import run
+        from carpool.train.launch.stopping import Stopped
 
         require(TRAIN_PACKAGES)
         settings = resolve_config(config, overrides or []).config
@@ -165,7 +166,10 @@ def teach(
         _check_teacher("TEACHER", teacher)
         check_output("distillation.logits", Path(settings.distillation.logits))
         settings.model.check_path()
-        run(settings, "carpool.train.build.teacher:write_logits", debug=debug, teacher=str(teacher))
+        try:
+            run(settings, "carpool.train.build.teacher:write_logits", debug=debug, teacher=str(teacher))
+        except Stopped as stopped:
+            raise Stopped(f"stopped by {stopped.signal}: the same command goes on with what is missing") from None
 
 
 def doctor(

@@ -154,12 +154,12 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 def test_missing_weights_and_folders_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = dense_model(tmp_path, "mistral")
     (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with monkeypatch.context() as full:
-        full.setattr(upcycling, "write_tensor_file", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-        assert f"{tmp_path / 'here'}: No space left" in error_of("upcycle", str(dense), "--out", ".", *COPY)
+    with monkeypatch.context() as changed:
+        changed.chdir(tmp_path / "here")
+        assert "is the working folder" in error_of("upcycle", str(dense), "--out", ".", *COPY)
+        changed.setattr(upcycling, "write_tensor_file", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        assert "../full: No space left" in error_of("upcycle", str(dense), "--out", "../full", *COPY)
     assert set(tmp_path.iterdir()) == {dense, tmp_path / "here"}
-    upcycled(dense, Path(), *COPY)
     assert "the folder is not empty" in error_of("upcycle", str(dense), "--out", str(dense), *COPY)
     assert "there is no checkpoint folder" in error_of(
         "upcycle", str(tmp_path / "no"), "--out", str(tmp_path / "a"), *COPY

@@ -119,7 +119,6 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
             left of `out` then.
         OSError: it cannot be written.
     """
-    out = out.absolute()
     check_target(out, replace=False)
     before = read_config(dense)
     family, target = target_of(before, dense)
