@@ -30,6 +30,7 @@ from carpool.train.steps.training_objective import Objective
 from tests.full_tensor import full_tensor
 from tests.hf.tiny_models import discover, tiny_config
 from tests.ranks import Ranks
+from tests.train.test_cli import error_of
 from tests.train.test_loop import goes_on, records, run, weights
 
 TINY = [
@@ -193,5 +194,8 @@ def test_what_cannot_be_is_refused() -> None:
     }.items():
         with pytest.raises(ValueError, match=told):
             load_config(None, [*TINY, "mtp.depth=1", wrong])
+    assert "mtp.depth = 31, but data.sequence_length allows 30" in error_of(
+        "train", *TINY, *STEPS, "mtp.depth=31", "--dry-run"
+    )
     with pytest.raises(ValueError, match=r"mtp\.depth = 1: .* OlmoeForCausalLM name layers .* deepseek_v3, glm4_moe"):
         meta_model(with_layers(tiny_config(discover()["olmoe"]), 1))
