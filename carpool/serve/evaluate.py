@@ -200,6 +200,10 @@ def perplexity(
     total, tokens = sums.tolist()
     seconds = time.perf_counter() - started
     mean, bits = total / tokens, total / size / math.log(2)
+    if not mean < 100:  # a guess among all words is at ln(words), about 12
+        raise ArithmeticError(
+            f"the loss is {mean:g}, so the model computes nonsense: copy or download its weights again"
+        )
     return Perplexity(len(documents), int(tokens), size, length, stride, mean, math.exp(mean), bits, seconds)
 
 

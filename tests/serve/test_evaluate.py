@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -140,6 +141,10 @@ def test_bad_input(tmp_path: Path) -> None:
     assert "--stride 8 must be at least 1 and less than the window of 8" in error(
         "--data", file, "--window", 8, "--stride", 8
     )
+    file.write_text('{"text": "xyz"}')
+    weights = {name: tensor * math.nan for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert "the loss is nan, so the model computes nonsense" in error("--data", file)
 
 
 def test_tasks_without_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
