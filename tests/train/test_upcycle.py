@@ -124,6 +124,10 @@ def test_it_trains_on(family: str, options: tuple[str, ...], one_rank: Ranks, te
     assert one_rank(run, str(tmp_path / "run"), [*text, *settings]) == [""]
     of_steps = [loss for loss, _ in losses(tmp_path / "run").values()]
     assert len(of_steps) == 6 and of_steps[-1] < of_steps[0] - 0.5
+    for path in (tmp_path / "moe").glob("*.safetensors"):
+        save_file({name: tensor * float("nan") for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    (error,) = one_rank(run, str(tmp_path / "broken"), [*text, *settings])
+    assert "are not finite" in error and error.endswith(f"Copy or download {tmp_path / 'moe'} again")
 
 
 @pytest.mark.parametrize(
