@@ -151,9 +151,14 @@ class RideSpans:
         """Work of that name begins here, of that chunk. What has been under way ends."""
         now: Any
         if self._device.type == "cuda":
-            # In a CUDA graph, an event that each replay records again.
-            now = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
-            now.record()
+            from carpool.kernels.stamps import Stamp, moments
+
+            moments(self._device)  # before any capture
+            if torch.cuda.is_current_stream_capturing():
+                now = Stamp(self._device)
+            else:
+                now = torch.cuda.Event(enable_timing=True)
+                now.record()
         else:
             now = time.perf_counter()
         if self._name:
