@@ -10,16 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import nn
 
 from carpool.activations.whole_layers import ActivationOffload
 from carpool.hf.decoder_layers import _ATTRIBUTE
 from carpool.hf.step_graphs import StepGraphs
+from carpool.kernels.capture import Recorder
+from carpool.kernels.signals import nanoseconds
+from carpool.kernels.stamps import Stamp, moments
 from tests.gpu.ranks import needs
 from tests.gpu.runs import ALONE, FOUR, RUNS, TOGETHER, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
 COUNTED = ("loss", "grad_norm", "bytes_remote", "copies_per_token", "load_max_over_mean", "router_entropy")
+
+
+@triton.jit
+def _spin(nanoseconds_1):  # type: ignore[no-untyped-def]
+    begin = nanoseconds()
+    while nanoseconds() - begin < tl.load(nanoseconds_1):
+        pass
 
 
 def compare(tmp_path: Path, name: str) -> None:
@@ -96,3 +108,30 @@ def test_gradients_of_offloaded_layers(fails: bool) -> None:
         assert len(found[0]) == 10 and all(torch.equal(one, other) for one, other in zip(*found, strict=True)), number
     assert offload.offloader._pool is not None and offload.offloader._pool.bytes > 0
     assert told == (["RuntimeError: this layer cannot be captured"] if fails else [None])
+
+
+def test_stamps_are_of_the_latest_replay() -> None:
+    """A graph spins for as long as a tensor says; stamps around it measure each replay anew, as events do."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    free = len(moments(device).free)
+    time_1 = torch.full((1,), 1000, device=device)
+    _spin[(1,)](time_1)
+    stamps = list[Stamp]()
+
+    def work() -> None:
+        stamps.append(Stamp(device))
+        _spin[(1,)](time_1)
+        stamps.append(Stamp(device))
+
+    again = Recorder().record(work)
+    for milliseconds in (5, 20, 1):
+        time_1.fill_(milliseconds * 1_000_000)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        again()
+        end.record()
+        stamps[1].synchronize()
+        assert milliseconds <= stamps[0].elapsed_time(stamps[1]) <= begin.elapsed_time(end) + 0.01
+    assert len(moments(device).free) == free - 2
+    del stamps[:]
+    assert len(moments(device).free) == free
