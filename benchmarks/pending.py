@@ -390,7 +390,7 @@ def json_files(out: Path) -> Iterator[Path]:
 
 # Numbers that people look for, as results name them: how a row calls them, and by what they are divided.
 NUMBERS = {
-    "milliseconds": ("ms a step", 1), "host_ms": ("host ms", 1), "launches_ms": ("graph launches ms", 1),
+    "milliseconds": ("ms a step", 1), "host_ms": ("host ms", 1),
     "ms": ("ms", 1), "us_median": ("us", 1), "tokens_per_second": ("tokens/s", 1),
     "mfu": ("MFU", 1), "tflops": ("TFLOP/s", 1), "peak_bytes": ("peak GiB", 2**30), "measured": ("measured", 1),
     "predicted": ("predicted", 1), "tensors": ("tensors GiB", 2**30), "used": ("used GiB", 2**30),

@@ -8,9 +8,9 @@ Names begin with the set that a point is of. `fit` may be looked at while the pl
 chosen before, and says how good the model is; `one` is held out, too, for one GPU, and `stage` for pipelines. With
 `--apart` each point has a process of its own, in which nothing is left of earlier ones. Each point is a run of the
 trainer: warmed up, then rounds of steps back to back. The JSON has for each point its settings, milliseconds of a step
-(every round, the slowest rank), those that the host works and those in launches of CUDA graphs, the peak of PyTorch's
-tensors with the rides' buffers and what graphs hold, what earlier points had left behind when it began (`left_bytes`: a
-peak is known no better), and what the run had chosen for itself.
+(every round, the slowest rank), those that the host works, the peak of PyTorch's tensors with the rides' buffers and
+what graphs hold, what earlier points had left behind when it began (`left_bytes`: a peak is known no better), and what
+the run had chosen for itself.
 """
 
 from __future__ import annotations
@@ -194,14 +194,13 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
             torch.cuda.reset_peak_memory_stats(device)
         rounds = [time_steps(run, settings["steps"], device) for _ in range(settings["rounds"])]
         peak = torch.cuda.max_memory_allocated(device) - before + run.state().buffer_bytes if cuda else 0
-        milliseconds, host, _, launches = medians(rounds)
+        milliseconds, host, _ = medians(rounds)
         plan, built = run.run.plan, run.run.built
         graphs = built.objective.graphs
         return {
             "milliseconds": milliseconds,
             "rounds": rounds,
             "host_milliseconds": host,
-            "launch_milliseconds": launches,
             "peak_bytes": int(slowest([peak], device)[0]),
             "left_bytes": before,
             "predicted_bytes": plan.estimate(built.transport.answer, plan.data_parallel.answer)["total"],
@@ -232,13 +231,12 @@ def show(found: list[dict[str, Any]], failed: dict[str, str]) -> None:
             one["point"],
             f"{one['milliseconds']:.1f}",
             f"{one['host_milliseconds']:.1f}",
-            f"{one['launch_milliseconds']:.1f}",
             f"{one['peak_bytes'] / GiB:.1f}",
             "yes" if one["captured"] else "no",
         ]
         for one in found
     ]
-    print_table(console, "whole steps", ["", "ms", "host ms", "graph launches", "GiB of tensors", "captured"], rows)
+    print_table(console, "whole steps", ["", "ms", "host ms", "GiB of tensors", "captured"], rows)
     for name, why in failed.items():
         console.print(f"{name}: {why}", highlight=False)
 

@@ -80,17 +80,27 @@ _WAITS = (
 
 
 class HostTimes(NamedTuple):
-    """Seconds of each call that waits for the device, and of each launch of a CUDA graph."""
+    """Seconds of each call that waits for the device, and of each launch of a CUDA graph (in a drained step with the
+    time until the device has done it, which also counts as waiting)."""
 
     waits: list[float]
     launches: list[float]
 
 
 @contextmanager
-def host_times() -> Iterator[HostTimes]:
+def host_times(drained: bool = False) -> Iterator[HostTimes]:
     """Inside, the seconds of such calls are appended. For the whole process; what waits inside of an operator
-    (`nonzero`) is not seen."""
+    (`nonzero`) is not seen.
+
+    Args:
+        drained: after each launch of a CUDA graph the host waits until the device has done it. Otherwise launches,
+            also those of kernels, return late where much is under way, which looks like work."""
     seconds = HostTimes([], [])
+    replay = torch.cuda.CUDAGraph.replay
+
+    def replay_drained(graph: torch.cuda.CUDAGraph) -> None:
+        replay(graph)
+        torch.cuda.current_stream().synchronize()
 
     def timed(original: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -105,9 +115,9 @@ def host_times() -> Iterator[HostTimes]:
     originals: list[tuple[Any, str, Any, list[float]]] = [
         (owner, name, getattr(owner, name), seconds.waits) for owner, name in _WAITS
     ]
-    originals.append((torch.cuda.CUDAGraph, "replay", torch.cuda.CUDAGraph.replay, seconds.launches))
+    originals.append((torch.cuda.CUDAGraph, "replay", replay, seconds.launches))
     for owner, name, original, into in originals:
-        setattr(owner, name, timed(original, into))
+        setattr(owner, name, timed(replay_drained if drained and original is replay else original, into))
     try:
         yield seconds
     finally:

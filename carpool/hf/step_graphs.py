@@ -36,7 +36,7 @@ from carpool.hf.decoder_layers import offloaders
 from carpool.hf.documents import one_row_only
 from carpool.hf.seam.expert_rides import ExpertRides, buffers_of_rides, restart_arenas, why_experts_wait
 from carpool.kernels.capture import Recorder
-from carpool.metrics.counters import HostCounts, watched
+from carpool.metrics.counters import HostCounts, LayerStats, watched
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
@@ -72,10 +72,11 @@ def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides], lengths: bo
 
 
 class Replay(NamedTuple):
-    """A recorded piece of work: what does it again, and what each layer counts on the host for it."""
+    """A recorded piece of work: what does it again, and what is counted on the host for it, where anything is. A stage
+    of a pipeline has some hundred pieces a step, most of which concern few of a rank's layers."""
 
     again: Callable[[], None]
-    counted: list[HostCounts]
+    counted: list[tuple[LayerStats, HostCounts]]
 
 
 class StepGraphs:
@@ -198,8 +199,8 @@ class StepGraphs:
         """Replay a graph, and count on the host what it has counted there."""
         replay, counted = self._replays[key]
         replay()
-        for own, one in zip(self.layers, counted, strict=True):
-            own.stats.add(one)
+        for stats, counts in counted:
+            stats.add(counts)
 
     def _capture(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> bool:
         """Whether all ranks have captured all graphs of a step."""
@@ -258,12 +259,12 @@ class StepGraphs:
 
     def _record_one(self, key: Any, recorder: Recorder, work: Callable[[], None]) -> None:
         before = [own.stats.exchange(HostCounts()) for own in self.layers]
-        counted: list[HostCounts] = []
+        counted: list[tuple[LayerStats, HostCounts]] = []
         try:
             replay = recorder.record(work)
         finally:
-            counted += [own.stats.exchange(counts) for own, counts in zip(self.layers, before, strict=True)]
-        self._replays[key] = Replay(replay, counted)
+            counted += [(own.stats, own.stats.exchange(one)) for own, one in zip(self.layers, before, strict=True)]
+        self._replays[key] = Replay(replay, [one for one in counted if one[1] != HostCounts()])
 
     def _join_copies(self) -> None:
         """Wait, on the device, for copies to host memory and from there: a graph and what is around it share their

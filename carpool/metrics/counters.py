@@ -415,7 +415,8 @@ class LayerStats:
     def exchange(self, counts: HostCounts) -> HostCounts:
         """Put `counts` in the place of what was counted on the host since the last reset, which is returned."""
         spans, traffic = self.meter.exchange(counts.spans), self.traffic.exchange(counts.traffic)
-        before = HostCounts(self.tokens, self.tokens_dispatched, spans, traffic)
+        sent = None if traffic == _zeros(self.traffic.num_ranks) else traffic
+        before = HostCounts(self.tokens, self.tokens_dispatched, spans, sent)
         self.tokens, self.tokens_dispatched = counts.tokens, counts.tokens_dispatched
         return before
 

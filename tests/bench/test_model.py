@@ -23,7 +23,7 @@ from carpool.bench.bench_settings import GENERATE_CONTENDERS, GenerateSettings
 from carpool.bench.bench_settings import ModelSettings as Settings
 from carpool.bench.contest import measure_on_rank
 from carpool.bench.model.model_contenders import check_routing, recorded_choices, route
-from carpool.bench.model.model_contest import ModelBenchmark, check_room, groups_that_fit
+from carpool.bench.model.model_contest import ModelBenchmark, check_room, groups_that_fit, time_steps
 from carpool.bench.model.model_results import (
     Case,
     KindRow,
@@ -234,7 +234,7 @@ def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
         kinds = [KindRow(kind, ms / 10, ms / 10) for kind in (*KINDS, IDLE)]
         return Row(
             label, 0, what="as it ran", loss=5.7, grad_norm=1.0, first_step_seconds=3.0, mfu=0.25,
-            times=Times.of([StepTimes(ms, 2.0, 70.0, 5.0), StepTimes(ms + 8, 4.0, 80.0, 7.0)]),
+            times=Times.of([StepTimes(ms, 2.0, 70.0), StepTimes(ms + 8, 4.0, 80.0)]),
             tokens_per_second=1234.0, tflops=99.0, kinds=kinds,
             profiled_ms=ms, on_device=True,
         )  # fmt: skip
@@ -248,7 +248,7 @@ def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
     case.compare()
     assert case.rows[1].ratio == pytest.approx(104 / 204)
     text = printed(show, result_of([case], rounds=2, steps=5), 200)
-    assert re.search(r"carpool +1,234 +104\.0 +3\.0 +75\.0 +6\.0 +25\.0% +99", text)
+    assert re.search(r"carpool +1,234 +104\.0 +3\.0 +75\.0 +25\.0% +99", text)
     assert re.search(r"experts +2\.0 +10\.0 +10% +5\.0x +20\.0 +10% +10\.0x", text)
     for said in (
         "third: is not available: out of memory", "NOT THE SAME COMPUTATION: transformers: loss",
@@ -272,6 +272,34 @@ def test_what_the_host_times_is_known():
         torch.cuda.synchronize = original
     assert len(seconds.waits) == 4 and slow <= sum(seconds.waits) < 200 * slow and not seconds.launches
     assert torch.Tensor.item is type(tensor).__base__.item  # and nothing is left behind
+
+
+def test_the_host_of_graphs_does_not_count_launches_that_wait(alone: None, monkeypatch: pytest.MonkeyPatch):
+    """A launch returns when the graph before is done, unless the host has waited for that."""
+    now, done = [0.0], [0.0]
+
+    def replay(_: object) -> None:
+        now[0] = max(now[0], done[0]) + 1.0
+        done[0] = now[0] + 20.0
+
+    def wait(_: object) -> None:
+        now[0] = max(now[0], done[0])
+
+    class Captured:
+        def take_step(self) -> None:
+            for _ in range(5):
+                torch.cuda.CUDAGraph.replay(None)  # type: ignore[arg-type]
+
+    stream = object.__new__(torch.cuda.Stream)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    times = time_steps(Captured(), 3, torch.device("cpu"))  # type: ignore[arg-type]
+    # 15 launches, all but the first of which wait; then 5, of which the first waits for what was there.
+    assert times.ms == pytest.approx(1e3 * (15 + 14 * 20) / 3) and times.host_ms == pytest.approx(1e3 * (5 + 20))
+    assert times.host_waits_ms == pytest.approx(times.ms - times.host_ms)
+    assert torch.cuda.CUDAGraph.replay is replay
 
 
 # -- on ranks ------------------------------------------------------------------------------------------------------

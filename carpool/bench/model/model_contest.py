@@ -7,8 +7,8 @@
 
 A round begins with all ranks together and nothing to do on the device, and ends when the device has done all; the time
 of a step is that of the slowest rank, divided by the number of steps. "host" is how long the host works for it: without
-what it waits for the device, and without launches of CUDA graphs, which return when the device has begun most of one
-(`carpool.bench.timing.host_times`).
+what it waits for the device. Of steps that are CUDA graphs it is taken from one more step after each round, in which
+the device is never behind (`carpool.bench.timing.host_times`).
 
 Files: DIR/model.json, every round and where it ran; DIR/model.png; DIR/CONTENDER/, what the trainer says of its run.
 """
@@ -297,10 +297,15 @@ def time_steps(contender: Contender, steps: int, device: torch.device) -> StepTi
     with host_times() as host:
         for _ in range(steps):
             contender.take_step()
-    busy, waits, launches = time.perf_counter() - begin, sum(host.waits), sum(host.launches)
+    busy = (time.perf_counter() - begin) / steps
     synchronize(device)
-    seconds = [time.perf_counter() - begin, busy - waits - launches, waits, launches]
-    return StepTimes(*(1e3 * one / steps for one in slowest(seconds, device)))
+    whole, works = (time.perf_counter() - begin) / steps, busy - sum(host.waits) / steps
+    if host.launches:
+        begin = time.perf_counter()
+        with host_times(drained=True) as host:
+            contender.take_step()
+        works = time.perf_counter() - begin - sum(host.waits)
+    return StepTimes(*(1e3 * one for one in slowest([whole, works, max(0.0, busy - works)], device)))
 
 
 def _differences(rows: list[Row], alike: Mapping[str, Mapping[str, float]]) -> list[str]:

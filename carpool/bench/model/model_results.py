@@ -26,13 +26,12 @@ NAMES = {
 
 
 class StepTimes(NamedTuple):
-    """Milliseconds of a step in one round: until it is done, and those that the host works for it, waits for the
-    device, and is in launches of CUDA graphs."""
+    """Milliseconds of a step in one round: until it is done, and those that the host works for it, and waits for the
+    device meanwhile."""
 
     ms: float
     host_ms: float
     host_waits_ms: float = 0.0
-    launches_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Times:
     ms: float
     host_ms: float
     host_waits_ms: float
-    launches_ms: float
 
     @classmethod
     def of(cls, rounds: Sequence[StepTimes]) -> Times:
@@ -166,7 +164,7 @@ def show(result: Result, console: Console | None = None) -> None:
 def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
     """Headings and rows."""
     headings = [
-        "contender", "tokens/s\nper rank", "step\nms", "host\nms", "host\nwaits", "graph\nlaunches", "MFU", "TFLOP/s",
+        "contender", "tokens/s\nper rank", "step\nms", "host\nms", "host\nwaits", "MFU", "TFLOP/s",
         "peak\nGiB", "reserved\nGiB", "first\nstep s", "loss", "speed",
     ]  # fmt: skip
     rows = []
@@ -179,7 +177,6 @@ def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
             f"{row.times.ms:.1f}\n[dim]{min(row.times.rounds):.4g}-{max(row.times.rounds):.4g}[/]",
             f"{row.times.host_ms:.1f}",
             f"{row.times.host_waits_ms:.1f}",
-            f"{row.times.launches_ms:.1f}",
             "-" if row.mfu is None else f"{row.mfu:.1%}",
             f"{row.tflops:.3g}",
             *("-" if size is None else f"{size / 2**30:.1f}" for size in (row.peak_bytes, row.reserved_bytes)),
@@ -216,8 +213,8 @@ def _notes(result: Result, case: Case) -> str:
     ]
     if any(row.captured for row in case.rows):
         notes.append(
-            "The launch of a CUDA graph returns when the device has begun most of it, so launches last about as long "
-            "as a step. What the device waits for the host is idle."
+            "Where steps are CUDA graphs, the host's work is that of a step in which it waits for each graph, so that "
+            "no launch waits behind others. What the device waits for the host is idle."
         )
     if len(case.groups) > 1:
         told = "; then ".join(", ".join(group) for group in case.groups)
