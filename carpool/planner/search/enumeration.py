@@ -23,7 +23,7 @@ from carpool.planner.candidate import KEEP, Candidate, stage_layers
 from carpool.planner.model.shape import LayerShape
 from carpool.planner.search.space import Planner, Problem, Space
 from carpool.planner.step.events import COMMUNICATION
-from carpool.planner.step.lengths import STEP_HOST, TAKEN
+from carpool.planner.step.lengths import STEP_HOST
 from carpool.planner.step.peak import peak_of
 from carpool.planner.step.sizes import RankSizes, sizes_of
 from carpool.planner.transports import usable_transports
@@ -79,7 +79,7 @@ class Bounds:
         chain, computing, rides, *beside = self._stage_seconds(candidate, layers, own[-1] == len(stages) - 1)
         one = chain if candidate.schedule == "none" else computing
         if candidate.schedule == "two-batch":
-            one, beside = computing + TAKEN * rides, [*beside, rides]
+            one, beside = computing, [*beside, rides]
         if pp > 1:
             alone = one if candidate.paired else computing
             one = alone if kind.stages > 1 else ((accumulation - 1) * computing + chain) / accumulation

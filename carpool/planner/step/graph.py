@@ -138,8 +138,8 @@ class _Builder:
         self.backward_chunks = self.chunks if candidate.backward_chunks is None else candidate.backward_chunks
         pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
         self.pipeline, self.each = pipeline, SCHEDULES[pipeline].stages
-        # Whether something computes while rides are under way.
-        self.beside = self.parts == 2 or candidate.paired
+        # Whether something computes while rides are under way; in a pipeline, what pairs do.
+        self.beside = self.parts == 2
         # A rank of some schedules has two stages of the pipeline, one in each half of the model.
         shape = made.lengths.shape
         if self.degrees.pp > 1:
@@ -170,7 +170,7 @@ class _Builder:
         if isinstance(self.graph, Clock):
             add_pipeline(self.graph, found, self._replayed, send)
         else:
-            add_pipeline(self.graph, found, in_turns(self._work), send)
+            add_pipeline(self.graph, found, self._at_once, send)
         for rank in range(self.degrees.pp):
             self._update(rank)
 
@@ -218,8 +218,15 @@ class _Builder:
         """Ends: of each action, of the last reductions, and of what came last."""
         own, tape = copy(self), Tape(len(actions))
         own.graph, own.last_of, own.reduced = tape, {}, {}
-        ends = in_turns(own._work)(tape, actions, stage, [(place,) for place in range(len(actions))])
+        ends = own._at_once(tape, actions, stage, [(place,) for place in range(len(actions))])
         return tape.program([*ends, *own.reduced.get(stage, ())[-LAST:], own.last_of[stage]])
+
+    def _at_once(
+        self, graph: Any, actions: tuple[Action, ...], stage: int, after: list[tuple[int, ...]]
+    ) -> Sequence[int]:
+        """The end of each action of a stage that runs by itself, or in a pair."""
+        self.beside = self.parts == 2 or len(actions) == 2
+        return in_turns(self._work)(graph, actions, stage, after)
 
     def _work(self, graph: Any, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
         """Of one micro-batch of the pipeline, or of both halves."""
@@ -337,9 +344,13 @@ class _Builder:
             yield self._add(_NOTHING, outside._replace(where="stage"), last)
 
     def _slow_beside(self, piece: Piece, at: At) -> None:
-        """What computes beside a ride lacks the multiprocessors that carry it."""
-        if self.beside and piece.kind in ("dispatch", "combine"):
-            self._add(Piece("beside rides", "elementwise", TAKEN * piece.seconds, piece.low, piece.high), at, ())
+        """What computes beside a ride lacks the multiprocessors that carry it. Products of pairs, and of backwards of
+        two batches, leave them free all the time (`carpool.kernels.device.reserved`)."""
+        free = self.parts == 1 or at.phase == "backward"
+        slow = ("experts", "dense") if free else ("dispatch", "combine")
+        if self.beside and self.candidate.transport != "local" and piece.kind in slow:
+            kind = piece.kind if free else "elementwise"
+            self._add(Piece("beside rides", kind, TAKEN * piece.seconds, piece.low, piece.high), at, ())
 
     def _ride_in_chunks(
         self, pieces: tuple[Piece, ...], chunks: int, at: At, after: tuple[int, ...]
