@@ -226,11 +226,6 @@ PENDING = [
         )
         for way in ("on", "off")
     ),
-    Measurement(
-        "points of stages", "parallelism.md: what pairs at the same time save; measurements.md, a stage", 4, 400,
-        "-m benchmarks.points --ranks {ranks} --only stage --steps 6 --rounds 4 --seconds 360 --out {out}/points.json",
-        least=2,
-    ),
     # A rank's layers as a stage of two, and the same layers by themselves: compiled and captured, four micro-batches.
     *(
         Measurement(

@@ -348,7 +348,7 @@ class _Builder:
         two batches, leave them free all the time (`carpool.kernels.device.reserved`)."""
         free = self.parts == 1 or at.phase == "backward"
         slow = ("experts", "dense") if free else ("dispatch", "combine")
-        if self.beside and self.candidate.transport != "local" and piece.kind in slow:
+        if self.beside and self.degrees.expert_ranks > 1 and piece.kind in slow:
             kind = piece.kind if free else "elementwise"
             self._add(Piece("beside rides", kind, TAKEN * piece.seconds, piece.low, piece.high), at, ())
 
