@@ -146,7 +146,10 @@ class Arena:
 
     def restart(self) -> None:
         """Let the next reservation of each lane begin at 0. The reservations of a CUDA graph must not depend on those
-        of earlier steps, nor those of a later step on the graph's. RuntimeError: a reservation is still in use."""
+        of earlier steps, nor those of a later step on the graph's.
+
+        Raises:
+            RuntimeError: a reservation is still in use."""
         if any(held.alive for _, held in self._stack):
             raise RuntimeError("the arena cannot begin anew: a layer still keeps rows for a backward that has not run")
         self._stack.clear()

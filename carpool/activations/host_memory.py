@@ -27,8 +27,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros in page-locked host memory, which `device` copies asynchronously. RuntimeError: CUDA cannot lock that
-    much."""
+    """Zeros in page-locked host memory, which `device` copies asynchronously.
+
+    Raises:
+        RuntimeError: CUDA cannot lock that much.
+    """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cuda" or size == 0:
         return torch.zeros(*shape, dtype=dtype)

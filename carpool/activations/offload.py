@@ -146,8 +146,10 @@ class Offloader:
         ]
 
     def get(self, offloaded: Sequence[Offloaded]) -> list[HiddenStates]:
-        """The activations of a ride, on the device again. Starts to prefetch those of the next backward. RuntimeError:
-        a hook on saved tensors has replaced the ticket by a copy."""
+        """The activations of a ride, on the device again. Starts to prefetch those of the next backward.
+
+        Raises:
+            RuntimeError: a hook on saved tensors has replaced the ticket by a copy."""
         parcel = self._parcels.get(int(offloaded[0].data))
         if parcel is None:
             raise RuntimeError(

@@ -90,7 +90,10 @@ class Case:
 
 
 def measure(settings: GenerateSettings, device: torch.device, command: str) -> list[Case]:
-    """The one case. All ranks together. ValueError: a model that does not fit into memory by itself."""
+    """The one case. All ranks together.
+
+    Raises:
+        ValueError: a model that does not fit into memory by itself."""
     disable_progress_bar()
     assert settings.batch is not None and settings.prompt is not None and settings.dtype is not None
     keys: dict[str, Any] = {"from": settings.model}

@@ -156,8 +156,11 @@ class TransportSettings(ShapeOptions, RankOptions):
         return tuple(RideShape.parse(text) for text in given["shapes"])
 
     def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
-        """With every default filled in, and checked against the number of ranks. ValueError: fewer experts than ranks,
-        or a routing that they cannot have."""
+        """With every default filled in, and checked against the number of ranks.
+
+        Raises:
+            ValueError: fewer experts than ranks, or a routing that they cannot have.
+        """
         from carpool.bench.routings import check_skew
         from carpool.layout import ExpertLayout
         from carpool.transport import between_ranks
@@ -407,8 +410,10 @@ class ModelSettings(RankOptions):
             self.check_set()
 
     def check_set(self) -> None:
-        """Raise ValueError for what is set for all contenders and does something in none. A race asks when all of its
-        rows are known."""
+        """Refuse what is set for all contenders and does something in none. A race asks when all of its rows are known.
+
+        Raises:
+            ValueError: that."""
         configs = [self.config_of(name) for name in self.contenders if not self.is_theirs(name)]
         for key in (override.partition("=")[0].strip() for override in self.overrides):
             idle = [config.declared.why_idle(config.flat(), key) for config in configs if key.startswith(_OF_CARPOOL)]
@@ -432,8 +437,11 @@ class ModelSettings(RankOptions):
         return self.own[contender].changes if contender in self.own else ()
 
     def config_of(self, contender: str | None) -> Config:
-        """The training configuration of a contender; None: what all have in common. ValueError: a model, or an
-        override, that cannot be."""
+        """The training configuration of a contender; None: what all have in common.
+
+        Raises:
+            ValueError: a model, or an override, that cannot be.
+        """
         own: tuple[str, ...] = ()
         more: tuple[str, ...] = ()
         if contender is not None and contender in self.own:

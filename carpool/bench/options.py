@@ -136,8 +136,11 @@ def one_of(option: str, value: str, known: Sequence[str]) -> None:
 
 
 def parse_sizes(text: str, names: Sequence[str], example: str) -> list[int]:
-    """[1, 2, 3] from "1,2,3": as many positive integers as there are `names`. ValueError: saying what `--shape` has to
-    look like."""
+    """[1, 2, 3] from "1,2,3": as many positive integers as there are `names`.
+
+    Raises:
+        ValueError: saying what `--shape` has to look like.
+    """
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError:
@@ -309,8 +312,11 @@ LAYER_SHAPES_CPU = (LayerShape(128, 64, 48, 16, 4),)  # seconds on a laptop
 def list_shapes(
     shapes: Sequence[str], models: Sequence[str], tokens: int, activation: str | None
 ) -> tuple[LayerShape, ...]:
-    """The shapes that the options --shape, --model, --tokens and --activation name. ValueError: an unknown name, or
-    sizes that are none."""
+    """The shapes that the options --shape, --model, --tokens and --activation name.
+
+    Raises:
+        ValueError: an unknown name, or sizes that are none.
+    """
     if activation is not None and not shapes:
         raise ValueError("--activation is what the experts of --shape compute; models have their own. Give a --shape")
     given = tuple(LayerShape.parse(text, activation or "swiglu") for text in shapes)

@@ -130,7 +130,10 @@ def plan(
 
 
 def number_of(text: str) -> int:
-    """Of "4M" (4 * 2**20), "512K" (512 * 2**10) or digits. ValueError: it is none."""
+    """Of "4M" (4 * 2**20), "512K" (512 * 2**10) or digits.
+
+    Raises:
+        ValueError: it is none."""
     found = re.fullmatch(r"\s*([0-9][0-9_,]*)\s*([KkMm]?)\s*", text)
     if found is None:
         raise ValueError(f"--tokens-per-batch {text!r}: expected a number such as 4194304, 512K or 4M")

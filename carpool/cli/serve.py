@@ -176,8 +176,10 @@ def generate(
 def _options(
     max_new_tokens: int | None, temperature: float | None, top_k: int | None, top_p: float | None, seed: int
 ) -> dict[str, float | None]:
-    """Of `carpool.hf.generation.Sampling`; None: as the checkpoint says. ValueError: values that cannot be, or change
-    nothing."""
+    """Of `carpool.hf.generation.Sampling`; None: as the checkpoint says.
+
+    Raises:
+        ValueError: values that cannot be, or change nothing."""
     if temperature is not None and not math.isfinite(temperature):
         raise ValueError(f"--temperature {temperature:g} must be a finite number; 0 takes the likeliest token")
     if temperature == 0 and (top_k is not None or top_p is not None):

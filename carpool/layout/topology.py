@@ -61,7 +61,10 @@ class Topology:
     @classmethod
     def even(cls, num_ranks: int, num_nodes: int = 1, *, nvlink: bool = True) -> Topology:
         """`num_nodes` nodes with equally many consecutive ranks, each node one NVLink domain (or without NVLink).
-        ValueError: the ranks cannot be divided so."""
+
+        Raises:
+            ValueError: the ranks cannot be divided so.
+        """
         if num_nodes < 1 or num_ranks < 1 or num_ranks % num_nodes:
             raise ValueError(f"{num_ranks} ranks cannot be divided evenly among {num_nodes} nodes")
         node_of = tuple(rank * num_nodes // num_ranks for rank in range(num_ranks))
@@ -205,7 +208,11 @@ def whereabouts(
 
 def agree(reports: Sequence[Whereabouts]) -> Topology:
     """The topology that follows from what all ranks say, in their order. Every rank gets the same reports, so the same
-    topology. ValueError: ranks that contradict each other; the message names them."""
+    topology.
+
+    Raises:
+        ValueError: ranks that contradict each other; the message names them.
+    """
     by_source: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         by_source.setdefault(report.source, []).append(rank)

@@ -156,7 +156,10 @@ def chunks(rows: int, ranks: int) -> tuple[int, ...]:
 
 def shares(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """`total` in whole parts that are in proportion to speeds (largest remainders, the first of equal ones first), and
-    at least 1 each. ValueError: there is not one for each."""
+    at least 1 each.
+
+    Raises:
+        ValueError: there is not one for each."""
     if total < len(speeds):
         raise ValueError(f"{total} cannot be divided over {len(speeds)} ranks with at least one each")
     rest = total - len(speeds)

@@ -40,8 +40,11 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on every rank: for what may change while ranks look at it. Collective. ValueError:
-    what it raised, on every rank alike."""
+    """What `make` returns on rank 0, on every rank: for what may change while ranks look at it. Collective.
+
+    Raises:
+        ValueError: what it raised, on every rank alike.
+    """
     made: Any = None
     error: Exception | None = None
     if rank() == 0:

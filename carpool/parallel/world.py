@@ -38,8 +38,11 @@ class World:
 
 
 def find_world(env: Mapping[str, str]) -> World | None:
-    """The world of this process; None if no launcher started it as one of several ranks. ValueError: variables that
-    contradict each other or are not numbers."""
+    """The world of this process; None if no launcher started it as one of several ranks.
+
+    Raises:
+        ValueError: variables that contradict each other or are not numbers.
+    """
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
             return World(

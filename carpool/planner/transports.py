@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @cache
 def transport_class(name: str) -> type[Transport]:
-    """What a transport says of itself. Searches ask thousands of times. ValueError: an unknown name."""
+    """What a transport says of itself. Searches ask thousands of times.
+
+    Raises:
+        ValueError: an unknown name."""
     from carpool.transport import find_transport
 
     return find_transport(name)

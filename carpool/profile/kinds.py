@@ -131,7 +131,9 @@ def kind_of_kernel(name: str, operator: str, section: str | None) -> str:
 
 def time_by_kind(trace: dict[str, Any]) -> TimeByKind:
     """Read the last step of a trace (`carpool.profile.rank_trace.load`), recorded in the range `carpool::step`.
-    ValueError: there is no such range."""
+
+    Raises:
+        ValueError: there is no such range."""
     events, range_of_step = events_of(trace)
     step = span_of(range_of_step)
     found: dict[str, list[Span]] = {kind: [] for kind in KINDS}

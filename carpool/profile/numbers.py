@@ -109,7 +109,10 @@ class Profile(Numbers):
 
 
 def load_profile(path: Path) -> Profile:
-    """Read profile.json. ValueError: there is none, or it is damaged."""
+    """Read profile.json.
+
+    Raises:
+        ValueError: there is none, or it is damaged."""
     if not path.is_file():
         raise ValueError(
             f"{path.parent.parent} has no profile ({path} does not exist): record one with `carpool profile "

@@ -97,7 +97,10 @@ def parse(name: str) -> Label | None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A trace file (.json or .json.gz). ValueError: it is no trace."""
+    """A trace file (.json or .json.gz).
+
+    Raises:
+        ValueError: it is no trace."""
     try:
         content = path.read_bytes()
         data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
@@ -109,7 +112,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def read(trace: dict[str, Any]) -> Recorded:
-    """The step that was recorded in the range `carpool::step`. ValueError: there is no such range."""
+    """The step that was recorded in the range `carpool::step`.
+
+    Raises:
+        ValueError: there is no such range."""
     events, range_of_step = events_of(trace)
     step = span_of(range_of_step)
     ours: dict[Any, list[tuple[Span, Label]]] = {}
@@ -134,7 +140,10 @@ def read(trace: dict[str, Any]) -> Recorded:
 
 
 def events_of(trace: dict[str, Any]) -> tuple[list[Event], Event]:
-    """All that took time, and the range of the last step among it. ValueError: there is no such range."""
+    """All that took time, and the range of the last step among it.
+
+    Raises:
+        ValueError: there is no such range."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == STEP]
     if not steps:

@@ -90,7 +90,10 @@ def names(kind: Kind | None = None) -> list[str]:
 
 
 def path_of(name: str) -> Path:
-    """The file of a recipe, given its name or the path of a TOML file. ValueError: there is no such recipe."""
+    """The file of a recipe, given its name or the path of a TOML file.
+
+    Raises:
+        ValueError: there is no such recipe."""
     known, path = _paths(), Path(name)
     if name in known:
         return known[name]
@@ -105,7 +108,9 @@ def path_of(name: str) -> Path:
 
 def read(name: str) -> Recipe:
     """What a recipe says, by name or from the path of a TOML file, whether or not this version can follow it.
-    ValueError: there is none, or its file is no recipe."""
+
+    Raises:
+        ValueError: there is none, or its file is no recipe."""
     path = path_of(name)
     name = path.stem
     try:

@@ -156,7 +156,10 @@ def read_run(run_dir: Path) -> Run:
 
 def measured_costs(folder: Path) -> tuple[float, float]:
     """Seconds for which a run waited for a checkpoint, and from a failure until it went on: medians of all that it has
-    recorded, whatever became of them. ValueError: it has recorded no checkpoint, or no recovery."""
+    recorded, whatever became of them.
+
+    Raises:
+        ValueError: it has recorded no checkpoint, or no recovery."""
     path = folder / "metrics.jsonl"
     lines = list(_lines(path, [])) if path.is_file() else []
     waits = [line.record.seconds for line in lines if isinstance(line.record, Checkpoint)]

@@ -45,8 +45,10 @@ def fill(template: str, **context: Any) -> str:
 
 
 def write_page(output: Path, what: str, render: Callable[[], str]) -> Path:
-    """Replace the file by what `render` makes, at once; returns its path. `what`: "report", "page". ValueError: it
-    cannot be written there, which is looked at first."""
+    """Replace the file by what `render` makes, at once; returns its path. `what`: "report", "page".
+
+    Raises:
+        ValueError: it cannot be written there, which is looked at first."""
     if output.is_dir() or not output.parent.is_dir():
         problem = "is a folder" if output.is_dir() else f"cannot be written: the folder {output.parent} does not exist"
         raise ValueError(f"{output} {problem}; name a file to write the {what} to")

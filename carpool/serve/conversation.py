@@ -69,7 +69,9 @@ class Conversation:
 
     def ask(self, words: str) -> list[int]:
         """The tokens of the conversation with one more message of the user's. It stays as it was until `add`.
-        ValueError: no chat template, or the conversation has become too long."""
+
+        Raises:
+            ValueError: no chat template, or the conversation has become too long."""
         tokens = self.text.chat([*self.messages, {"role": "user", "content": words}])
         check_length("the conversation", len(tokens), self.max_new_tokens, self.context)
         return tokens
@@ -87,7 +89,10 @@ def run_rank(
     dtype: str | None,
     adapters: Sequence[str] = (),
 ) -> None:
-    """One rank's part of the command. ValueError: a model that cannot be used, or has no chat template."""
+    """One rank's part of the command.
+
+    Raises:
+        ValueError: a model that cannot be used, or has no chat template."""
     disable_progress_bar()
     source = find_source(Path(model), adapters)
     most = min(context_of(source) or MOST_TOKENS, MOST_TOKENS)

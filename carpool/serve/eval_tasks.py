@@ -123,8 +123,10 @@ class InStep:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Around all work of this rank. The end waits until no rank has any left. RuntimeError: another rank has failed
-        between two forwards."""
+        """Around all work of this rank. The end waits until no rank has any left.
+
+        Raises:
+            RuntimeError: another rank has failed between two forwards."""
         self._inside = False
         try:
             yield

@@ -132,7 +132,10 @@ def run_rank(
     as_json: bool,
     adapters: Sequence[str] = (),
 ) -> None:
-    """One rank's part of the command. ValueError: a model, text or task that cannot be used."""
+    """One rank's part of the command.
+
+    Raises:
+        ValueError: a model, text or task that cannot be used."""
     disable_progress_bar()
     source = find_source(Path(model), adapters)
     context = context_of(source)

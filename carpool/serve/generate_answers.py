@@ -138,8 +138,10 @@ def run_rank(
 
 
 def ready(source: Source, prompts: list[Prompt], options: dict[str, Any]) -> tuple[list[list[int]], Sampling]:
-    """The tokens of each prompt, and how they are continued. `options`: as `run_rank`. ValueError: prompts without a
-    template, or longer than the model's context."""
+    """The tokens of each prompt, and how they are continued. `options`: as `run_rank`.
+
+    Raises:
+        ValueError: prompts without a template, or longer than the model's context."""
     context, tokens = context_of(source), encode(prompts, source.text)
     if options["max_new_tokens"] is None:
         left = MOST_NEW_TOKENS if context is None else context - max(map(len, tokens))
@@ -190,7 +192,10 @@ def answer(
 
 def sampling_of(source: Source, options: dict[str, Any]) -> Sampling:
     """`Sampling` from what was asked for, and, where nothing was, from the checkpoint's generation_config.json: its
-    temperature, top_k and top_p if it samples; otherwise temperature 0.8. ValueError: as `Sampling`."""
+    temperature, top_k and top_p if it samples; otherwise temperature 0.8.
+
+    Raises:
+        ValueError: as `Sampling`."""
     defaults: dict[str, Any] = {"temperature": 0.8}
     folder = source.build if isinstance(source.build, Path) else source.path
     if (folder / "generation_config.json").is_file():

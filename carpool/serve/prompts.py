@@ -68,8 +68,10 @@ class Text:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def chat(self, messages: Messages) -> list[int]:
-        """Tokens of a conversation whose next message is the model's. ValueError: there is no template, or it refuses
-        the conversation."""
+        """Tokens of a conversation whose next message is the model's.
+
+        Raises:
+            ValueError: there is no template, or it refuses the conversation."""
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self.folder} has no chat template: give a text to continue (carpool generate "
@@ -133,7 +135,10 @@ def _is_message(value: Any) -> bool:
 
 
 def encode(prompts: Sequence[Prompt], text: Text) -> list[list[int]]:
-    """The tokens of each prompt. ValueError: no chat template for messages."""
+    """The tokens of each prompt.
+
+    Raises:
+        ValueError: no chat template for messages."""
     return [text.encode(one["prompt"]) if "prompt" in one else text.chat(one["messages"]) for one in prompts]
 
 

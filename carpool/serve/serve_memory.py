@@ -73,7 +73,10 @@ def check_room(
     cached_tokens: int,
     experts: ExpertTier = ON_DEVICE,
 ) -> None:
-    """Compare what a rank will need with what it has. ValueError: it does not suffice; the message has the sizes."""
+    """Compare what a rank will need with what it has.
+
+    Raises:
+        ValueError: it does not suffice; the message has the sizes."""
     needed = rank_needs(source, dtype, ranks, max_tokens, cached_tokens, experts)
     if experts.away:
         what, advice = "the experts (--experts host)", "Use --experts disk"
@@ -101,8 +104,10 @@ def rank_needs(
     cached_tokens: int,
     experts: ExpertTier = ON_DEVICE,
 ) -> dict[str, int]:
-    """As `needed_bytes`, with experts where they are. ValueError: experts that come when they are chosen, and the model
-    has none."""
+    """As `needed_bytes`, with experts where they are.
+
+    Raises:
+        ValueError: experts that come when they are chosen, and the model has none."""
     needed = needed_bytes(source, dtype, ranks, max_tokens, cached_tokens)
     if experts.away:
         whole, two = _expert_bytes(source, dtype, experts)

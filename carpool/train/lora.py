@@ -77,7 +77,9 @@ def add_adapter(
 
 def peft_config(model: PreTrainedModel, section: AdapterSection, experts: bool = True) -> Any:
     """peft's configuration of a run's adapter. `experts`: with what is no linear layer: experts, and some routers.
-    ValueError: what the model does not have, or what cannot be adapted."""
+
+    Raises:
+        ValueError: what the model does not have, or what cannot be adapted."""
     from peft import LoraConfig
 
     modules, parameters = resolve_targets(model, section.targets, section.layers_to_transform)
@@ -212,8 +214,10 @@ def trained_of(blueprint: Blueprint, config: Config) -> Trained:
 def resolve_targets(
     model: PreTrainedModel, targets: tuple[str, ...], layers: Collection[int] = ()
 ) -> tuple[list[str], list[str]]:
-    """(names of modules, names of parameters) that peft adapts, with `layers` as its `layers_to_transform`. ValueError:
-    a target that the model does not have."""
+    """(names of modules, names of parameters) that peft adapts, with `layers` as its `layers_to_transform`.
+
+    Raises:
+        ValueError: a target that the model does not have."""
     modules, parameters = find_targets(model, targets, layers)
     everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     # peft also adapts what is no linear layer, such as the convolution of a vision tower that has the same last name.

@@ -139,8 +139,10 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def learning_rate(step: int, training: TrainingSection) -> float:
-    """The learning rate of step 1, 2, ...: linear warm-up, then `training.lr_scheduler_type`. ValueError: an option of
-    the schedule has a value that it cannot have."""
+    """The learning rate of step 1, 2, ...: linear warm-up, then `training.lr_scheduler_type`.
+
+    Raises:
+        ValueError: an option of the schedule has a value that it cannot have."""
     warmup, schedule, options = (
         training.warmup(),
         LR_SCHEDULES[training.lr_scheduler_type],

@@ -45,8 +45,10 @@ _RING_BYTES = 4 * 2**20
 
 
 def measure_links(topology: Topology, device: torch.device) -> tuple[list[Fit], bool]:
-    """(fits, whether the ranks of a node share a port). All ranks of the run together. ValueError: nodes with unequal
-    numbers of ranks."""
+    """(fits, whether the ranks of a node share a port). All ranks of the run together.
+
+    Raises:
+        ValueError: nodes with unequal numbers of ranks."""
     group = dist.group.WORLD
     if topology.num_ranks == 1 or group is None:
         return [], False

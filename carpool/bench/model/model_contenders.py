@@ -370,7 +370,10 @@ def recorded_choices(
     trace: Trace, number: int, tokens: int, num_experts: int, top_k: int, rank: int, world: int
 ) -> torch.Tensor:
     """expert_TK (T, K) int64 of a layer of the model on a rank; tokens are taken again from the first if there are not
-    enough. ValueError: the trace is of other sizes, or has nothing for this rank."""
+    enough.
+
+    Raises:
+        ValueError: the trace is of other sizes, or has nothing for this rank."""
     layer = trace.layer(number % trace.num_layers)
     if (layer.num_experts, layer.top_k) != (num_experts, top_k):
         raise ValueError(

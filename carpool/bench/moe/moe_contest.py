@@ -111,8 +111,11 @@ class Contest(ABC):
 
     @abstractmethod
     def _make(self, contender: Contender, case: Case, scope: ExitStack) -> Forward:
-        """The contender's forward on the inputs of `case`, while `scope` is open. ValueError, NotImplementedError: it
-        cannot compute that."""
+        """The contender's forward on the inputs of `case`, while `scope` is open.
+
+        Raises:
+            ValueError, NotImplementedError: it cannot compute that.
+        """
 
     def _answer(self, forward: Forward, case: Case) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """What is checked."""

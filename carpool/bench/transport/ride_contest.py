@@ -172,7 +172,10 @@ class TransportBenchmark:
         self, contender: Contender, traffic: Traffic, expected: dict[str, np.ndarray]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """Bytes that each rank sent to others in one call of each verb, counted and predicted. Collective.
-        RuntimeError: they differ."""
+
+        Raises:
+            RuntimeError: they differ.
+        """
         calls = {verb: n * self.settings.repetitions for verb, n in CALLS.items()}
         verbs = [verb for verb in calls if self.settings.backward or not verb.endswith("_backward")]
         counted = {verb: traffic.bytes[verb] for verb in verbs}

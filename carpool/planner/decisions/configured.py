@@ -47,8 +47,10 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 
 def model_of(settings: Settings, keys: Mapping[str, Any]) -> ModelShape:
-    """Sizes of the configuration's model, from the keys of its config.json. ValueError: a size is missing, or there are
-    no experts."""
+    """Sizes of the configuration's model, from the keys of its config.json.
+
+    Raises:
+        ValueError: a size is missing, or there are no experts."""
     model = settings["model"]
     keys = {**keys, "model_type": keys.get("model_type") or model["model_type"]}
     attention = model["attn_implementation"]

@@ -92,8 +92,10 @@ class Routes:
 
     @classmethod
     def of(cls, trace: Trace, name: str, num_experts: int, top_k: int) -> Routes:
-        """Of a recorded routing of a model with so many experts, at most 4,096 tokens of a layer. ValueError: the trace
-        is of another model."""
+        """Of a recorded routing of a model with so many experts, at most 4,096 tokens of a layer.
+
+        Raises:
+            ValueError: the trace is of another model."""
         check_trace(trace, num_experts, top_k)
         layers = tuple(np.asarray(layer[:4096], dtype=np.int64) for layer in trace.expert_LTK)
         return cls(layers, f"trace {name}: {len(layers)} layers (measured)")

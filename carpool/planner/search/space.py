@@ -149,7 +149,9 @@ def _known(field: str) -> tuple[str, ...]:
 
 def constrained(space: Space, only: Mapping[str, Sequence[Any]]) -> Space:
     """A space of which some fields have only these values, in the order of the space, which is that of what they cost.
-    ValueError: a field has none of them."""
+
+    Raises:
+        ValueError: a field has none of them."""
     default = Space()
     changed: dict[str, Any] = {}
     for name, values in only.items():
@@ -171,7 +173,10 @@ def _none_of(one: str, unknown: Sequence[str], known: Iterable[str]) -> str:
 
 
 def read_constraints(space: Space, given: Iterable[str]) -> Space:
-    """Of "ep=8,16" and "memory.layer_activations=save". ValueError: a name or a value that does not exist."""
+    """Of "ep=8,16" and "memory.layer_activations=save".
+
+    Raises:
+        ValueError: a name or a value that does not exist."""
     for one in given:
         name, _, text = one.partition("=")
         if name not in ONLY or not text:
@@ -224,7 +229,10 @@ class Planner:
     moves: bool = False
 
     def restrict(self, space: Space, model: ModelShape) -> Space:
-        """The part of a space that it chooses among. ValueError: nothing is left of it."""
+        """The part of a space that it chooses among.
+
+        Raises:
+            ValueError: nothing is left of it."""
         found = constrained(space, self.space)
         if (rule := self.allowed) is None:
             return found

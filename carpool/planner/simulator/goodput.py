@@ -53,8 +53,10 @@ class Failures:
 
     @classmethod
     def of_gpus(cls, gpus: int, gpu_mtbf_hours: float, checkpoint: float, restart: float) -> Failures:
-        """Of a run on so many GPUs, any of which stops it. ValueError: hardly anything would be trained between
-        failures."""
+        """Of a run on so many GPUs, any of which stops it.
+
+        Raises:
+            ValueError: hardly anything would be trained between failures."""
         found = cls(gpu_mtbf_hours * HOUR / gpus, checkpoint, restart)
         if checkpoint + restart > HOPELESS * found.mtbf:
             raise ValueError(

@@ -106,7 +106,10 @@ def scaled(degrees: Degrees, gpus: int) -> Degrees:
 
 
 def step_on(shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int, gpus: int) -> Step:
-    """A configuration on so many GPUs, with balanced ranks. ValueError: as `scaled`; nodes that are not whole."""
+    """A configuration on so many GPUs, with balanced ranks.
+
+    Raises:
+        ValueError: as `scaled`; nodes that are not whole."""
     degrees = scaled(candidate.degrees, gpus)
     per_node = min(per_node, gpus)
     if gpus % per_node:

@@ -414,8 +414,10 @@ def make_offload(
     plan: Plan, model: PreTrainedModel, layers: Sequence[ExpertRides], optimizer: OptimizerBase, halves: bool
 ) -> tuple[ConsumedGradients | None, HostExperts | None]:
     """(what uses gradients in the backward, what keeps experts in host memory or on disk), of a model that has its
-    optimizer; None: nothing does. All ranks together. `halves`: two batches run at a time. ValueError: what is asked
-    for cannot be with this model, layout or schedule."""
+    optimizer; None: nothing does. All ranks together. `halves`: two batches run at a time.
+
+    Raises:
+        ValueError: what is asked for cannot be with this model, layout or schedule."""
     config, training, memory, away = plan.config, plan.config.training, plan.config.memory, None
     check_offload_layouts(config, [own.layout for own in layers], halves)
     if memory.experts != "device":

@@ -229,8 +229,11 @@ SCHEDULE_KIND: Kind[Schedule] = Kind(
 
 
 def choose_schedule(plan: Plan, layers: Sequence[ExpertRides]) -> Chosen[Schedule]:
-    """Choose, and let the layers follow it. All ranks together. ValueError: experts that cannot follow the schedule
-    that is asked for."""
+    """Choose, and let the layers follow it. All ranks together.
+
+    Raises:
+        ValueError: experts that cannot follow the schedule that is asked for.
+    """
     wanted, device, dtype, tokens = plan.config.moe.asked_schedule(), plan.machine.device, plan.dtype, plan.tokens
     top_k, hidden = plan.blueprint.top_k, plan.blueprint.row_size
     assert device is not None

@@ -366,7 +366,9 @@ def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any,
 
 def base_folder(adapter: Path, base: Path | None) -> Path:
     """The folder of an adapter's model. `base`: where it is now; None: where it was when the adapter was trained.
-    ValueError: there is no adapter, or no model."""
+
+    Raises:
+        ValueError: there is no adapter, or no model."""
     if not (adapter / "adapter_config.json").is_file():
         raise ValueError(f"{adapter} is neither an adapter as peft writes it nor a run that has trained one")
     if base is None:
@@ -457,8 +459,11 @@ def _merged(modules: AdapterModules, weights: Base, name: str) -> Any:
 
 def save_adapter(model: Any, folder: Path) -> Path:
     """Write the adapter as peft does: `PeftModel.from_pretrained(base, folder)` reads it. Every rank calls it; rank 0
-    writes, and the folder appears when it is complete, in place of an earlier one. CheckpointWriteError: on all ranks,
-    if rank 0 could not write."""
+    writes, and the folder appears when it is complete, in place of an earlier one.
+
+    Raises:
+        CheckpointWriteError: on all ranks, if rank 0 could not write.
+    """
     tensors = adapter_tensors(model)
     temporary = folder.with_name(f".tmp-{folder.name}")
     with together(CheckpointWriteError, f"{folder} was not written: "):

@@ -206,7 +206,11 @@ def check_files(
     checked: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Checks that the files of a checkpoint are those in `records` and intact. Of the content, only files in `mine`.
-    `checked` is told how many bytes of these are read. CheckpointError: naming the file, and how it is wrong."""
+    `checked` is told how many bytes of these are read.
+
+    Raises:
+        CheckpointError: naming the file, and how it is wrong.
+    """
     for name, record in records.items():
         path = folder / name
         if not path.is_file():
@@ -237,7 +241,11 @@ def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def stored_parts(folder: Path) -> dict[str, tuple[TensorStorageMetadata, list[Path]]]:
-    """`stored_tensors`, and the file of each of a tensor's chunks. CheckpointError: as `stored_tensors`."""
+    """`stored_tensors`, and the file of each of a tensor's chunks.
+
+    Raises:
+        CheckpointError: as `stored_tensors`.
+    """
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except Exception as error:  # safetensors raises its own, and whatever a wrong header leads to

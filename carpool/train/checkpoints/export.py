@@ -146,7 +146,11 @@ class Exported(NamedTuple):
 
 
 def find_checkpoint(run: Path, step: int | None) -> Path:
-    """The checkpoint of a run after a step; None: its newest whole one. ValueError: there is none."""
+    """The checkpoint of a run after a step; None: its newest whole one.
+
+    Raises:
+        ValueError: there is none.
+    """
     checkpoints = CheckpointManager(run)
     if step is None:
         if (latest := checkpoints.latest()) is None:

@@ -70,7 +70,11 @@ class HostBuffer:
         return self._preparing is not None and self._preparing.is_alive()
 
     def reserve(self, size: int) -> None:
-        """Have at least so many bytes. What was there is lost. OSError: there is no more memory."""
+        """Have at least so many bytes. What was there is lost.
+
+        Raises:
+            OSError: there is no more memory.
+        """
         self._wait()
         if size > self.bytes:
             self._give_back()

@@ -31,8 +31,10 @@ _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def check_hub(training: TrainingSection) -> str:
-    """The repository to upload to, OWNER/NAME. Asks the Hub, and changes nothing there. ValueError: the id is none, or
-    there is no token that may write to it."""
+    """The repository to upload to, OWNER/NAME. Asks the Hub, and changes nothing there.
+
+    Raises:
+        ValueError: the id is none, or there is no token that may write to it."""
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 

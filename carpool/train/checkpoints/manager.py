@@ -202,9 +202,12 @@ class CheckpointManager:
         *,
         average: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Begin to reserve host memory for the copies of `save(beside=True)`, so that the first one does not wait for
-        it; nothing where it lacks room. After the first update, when the optimizer has its state. Arguments as of
-        `save`. Collective. CheckpointWriteError: on all ranks, if one cannot say what it would write."""
+        """Begin to reserve host memory for the copies of `save(beside=True)`, so that the first one does not wait
+        for it; nothing where it lacks room. After the first update, when the optimizer has its state. Arguments as of
+        `save`. Collective.
+
+        Raises:
+            CheckpointWriteError: on all ranks, if one cannot say what it would write."""
         doing = "host memory for checkpoints was not reserved: "
         parts = _parts(model, optimizer, average, doing)
         files: dict[str, ShardFile] = {}

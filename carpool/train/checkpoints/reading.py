@@ -173,7 +173,10 @@ def _zero_if_absent(
     folder: Path, stored: dict[str, TensorStorageMetadata], wanted: Tensors, optimizer: torch.optim.Optimizer | None
 ) -> Tensors:
     """State that the checkpoint lacks and that is zero then (`carpool.optim.base`), such as the low bits of masters:
-    without them the masters are the weights. CheckpointError: as `check_optimizer`."""
+    without them the masters are the weights.
+
+    Raises:
+        CheckpointError: as `check_optimizer`."""
     _check_optimizer(folder, stored, bool(_low_bits(wanted)), _codes(wanted))
     there = {name.rsplit(".", 1)[-1] for name in stored}
     absent: frozenset[str] = getattr(optimizer, "zero_if_absent", frozenset()) - there

@@ -93,7 +93,10 @@ class RunState(_Strict):
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """What a run's checkpoint says beside weights. CheckpointError: it is damaged, or no run's."""
+    """What a run's checkpoint says beside weights.
+
+    Raises:
+        CheckpointError: it is damaged, or no run's."""
     state: dict[str, Any] = read_state(checkpoint)["state"]
     try:
         RunState.model_validate(state)

@@ -80,7 +80,11 @@ def keep_source(
 
 
 def read_source(run: Path) -> Source:
-    """What `keep_source` wrote. ValueError: it is not there, or damaged."""
+    """What `keep_source` wrote.
+
+    Raises:
+        ValueError: it is not there, or damaged.
+    """
     path = run / SOURCE / _RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["weights"].items()

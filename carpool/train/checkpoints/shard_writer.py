@@ -27,7 +27,11 @@ _FLUSH = 1 << 30
 
 
 def write_file(path: str, blocks: Iterable[memoryview]) -> dict[str, Any]:
-    """Writes a file and flushes it to the disk; its size and SHA-256, as in `state.json`. OSError: with the path."""
+    """Writes a file and flushes it to the disk; its size and SHA-256, as in `state.json`.
+
+    Raises:
+        OSError: with the path.
+    """
     digest, size = hashlib.sha256(), 0
     try:
         with open(path, "wb", buffering=0) as stream:

@@ -38,8 +38,10 @@ _Factors = tuple[torch.Tensor, torch.Tensor, int, float]
 def combine_adapters(
     base: Path, adapters: Sequence[Path], weights: Sequence[float], how: Combination, out: Path
 ) -> None:
-    """Write the weighted sum of adapters of one model into a new folder. ValueError: one is no adapter of this model,
-    or they cannot be added so."""
+    """Write the weighted sum of adapters of one model into a new folder.
+
+    Raises:
+        ValueError: one is no adapter of this model, or they cannot be added so."""
     from peft import LoraConfig
 
     found: dict[str, list[_Factors]] = {}

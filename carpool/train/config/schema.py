@@ -187,7 +187,10 @@ class Config(Section):
 
 
 def config_type() -> type[Config]:
-    """`Config` with the sections of extensions. ValueError: an extension has the name of another section."""
+    """`Config` with the sections of extensions.
+
+    Raises:
+        ValueError: an extension has the name of another section."""
     return _with_sections(tuple(EXTENSIONS.values()))
 
 

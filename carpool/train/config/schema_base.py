@@ -49,8 +49,10 @@ _SIZE = f"a size with its unit ({', '.join(UNITS)}), such as 70GiB"
 
 
 def size_of(text: str, what: str) -> int:
-    """Bytes of a size with its unit, such as "70GiB". `what`: whose size it is, for the error. ValueError: it is
-    none."""
+    """Bytes of a size with its unit, such as "70GiB". `what`: whose size it is, for the error.
+
+    Raises:
+        ValueError: it is none."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     if found is None or found[2].lower() not in units or float(found[1]) == 0:

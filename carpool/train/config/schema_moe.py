@@ -246,7 +246,10 @@ class MoeSection(Section):
         return self.schedule == "two-batch"
 
     def asked_schedule(self) -> Schedule | None:
-        """The schedule that is asked for; None: "auto". ValueError: numbers of chunks that make no sense together."""
+        """The schedule that is asked for; None: "auto".
+
+        Raises:
+            ValueError: numbers of chunks that make no sense together."""
         if self.schedule == "auto":
             return None
         kind = SCHEDULES[self.schedule]

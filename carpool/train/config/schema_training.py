@@ -346,8 +346,10 @@ class TrainingSection(Section):
         return self.max_steps
 
     def in_steps(self, steps_per_epoch: float) -> TrainingSection:
-        """The same, with a number of steps in place of a number of epochs. ValueError: warm-up would take more steps
-        than there are."""
+        """The same, with a number of steps in place of a number of epochs.
+
+        Raises:
+            ValueError: warm-up would take more steps than there are."""
         if self.num_train_epochs is None:
             return self
         # Seven epochs of 29/7 steps each are 29.000...04 in floating point.

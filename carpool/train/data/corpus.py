@@ -152,7 +152,9 @@ def prepare_all(
 
 def data_sets(data: DataSection) -> tuple[list[DataSet], list[DataSet]]:
     """The sources and the held-out sets of `[data]`, all with examples if a source has some and nothing else is said.
-    ValueError: nothing there, or the first file of one cannot be read."""
+
+    Raises:
+        ValueError: nothing there, or the first file of one cannot be read."""
     sets = [data.train_sets(), data.eval_sets()]
     if data.packing is None and len(sets[0] + sets[1]) > 1:
         streams = [[FORMATS[_format(one)[0]].streams for one in some] for some in sets]

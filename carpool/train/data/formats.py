@@ -56,8 +56,11 @@ def fields_of(data: DataSection, form: str) -> Fields:
 
 
 def find_format(data: DataSection, sources: Sequence[Source], splits: Sequence[str] = TRAIN_SPLITS) -> str:
-    """The format of these sources: as `data.format` says, otherwise as the first row's fields say. ValueError: fields
-    of several formats; or the first file cannot be read."""
+    """The format of these sources: as `data.format` says, otherwise as the first row's fields say.
+
+    Raises:
+        ValueError: fields of several formats; or the first file cannot be read.
+    """
     if data.format is not None:
         return data.format
     names = field_names(sources[0], splits)

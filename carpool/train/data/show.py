@@ -24,7 +24,11 @@ _GIVEN = ("default on grey23", "default on grey35")
 
 def show(config: Config, count: int, console: Console) -> None:
     """Print the first examples of `data.train`, as many as asked, as they are trained on; of a stream, sequences; of a
-    mixture, what a run begins with. ValueError: as `carpool.train.data.corpus.prepare`."""
+    mixture, what a run begins with.
+
+    Raises:
+        ValueError: as `carpool.train.data.corpus.prepare`.
+    """
     data = config.data
     if data.streaming:  # the begin of it
         data = data.model_copy(update={"streaming": False, "max_bytes": 1 << 20, "eval": None, "eval_fraction": 0.0})

@@ -141,8 +141,10 @@ class TeacherLogits:
         return bool(right)
 
     def __getitem__(self, sequence: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """(L - 1, K) words, and their log-probabilities, of all tokens but the last. ValueError: they cannot be those
-        of a token."""
+        """(L - 1, K) words, and their log-probabilities, of all tokens but the last.
+
+        Raises:
+            ValueError: they cannot be those of a token."""
         place = self._places[sequence]
         ids_LK, log_LK = self._read(place)
         if self.top_k < ids_LK.shape[1]:

@@ -221,7 +221,10 @@ def load_tokenizer(tokenizer: str | None, model_path: str | None = None, eos_tok
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer of a run. ValueError: as `load_tokenizer`."""
+    """The tokenizer of a run.
+
+    Raises:
+        ValueError: as `load_tokenizer`."""
     return load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
 
 
@@ -255,7 +258,11 @@ def check_has_tokenizer(folder: Path) -> None:
 
 
 def load_pretrained(data: DataSection, model_path: str | None) -> Any:
-    """The tokenizer of transformers that `[data]` and `[model]` name. ValueError: there is none."""
+    """The tokenizer of transformers that `[data]` and `[model]` name.
+
+    Raises:
+        ValueError: there is none.
+    """
     folder = data.tokenizer or model_path
     if folder is None or not Path(folder).is_dir():
         named = f"data.tokenizer = {folder!r} is none" if folder else "none is named"

@@ -59,7 +59,9 @@ def check_groups(config: Config, full: int, fewest: int, step: int) -> None:
 
 def regrouped(config: Config, full: int, ranks: int) -> tuple[Config, int]:
     """(The settings of a group of `ranks`, how many of them compute), where `config` describes `full` ranks.
-    ValueError: no number of these ranks can take the steps of the full group."""
+
+    Raises:
+        ValueError: no number of these ranks can take the steps of the full group."""
     if ranks == full:
         return config, full
     sequences = config.flat()["training.gradient_accumulation_steps"] * sum(_sizes(config, full))

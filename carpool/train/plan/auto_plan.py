@@ -267,8 +267,10 @@ def choose_plan(
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """The configuration with some settings, by SECTION.KEY, and nothing left to a plan. ValueError: they do not go
-    together."""
+    """The configuration with some settings, by SECTION.KEY, and nothing left to a plan.
+
+    Raises:
+        ValueError: they do not go together."""
     dumped = config.model_dump(mode="json")
     for section in FREE:
         dumped[section]["plan"] = None

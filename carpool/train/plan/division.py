@@ -44,8 +44,10 @@ def teacher_ep(counts: Iterable[int], ranks: int) -> int:
 
 
 def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: int = 0) -> Cut | None:
-    """Which part of every sequence a rank has; None: whole ones. The model may be on the meta device. ValueError: a
-    model, sequences or heads that cannot be divided so."""
+    """Which part of every sequence a rank has; None: whole ones. The model may be on the meta device.
+
+    Raises:
+        ValueError: a model, sequences or heads that cannot be divided so."""
     if degrees.cp == 1:
         return None
     way = choose_way(
@@ -117,8 +119,11 @@ SEQUENCE_KIND: Kind[bool] = Kind("sequence_parallel", lambda on: {"on": on}, lam
 
 
 def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> Chosen[bool]:
-    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.tensor_parallel`), and why.
-    ValueError: that was asked for, and cannot be."""
+    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.tensor_parallel`), and
+    why.
+
+    Raises:
+        ValueError: that was asked for, and cannot be."""
     asked, reason = config.parallelism.sequence_parallel, None
     if degrees.tp == 1:
         reason = "there is one tensor-parallel rank"

@@ -102,8 +102,10 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
 
 
 def check_fits(plan: Plan) -> None:
-    """Raise ValueError for a run that clearly does not fit into memory, unless `training.check_memory` is false. Before
-    anything is loaded."""
+    """Refuse a run that clearly does not fit into memory. Before anything is loaded.
+
+    Raises:
+        ValueError: unless `training.check_memory` is false."""
     if not plan.config.training.check_memory or plan.needs["total"] <= CLEARLY * plan.memory:
         return
     first, *lines = describe_fit(plan, f"the {plan.memory / GiB:,.1f} GiB of a rank")
@@ -172,7 +174,10 @@ _PLACES = (
 
 
 def check_same_settings(config: Config, compare_with: str | None) -> None:
-    """Raise ValueError, on all ranks, if one has other settings than rank 0; it names them. Collective."""
+    """Collective.
+
+    Raises:
+        ValueError: on all ranks, if one has other settings than rank 0; names them."""
     own = {"--compare": str(compare_with)}
     for name, value in flat(config.model_dump(mode="json")).items():
         if not any(f"{name}.".startswith(f"{place}.") for place in _PLACES):
@@ -190,7 +195,10 @@ def check_same_settings(config: Config, compare_with: str | None) -> None:
 
 
 def check_same_data(corpora: Corpora) -> None:
-    """Raise ValueError, on all ranks, if one has read other data than rank 0. Collective."""
+    """Collective.
+
+    Raises:
+        ValueError: on all ranks, if one has read other data than rank 0."""
     found = gather({"data.train": corpora.fingerprint, "data.eval": str(corpora.held_tokens), "source": corpora.source})
     for rank, other in enumerate(found):
         differ = [key for key in _differing(found[0], other) if key != "source"]

@@ -154,7 +154,10 @@ def _step_tokens(config: Config, degrees: Degrees) -> int:
 
 
 def transport_options(config: Config, degrees: Degrees, name: str) -> TransportOptions:
-    """What the configuration says to the transport of that name. ValueError: values that cannot be."""
+    """What the configuration says to the transport of that name.
+
+    Raises:
+        ValueError: values that cannot be."""
     options_class, most = find_transport(name).options_class, most_tokens(config, degrees)
     codecs = config.codec.codecs
     if options_class is None:

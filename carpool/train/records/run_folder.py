@@ -93,7 +93,11 @@ def last_record(folder: Path) -> dict[str, Any]:
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a file that a reader sees either as it was or whole, also after a power failure; credentials of addresses
-    are left out. OSError: it could not be written; an earlier file of that name is untouched."""
+    are left out.
+
+    Raises:
+        OSError: it could not be written; an earlier file of that name is untouched.
+    """
     part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with part.open("w", encoding="utf-8") as stream:
@@ -107,8 +111,11 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_info(folder: Path) -> dict[str, Any] | None:
-    """What a run directory's run.json says; None if there is none. ValueError: the file cannot be read, or is no JSON
-    object."""
+    """What a run directory's run.json says; None if there is none.
+
+    Raises:
+        ValueError: the file cannot be read, or is no JSON object.
+    """
     path = folder / INFO
     try:
         info = json.loads(path.read_text(encoding="utf-8"))

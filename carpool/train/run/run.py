@@ -109,7 +109,9 @@ def start_run(
     make_corpus: MakeCorpus | None = None,
 ) -> Run:
     """A run before its first step: as `train`, on all ranks. `make_corpus`: instead of reading what `[data]` names.
-    ValueError: a configuration, data or checkpoint that cannot be used."""
+
+    Raises:
+        ValueError: a configuration, data or checkpoint that cannot be used."""
     recovery = recovery_times(config.training.folder)
     memory_before = peak_memory(rank_device())
     plan, tokenizer, resume, saved = plan_on_ranks(config, compare_with, fixed)

@@ -406,8 +406,10 @@ class Objective:
 
 
 def in_two(batch: Batch) -> tuple[Batch, Batch]:
-    """The first and the second half of a micro-batch's sequences; of an odd number, the first has one more. ValueError:
-    there is only one."""
+    """The first and the second half of a micro-batch's sequences; of an odd number, the first has one more.
+
+    Raises:
+        ValueError: there is only one."""
     sequences = batch["input_ids"].shape[0]
     if sequences < 2:
         raise ValueError(
