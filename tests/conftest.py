@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,10 @@ def _imported(session: pytest.Session) -> set[str]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if "carpool.train.plan.estimate" in sys.modules:
+        from tests.hf.measured import measure_once
+
+        measure_once()
     # What PyTorch and transformers made when they were imported stays; a collection need not look through it each time.
     gc.collect()
     gc.freeze()

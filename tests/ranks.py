@@ -153,10 +153,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any, path: list[str]) ->
         from tests.hf.meshes import reuse_meshes
 
         reuse_meshes()
-    if "carpool.train.plan.estimate" in sys.modules:
-        from tests.hf.measured import measure_once
-
-        measure_once()
     while True:
         try:
             fn, args, kwargs = pipe.recv()

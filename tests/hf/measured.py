@@ -1,6 +1,7 @@
 """What the layers of a model save is measured once in a process, however many runs of the same model it takes part in.
 
 A forward on fake tensors takes a third of a short run's time, in every rank, and depends on shapes and settings alone.
+Ranks are forked after `measure_once`, and have it too.
 """
 
 from __future__ import annotations
