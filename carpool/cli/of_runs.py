@@ -278,7 +278,7 @@ def upcycle(
         Literal["copy", "split"],
         typer.Option("--method", help="copy: experts are whole MLPs. split: each is a part of the MLP."),
     ] = "copy",
-    parts: Annotated[int | None, typer.Option("--parts", help="With split: of an MLP. Default: --top-k.")] = None,
+    parts: Annotated[int | None, typer.Option("--parts", help="With split: parts of an MLP. Default: --top-k.")] = None,
     noise: Annotated[float, typer.Option("--noise", help="Of experts, in standard deviations of a matrix.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of routers, noise and the tokens of the check.")] = 0,
     debug: Debug = False,
@@ -295,7 +295,9 @@ def upcycle(
 
         from carpool.report.units import bytes_text
         from carpool.train.checkpoints import upcycle as upcycling
+        from carpool.train.config.published import check_checkpoint
 
+        check_checkpoint("DENSE", str(dense))
         disable_progress_bar()
         how = upcycling.Upcycling.of(method, experts, top_k, parts, noise, seed)
         with Console(stderr=True).status("writing, and comparing with the dense model"):

@@ -156,6 +156,7 @@ def teach(
     """
     with lasting_output(), errors(debug):
         from carpool.train.config import resolve_config
+        from carpool.train.config.published import check_checkpoint
         from carpool.train.launch.start import run
         from carpool.train.launch.stopping import Stopped
 
@@ -163,7 +164,7 @@ def teach(
         settings = resolve_config(config, overrides or []).config
         if settings.distillation.logits is None:
             raise ValueError("distillation.logits is not set: name the folder for the files, as the run will")
-        _check_teacher("TEACHER", teacher)
+        check_checkpoint("TEACHER", str(teacher))
         check_output("distillation.logits", Path(settings.distillation.logits))
         settings.model.check_path()
         try:
@@ -311,21 +312,17 @@ def read_data(config: Config) -> None:
             check_same_data(read_run_state(resume)["loader"], train.fingerprint)
 
 
-def _check_teacher(option: str, folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{option} = {folder} has no config.json: name a checkpoint's folder, such as a run's model/")
-
-
 def check_paths(resolved: Resolved, compare: str | None = None) -> None:
     """Refuses paths where nothing is, and settings that change nothing, before any rank is started."""
     from carpool.train.config.declarations import check_effects
+    from carpool.train.config.published import check_checkpoint
 
     config = resolved.config
     check_effects(resolved, compare=compare)
 
     config.model.check_path()
     if config.distillation.teacher is not None:
-        _check_teacher("distillation.teacher", Path(config.distillation.teacher))
+        check_checkpoint("distillation.teacher", config.distillation.teacher)
     if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():
         raise ValueError(f'moe.layout: the file {config.moe.layout} does not exist; give "contiguous" or a JSON file')
     resume = config.training.resume_from_checkpoint

@@ -115,6 +115,8 @@ def test_errors_of_the_input_are_one_line(tmp_path, monkeypatch):
             "model.path: some/OLMoE-1B is no checkpoint folder (it has no config.json); if that is a name of the "
             "Hugging Face Hub, download it first: hf download some/OLMoE-1B --local-dir DIR",
         ),
+        ("distillation.teacher={}", "distillation.teacher: {} is no checkpoint folder"),
+        ("model.path={}/run", "model.path: {}/run is no checkpoint folder (it has no config.json); the model of that"),
         ("moe.layout={}/no.json", "moe.layout: the file {}/no.json does not exist"),
         ("training.resume_from_checkpoint={}/no", "training.resume_from_checkpoint: {}/no is no folder"),
         ("data.tokenizer={}", "tokenizer: {}/tokenizer.json does not exist"),
@@ -131,7 +133,7 @@ def test_paths_are_checked_before_ranks_are_started(monkeypatch, tmp_path, setti
     monkeypatch.setattr("carpool.train.launch.start.run", pytest.fail)
     # A busy machine takes long enough for that to speak.
     monkeypatch.setattr(sys.modules["carpool.cli.train"], "said_if_slow", contextlib.nullcontext)
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").touch()
     (tmp_path / "file").touch()
     free = [] if "output_dir" in setting else [f"training.output_dir={tmp_path / 'new'}"]

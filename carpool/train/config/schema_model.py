@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.train.config.published import download_hint, is_configuration_alone, read_keys
+from carpool.train.config.published import check_checkpoint, is_configuration_alone, read_keys
 from carpool.train.config.schema_base import Section
 
 DEMO_MODEL: dict[str, Any] = {
@@ -116,7 +116,5 @@ class ModelSection(Section):
         """Raise ValueError if there is no model in the folder that is named."""
         if self.path is None:
             return
-        if not (Path(self.path) / "config.json").is_file():
-            hint = download_hint(self.path)
-            raise ValueError(f"model.path: {self.path} is no checkpoint folder (it has no config.json){hint}")
+        check_checkpoint("model.path", self.path)
         read_keys(self.path)  # is it whole?

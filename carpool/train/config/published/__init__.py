@@ -71,6 +71,15 @@ def download_hint(name: str, kind: str = "") -> str:
     return f"; if that is a name of the Hugging Face Hub, download it first: hf download {name}{kind} --local-dir DIR"
 
 
+def check_checkpoint(name: str, folder: str) -> None:
+    """Raise ValueError unless the folder has a model. `name`: of the setting or argument that names it."""
+    if not (Path(folder) / "config.json").is_file():
+        model = Path(folder) / "model"
+        hint = f"; the model of that run is {model}" if model.is_dir() else ""
+        hint = hint or ("" if Path(folder).exists() else download_hint(folder))
+        raise ValueError(f"{name}: {folder} is no checkpoint folder (it has no config.json){hint}")
+
+
 def is_configuration_alone(folder: Path) -> bool:
     """True for a folder with a `config.json` and without any weights: a model to be trained from scratch."""
     return (folder / "config.json").is_file() and not any(path.name.endswith(_WEIGHTS) for path in folder.iterdir())
