@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OlmoeConfig
 from carpool.train.build.teacher import write_logits
 from carpool.train.config import load_config
 from carpool.train.config.schema_distillation import DistillationSection
-from carpool.train.data.teacher_logits import TeacherLogits
+from carpool.train.data.teacher_logits import TeacherLogits, write_rows
 from examples.tiny_chat_model import CONVERSATIONS, make_tokenizer
 from examples.tiny_chat_model import write as write_model
 from tests.bench.started import check_train
@@ -231,6 +232,14 @@ def test_a_wrong_row_among_many_is_found_before_a_step(words: Any, log_probs: An
     assert logits.check(sequences, 1, 2) == []  # the other rank has these rows
     with pytest.raises(ValueError, match=f"rows.parquet: the row of sequence 4 .*{why}"):
         logits.check(sequences, 0, 2)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sequence-000000007.writing").symlink_to("/dev/full")
+    row = (7, np.zeros(2, np.int32), np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32))
+    with pytest.raises(OSError, match="No space left on device") as full:
+        write_rows(tmp_path, [row], 1.0)
+    assert full.value.filename == str(tmp_path) and not list(tmp_path.glob("*.parquet"))
 
 
 def test_a_script_may_write_the_files(one_rank: Ranks, files: Path, text: list[str], tmp_path: Path) -> None:

@@ -197,7 +197,10 @@ def write_rows(folder: Path, rows: Listed[Row], temperature: float) -> None:
     path = folder / f"sequence-{numbers[0]:09d}.parquet"
     group = max(1, _GROUP_BYTES // (both[0][0].size * 8))
     partial = path.with_suffix(".writing")
-    pyarrow.parquet.write_table(table, partial, row_group_size=group, compression="zstd")
+    try:
+        pyarrow.parquet.write_table(table, partial, row_group_size=group, compression="zstd")
+    except OSError as error:  # of a full disk, without its place
+        raise OSError(error.errno, error.strerror, str(folder)) from error
     os.replace(partial, path)
 
 
