@@ -18,7 +18,7 @@ from tests.interpreter import choose_interpreter
 from tests.ranks import WORLD_SIZE, Ranks, fork_server
 
 # Folders in the order of how long a file of theirs takes.
-FIRST = ["train", "hf", "schedule", "tests", "interpreted"]
+FIRST = ["recipes", "train", "hf", "schedule", "tests", "interpreted"]
 
 POOLS = ("ranks", "two_ranks", "one_rank")
 FOLDER = pytest.StashKey[str]()
