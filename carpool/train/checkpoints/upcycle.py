@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from carpool.families import FAMILIES, UpcycleTarget
@@ -40,6 +40,7 @@ from carpool.hf.weights.config_keys import keys_read
 from carpool.hf.weights.model_config import make_config, read_config
 from carpool.hf.weights.original_layout import check_weights
 from carpool.hf.weights.weight_files import Entry, split_by_size, stored_weights, write_index, write_tensor_file
+from carpool.train.blueprint import meta_model
 from carpool.train.checkpoints.checkpoint_files import flush_file, put_in_place, remove_left
 from carpool.train.checkpoints.export import check_space, check_target
 from carpool.train.checkpoints.run_source import Source, copy_source
@@ -100,7 +101,6 @@ class Upcycling(NamedTuple):
 class Upcycled(NamedTuple):
     """What was written, and how far its logits are from the dense model's, over the largest of these."""
 
-    folder: Path
     family: str
     bytes: int
     difference: float
@@ -127,7 +127,7 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
             f"the MLP's {before.intermediate_size} intermediate values (intermediate_size) cannot be cut into "
             f"{how.parts} equal parts (--parts) of a multiple of {_MULTIPLE}, as products of many experts need it"
         )
-    check_weights(dense, _blueprint(before))
+    check_weights(dense, meta_model(before))
     after = moe_config(before, family, target, how)
     stored, origins = stored_weights(dense), _origins(before, target, how)
     entries = _entries(stored, origins, how)
@@ -150,9 +150,9 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
         write_index(temporary, files)
         copy_source(Source(dense, {}), temporary)
         dtype = stored[origins[next(iter(origins))][0]].dtype
-        after.architectures, after.dtype = [type(_blueprint(after)).__name__], dtype
+        after.architectures, after.dtype = [type(meta_model(after)).__name__], dtype
         after.save_pretrained(temporary)
-        check_weights(temporary, _blueprint(read_config(temporary)))
+        check_weights(temporary, meta_model(temporary))
         difference = float((logits_of(temporary, tokens) - expected).abs().max() / expected.abs().max())
         # `down` times a number that is no power of two is rounded to the stored dtype.
         promised = not how.noise and (dtype == torch.float32 or not how.parts & how.parts - 1)
@@ -167,7 +167,7 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Upcycled(out, family, size, difference, promised)
+    return Upcycled(family, size, difference, promised)
 
 
 def target_of(config: PreTrainedConfig, folder: Path) -> tuple[str, UpcycleTarget]:
@@ -197,11 +197,6 @@ def moe_config(dense: PreTrainedConfig, family: str, target: UpcycleTarget, how:
     if "norm_topk_prob" in read:
         keys["norm_topk_prob"] = True
     return make_config(family, keys)
-
-
-def _blueprint(config: PreTrainedConfig) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _reader(folder: Path, stored: Mapping[str, Any]) -> _Read:
