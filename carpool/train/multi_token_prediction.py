@@ -49,7 +49,7 @@ class MultiTokenPrediction(Extension):
 
         if why := why_whole(plan.blueprint.model):
             raise ValueError(f"mtp.depth: {why}, so further layers have no loss by it: leave mtp.depth out")
-        if (depth := self.settings.depth) > (most := plan.config.data.sequence_length - 2):
+        if (depth := self.settings.depth) > (most := plan.sequence_length - 2):
             raise ValueError(f"mtp.depth = {depth}, but data.sequence_length allows {most}: no token is so far ahead")
 
     def device_bytes(self, estimate: MemoryEstimate) -> int:

@@ -15,7 +15,7 @@ from carpool.train.checkpoints.checkpoint_files import STATE_FILE, CheckpointErr
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
 from carpool.train.config.schema import AdapterSection, Config, TrainingSection
-from carpool.train.data.loader import check_same_order
+from carpool.train.data.loader import check_order
 from carpool.train.records.run_folder import SUMMARY, check_no_run, read_info
 
 
@@ -125,7 +125,7 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
     training, dtype = config.training, config.model.stored_dtype
     if training.max_steps is not None:
         check_steps_left(checkpoint, read_state(checkpoint)["step"], training)
-    check_same_order(state["loader"], config.data.sequence_length, training.seed)
+    check_order(config, state["loader"])
     # Which parameters adapters have is not known here.
     if not config.adapter.is_used:
         kept = training.state_bytes(dtype)

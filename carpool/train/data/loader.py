@@ -203,6 +203,11 @@ def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
         )
 
 
+def check_order(config: Config, state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a run with these settings does not continue the order of a loader's state."""
+    check_same_order(state, config.data.sequence_length, config.training.seed)
+
+
 def check_same_order(state: Mapping[str, Any], length: int, seed: int) -> None:
     """Raise ValueError if a loader's state is of sequences of another length, or in another order."""
     for name, key, now in (("sequence_length", "data.sequence_length", length), ("seed", "training.seed", seed)):

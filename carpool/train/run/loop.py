@@ -415,8 +415,8 @@ def _stop_not_finite(run: Run, loss: float, norm: float, batches: list[Batch]) -
         made = "Gradients were consumed, so that parameters of this step may be wrong"
     good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
     then = "Lower training.learning_rate or training.max_grad_norm, or look at that layer's input"
-    if run.config.model.path is not None and latest is None and where.startswith("the weights"):
-        then = f"Copy or download {run.config.model.path} again"
+    if (weights := run.config.model.weights) is not None and latest is None and where.startswith("the weights"):
+        then = f"Copy or download {weights} again"
     raise NonFiniteError(f"step {run.step}: loss {loss:g}, gradient norm {norm:g}: {where}. {made}; {good}. {then}")
 
 
