@@ -31,13 +31,14 @@ from carpool.hf.build_model import build_model
 from carpool.hf.held_experts import keep_experts_in_host_memory
 from carpool.hf.sharding import replicate_dense
 from carpool.hf.weights.model_config import read_config
+from carpool.hf.weights.original_layout import check_weights
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.memory.next_experts import PREDICTORS
 from carpool.parallel.ranks import rank, world
 from carpool.serve import check_folder
 from carpool.serve.prompts import Text
 from carpool.serve.serve_memory import ON_DEVICE, ExpertTier, check_room
-from carpool.train.blueprint import checkpoint_changes, model_source, top_k_of
+from carpool.train.blueprint import checkpoint_changes, meta_model, model_source, top_k_of
 from carpool.train.checkpoints.adapter_files import base_folder
 from carpool.train.checkpoints.export import best_checkpoint
 from carpool.train.checkpoints.manager import CheckpointManager
@@ -134,7 +135,7 @@ def _find(path: Path) -> Source:
         source = _find(base_folder(path, None))
         return replace(source, adapters={path.resolve().name: path})
     if not (path / "config.toml").is_file():
-        read_config(path)  # says what the folder lacks
+        check_weights(path, meta_model(path))
         return Source(path, path, None, None, Text(path))
     config = load_config(path / "config.toml")
     text = Text(path / SOURCE, config.data)

@@ -22,6 +22,7 @@ from carpool.hf.pipeline_stages import cut_model, keep_parts
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.weights.model_config import check_sizes, make_config
 from carpool.hf.weights.original_layout import check_weights
+from carpool.serve.served_model import find_source
 from carpool.train.blueprint import meta_model
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_model
@@ -370,6 +371,8 @@ def test_one_expert_that_does_not_fit_is_named(folder: Path, tmp_path: Path, cha
     if change != "float8":  # seen at the start, not by who loads
         assert expected[change] in _refusal(other)
     assert expected[change] in _foreseen(other)
+    with pytest.raises(ValueError, match=re.escape(expected[change])):  # of `carpool generate`, `chat` and `eval`
+        find_source(other)
     check_weights(folder, meta_model(folder))
 
 

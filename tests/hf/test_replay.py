@@ -264,6 +264,8 @@ def test_what_was_not_read_is_not_replayed() -> None:
     for length, mask in ((10, None), (12, torch.ones(2, 12))):
         with pytest.raises(ValueError, match=f"read 8 tokens of each sequence, so {length} cannot be replayed"):
             rollout.routings(length, mask)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 8\), the texts \(2, 9\)"):
+        rollout.routings(9, torch.ones(2, 8))
     with record_rollout(model) as twice:
         for _ in range(2):
             model(input_ids=torch.tensor(PROMPTS))
@@ -427,6 +429,8 @@ def test_what_is_not_of_these_texts(change: Any, said: str) -> None:
     carpool.hf.routed_experts(model, arrays, mask_BL)
     with pytest.raises(ValueError, match=said):
         carpool.hf.routed_experts(model, change(arrays), mask_BL)
+    with pytest.raises(ValueError, match="that says where texts are, not None"):
+        carpool.hf.routed_experts(model, arrays, None)  # type: ignore[arg-type]
 
 
 def _one_bad(path: str) -> list[str]:

@@ -82,7 +82,7 @@ class Rollout:
         `attention_mask`: (B, length), zero where there is padding.
 
         Raises:
-            ValueError: fewer tokens than that were read, or several generations were recorded."""
+            ValueError: fewer tokens than that were read, a mask of another shape, or several generations."""
         found = {}
         for name, chosen in self._chosen.items():
             if len({len(one_BLK) for one_BLK in chosen}) > 1 or any(one_BLK.shape[1] > 1 for one_BLK in chosen[1:]):
@@ -91,6 +91,8 @@ class Rollout:
             if not read or (length > read + 1 if attention_mask is None else attention_mask[:, read + 1 :].any()):
                 raise ValueError(f"the model read {read} tokens of each sequence, so {length} cannot be replayed")
             chosen_BLK = pad(torch.cat(chosen, 1), (0, 0, 0, max(1, length - read)), value=-1)[:, :length]
+            if attention_mask is not None and attention_mask.shape != (shape := chosen_BLK.shape[:2]):
+                raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, the texts {tuple(shape)}")
             if attention_mask is not None:
                 chosen_BLK = chosen_BLK.masked_fill(attention_mask.unsqueeze(-1) == 0, -1)
             found[name] = Routing(chosen_BLK.flatten(0, 1), None)
@@ -127,6 +129,8 @@ def routed_experts(model: nn.Module, returned: Sequence[Any], attention_mask: to
         ValueError: on all ranks, an array of any that is not of its text or this model, or a token with fewer than K
             different experts.
     """
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor (B, L) that says where texts are, not {attention_mask!r}")
     layers, rides, mask_BL = _layers(model), required_rides(model), attention_mask.cpu().bool()
     config, chosen_BLXK = cast(PreTrainedModel, model).config.get_text_config(), None
     top_k = getattr(config, family_of(config).top_k_key(config) or "", None)
