@@ -82,6 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="JSON files of train.py; the first is the reference")
     parser.add_argument("--plot", type=Path, help="PNG to write; needs matplotlib")
     given = parser.parse_args(arguments)
+    if lacking := [path for path in given.runs if not path.is_file()]:
+        parser.error(f"there is no file {lacking[0]}: train.py writes it with its first evaluation")
     runs = [json.loads(path.read_text()) for path in given.runs]
     print(table(runs))
     if given.plot:

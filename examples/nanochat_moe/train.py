@@ -341,5 +341,15 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def main() -> None:
+    parser = arguments()
+    given = parser.parse_args()
+    if lacking := [name for name in ("data.json", "train.bin", "validation.bin") if not (given.data / name).is_file()]:
+        parser.error(f"{given.data} has no {lacking[0]}: write it by `prepare.py FOLDER {given.data}`")
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("there is no GPU: add --device cpu --compile none, and sizes for a CPU (README.md)")
+    train(given)
+
+
 if __name__ == "__main__":
-    train(arguments().parse_args())
+    main()
