@@ -1,4 +1,4 @@
-"""The loss of a student of a teacher's probabilities, in pieces, against plain PyTorch."""
+"""The loss of a student that learns from a teacher's probabilities, in chunks of tokens, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
-from carpool.kernels.distillation import Distillation, Words
+from carpool.kernels.distillation import Distillation, LogProbs
 
 T, H, V = 23, 9, 41
 
@@ -37,25 +37,27 @@ CASES = [
 ]
 
 
-def teacher_words(case: Case, logits_TV: torch.Tensor) -> Words:
+def teacher_log_probs(case: Case, logits_TV: torch.Tensor) -> LogProbs:
     log_p_TV = torch.log_softmax(logits_TV / case.temperature, 1)
     if case.k is None:
-        return Words(log_p_TV)
+        return LogProbs(log_p_TV)
     log_p_TK, ids_TK = log_p_TV.topk(case.k)
     if case.k < V:
-        log_p_TK[0, -1] = -torch.inf  # a word that the teacher has as impossible
-    return Words(log_p_TK, ids_TK.int())
+        log_p_TK[0, -1] = -torch.inf  # a token that the teacher gives the probability 0
+    return LogProbs(log_p_TK, ids_TK.int())
 
 
-def plain(case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target, words) -> torch.Tensor:
-    """The three sums as the module's docstring says them."""
+def plain(
+    case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target, log_probs
+) -> torch.Tensor:
+    """The three sums that the module's docstring defines."""
     logits = F.linear(x, weight, bias) * case.scale
     if case.softcap is not None:
         logits = case.softcap * torch.tanh(logits / case.softcap)
     ce = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
-    q, p = torch.softmax(logits / case.temperature, 1), words.log_p_CK.to(x.dtype).exp()
-    if words.ids_CK is not None:
-        ids = words.ids_CK.long()
+    q, p = torch.softmax(logits / case.temperature, 1), log_probs.log_p_CK.to(x.dtype).exp()
+    if log_probs.ids_CK is not None:
+        ids = log_probs.ids_CK.long()
         others = torch.ones_like(q).scatter(1, ids, 0.0)
         kept, left = q.gather(1, ids), (q * others).sum(1, keepdim=True)
         if case.k != V:
@@ -75,21 +77,21 @@ def check(case: Case, device: str) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(T, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64)
     bias = torch.randn(V, dtype=torch.float64) if case.bias else None
-    words = teacher_words(case, torch.randn(T, V, dtype=torch.float64) * 2)
+    log_probs = teacher_log_probs(case, torch.randn(T, V, dtype=torch.float64) * 2)
     target = torch.randint(V, (T,))
     target[::5] = IGNORED
     given = [one.to(device, case.dtype).requires_grad_() for one in (x, weight, bias) if one is not None]
     exact = [one.detach().cpu().double().requires_grad_() for one in given]
-    log_p, ids = (None if one is None else one.to(device) for one in words)
+    log_p, ids = (None if one is None else one.to(device) for one in log_probs)
     third = given[2] if case.bias else None
 
-    def teacher(piece: slice) -> Words:
-        return Words(log_p[piece], None if ids is None else ids[piece])
+    def teacher(chunk: slice) -> LogProbs:
+        return LogProbs(log_p[chunk], None if ids is None else ids[chunk])
 
     losses = Distillation(teacher, case.weight, case.temperature)
     of_logits = (5, case.scale, case.softcap)
     found = linear_cross_entropy(*given[:2], third, target.to(device), *of_logits, losses=losses)
-    expected = plain(case, *exact[:2], exact[2] if case.bias else None, target, words)
+    expected = plain(case, *exact[:2], exact[2] if case.bias else None, target, log_probs)
     rough = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[case.dtype]
     torch.testing.assert_close(found.cpu().double(), expected, rtol=rough, atol=rough)
     assert expected[2] > 1  # nothing is zero on both sides
@@ -97,13 +99,13 @@ def check(case: Case, device: str) -> None:
         torch.testing.assert_close(a.cpu().double(), b, rtol=rough, atol=rough * float(b.abs().max()))
 
 
-def test_a_student_that_agrees_learns_nothing_unless_the_words_of_the_teacher_sum_to_1() -> None:
+def test_a_student_that_agrees_learns_nothing_unless_the_teachers_k_probabilities_sum_to_1() -> None:
     x, weight = torch.randn(T, H, dtype=torch.float64, requires_grad=True), torch.randn(V, H, dtype=torch.float64)
     log_p_TK, ids_TK = torch.log_softmax(x.detach() @ weight.t(), 1).topk(6)
     target = torch.randint(V, (T,))
     for log_TK, agrees in ((log_p_TK, True), (log_p_TK.log_softmax(1), False)):
-        words = Words(log_TK, ids_TK)
-        losses = Distillation(lambda _, words=words: words, 1.0)
+        log_probs = LogProbs(log_TK, ids_TK)
+        losses = Distillation(lambda _, log_probs=log_probs: log_probs, 1.0)
         sums = linear_cross_entropy(x, weight, None, target, T, losses=losses)
         slope, found = float(torch.autograd.grad(sums[0], x)[0].abs().max()), float(sums[2].detach())
         assert (slope < 1e-12 and abs(found) < 1e-12) if agrees else (slope > 0.1 and found > 1)

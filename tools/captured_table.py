@@ -79,8 +79,8 @@ CAUSES: Mapping[str, str] = {
         "another, in which the offset means nothing"
     ),
     candidate.TEACHER: (
-        "Its experts travel over a transport of their own, which waits for the host. A teacher's words from files "
-        "(`distillation.logits`) are part of a batch, and leave steps as they are"
+        "Its experts travel over a transport of their own, which waits for the host. A teacher's log-probabilities "
+        "from files (`distillation.logits`) are part of a batch, and leave steps as they are"
     ),
     candidate.RECORDED: (
         "The place of a sample is a number of the host. Only steps before a look are recorded, so that fewer tokens, "

@@ -24,17 +24,17 @@ def test_sums_and_gradients_are_those_of_autograd(case: Case) -> None:
 
 def test_logits_are_never_whole_and_the_host_never_waits() -> None:
     from carpool.kernels.cross_entropy import linear_cross_entropy
-    from carpool.kernels.distillation import Distillation, Words
+    from carpool.kernels.distillation import Distillation, LogProbs
 
-    tokens, hidden, words, k = 8192, 256, 151_936, 64
+    tokens, hidden, vocabulary, k = 8192, 256, 151_936, 64
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(words, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randint(words, (tokens,), device="cuda")
+    weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(vocabulary, (tokens,), device="cuda")
     log_TK = torch.full((tokens, k), -5.0, device="cuda")
     ids_TK = torch.arange(k, device="cuda", dtype=torch.int32).expand(tokens, k)
 
     def compute() -> None:
-        teacher = lambda piece: Words(log_TK[piece], ids_TK[piece])  # noqa: E731
+        teacher = lambda chunk: LogProbs(log_TK[chunk], ids_TK[chunk])  # noqa: E731
         linear_cross_entropy(x, weight, None, target, losses=Distillation(teacher, 0.5))[0].backward()
 
     compute()
@@ -44,7 +44,7 @@ def test_logits_are_never_whole_and_the_host_never_waits() -> None:
     with no_waits():
         compute()
     # Whole logits are 2.3 GiB in bfloat16, and there would be several in float32.
-    assert torch.cuda.max_memory_allocated() - before <= 2.2 * 2**30 + 8 * words * hidden
+    assert torch.cuda.max_memory_allocated() - before <= 2.2 * 2**30 + 8 * vocabulary * hidden
 
 
 @needs(2)

@@ -28,17 +28,18 @@ from tests.train.test_cli import error_of
 from tests.train.test_data import write_parquet
 from tests.train.test_loop import MODEL, records, run
 
-WORDS = 320
+VOCABULARY = 320
 NAN, INF = float("nan"), float("inf")
 SIZES: dict[str, Any] = {
-    "vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "initializer_range": 0.4, "pad_token_id": None, "bos_token_id": None,
+    "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.4,
+    "pad_token_id": None, "bos_token_id": None,
 }  # fmt: skip
 SHORT = [
     *MODEL, "training.max_steps=3", "training.eval_steps=3", "training.save_strategy=no", "data.max_bytes=6000",
     "moe.router_aux_loss_coef=0",
 ]  # fmt: skip
-WHOLE = [f"distillation.top_k={WORDS}", "distillation.temperature=2", "distillation.weight=0.7"]
+WHOLE = [f"distillation.top_k={VOCABULARY}", "distillation.temperature=2", "distillation.weight=0.7"]
 
 
 def write(overrides: Sequence[str], teacher: str) -> str:
@@ -106,7 +107,7 @@ def test_ranks_and_ways_to_have_a_teacher_give_the_numbers_of_one_process(
     assert first["distillation_loss"] > 1 and last == pytest.approx(records(tmp_path, "eval")[3]["loss"], rel=1e-4)
 
 
-def test_few_words_of_a_dense_teacher_and_of_its_files_are_the_same(
+def test_the_top_k_of_a_dense_teacher_and_of_its_files_are_the_same(
     one_rank: Ranks, teachers: Path, text: list[str], tmp_path: Path
 ) -> None:
     settings = [*SHORT, *text, "distillation.top_k=9"]
@@ -132,18 +133,21 @@ def test_what_does_not_fit_is_refused_before_a_step(
 
     has = f"distillation.logits={files}"
     assert "has other tokens than the data" in refusal(has, "data.sequence_length=64")
-    assert "have 320 words of each token" in refusal(has, "distillation.top_k=321")
-    assert "of the temperature 2, but" in refusal(has, "distillation.temperature=1")
+    assert "have 320 log-probabilities for each token" in refusal(has, "distillation.top_k=321")
+    assert "at temperature 2, but" in refusal(has, "distillation.temperature=1")
     part = tmp_path / "part"
     part.mkdir()
     shutil.copy(next(files.glob("*.parquet")), part)
     assert "has no row for" in refusal(f"distillation.logits={part}")
     assert "another tokenizer" in refusal(f"distillation.teacher={teachers / 'other'}")
-    assert "a vocabulary of 320, and the model of 384" in refusal(
+    assert "a vocabulary of 320 tokens, and the model one of 384" in refusal(
         f"distillation.teacher={teachers / 'moe'}", "model.config.vocab_size=384"
     )
-    # Those who write are told so, too.
-    for teacher, why in (("moe", "has other tokens than the data"), ("narrow", "of 200, and the model of 320")):
+    # `carpool teach` refuses the same.
+    for teacher, why in (
+        ("moe", "has other tokens than the data"),
+        ("narrow", "of 200 tokens, and the model one of 320"),
+    ):
         (error,) = one_rank(write, [*SHORT, *text, *WHOLE, has, "data.sequence_length=64"], str(teachers / teacher))
         assert why in error
     flash = ["model.attn_implementation=flash_attention_2", "data.packing=examples", f"data.train={CONVERSATIONS}"]
@@ -153,7 +157,7 @@ def test_what_does_not_fit_is_refused_before_a_step(
             f"model.path={tmp_path / 'tiny'}", f"distillation.teacher={tmp_path / 'tiny'}", *flash,
             "parallelism.num_ranks=2", "parallelism.cp_size=2",
         ])  # fmt: skip
-    assert "pieces" in error_of("train", f"distillation.teacher={teachers / 'moe'}", "training.loss_chunk_size=0")
+    assert "chunks" in error_of("train", f"distillation.teacher={teachers / 'moe'}", "training.loss_chunk_size=0")
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
@@ -164,7 +168,7 @@ def test_a_teacher_that_is_not_whole_or_another_one_is_refused(
     name = next(name for name in whole if name.endswith("up_proj.weight"))
     absent = {key: value for key, value in whole.items() if key != name}
     changed = {
-        "of another teacher than": {key: torch.randn_like(value) for key, value in whole.items()},
+        "another teacher than": {key: torch.randn_like(value) for key, value in whole.items()},
         f"has NaN or infinity in model.layers.0.mlp.{'experts.gate_' if kind == 'moe' else ''}up_proj": (
             absent | {name: whole[name] * NAN}
         ),
@@ -182,15 +186,15 @@ def test_a_teacher_that_is_not_whole_or_another_one_is_refused(
 @pytest.mark.parametrize(
     ("ids", "log_probs", "why"),
     [
-        ([[1, 2], [3, 4], [5, 5]], [[-1, -1], [-INF, -INF], [NAN, 9]], ""),  # of the last token nothing is read
+        ([[1, 2], [3, 4], [5, 5]], [[-1, -1], [-INF, -INF], [NAN, 9]], ""),  # values of the last token are not read
         ([[1, 2], [3, 4]], [[-1, -1], [-1, -1]], "equally many"),
         ([[1, 2, 3], [4], [5, 6]], [[-2, -2, -2], [-2], [-2, -2]], "equally many"),
         ([[1], [2], [3]], [[-1, -1]] * 3, "equally many"),
         ([[1, None], [3, 4], [5, 6]], [[-1, -1]] * 3, "equally many"),
         (None, [[-1, -1]] * 3, "equally many"),
-        ([[1], [2], [3]], [[-1]] * 3, "1 words for each token, and others have 2"),
-        ([[1, -2], [3, 4], [5, 6]], [[-1, -1]] * 3, "word -2"),
-        ([[1, 2], [3, 4], [5, 6]], [[-1, NAN], [-1, -1], [-1, -1]], "no numbers"),
+        ([[1], [2], [3]], [[-1]] * 3, "1 log-probabilities for each token, and other rows have 2"),
+        ([[1, -2], [3, 4], [5, 6]], [[-1, -1]] * 3, "token id -2, but ids are 0 to 319"),
+        ([[1, 2], [3, 4], [5, 6]], [[-1, NAN], [-1, -1], [-1, -1]], "are NaN"),
         ([[1, 2], [3, 4], [5, 6]], [[-1, 0.5], [-1, -1], [-1, -1]], "more than 1"),
     ],
 )
@@ -202,32 +206,32 @@ def test_a_row_that_cannot_be_used_is_named(ids: Any, log_probs: Any, why: str, 
     sequences: Any = [SimpleNamespace(ids=[7, 8, 9])] * 2
     for look in (lambda logits: logits[1], lambda logits: logits.check(sequences)):
         try:
-            assert len(look(TeacherLogits(settings, WORDS))) != 1 and not why
+            assert len(look(TeacherLogits(settings, VOCABULARY))) != 1 and not why
         except ValueError as error:
             assert why and str(error).startswith(f"{path}: the row of sequence 1 ") and why in str(error)
             assert "let `carpool teach` write its sequences" in str(error)
     for wrong in ({"log_probs": ["x", "y"]}, {"sequence": [1, 1]}, {"token_ids": None}):
         write_parquet(path, **{name: column for name, column in (columns | wrong).items() if column is not None})
         with pytest.raises(ValueError, match=str(path)):
-            TeacherLogits(settings, WORDS)
+            TeacherLogits(settings, VOCABULARY)
 
 
 @pytest.mark.parametrize(
-    ("words", "log_probs", "why"),
+    ("ids", "log_probs", "why"),
     [
-        ([5, 320], [-1, -1], "has word 320 for a token, of 320"),
-        ([5], [-1], "1 words"),
+        ([5, 320], [-1, -1], "has the token id 320, but ids are 0 to 319"),
+        ([5], [-1], "1 log-probabilities"),
         ([5, 6], [-1, 0.5], "more than"),
     ],
 )
-def test_a_wrong_row_among_many_is_found_before_a_step(words: Any, log_probs: Any, why: str, tmp_path: Path) -> None:
+def test_a_wrong_row_among_many_is_found_before_a_step(ids: Any, log_probs: Any, why: str, tmp_path: Path) -> None:
     """By statistics: the first row of the file and the last one of its row group are right."""
     rows, tokens = 8, [7, 8, 9]
     columns = {"sequence": [*range(rows)], "input_ids": [tokens] * rows, "token_ids": [[[1, 2]] * 3] * rows}
     columns["log_probs"] = [[[-1.0, -1.0]] * 3] * rows
-    columns["token_ids"][4], columns["log_probs"][4] = [words] * 3, [log_probs] * 3
+    columns["token_ids"][4], columns["log_probs"][4] = [ids] * 3, [log_probs] * 3
     write_parquet(tmp_path / "rows.parquet", **columns)
-    logits = TeacherLogits(DistillationSection(logits=str(tmp_path)), WORDS)
+    logits = TeacherLogits(DistillationSection(logits=str(tmp_path)), VOCABULARY)
     sequences: Any = [SimpleNamespace(ids=tokens)] * rows
     assert logits.check(sequences, 1, 2) == []  # the other rank has these rows
     with pytest.raises(ValueError, match=f"rows.parquet: the row of sequence 4 .*{why}"):
@@ -243,18 +247,18 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_a_script_may_write_the_files(one_rank: Ranks, files: Path, text: list[str], tmp_path: Path) -> None:
-    """Plain lists of Python, in another order; of words that are not there, or twice there, nothing is learned."""
+    """Plain lists of Python, in another order; ids outside the vocabulary and repeated ids are refused."""
     import pyarrow.parquet
 
     rows = [row for path in sorted(files.glob("*.parquet")) for row in pyarrow.parquet.read_table(path).to_pylist()]
     columns = {name: [row[name] for row in rows[::-1]] for name in rows[0]}
     settings = [*SHORT, *text, f"distillation.logits={tmp_path}"]
     for name, wrong, why in (
-        ("good", None, ""), ("beyond", 400, "has word 400"), ("twice", 5, "a word twice"), ("other", 5, "other tokens"),
+        ("good", None, ""), ("beyond", 400, "the token id 400"), ("twice", 5, "id twice"), ("other", 5, "other tokens"),
     ):  # fmt: skip
         if wrong is not None:
-            for words_LK in columns["token_ids"]:
-                words_LK[3][:2] = [5, wrong]
+            for ids_LK in columns["token_ids"]:
+                ids_LK[3][:2] = [5, wrong]
         if name == "other":
             columns["input_ids"][7][0] ^= 1
         write_parquet(tmp_path / "rows.parquet", **columns)

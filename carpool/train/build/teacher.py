@@ -1,7 +1,7 @@
-"""The model that a student learns from: it computes beside the student, or writes what it has to say into files.
+"""The teacher of a distillation run: it computes beside the student, or writes its log-probabilities into files.
 
-Its experts are spread over all ranks, however the student's are, and every rank has its other parameters whole: so its
-output layer can compute a piece of tokens at any time, without a gather. A model without experts is whole on each rank.
+Its experts are sharded over all ranks, independently of the student's, and its other parameters are replicated. So its
+output layer computes a chunk of tokens at any time, without an all-gather. A model without experts is replicated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.sharding import replicate_dense
 from carpool.hf.weights.original_layout import check_loaded, check_weights
 from carpool.kernels.cross_entropy import piece_size
-from carpool.kernels.distillation import PIECE
+from carpool.kernels.distillation import CHUNK_LOGITS
 from carpool.parallel.context import Cut, Group
 from carpool.parallel.ranks import from_rank_0, gather, rank, world
 from carpool.train.blueprint import meta_model
@@ -42,111 +42,113 @@ from carpool.train.steps.diagnose import nonfinite_parameters
 from carpool.train.steps.distilling_objective import Teacher
 from carpool.train.steps.training_objective import Objective
 
-# Words of each token that are written, if nobody says.
+# The default of `distillation.top_k` when files are written.
 TOP_K = 64
 _FILE_BYTES = 2**25
-# The share of tokens after which another teacher has another likeliest word; rounding changes fewer.
-_OTHER = 0.1
+# Files are another teacher's if the top-1 id differs at more than this share of positions. Rounding changes fewer.
+_MAX_TOP_1_MISMATCH = 0.1
 
 
 def open_teacher(
     folder: Path, bf16: bool, device: torch.device, cut: Cut | None = None, group: Group | None = None
 ) -> Teacher:
-    """The model in that folder of Transformers. All ranks together.
+    """Load the teacher from a checkpoint folder of Transformers. Collective.
 
     Args:
-        bf16: computes in bfloat16, else in float32.
-        cut, group: of ranks that share sequences.
+        bf16: compute in bfloat16, otherwise in float32.
+        cut, group: the context-parallel division of sequences, and its ranks.
 
     Raises:
-        ValueError: no model that these ranks can have, or not all of it."""
-    model = _spread(folder, torch.bfloat16 if bf16 else torch.float32, device).requires_grad_(False).eval()
+        ValueError: these ranks cannot shard the model, or weights are missing or not finite."""
+    model = _load_sharded(folder, torch.bfloat16 if bf16 else torch.float32, device).requires_grad_(False).eval()
     if wrong := nonfinite_parameters(model, gradients=False):
         raise ValueError(f"the teacher in {folder} has NaN or infinity in {wrong[0]}: copy or download it again")
     context = None if cut is None or group is None else ContextParallel(model, cut, group)
     return Teacher(Objective(model, top_k=1, aux_coef=0.0, dp_size=world(), autocast=None, context=context))
 
 
-def _spread(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load_sharded(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     blueprint, ranks = meta_model(folder), world()
-    if not (counts := experts_modules(blueprint)):
+    if not (expert_counts := experts_modules(blueprint)):
         load = cast(Any, AutoModelForCausalLM).from_pretrained
-        safe = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
-        loaded, info = load(folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **safe)
+        local = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+        loaded, info = load(folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **local)
         check_loaded(folder, blueprint, info)
         return loaded.to(device)  # type: ignore[no-any-return]
     check_weights(folder, blueprint)
-    ep = teacher_ep(counts.values(), ranks)
-    spread = DistributedConfig(fsdp_size=ranks, ep_size=ep, ep_implementation="carpool") if ranks > 1 else None
+    ep = teacher_ep(expert_counts.values(), ranks)
+    distributed = DistributedConfig(fsdp_size=ranks, ep_size=ep, ep_implementation="carpool") if ranks > 1 else None
     dense = "zero1" if ranks > 1 else None
-    model = build_model(folder, distributed_config=spread, dtype=dtype, seed=0, dense=dense, device=device)
+    model = build_model(folder, distributed_config=distributed, dtype=dtype, seed=0, dense=dense, device=device)
     install(model)
     if ranks > 1:
         replicate_dense(model.requires_grad_(False), bfloat16=False)
-    # Not told how many tokens there will be, it has no buffers that could be too small.
+    # Without a number of tokens it allocates no buffers that could be too small.
     set_transport(model, "auto")
     return model
 
 
 def write_logits(config: Config, *, teacher: str) -> None:
-    """`carpool teach` on a rank: writes the rows that `distillation.logits` lacks, of sequences of its own.
+    """Run `carpool teach` on a rank: write its share of the rows that `distillation.logits` lacks.
 
     Raises:
-        ValueError: a teacher or data that cannot be used, or rows that are there and do not go on."""
+        ValueError: the teacher or the data cannot be used, or existing rows are of other data or another teacher."""
     disable_progress_bar()
     settings, tokenizer, device = config.distillation, tokenizer_of(config), rank_device()
     folder, top_k = Path(str(settings.logits)), settings.top_k or TOP_K
     sequences = train_sequences(read_corpora(config, tokenizer), config.data)
     check_teacher(Path(teacher), tokenizer, sequences, None)
     folder.mkdir(parents=True, exist_ok=True)
-    todo, written = from_rank_0(lambda: _written(settings, sequences))
+    missing, top_1_ids = from_rank_0(lambda: _progress(settings, sequences))
     model = open_teacher(Path(teacher), config.training.computes_in_bf16(device.type == "cuda"), device)
-    if top_k > (words := len(model.head.weight)):
-        raise ValueError(f"distillation.top_k = {top_k}, but the teacher in {teacher} has {words} words")
-    kept, own, began = list[Row](), config.training.eval_batch_size, time.monotonic()
+    if top_k > (vocab_size := len(model.head.weight)):
+        raise ValueError(f"distillation.top_k = {top_k}, but the vocabulary of {teacher} has {vocab_size} tokens")
+    unwritten, batch_size, began = list[Row](), config.training.eval_batch_size, time.monotonic()
 
-    def likeliest(together: list[int]) -> list[Row]:
-        """This rank's rows of these sequences. All ranks call it together."""
-        numbers = together[rank() :: world()]
+    def compute_rows(batch_numbers: list[int]) -> list[Row]:
+        """Returns this rank's rows of these sequences. Collective."""
+        numbers = batch_numbers[rank() :: world()]
         rows = [sequences[number] for number in numbers]
-        batch = make_batch(sequences, rows, own, tokenizer.eos_id, sequences.batch_length(np.array(together)))
-        found = _likeliest(model, {name: one.to(device) for name, one in batch.items()}, top_k, settings.temperature)
-        made = zip(numbers, rows, *(one.cpu().numpy() for one in found), strict=False)
-        return [(n, row.ids.astype(np.int32), ids[: len(row.ids)], log[: len(row.ids)]) for n, row, ids, log in made]
+        length = sequences.batch_length(np.array(batch_numbers))
+        on_host = make_batch(sequences, rows, batch_size, tokenizer.eos_id, length)
+        batch = {name: tensor.to(device) for name, tensor in on_host.items()}
+        ids_BLK, log_p_BLK = (x.cpu().numpy() for x in _top_k_log_probs(model, batch, top_k, settings.temperature))
+        results = zip(numbers, rows, ids_BLK, log_p_BLK, strict=False)
+        return [(n, row.ids.astype(np.int32), ids[: len(row.ids)], log[: len(row.ids)]) for n, row, ids, log in results]
 
-    for number, words_L in written.items():
-        differing = [float((row[2][:-1, 0] != words_L).mean()) for row in likeliest([number])]  # on rank 0
-        if gather(differing)[0][0] > _OTHER:
+    for number, top_1_L in top_1_ids.items():
+        mismatch = [float((row[2][:-1, 0] != top_1_L).mean()) for row in compute_rows([number])]  # on rank 0
+        if gather(mismatch)[0][0] > _MAX_TOP_1_MISMATCH:
             raise ValueError(
-                f"rows in {folder} are of another teacher than {teacher}, or not of its probabilities: sequence "
-                f"{number} has other words; name the teacher that wrote them, or an empty folder"
+                f"another teacher than {teacher} wrote the rows in {folder}, or they are no probabilities of a model: "
+                f"in sequence {number} other tokens are likeliest; name the teacher that wrote them, or an empty folder"
             )
-    for start in range(0, len(todo), own * world()):
-        together = todo[start : start + own * world()]
-        kept += likeliest(together)
-        if kept and (together[-1] == todo[-1] or sum(row[2].nbytes for row in kept) > _FILE_BYTES):
-            write_rows(folder, kept, settings.temperature)
-            kept = []
+    for start in range(0, len(missing), batch_size * world()):
+        batch_numbers = missing[start : start + batch_size * world()]
+        unwritten += compute_rows(batch_numbers)
+        if unwritten and (batch_numbers[-1] == missing[-1] or sum(row[2].nbytes for row in unwritten) > _FILE_BYTES):
+            write_rows(folder, unwritten, settings.temperature)
+            unwritten = []
     gather(None)
     if rank() == 0:
-        took = time.monotonic() - began
-        print(f"{folder}: {len(todo):,} of {len(sequences):,} sequences written in {took:.0f} s, {top_k} words a token")
+        seconds, count = time.monotonic() - began, f"{len(missing):,} of {len(sequences):,}"
+        print(f"{folder}: wrote {count} sequences in {seconds:.0f} s, with {top_k} log-probabilities per token")
 
 
-def _written(settings: DistillationSection, sequences: Sequences) -> tuple[list[int], dict[int, NDArray[np.int32]]]:
-    """The sequences without a row; and of the first that has one, the likeliest words after its tokens."""
+def _progress(settings: DistillationSection, sequences: Sequences) -> tuple[list[int], dict[int, NDArray[np.int32]]]:
+    """Returns the sequences without a row, and the top-1 ids (L - 1,) of the first sequence that has a row."""
     files = TeacherLogits(settings.model_copy(update={"top_k": settings.top_k or TOP_K}))
-    missing = set(todo := files.check(sequences))
-    first = [number for number in range(len(sequences)) if number not in missing][:1]
+    without_row = set(missing := files.check(sequences))
+    first = [number for number in range(len(sequences)) if number not in without_row][:1]
     rows = ((number, *files[number]) for number in first)
-    return todo, {number: np.take_along_axis(ids, log.argmax(1)[:, None], 1)[:, 0] for number, ids, log in rows}
+    return missing, {number: np.take_along_axis(ids, log.argmax(1)[:, None], 1)[:, 0] for number, ids, log in rows}
 
 
-def _likeliest(model: Teacher, batch: Batch, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, L, K) of a batch: the likeliest words of each position, int32, and their log-probabilities, float32."""
-    states_TH, shape = model.states(batch), (*batch["input_ids"].shape, top_k)
-    size = piece_size(len(states_TH), len(model.head.weight), PIECE)
-    of_piece = model.words(states_TH, top_k, temperature)
-    pieces = [of_piece(slice(start, start + size)) for start in range(0, len(states_TH), size)]
-    ids_TK = torch.cat([one.ids_CK for one in pieces if one.ids_CK is not None])
-    return ids_TK.to(torch.int32).view(shape), torch.cat([one.log_p_CK for one in pieces]).float().view(shape)
+def _top_k_log_probs(model: Teacher, batch: Batch, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the ids of the K most likely next tokens, int32, and their log-probabilities, float32, each (B, L, K)."""
+    hidden_TH, shape = model.hidden_states(batch), (*batch["input_ids"].shape, top_k)
+    size = piece_size(len(hidden_TH), len(model.head.weight), CHUNK_LOGITS)
+    log_probs_of = model.log_probs(hidden_TH, top_k, temperature)
+    chunks = [log_probs_of(slice(start, start + size)) for start in range(0, len(hidden_TH), size)]
+    ids_TK = torch.cat([chunk.ids_CK for chunk in chunks if chunk.ids_CK is not None])
+    return ids_TK.to(torch.int32).view(shape), torch.cat([chunk.log_p_CK for chunk in chunks]).float().view(shape)

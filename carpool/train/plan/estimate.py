@@ -28,7 +28,7 @@ from carpool.hf.pipeline_stages import cut_model
 from carpool.hf.quantised_base import base_bytes, quantisable_layers
 from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
 from carpool.kernels.cross_entropy import piece_size
-from carpool.kernels.distillation import PIECE
+from carpool.kernels.distillation import CHUNK_LOGITS
 from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import LENGTHS, PLANS, RANDOM, Candidate, Spare, by_settings
@@ -174,7 +174,7 @@ class MemoryEstimate:
             found["extensions"] = brought
         if (learned := self.config.distillation).is_used:
             # Besides a teacher, what a piece of logits takes in float32.
-            found["teacher"] = 24 * min(PIECE, self.tokens // self.degrees.cp * self.words)
+            found["teacher"] = 24 * min(CHUNK_LOGITS, self.tokens // self.degrees.cp * self.words)
             if learned.teacher is not None:
                 parameters = teacher_parameters(learned.teacher, self.degrees.world_size)
                 found["teacher"] += parameters * (2 if self.bf16 else 4)
