@@ -85,7 +85,7 @@ class ServedExperts:
 
 @dataclass(frozen=True)
 class MultiToken:
-    """How a family's checkpoints name layers that predict further tokens (`carpool.hf.multi_token`). Each is a decoder
+    """How a family's checkpoints name multi-token prediction layers (`carpool.hf.multi_token`). Each is a decoder
     layer that is numbered behind the last one, with these modules in it.
 
     Attributes:
@@ -164,7 +164,7 @@ class Family:
         mxfp4: Transformers reads its experts from files in MXFP4.
         served: by name of the server; one that is not here has no adapters of this family's experts, or was not read.
         upcycles: dense families with the same attention, which it continues.
-        multi_token: how layers that predict further tokens are named; None: it has none, or not such ones.
+        multi_token: the names of multi-token prediction layers; None: it has none, or none of this structure.
     """
 
     name: str

@@ -48,7 +48,7 @@ its plan.
 
 `model.config = "qwen3-30b-a3b"` trains a model of that shape from scratch ([other ways to name
 one](train.md#a-published-model)). Parameters are those of the published weights, without the layers that predict
-further tokens ([`mtp.depth`](reference/multi-token.md) adds them). `deepseek-v3-cut` has the shapes of DeepSeek-V3 in 4
+future tokens ([`mtp.depth`](reference/multi-token.md) adds them). `deepseek-v3-cut` has the shapes of DeepSeek-V3 in 4
 layers of 64 experts.
 
 {published}

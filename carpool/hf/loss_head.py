@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.families import Logits, family_of_class
-from carpool.hf.multi_token import predicted_now
+from carpool.hf.multi_token import current_future_losses
 from carpool.hf.quantised_base import QuantisedLinear
 from carpool.hf.tensor_parallel import SequenceHead, of_all_words, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
@@ -163,8 +163,8 @@ class _Head:
                 return asked.compute(x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, scale, softcap, layer)
 
         asked.loss = compute(hidden_BLH, asked.target_BL)
-        if (predicted := predicted_now()) is not None:
-            asked.loss = predicted.add_losses(asked.loss, hidden_BLH, compute)
+        if (future := current_future_losses()) is not None:
+            asked.loss = future.add_losses(asked.loss, hidden_BLH, compute)
         return asked.loss
 
 

@@ -46,7 +46,7 @@ ALL_PARALLEL_STYLES.register("carpool_absent", TensorParallelLayer())
 
 class Part(NamedTuple):
     """A stage: its layers, and whether the embedding is before them, and norm and head are behind them, with the
-    layers that predict further tokens."""
+    multi-token prediction layers."""
 
     layers: range
     first: bool
@@ -223,7 +223,7 @@ def replaced_module(owner: nn.Module, name: str, module: nn.Module) -> Iterator[
 
 
 def cut_model(blueprint: PreTrainedModel, stages: int) -> list[Part]:
-    """Which layers each stage has: equally much to compute, the head and layers that predict further tokens included.
+    """Which layers each stage has: equally much to compute, the head and multi-token prediction layers included.
 
     Args:
         blueprint: the whole model; its parameters may be on the device "meta".

@@ -127,7 +127,7 @@ def _last_step(run: Run) -> list[tuple[str, str]]:
         *([("Router z-loss", plain_text(last.z_loss, 4))] if last.z_loss is not None else []),
         *([("Sequence loss", plain_text(last.sequence_aux_loss, 4))] if last.sequence_aux_loss is not None else []),
         *([("Distillation loss", plain_text(last.distillation_loss, 4))] if last.distillation_loss is not None else []),
-        *((f"Loss of further layer {k}", plain_text(loss, 4)) for k, loss in enumerate(last.mtp_losses or (), 1)),
+        *((f"Loss of MTP layer {k}", plain_text(loss, 4)) for k, loss in enumerate(last.mtp_losses or (), 1)),
         ("Learning rate", "–" if last.learning_rate is None else f"{last.learning_rate:.3g}"),
         ("Tokens, this step", count_text(last.tokens)),
         ("Tokens, so far", count_text(last.tokens_seen)),

@@ -314,15 +314,15 @@ class Blueprint:
         config, stored = self.model.config, stored_weights(self.source)
         if unknown := unknown_weights(config, stored):
             return (
-                f"multi-token prediction: {len(unknown)} weights of {self.source} ({unknown[0]}, ...) are of layers "
-                "that predict further tokens, and are left out: neither trained nor saved"
+                f"multi-token prediction: {len(unknown)} weights of {self.source} ({unknown[0]}, ...) are in MTP "
+                "layers, which are left out: neither trained nor saved"
             )
         here, there = len(multi_token_layers(self.model)), stored_layers(config, stored)
         if there <= here:
             return ""
         return (
-            f"multi-token prediction: {there - here} of the {there} layers of {self.source} that predict further "
-            f"tokens are left out: neither trained nor saved; mtp.depth={there} trains them"
+            f"multi-token prediction: {there - here} of the {there} MTP layers of {self.source} are left out: "
+            f"neither trained nor saved; mtp.depth={there} trains them"
         )
 
     @property

@@ -87,7 +87,7 @@ for _name, _how in {
         "distillation.temperature=2", "moe.transport=nvlink", *_how,
     )  # fmt: skip
 
-# test_multi_token_gpu.py: by name, how many layers predict further tokens, and what else the run has.
+# test_multi_token_gpu.py: by name, how many multi-token prediction layers, and what else the run has.
 _STAGED = ("training.gradient_accumulation_steps=4", "parallelism.pp_size=2")
 FURTHER: dict[str, tuple[int, tuple[str, ...]]] = {
     "one layer": (1, ()),

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens, on two GPUs: captured steps against eager ones, compiled ones, and stages."""
+"""Multi-token prediction layers on two GPUs: captured steps against eager ones, compiled ones, and stages."""
 
 from __future__ import annotations
 

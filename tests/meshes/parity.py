@@ -255,7 +255,7 @@ def _forward(
     model: Any, batch: dict[str, torch.Tensor], depth: int
 ) -> tuple[torch.Tensor, list[list[torch.Tensor]], torch.Tensor]:
     """The sum of cross-entropies of a micro-batch, document by document; for each MoE layer the router's logits of the
-    tokens of each sequence; and for each layer that predicts further tokens the sum of its cross-entropies, and how
+    tokens of each sequence; and for each multi-token prediction layer the sum of its cross-entropies, and how
     many."""
     logits: dict[str, list[list[torch.Tensor]]] = {name: [] for name in find_routers(model)}
     hooks = [

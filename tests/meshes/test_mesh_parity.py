@@ -36,7 +36,7 @@ FEW = [
         packing="examples",
     ),
 ]  # fmt: skip
-# Layers that predict further tokens.
+# Multi-token prediction layers.
 FURTHER = [
     Case(FSDP, family="deepseek_v3", depth=2, packing="examples", dense="zero1", micro_batches=2, balance="sequence"),
     Case(CP, family="deepseek_v3", depth=2, packing="examples", balance="sequence"),

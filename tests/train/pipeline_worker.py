@@ -168,8 +168,8 @@ def compare_pairs(family: str, schedule: str, micro_batches: int, ep: int = 1, *
 
 
 class Steps:
-    """Of a model in stages, whose micro-batches are drawn: what a step computes. `further`: how many layers predict
-    further tokens."""
+    """Of a model in stages, whose micro-batches are drawn: what a step computes. `further`: how many
+    multi-token prediction layers it has."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Steps:
         torch._dynamo.reset()
         self.objective = objective_of(config, schedule, degrees, whole, aux, **how)
         if further:
-            self.objective.predict_further(0.3)
+            self.objective.train_mtp(0.3)
         rank = degrees.dp_rank(dist.get_rank())
         self.batches = [batches_of(micro_batches, rank, degrees.dp, padded) for padded in (False, True)]
         for batch in self.batches[0]:

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens: what a run saves, resumes and exports, and who reads that. Their gradients:
+"""Multi-token prediction layers: what a run saves, resumes and exports, and who reads that. Their gradients:
 tests/meshes."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def trained(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPath
     settings = [*TINY, *STEPS, *text, f"mtp.depth={DEPTH}", "training.gradient_accumulation_steps=2"]
     for error, said in two_ranks(printed, str(output), settings):
         assert error == "", error
-        assert not said or "2 further layers (mtp.depth); vLLM gives all but the first one other hidden" in said
+        assert not said or "2 MTP layers (mtp.depth); vLLM gives all but the first one other hidden" in said
     return output
 
 
@@ -135,7 +135,7 @@ def test_transformers_reads_what_is_exported(trained: Path) -> None:
     changes = {"mtp": {"depth": DEPTH}}
     ours = build_model(folder, distributed_config=None, dtype=torch.float32, seed=0, changes=changes)
     objective = Objective(ours, top_k=2, aux_coef=0.0, dp_size=1, autocast=None)
-    objective.predict_further(0.3)
+    objective.train_mtp(0.3)
     _, _, predicted = objective._computed({"input_ids": ids_BL, "labels": ids_BL})
     assert predicted is not None
     losses, numbers = predicted.sums.view(-1, 2).unbind(1)
@@ -168,7 +168,7 @@ def test_a_checkpoints_layers_are_trained_on_and_others_begin_at_random(
     (error, said), _ = two_ranks(
         printed, str(tmp_path / "run"), [f"model.path={folder}", *STEPS, *text, "training.max_steps=1"]
     )
-    assert error == "" and "2 of the 2 layers of" in said and "mtp.depth=2 trains them" in said
+    assert error == "" and "2 of the 2 MTP layers of" in said and "mtp.depth=2 trains them" in said
     # Where experts are may come from a trace, which has no such layers.
     Layouts({"model.layers.1.mlp.experts": ExpertLayout.permuted([7, 6, 5, 4, 3, 2, 1, 0], 2)}).save(
         tmp_path / "layout"
@@ -187,15 +187,17 @@ def test_weights_of_other_families_are_found() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for wrong, told in {
-        "parallelism.tp_size=2": "layers that predict further tokens are not divided",
-        "training.loss_chunk_size=0": "their logits are made in pieces",
-        "adapter.kind=lora": "under an adapter they are left out",
+    for wrong, why in {
+        "parallelism.tp_size=2": "does not shard multi-token prediction layers",
+        "training.loss_chunk_size=0": "MTP losses need chunks",
+        "adapter.kind=lora": "an adapter leaves MTP layers out",
     }.items():
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=why):
             load_config(None, [*TINY, "mtp.depth=1", wrong])
     assert "mtp.depth = 31, but data.sequence_length allows 30" in error_of(
         "train", *TINY, *STEPS, "mtp.depth=31", "--dry-run"
     )
-    with pytest.raises(ValueError, match=r"mtp\.depth = 1: .* OlmoeForCausalLM name layers .* deepseek_v3, glm4_moe"):
+    with pytest.raises(
+        ValueError, match=r"mtp\.depth = 1: .* OlmoeForCausalLM name MTP layers, .* deepseek_v3, glm4_moe"
+    ):
         meta_model(with_layers(tiny_config(discover()["olmoe"]), 1))

@@ -121,7 +121,7 @@ def test_recorded_stages(two_ranks: Ranks) -> None:
     """What a graph computes needs GPUs (tests/gpu/test_pipeline_gpu.py). What is recorded, in which order, and between
     which tensors, does not."""
     assert two_ranks(replay, "olmoe", "DualPipeV", 4) == [[True] * 4] * 2
-    # Embeddings of further tokens travel beside what the layers have made. Deferred gradients of shared experts read
+    # Embeddings of future tokens travel beside what the layers have made. Deferred gradients of shared experts read
     # the gradient that a stage receives.
     assert two_ranks(replay, "deepseek_v3", "ZBVZeroBubble", 4, aux=0.0, further=2) == [[True] * 4] * 2
     # All ranks go on eagerly, with the same bits, and say why.

@@ -31,7 +31,7 @@ from carpool.train.lora import trained_of
 from carpool.train.plan.dry_run import dry_run
 from tools.models_table import DOCS, published_row
 
-# Of the weights that were published; without the layers that predict further tokens, which transformers leaves out.
+# Of the weights that were published; without multi-token prediction layers, which transformers leaves out.
 PARAMETERS = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352, "ernie-4.5-21b-a3b": 21_825_437_888, "glm-4.5-air": 106_852_245_504,

@@ -3,7 +3,7 @@
 Every rank of a pipeline reads the same batches, so labels, positions and padding need not travel. What does is
 
     hidden_BLH          what the layers so far have made
-    embedding_BLH       of further tokens, for each layer of the last stage that predicts some (`hf.multi_token`)
+    embedding_BLH       of future tokens, for each multi-token prediction layer of the last stage (`hf.multi_token`)
     statistics_LS       of the routers so far (`Objective.statistics`), a row for each MoE layer
 
 and their gradients travel back. The last stage has the loss, the balance loss of all layers included: it is not the sum
@@ -79,7 +79,7 @@ class PipelineObjective(Objective):
         self.experts, layers = max(routers.values(), default=0), sorted(routers)
         self.moe_layers = len(layers)
         self.columns = 2 * self.experts + 1 + len(self.layer_coefs)
-        # Behind the last part's are those that predict further tokens.
+        # The multi-token prediction layers follow those of the last part.
         ends = [(part.layers.start, math.inf if part.last else part.layers.stop) for part in parts]
         self.rows = {
             number: range(*(sum(layer < end for layer in layers) for end in both)) for number, both in enumerate(ends)
@@ -145,7 +145,7 @@ class PipelineObjective(Objective):
         if self.shard is not None:
             shape = torch.Size((1, tokens_per_rank(shape.numel(), self.shard.group)))
         hidden = torch.empty(*shape, self.hidden, dtype=self.dtype, device="meta")
-        travelling = (hidden,) * (1 if self.training_further is None else 1 + self.training_further.depth)
+        travelling = (hidden,) * (1 if self.active_mtp is None else 1 + self.active_mtp.depth)
         if self.router_logits is None:
             return travelling
         return *travelling, torch.empty(self.moe_layers, self.columns, dtype=torch.float32, device="meta")
@@ -155,19 +155,19 @@ class PipelineObjective(Objective):
         part, aux = self.stages.parts[stage], self.router_logits is not None
         collected: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
         if self.router_logits is not None:
-            skipped = self.further.routers if part.last and self.further and not self.model.training else 0
+            skipped = self.mtp.routers if part.last and self.mtp and not self.model.training else 0
             collected = self.router_logits.collect(len(self.rows[stage]) - skipped)
         with self.inputs(self._batches[number]) as (batch, settings), collected as logits:
             if not part.first:
                 settings = {**settings, "inputs_embeds": self._whole(received[0], batch["input_ids"].shape)}
-            ids_BL, further = batch["input_ids"] if part.first else None, self.training_further
+            ids_BL, mtp = batch["input_ids"] if part.first else None, self.active_mtp
             # As views: what is received is not handed on itself.
-            embeddings = () if further is None else tuple(one.view_as(one) for one in received[1 : 1 + further.depth])
+            embeddings = () if mtp is None else tuple(one.view_as(one) for one in received[1 : 1 + mtp.depth])
             if part.last:
-                with self.stages.only(stage, settings.get("inputs_embeds")), self._predicting(batch, embeddings) as own:
+                with self.stages.only(stage, settings.get("inputs_embeds")), self._mtp_losses(batch, embeddings) as own:
                     ce, _ = self.cross_entropy(ids_BL, batch["target"], **settings)
             else:
-                more = [] if further is None or not part.first else further.makers(batch)
+                more = [] if mtp is None or not part.first else mtp.embed(batch)
                 hidden_BLH, *made = self.stages.hidden(stage, more, input_ids=ids_BL, **settings)
                 hidden_BLH = hidden_BLH.to(self.dtype)
                 embeddings = tuple(one.to(self.dtype) for one in made) or embeddings

@@ -30,7 +30,7 @@ from carpool.hf.documents import (
     unpacked,
 )
 from carpool.hf.loss_head import Computed, HeadLoss, next_tokens
-from carpool.hf.multi_token import FurtherTokens, Predicted
+from carpool.hf.multi_token import FutureLosses, MultiTokenPredictor
 from carpool.hf.routing.router_balance import RouterLogits, StepCounts, loss_of_statistics, router_statistics
 from carpool.hf.routing.router_losses import RouterTokens, layer_losses
 from carpool.hf.seam.expert_rides import WithoutExperts, rides
@@ -45,7 +45,7 @@ from carpool.ride.two_batch import TwoBatch
 class Losses:
     """Of one step, over all ranks: mean cross-entropy per token, mean balance loss (None if off), tokens; z-loss and
     balance loss of sequences, as means over layers; mean divergence from a teacher (None if off); mean cross-entropies
-    of layers that predict further tokens (None without)."""
+    of multi-token prediction (MTP) layers (None without)."""
 
     loss: float
     aux_loss: float | None
@@ -108,7 +108,7 @@ class Objective:
         # The losses that layers have for themselves, and what sums of a step there are: cross-entropy, balance, these.
         self.layer_coefs = [coef for coef in (z_coef, sequence_coef) if coef]
         self.sums = self.router_sums = 2 + len(self.layer_coefs)
-        self.further: FurtherTokens | None = None
+        self.mtp: MultiTokenPredictor | None = None
         self.router_logits = self._collector() if aux_coef or self.layer_coefs else None
         self.moe_layers = 0 if self.router_logits is None else self.router_logits.count
         self.counts = StepCounts() if balance_step else None
@@ -136,19 +136,19 @@ class Objective:
         """Of what the balance loss is made of."""
         return RouterLogits(self.model)
 
-    def predict_further(self, weight: float) -> None:
-        """From now on, layers of the model that predict further tokens are trained, too. `weight`: of their losses."""
-        self.further = FurtherTokens(self.model, weight)
-        # Of each, the sum of cross-entropies and their number.
-        self.sums += 2 * self.further.depth
+    def train_mtp(self, weight: float) -> None:
+        """Train the model's multi-token prediction (MTP) layers, too. `weight`: the weight of their mean loss."""
+        self.mtp = MultiTokenPredictor(self.model, weight)
+        # Each layer has a sum of cross-entropies and their number.
+        self.sums += 2 * self.mtp.depth
 
     @property
-    def training_further(self) -> FurtherTokens | None:
-        """What predicts further tokens in the next forward; None: nothing."""
-        return self.further if self.model.training else None
+    def active_mtp(self) -> MultiTokenPredictor | None:
+        """The predictor of future tokens in the next forward, or None."""
+        return self.mtp if self.model.training else None
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Cross-entropy summed over this rank's tokens, in training with those of further tokens, and (1 + n,), the
+        """Cross-entropy summed over this rank's tokens, in training with those of MTP layers, and (1 + n,), the
         balance loss and means of those of layers; float32."""
         return self.computed(batch, None)
 
@@ -161,9 +161,9 @@ class Objective:
 
     def _computed(
         self, batch: Batch, instead: Callable[[Batch], Computed] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Predicted | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, FutureLosses | None]:
         routers, moves = self.router_logits, self.moving if self.model.training else None
-        skipped = 0 if self.further is None or self.model.training else self.further.routers
+        skipped = 0 if self.mtp is None or self.model.training else self.mtp.routers
         collected: AbstractContextManager[Any] = nullcontext()
         if routers is not None:
             collected = routers.collect(routers.count - skipped)
@@ -171,20 +171,20 @@ class Objective:
             self.inputs(batch) as (batch, settings),
             collected as logits,
             nullcontext() if moves is None else moves(batch["target"]),
-            self._predicting(batch) as predicted,
+            self._mtp_losses(batch) as future,
         ):
             own = settings if instead is None else {**settings, "compute": instead(batch)}
             ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **own)
         aux = None if self.router_logits is None else self.router_losses(self.statistics(logits, batch))
-        return ce, aux, predicted
+        return ce, aux, future
 
-    def _predicting(
+    def _mtp_losses(
         self, batch: Batch, embeddings: Sequence[torch.Tensor] | None = None
-    ) -> AbstractContextManager[Predicted | None]:
-        """Inside, a forward of the model predicts further tokens, if that is trained. `batch`: as `inputs` has given
-        it; `embeddings`: from another stage of a pipeline."""
-        further = self.training_further
-        return nullcontext() if further is None else further.predict(batch, embeddings)
+    ) -> AbstractContextManager[FutureLosses | None]:
+        """Inside, a forward of the model adds the losses of MTP layers, if they are trained. `batch`: as `inputs` has
+        given it; `embeddings`: from another stage of a pipeline."""
+        mtp = self.active_mtp
+        return nullcontext() if mtp is None else mtp.losses(batch, embeddings)
 
     def statistics(
         self, logits: Sequence[torch.Tensor], batch: Batch, group: dist.ProcessGroup | None = None
@@ -225,8 +225,8 @@ class Objective:
         """Inside, the model computes as it is trained: this rank's part of a batch, with each position's target, and
         what the model's forward is told besides tokens. Padding chooses no experts."""
         batch = {**batch, "target": next_tokens(batch["labels"])}
-        if (further := self.training_further) is not None:
-            batch |= further.shifted(batch)
+        if (mtp := self.active_mtp) is not None:
+            batch |= mtp.shifted(batch)
         number_S = torch.arange(len(batch["input_ids"]), device=batch["input_ids"].device)
         if self.sequence_coef:
             batch["sequence"] = number_S.unsqueeze(1).expand_as(batch["input_ids"])
@@ -281,14 +281,14 @@ class Objective:
     def losses(self, means: Sequence[float], tokens: int) -> Losses:
         """What `accumulate` has returned, on the host."""
         own = dict(zip((name for name, coef in self._named_coefs() if coef), means[2 : self.router_sums], strict=True))
-        further = None
-        if self.further is not None:
+        mtp_losses = None
+        if self.mtp is not None:
             pairs = zip(
                 means[self.router_sums : self.sums : 2], means[self.router_sums + 1 : self.sums : 2], strict=True
             )
-            further = [total / number if number else 0.0 for total, number in pairs]
+            mtp_losses = [total / number if number else 0.0 for total, number in pairs]
         aux = means[1] if self.aux_coef else None
-        return Losses(loss=means[0], aux_loss=aux, tokens=tokens, **own, mtp_losses=further)
+        return Losses(loss=means[0], aux_loss=aux, tokens=tokens, **own, mtp_losses=mtp_losses)
 
     def _named_coefs(self) -> tuple[tuple[str, float], ...]:
         return ("z_loss", self.z_coef), ("sequence_aux_loss", self.sequence_coef)
@@ -308,7 +308,7 @@ class Objective:
 
         Returns:
             (sums + n,) float64 on the device, over all ranks: mean cross-entropy per token, mean balance loss, those of
-            layers, sums and numbers of further tokens, and sums of what is beside.
+            layers, sums and numbers of MTP layers, and sums of what is beside.
         """
         if tokens == 0:
             raise ValueError("a step's batch has no token to predict: all labels are -100")
@@ -376,18 +376,18 @@ class Objective:
 
     def _loss(self, batch: Batch, factor: float | torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
         """What a micro-batch differentiates. `factor`: of its cross-entropy."""
-        ce, aux, predicted = self._computed(batch)
+        ce, aux, future = self._computed(batch)
         loss = ce * (factor.to(ce.dtype) if isinstance(factor, torch.Tensor) else factor)
-        self._count(ce, predicted, sums)
+        self._count(ce, future, sums)
         return loss if aux is None else self._with_routers(loss, aux, number, sums)
 
-    def _count(self, ce: torch.Tensor, predicted: Predicted | None, sums: torch.Tensor) -> None:
+    def _count(self, ce: torch.Tensor, future: FutureLosses | None, sums: torch.Tensor) -> None:
         """Add a micro-batch's cross-entropies to a step's sums."""
-        if predicted is None:
+        if future is None:
             sums[0] += ce.detach()
         else:
-            sums[0] += predicted.main
-            sums[self.router_sums : self.sums] += predicted.sums
+            sums[0] += future.main
+            sums[self.router_sums : self.sums] += future.sums
 
     def _with_routers(self, loss: torch.Tensor, found_N: torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
         """A loss and those of routers of one of a step's `number` micro-batches, which are added to `sums`."""
