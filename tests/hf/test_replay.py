@@ -52,7 +52,7 @@ def test_every_router_replays(folder: str) -> None:
         with replay(model, recordings, weights=True):
             assert torch.equal(model(**tiny_batch(model))[0], want)
         if folder in NOT_ANSWERED:
-            alone = pytest.raises(ValueError, match="has no top-k over experts that could be answered")
+            alone = pytest.raises(ValueError, match="has no top-k over experts to replace")
             with alone, replay(model, recordings):
                 model(**tiny_batch(model))
             return
@@ -264,12 +264,12 @@ def test_what_was_not_read_is_not_replayed() -> None:
     for length, mask in ((10, None), (12, torch.ones(2, 12))):
         with pytest.raises(ValueError, match=f"read 8 tokens of each sequence, so {length} cannot be replayed"):
             rollout.routings(length, mask)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 8\), the texts \(2, 9\)"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 8\), the rollout \(2, 9\)"):
         rollout.routings(9, torch.ones(2, 8))
     with record_rollout(model) as twice:
         for _ in range(2):
             model(input_ids=torch.tensor(PROMPTS))
-    with pytest.raises(ValueError, match="record each for itself"):
+    with pytest.raises(ValueError, match="record each separately"):
         twice.routings(5)
     with pytest.raises(ValueError, match="no Carpool layers"), record_rollout(tiny_model(discover()["olmoe"])):
         pass
@@ -391,7 +391,7 @@ def test_the_same_choices_in_another_type(dtype: torch.dtype, bound: float) -> N
 
 
 def test_layers_behind_the_last_one_have_no_choices() -> None:
-    """Transformers runs the first `num_hidden_layers` of its list. Those behind predict further tokens in training."""
+    """Transformers runs the first `num_hidden_layers` of its list. Later ones are multi-token prediction layers."""
     model: Any = tiny_model(discover()["qwen3_moe"], num_hidden_layers=3).eval()
     model.config.num_hidden_layers = 2
     carpool.hf.install(model)
@@ -406,21 +406,21 @@ def test_layers_behind_the_last_one_have_no_choices() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda arrays: arrays[:2], "of 2 texts were returned, but the batch has 3"),
-        (lambda arrays: [arrays[0], arrays[1], arrays[0]], "text 2: there are 8 tokens, but 9 of this text were read"),
-        (lambda arrays: [arrays[1], *arrays[1:]], "text 0: there are 10 tokens, but 8 of this text were read"),
-        (lambda arrays: [one[:, :1] for one in arrays], r"shape \(8, 1, 2\) of uint8, .* of all 2 layers"),
-        (lambda arrays: [one[:, :, :1] for one in arrays], r"shape \(8, 2, 1\) .* K = 2\) are expected, .* this model"),
-        (lambda arrays: [one.astype(np.float32) for one in arrays], "of float32, but whole numbers"),
-        (lambda arrays: [one[0] for one in arrays], r"shape \(2, 2\) of uint8, but .* \(tokens, layers, K"),
+        (lambda arrays: arrays[:2], "of 2 sequences were given, but the batch has 3"),
+        (lambda arrays: [arrays[0], arrays[1], arrays[0]], "sequence 2: the array has 8 tokens, but .* read 9"),
+        (lambda arrays: [arrays[1], *arrays[1:]], "sequence 0: the array has 10 tokens, but the sampler read 8"),
+        (lambda arrays: [one[:, :1] for one in arrays], r"shape is \(8, 1, 2\) of uint8, .* for all 2 layers"),
+        (lambda arrays: [one[:, :, :1] for one in arrays], r"shape is \(8, 2, 1\) .* K = 2\) of whole .* this model"),
+        (lambda arrays: [one.astype(np.float32) for one in arrays], "of float32, but must be .* of whole numbers"),
+        (lambda arrays: [one[0] for one in arrays], r"shape is \(2, 2\) of uint8, but .* \(tokens, layers, K"),
         (lambda arrays: [one + 7 for one in arrays], r"token 0 chose \[.*\] in model.layers.0.mlp.experts.* 0\.\.7"),
-        (lambda arrays: [one.astype(int) * 2 - 1 for one in arrays], r"token 0 chose \[-1, 1\] in .* different ones"),
-        (lambda arrays: [one * 0 for one in arrays], r"token 0 chose \[0, 0\] in .*nothing was recorded, so give"),
-        (lambda arrays: ["bm9uZQ=="] * 3, "text 0: a string must be base64 of numpy.save"),
-        (lambda arrays: [None] * 3, "no text has routed experts"),
+        (lambda arrays: [one.astype(int) * 2 - 1 for one in arrays], r"token 0 chose \[-1, 1\] in .* different ids"),
+        (lambda arrays: [one * 0 for one in arrays], r"token 0 chose \[0, 0\] in .*no recorded routing: give"),
+        (lambda arrays: ["bm9uZQ=="] * 3, "sequence 0: a string must be base64 of numpy.save"),
+        (lambda arrays: [None] * 3, "no sequence has routed experts"),
     ],
 )  # fmt: skip
-def test_what_is_not_of_these_texts(change: Any, said: str) -> None:
+def test_arrays_that_do_not_fit_the_sequences(change: Any, said: str) -> None:
     model: Any = tiny_model(discover()["qwen3_moe"])
     carpool.hf.install(model)
     mask_BL = torch.arange(11) >= torch.tensor([[2], [0], [1]])
@@ -429,7 +429,7 @@ def test_what_is_not_of_these_texts(change: Any, said: str) -> None:
     carpool.hf.routed_experts(model, arrays, mask_BL)
     with pytest.raises(ValueError, match=said):
         carpool.hf.routed_experts(model, change(arrays), mask_BL)
-    with pytest.raises(ValueError, match="that says where texts are, not None"):
+    with pytest.raises(ValueError, match="not zero for tokens, but is None"):
         carpool.hf.routed_experts(model, arrays, None)  # type: ignore[arg-type]
 
 
@@ -449,7 +449,9 @@ def _one_bad(path: str) -> list[str]:
 
 def test_all_ranks_refuse_what_one_cannot_use(two_ranks: Ranks, tmp_path: Path) -> None:
     (one, both, none), others = two_ranks(_one_bad, str(tmp_path))
-    assert one.startswith("rank 1: routed experts of text 0: shape (3, 2, 1)") and both.startswith("routed experts of")
+    assert one.startswith("rank 1: routed experts of sequence 0: the shape is (3, 2, 1)") and both.startswith(
+        "routed experts of"
+    )
     assert others == [one, both, none] and none == ""
 
 

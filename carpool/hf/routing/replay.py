@@ -1,20 +1,18 @@
-"""Recorded choices, replayed by the routers of a transformers model: reinforcement learning replays its sampler's.
+"""Routing replay: the routers of a Transformers model choose recorded experts, such as a rollout's in RL.
 
-    recordings = {name: own.routing for name, own in carpool.hf.rides(model).items()}       # after a forward
+    recordings = {name: layer.routing for name, layer in carpool.hf.rides(model).items()}   # after a forward
     with carpool.hf.replay(model, recordings):                                              # on all ranks
         model(**batch).loss.backward()
 
-Each router's top-k is answered with the recorded experts (carpool/hf/routing/router_answers.py), so their weights are
-what the router makes of them now, with gradients. With `weights=True` recorded weights are used, and the router is not
-asked. Limits and drops leave recordings alone: what was recorded had been limited and dropped.
+The recorded experts replace the result of each router's top-k (carpool/hf/routing/router_answers.py). The router
+computes their weights anew, with gradients. With `weights=True` the layer uses the recorded weights and ignores the
+router. Routing limits and drops do not change recordings, to which they had been applied before.
 
-A token whose recorded choices are all -1 was not recorded: its router chooses. With `replay(...) as replayed`,
-`replayed.differing()` says for how many of the others routers would have chosen otherwise; the forward compares them on
-the device.
+A token whose recorded choices are all -1 was not recorded, so its router chooses. With `replay(...) as replayed`,
+`replayed.differing()` returns the share of recorded tokens for which routers would have chosen other experts.
 
-A balance loss sees the routers' logits. So it balances what routers choose now, and with them the next rollout, not
-what is replayed; its value and its gradient by the logits are those without a replay. `BiasBalance` and counters see
-what rides, the recorded choices.
+A balance loss reads the routers' logits. So it balances their present choices, and with them the next rollout; its
+value and gradient equal those without a replay. `BiasBalance` and counters read the replayed choices.
 """
 
 from __future__ import annotations
@@ -38,40 +36,40 @@ from carpool.routing import Routing
 
 @contextmanager
 def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool = False) -> Iterator[Replayed]:
-    """Inside, the MoE layers of a model choose as recorded. All ranks together, each with what its tokens chose.
+    """Inside, the MoE layers of a model use recorded routing. Collective; each rank passes the routing of its tokens.
 
-    Activation checkpointing computes layers again in the backward, which must then be inside, too.
+    Activation checkpointing recomputes layers in the backward, which must then run inside as well.
 
     Args:
-        recordings: by the names of `carpool.hf.rides`; other layers choose for themselves, and so does a token whose
-            recorded choices are all -1. Every forward inside must be of the recorded tokens.
-        weights: use the recorded weights as well, and -1 means no expert; without, the routers weigh the choices.
+        recordings: by the names of `carpool.hf.rides`. The routers of other layers choose, and so they do for a token
+            whose recorded choices are all -1. Every forward inside must compute the recorded tokens.
+        weights: use the recorded weights as well, where -1 means no expert. Otherwise routers compute the weights.
 
     Raises:
-        ValueError: on all ranks alike, before anything is sent, if a recording of any rank does not fit; in the forward
+        ValueError: on all ranks, before any communication, if a recording of any rank does not fit; in the forward, for
             another number of tokens, another K, or a router without a top-k over experts, which needs `weights`.
     """
     layers = required_rides(model)
-    alike = _agree_on_all(layers, recordings, weights)
+    equal_tokens = _check_on_all(layers, recordings, weights)
     recordings = {name: recordings[name] for name in layers if name in recordings}
     replays = {n: _LayerReplay(layers[n], find_router(model, n), one, weights) for n, one in recordings.items()}
-    for number, one in enumerate(replays.values()):
-        one.install(together=number == 0 or not alike)
+    for number, layer in enumerate(replays.values()):
+        layer.install(compare_ranks=number == 0 or not equal_tokens)
     try:
         yield Replayed(replays)
     finally:
-        for one in replays.values():
-            one.remove()
+        for layer in replays.values():
+            layer.remove()
 
 
 @dataclass(frozen=True)
 class Differing:
-    """Where routers would have chosen other experts than recorded, in shares of what was recorded on all ranks.
+    """The shares of recorded tokens, over all ranks, for which routers would have chosen other experts.
 
     Attributes:
-        layers: for each layer, of its tokens.
-        routers: of the choices of all layers together.
-        tokens: of the tokens, those that differ in at least one layer."""
+        layers: the share of tokens for each layer.
+        routers: the share of (token, layer) pairs over all layers.
+        tokens: the share of tokens that differ in at least one layer."""
 
     layers: dict[str, float]
     routers: float
@@ -85,13 +83,13 @@ class Replayed:
     layers: dict[str, _LayerReplay]
 
     def differing(self) -> Differing:
-        """Of the last forward, also after the replay. Collective; waits for the device.
+        """Returns the shares of the last forward, also after the replay. Collective; waits for the device.
 
-        Experts of equal scores do not differ. With a limit on the routing, a router would have chosen within it."""
-        found = [one.compared for one in self.layers.values()]
-        if not found or None in found:
+        Experts of equal scores do not differ. The routers' choices respect a limit on the routing."""
+        compared = [layer.compared for layer in self.layers.values()]
+        if not compared or None in compared:
             raise ValueError("no forward has been replayed, so there is nothing to compare")
-        compared_L2T = torch.stack([torch.stack(one) for one in found if one is not None])
+        compared_L2T = torch.stack([torch.stack(pair) for pair in compared if pair is not None])
         counts_X2 = torch.cat([compared_L2T.sum(2), compared_L2T.any(0).sum(1).unsqueeze(0)])
         if dist.is_initialized():
             dist.all_reduce(counts_X2)
@@ -102,76 +100,76 @@ class Replayed:
 
 
 class _LayerReplay:
-    """The recording of one layer, between its router's top-k and its ride."""
+    """The recording of one layer, applied between its router's top-k and its dispatch."""
 
-    def __init__(self, own: ExpertRides, router: nn.Module | None, recording: Routing, weights: bool) -> None:
-        self.own, self.router, self.weights = own, None if weights else router, weights
+    def __init__(self, layer: ExpertRides, router: nn.Module | None, recording: Routing, weights: bool) -> None:
+        self.layer, self.router, self.weights = layer, None if weights else router, weights
         self.recording = recording
-        # (T,) bool of the last forward: tokens that would have chosen otherwise, and those that were recorded.
+        # (T,) bool of the last forward: tokens for which the router differs, and tokens that were recorded.
         self.compared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._forward: Any = None
-        self._answered = False
+        self._replaced = False
 
-    def install(self, together: bool) -> None:
-        """From now on. `together`: ranks tell each other whether their tokens are as many, for which the host waits."""
-        self.own.replay, self.group = self, self.own.group if together else None
+    def install(self, compare_ranks: bool) -> None:
+        """Begin the replay. With `compare_ranks`, ranks exchange their numbers of tokens, for which the host waits."""
+        self.layer.replay, self.group = self, self.layer.group if compare_ranks else None
         if self.router is not None:
             self._forward = self.router.forward
-            # Not within a limit, which would answer first.
+            # The replay replaces a routing limit, which would change the top-k first.
             inner = self._forward.forward if isinstance(self._forward, AnsweredRouter) else self._forward
-            self.router.forward = AnsweredRouter(inner, self.own.num_experts, self._choose)
+            self.router.forward = AnsweredRouter(inner, self.layer.num_experts, self._choose)
 
     def remove(self) -> None:
-        """Leave the router and the layer as they were."""
+        """Restore the router and the layer."""
         if self.router is not None:
             self.router.forward = self._forward
-        self.own.replay = None
+        self.layer.replay = None
 
     def _choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
         self._check(score_TE.shape[0])
-        self._answered = True
+        self._replaced = True
         recorded_TK = self.recording.expert_TK.to(score_TE.device).long()
         if recorded_TK.shape[1] != top_k:
-            raise ValueError(f"{self.own.name}: {recorded_TK.shape[1]} choices of a token were recorded, not {top_k}")
-        limited = self.own.limit is not None
-        own_TK = self.own.choose(score_TE, share_TE, top_k) if limited else score_TE.topk(top_k, dim=-1).indices
+            raise ValueError(f"{self.layer.name}: K = {recorded_TK.shape[1]} was recorded, but the router has {top_k}")
+        limited = self.layer.limit is not None
+        router_TK = self.layer.choose(score_TE, share_TE, top_k) if limited else score_TE.topk(top_k, dim=-1).indices
         known_T = recorded_TK[:, 0] >= 0
-        expert_TK = torch.where(known_T.unsqueeze(1), recorded_TK, own_TK)
-        score_TK, own_score_TK = (score_TE.gather(1, one_TK).sort(1).values for one_TK in (expert_TK, own_TK))
-        self.compared = (score_TK != own_score_TK).any(1), known_T
+        expert_TK = torch.where(known_T.unsqueeze(1), recorded_TK, router_TK)
+        replayed_TK, chosen_TK = (score_TE.gather(1, ids_TK).sort(1).values for ids_TK in (expert_TK, router_TK))
+        self.compared = (replayed_TK != chosen_TK).any(1), known_T
         return expert_TK
 
     def _check(self, tokens: int) -> None:
         if self.group is not None:
-            check_replay(self.recording, tokens, self.own.num_experts, self.group)
+            check_replay(self.recording, tokens, self.layer.num_experts, self.group)
         elif tokens != (recorded := len(self.recording.expert_TK)):
-            raise ValueError(f"{self.own.name}: {recorded} tokens were recorded, but the layer got {tokens}")
+            raise ValueError(f"{self.layer.name}: {recorded} tokens were recorded, but the layer computes {tokens}")
 
     def before_ride(self, routing: Routing) -> Routing:
-        """What rides: the recording, or what the router has made of its choices."""
+        """Returns the routing to dispatch: the recording, or the router's weights of the recorded choices."""
         if self.weights:
             self._check(routing.expert_TK.shape[0])
             recorded_TK = self.recording.expert_TK.to(routing.expert_TK.device)
             chosen_TK = (recorded_TK.unsqueeze(2) == routing.expert_TK.unsqueeze(1)).any(2) | (recorded_TK < 0)
             self.compared = ~chosen_TK.all(1), (recorded_TK >= 0).any(1)
             return self.recording
-        answered, self._answered = self._answered, False
-        if not answered:
+        replaced, self._replaced = self._replaced, False
+        if not replaced:
             raise ValueError(
-                f"the router of {self.own.name} has no top-k over experts that could be answered, so it cannot weigh "
-                "recorded choices: replay them with weights=True"
+                f"the router of {self.layer.name} has no top-k over experts to replace, so it cannot weigh recorded "
+                "choices: replay them with weights=True"
             )
         return routing
 
 
-def _agree_on_all(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], weights: bool) -> bool:
-    """Check on all ranks what can be known before a forward. True: layers have recorded equally many tokens."""
+def _check_on_all(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], weights: bool) -> bool:
+    """Check the recordings of all ranks before a forward. Returns whether all layers recorded equally many tokens."""
     _check(layers, recordings, weights)
     top_k = [(name, one.expert_TK.shape[1]) for name, one in sorted(recordings.items())]
-    told = gather((weights, top_k, len({len(one.expert_TK) for one in recordings.values()})))
-    if other := next((rank for rank, theirs in enumerate(told) if theirs[:2] != told[0][:2]), 0):
-        raise ValueError(f"all ranks must replay the same layers alike, but rank {other} has others than rank 0")
-    return max(lengths for *_, lengths in told) <= 1
+    of_ranks = gather((weights, top_k, len({len(one.expert_TK) for one in recordings.values()})))
+    if other := next((rank for rank, replay in enumerate(of_ranks) if replay[:2] != of_ranks[0][:2]), 0):
+        raise ValueError(f"all ranks must replay the same layers alike, but rank {other} differs from rank 0")
+    return max(lengths for *_, lengths in of_ranks) <= 1
 
 
 @together(ValueError, "")
@@ -179,19 +177,21 @@ def _check(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], we
     if unknown := sorted(recordings.keys() - layers.keys()):
         raise ValueError(f"there is a recording for {unknown[0]!r}, but this model's layers are {', '.join(layers)}")
     for name, recording in recordings.items():
-        own = layers[name]
-        if own.replay is not None:
+        layer = layers[name]
+        if layer.replay is not None:
             raise ValueError(f"{name} is replayed already: leave one replay before another begins")
         if not isinstance(recording, Routing):
-            raise ValueError(f"{name}: there is no recording; its experts were in no forward")
+            raise ValueError(f"{name}: there is no recording, because no forward has run its experts")
         try:
-            least = recording.check(len(recording.expert_TK), own.num_experts)
+            least = recording.check(len(recording.expert_TK), layer.num_experts)
         except ValueError as refused:
             raise ValueError(f"{name}: {refused}") from None
         if weights and recording.weight_TK is None:
-            raise ValueError(f"{name}: the recording has no weights; leave weights=True out, and the router makes some")
-        if not weights and own.token_slice[1] > 1:
+            raise ValueError(
+                f"{name}: the recording has no weights; leave weights=True out, and the router computes them"
+            )
+        if not weights and layer.token_slice[1] > 1:
             raise ValueError(f"{name}: under tensor parallelism a rank records a slice of the tokens; set weights=True")
         none_TK = recording.expert_TK < 0
-        if least < 0 and not weights and (own.drops or bool((none_TK.any(1) & ~none_TK.all(1)).any())):
+        if least < 0 and not weights and (layer.drops or bool((none_TK.any(1) & ~none_TK.all(1)).any())):
             raise ValueError(f"{name}: some recorded choices are -1, none, which no router can weigh; set weights=True")
