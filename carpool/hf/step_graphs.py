@@ -1,23 +1,22 @@
-"""The forward and backward of a micro-batch as a CUDA graph: the host launches one thing instead of ten thousand.
+"""CUDA graphs of micro-batches: the host launches one graph instead of ten thousand kernels.
 
-A step of Qwen3-30B-A3B has 48 layers of some 200 kernels, each of which costs the host about 5 us to launch, and more
-in autograd. A captured graph is launched at once:
+A step of Qwen3-30B-A3B has 48 layers of some 200 kernels. Each launch costs the host about 5 us, and more in autograd.
+One call launches a captured graph:
 
-    steps 1, 2       eager: kernels are compiled, buffers and counters made
-    step 3           captured, then replayed
-    further steps    batch into the graph's own tensors, replay, gradients are where they were before
+    steps 1, 2       run eagerly: kernels are compiled, buffers and counters allocated
+    step 3           is captured, then replayed
+    later steps      copy the batch into static tensors and replay; gradients appear in the same tensors as before
 
-A graph is all of a micro-batch: embedding, layers with their rides, loss, backward, reductions of gradients. With
-several micro-batches in a step there are up to three graphs, because the first one makes the gradients to which the
-others add, and the last one reduces them. All share one pool of memory. Where two micro-batches run at a time
-(`carpool.ride.two_batch`), a graph is of both; an odd last one has its own. Whatever a layer counts on the device
-it counts in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`). A pipeline has a
-graph for each forward and backward of a stage (`carpool.train.steps.stage_graphs`), and the body of a model under
-transformers' Trainer one for each of both (`fast_steps.py`): these are `NodeGraphs`.
+A graph contains a whole micro-batch: embedding, layers with their rides, loss, backward, reductions of gradients. A
+step of several micro-batches has up to three graphs, because the first one creates the gradients, the others add to
+them, and the last one reduces them. All share one memory pool. Where two micro-batches run at a time
+(`carpool.ride.two_batch`), a graph contains both, and an odd last one has its own. Counters on the device count in a
+replay as well; `LayerStats.add` repeats what the host counted in the capture. A pipeline has a graph for each forward
+and backward of a stage (`carpool.train.steps.stage_graphs`). The decoder of a model under Transformers' Trainer has one
+for its forward and one for its backward (`fast_steps.py`). Both are `NodeGraphs`.
 
-What a graph holds may not move: if buffers grow, the step is repeated eagerly and captured anew. Steps
-that a profiler watches run eagerly, because a graph has no names of layers, unless whoever watches needs none
-(`replays_watched`).
+A graph's buffers may not move: if they grow, the step is repeated eagerly and captured anew. Profiled steps run
+eagerly, because a graph has no names of layers, unless the profiler needs none (`replays_watched`).
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ from carpool.planner.candidate import FSDP, LENGTHS, PLANS_OF, of_transport
 
 Batch = dict[str, torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
-# Is called with a loss between forward and backward.
+# A callback that receives the loss between forward and backward.
 BeforeBackward = Callable[[torch.Tensor], None]
-# As `Objective.run_together`.
+# The signature of `Objective.run_together`.
 Together = Callable[[Sequence[Batch], torch.Tensor, int, torch.Tensor, bool, bool, BeforeBackward | None], None]
-# Of a graph: whether its micro-batches are the first of a step, whether they are the last, and how many they are.
+# The key of a graph: whether it has the first micro-batches of a step, whether the last ones, and how many.
 Place = tuple[bool, bool, int]
 # Steps before the capture, of which the first may be repeated with larger buffers.
 EAGER_STEPS = 2
 
 
 def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides], lengths: bool = False) -> str | None:
-    """Why forward and backward of a model on GPUs are not captured, by the model alone; None: they can be. `lengths`:
-    its forward is given where documents end."""
+    """Why a model prevents the capture of its forward and backward on GPUs; None if it does not. `lengths`: its forward
+    receives the ends of documents."""
     transport = layers[0].transport
     if not getattr(transport, "graphable", False):
         return of_transport(None if transport is None else transport.name)
-    if any(own.compute is None for own in layers):
+    if any(layer.compute is None for layer in layers):
         return "experts run the model's own forward, which may wait for the host"
     if reason := why_experts_wait(layers[0]):
         return reason
@@ -72,10 +71,10 @@ def why_model_waits(model: nn.Module, layers: Sequence[ExpertRides], lengths: bo
 
 
 class Replay(NamedTuple):
-    """A recorded piece of work: what does it again, and what is counted on the host for it, where anything is. A stage
-    of a pipeline has some hundred pieces a step, most of which concern few of a rank's layers."""
+    """A recorded graph: the function that replays it, and the host's counts for layers that have some. A pipeline
+    stage has some hundred graphs in a step, most of which contain few of a rank's layers."""
 
-    again: Callable[[], None]
+    replay: Callable[[], None]
     counted: list[tuple[LayerStats, HostCounts]]
 
 
@@ -83,17 +82,17 @@ class StepGraphs:
     """The graphs of one run. All ranks construct and call it alike.
 
     Args:
-        model: may be captured (`why_no_graphs`);  layers: its rides.
-        compute: micro-batches of a step, eagerly.
-        known: gets, after each capture, why steps are not captured; None: they are.
-        required: raise if the capture fails; else go on eagerly.
-        consumed: what uses gradients in the backward.
-        recorder: makes what records the graphs of a step.
-        at_once: micro-batches that `compute` takes together; fewer are left at the end of a step.
+        model: a model that can be captured (`why_no_graphs`);  layers: its rides.
+        compute: computes micro-batches of a step eagerly.
+        known: receives after each capture the reason why it failed, or None.
+        required: raise if the capture fails; otherwise continue eagerly.
+        consumed: the optimizer in backward, which uses gradients there.
+        recorder: constructs the recorder of a step's graphs.
+        at_once: number of micro-batches that `compute` takes together; the last ones of a step may be fewer.
 
     Attributes:
-        bytes: that the graphs hold for what layers keep; the allocator counts them as reserved, not as allocated.
-        replays_watched: also replay where a profiler watches.
+        bytes: memory of the graphs for saved activations; the allocator counts it as reserved, not as allocated.
+        replays_watched: replay profiled steps as well.
     """
 
     replays_watched = False
@@ -120,7 +119,7 @@ class StepGraphs:
         self.forget()
 
     def forget(self) -> None:
-        """Give the graphs and their memory back: what they hold is about to move. New ones come after two steps."""
+        """Release the graphs and their memory before their buffers move. Two eager steps precede the next capture."""
         self._eager = 0
         self._shapes: tuple[object, ...] = ()
         self._captured = False
@@ -129,7 +128,7 @@ class StepGraphs:
         self.bytes = 0
 
     def try_again(self) -> None:
-        """As `forget`, although a capture may have failed: what is to be captured is another step."""
+        """Like `forget`, but also allow a new capture after a failed one, because the step has changed."""
         self.forget()
         self._failed = False
 
@@ -139,20 +138,20 @@ class StepGraphs:
         """Compute the micro-batches of a step by graphs.
 
         Args:
-            factor: of the loss of each micro-batch.
-            before_backward: is captured, too, so it must not wait for the host.
+            factor: the factor of each micro-batch's loss.
+            before_backward: is captured as well, so it must not wait for the host.
 
         Returns:
-            (sums,) float64 on the device: sums of losses, as `compute` adds them, valid until the next call. None: this
-            step is to be computed eagerly.
+            (sums,) float64 on the device: the sums of losses that `compute` adds, valid until the next call. None means
+            that the caller computes this step eagerly.
 
         Raises:
-            RuntimeError: the capture has failed, and graphs are required.
+            RuntimeError: the capture failed, and graphs are required.
         """
         if self._failed:
             return None
         if watched() and not self.replays_watched:
-            # Both would need memory for what layers keep.
+            # Graphs and an eager step would both hold saved activations.
             self.forget()
             return None
         shapes = tuple(tuple((name, tuple(x.shape), x.dtype) for name, x in one.items()) for one in batches)
@@ -172,8 +171,8 @@ class StepGraphs:
         self._sums.zero_()
         self._replay(batches)
         self._restart_arenas()
-        if (kept := replicated(self.model)) is not None:
-            kept.written()
+        if (replicas := replicated(self.model)) is not None:
+            replicas.written()
         if self.consumed is not None:
             self.consumed.replayed()
         for parameter, gradient in self._gradients:
@@ -182,7 +181,7 @@ class StepGraphs:
         return self._sums
 
     def _replay(self, batches: Sequence[Batch]) -> None:
-        """Compute a step by what `_record` has recorded."""
+        """Replay the graphs of a step."""
         for place, together in self._places(batches):
             for static, batch in zip(self._inputs, together, strict=False):
                 for name, value in batch.items():
@@ -190,20 +189,20 @@ class StepGraphs:
             self._repeat(place)
 
     def _places(self, batches: Sequence[Batch]) -> Iterator[tuple[Place, Sequence[Batch]]]:
-        """The micro-batches of a step that are computed together, and which graph's they are."""
+        """Yields the micro-batches that are computed together, with the key of their graph."""
         for first in range(0, len(batches), self.at_once):
             together = batches[first : first + self.at_once]
             yield (first == 0, first + len(together) == len(batches), len(together)), together
 
     def _repeat(self, key: Any) -> None:
-        """Replay a graph, and count on the host what it has counted there."""
+        """Replay a graph, and repeat its counts on the host."""
         replay, counted = self._replays[key]
         replay()
         for stats, counts in counted:
             stats.add(counts)
 
     def _capture(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> bool:
-        """Whether all ranks have captured all graphs of a step."""
+        """Capture all graphs of a step. Returns whether all ranks succeeded."""
         problem = None
         self._offloaders = offloaders(self.model)
         torch.cuda.empty_cache()
@@ -225,7 +224,7 @@ class StepGraphs:
             self._abandon(problem)
             return False
         now_reserved, now_allocated = _memory(self._sums.device)
-        # The gradients that graphs leave behind are allocated.
+        # The gradients outlive the graphs, and count as allocated.
         self.bytes = now_reserved - reserved - max(0, now_allocated - allocated)
         self._gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         for parameter, _ in self._gradients:
@@ -237,18 +236,18 @@ class StepGraphs:
     def _record(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> None:
         """Record all graphs of a step."""
         self._inputs = [{name: value.clone() for name, value in one.items()} for one in batches[: self.at_once]]
-        recorder, kept = self.recorder(), replicated(self.model)
+        recorder, replicas = self.recorder(), replicated(self.model)
         for place in dict.fromkeys(place for place, _ in self._places(batches)):
 
             def work(place: Place = place) -> None:
                 first, last, number = place
                 self._restart_arenas()
-                if first and kept is not None:
-                    kept.expire()
+                if first and replicas is not None:
+                    replicas.expire()
                 inputs = self._inputs[:number]
                 self.compute(inputs, self._factor, len(batches), self._sums, first, last, before_backward)
-                if kept is not None:
-                    kept.drain()
+                if replicas is not None:
+                    replicas.drain()
                 if self.consumed is not None:
                     self.consumed.drain()
                 self._join_copies()
@@ -258,17 +257,17 @@ class StepGraphs:
             self._restart_arenas()
 
     def _record_one(self, key: Any, recorder: Recorder, work: Callable[[], None]) -> None:
-        before = [own.stats.exchange(HostCounts()) for own in self.layers]
+        before = [layer.stats.exchange(HostCounts()) for layer in self.layers]
         counted: list[tuple[LayerStats, HostCounts]] = []
         try:
             replay = recorder.record(work)
         finally:
-            counted += [(own.stats, own.stats.exchange(one)) for own, one in zip(self.layers, before, strict=True)]
-        self._replays[key] = Replay(replay, [one for one in counted if one[1] != HostCounts()])
+            pairs = zip(self.layers, before, strict=True)
+            counted += [(layer.stats, layer.stats.exchange(counts)) for layer, counts in pairs]
+        self._replays[key] = Replay(replay, [pair for pair in counted if pair[1] != HostCounts()])
 
     def _join_copies(self) -> None:
-        """Wait, on the device, for copies to host memory and from there: a graph and what is around it share their
-        memory."""
+        """Let the device wait for copies to and from host memory, which a graph and eager kernels share."""
         for offloader in self._offloaders:
             offloader.join()
 
@@ -276,12 +275,12 @@ class StepGraphs:
         restart_arenas(self.layers)
 
     def _abandon(self, problem: BaseException | None) -> None:
-        """Some rank's capture has failed: what was begun on this one is void, and steps stay eager."""
+        """Discard this rank's capture after a failure on any rank. All later steps run eagerly."""
         self._failed = True
         self.forget()
         self.model.zero_grad(set_to_none=True)
-        if (kept := replicated(self.model)) is not None:
-            kept.abandon()
+        if (replicas := replicated(self.model)) is not None:
+            replicas.abandon()
         if self.consumed is not None:
             self.consumed.abandon()
         for offloader in self._offloaders:
@@ -293,7 +292,7 @@ class StepGraphs:
             raise RuntimeError(
                 f"a step could not be captured as a CUDA graph ({why}); set training.cuda_graphs=auto"
             ) from problem
-        # What failed holds all that its layers have kept.
+        # The frames of the exception hold the saved activations of all layers.
         while problem is not None:
             traceback.clear_frames(problem.__traceback__)
             problem = problem.__context__
@@ -303,11 +302,12 @@ class StepGraphs:
 
 
 class Edge:
-    """The tensors at the edge of a forward's graph and of its backward's, which share them: what the forward is given
-    and makes, and the gradients of both.
+    """The static tensors that a forward's graph and its backward's share: the forward's inputs (given) and outputs
+    (made), and the gradients of both.
 
     Args:
-        given, made: of these sizes and dtypes, maybe on the device "meta". `made` None: as the first forward makes it.
+        given, made: tensors of these shapes and dtypes, maybe on the device "meta". `made` None: the first forward
+            determines them.
     """
 
     def __init__(self, device: torch.device, given: Tensors = (), made: Tensors | None = None) -> None:
@@ -319,18 +319,18 @@ class Edge:
         )
 
     def _zeros(self, like: Tensors) -> Tensors:
-        return tuple(torch.zeros_like(one, device=self.device) for one in like)
+        return tuple(torch.zeros_like(tensor, device=self.device) for tensor in like)
 
     @property
     def dmade(self) -> Tensors:
-        """Made outside of a capture, which would zero it in each replay."""
+        """The gradients of outputs. They are allocated outside a capture, because each replay would zero them."""
         if self._dmade is None:
-            assert self.made is not None, "a backward before its forward"
+            assert self.made is not None, "the backward runs before its forward"
             self._dmade = self._zeros(self.made)
         return self._dmade
 
     def forward(self, compute: Callable[[Tensors], Tensors]) -> tuple[Tensors, Tensors]:
-        """To be recorded. What was given is copied for the backward to find. Returns what `backward` takes."""
+        """The work of a forward's graph. Copies inputs for the backward. Returns the arguments of `backward`."""
         given = tuple(one.clone().requires_grad_() for one in self.given)
         made = compute(given)
         if self.made is None:
@@ -340,7 +340,7 @@ class Edge:
         return given, made
 
     def backward(self, given: Tensors, made: Tensors, deferred: bool = False) -> None:
-        """To be recorded. `deferred`: gradients of weights, computed later, may read what has come; so it is copied."""
+        """The work of a backward's graph. `deferred`: copy gradients of outputs, which later weight gradients read."""
         dmade = tuple(one.clone() for one in self.dmade) if deferred else self.dmade
         pairs = [pair for pair in zip(made, dmade, strict=True) if pair[0].requires_grad]
         with torch.autocast(self.device.type, enabled=False):
@@ -349,31 +349,31 @@ class Edge:
 
 
 def copy(static: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> None:
-    """Into tensors of a graph; None is 0."""
-    for one, other in zip(static, tensors, strict=True):
-        one.zero_() if other is None else one.copy_(other)
+    """Copy into the static tensors of a graph. None means zeros."""
+    for target, source in zip(static, tensors, strict=True):
+        target.zero_() if source is None else target.copy_(source)
 
 
 class NodeGraphs(StepGraphs):
-    """Graphs that autograd sees as nodes: a forward, whose backward replays another graph. What is around them is
-    eager."""
+    """Graphs that are nodes in autograd: a replayed forward, whose backward replays another graph. Code around them
+    runs eagerly."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # It requires a gradient, where nothing is received that does.
+        # An input that requires a gradient, in case no received tensor does.
         self._anchor = torch.zeros((), device=self._sums.device, requires_grad=True)
 
     def node(self, key: Any, received: Tensors = ()) -> Tensors:
-        """Replay a forward. Its outputs have a node whose backward replays the other graph."""
+        """Replay a forward. The backward of its outputs replays the other graph."""
         made: Tensors = _Node.apply(self, key, self._anchor, *received)
         return made
 
     def replay_forward(self, key: Any, received: Tensors) -> Tensors:
-        """What the forward makes of what it received."""
+        """Returns the outputs of a forward with these inputs."""
         raise NotImplementedError
 
     def replay_backward(self, key: Any, gradients: Sequence[torch.Tensor | None]) -> Tensors:
-        """The gradients of what the forward received, by those of what it made."""
+        """Returns the gradients of the forward's inputs, from those of its outputs."""
         raise NotImplementedError
 
 
@@ -392,7 +392,7 @@ class _Node(torch.autograd.Function):
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that PyTorch's allocator of GPU memory holds, and those of them that tensors have."""
+    """Returns the bytes that PyTorch's GPU allocator has reserved and those that tensors use."""
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)

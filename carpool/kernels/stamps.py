@@ -1,11 +1,11 @@
-"""Moments of a CUDA graph, which a kernel notes. An event would split the graph: with some 400 of them in flight a
-launch waits until the graph before is done (docs/measurements.md, "Launches of graphs that wait").
+"""Time stamps inside a CUDA graph, written by a kernel. An event would split the graph: with some 400 events in flight
+a launch waits until the previous graph has finished (docs/measurements.md, "Launches of graphs that wait").
 
-    begin, end = stamp(device), stamp(device)        in a capture, around what is timed
-    begin.elapsed_time(end)                          as of events, of the latest replay; waits for it
+    begin, end = Stamp(device), Stamp(device)        in a capture, before and after the timed kernels
+    begin.elapsed_time(end)                          like that of events, for the latest replay; waits for it
 
-Stamps of a device share a tensor, of which each has an element until nobody holds it. It is copied to the host at most
-once between two launches of graphs, for all stamps together.
+The stamps of a device share a tensor. Each stamp holds one element of it until it is deleted. All elements together are
+copied to the host, at most once between two launches of graphs.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ import triton.language as tl
 
 from carpool.kernels.signals import nanoseconds
 
-MOST = 1 << 16
+MAX_STAMPS = 1 << 16
 
 
-@triton.jit(do_not_specialize=["where"])
-def _note(moments_N, where):  # type: ignore[no-untyped-def]
-    tl.store(moments_N + where, nanoseconds())
+@triton.jit(do_not_specialize=["index"])
+def _store_time(times_N, index):  # type: ignore[no-untyped-def]
+    tl.store(times_N + index, nanoseconds())
 
 
-class _Moments:
-    """Of one device. It is made, and its kernel is compiled, outside of any capture."""
+class _StampBuffer:
+    """The stamps of one device. Its construction, which compiles the kernel, must not be in a capture."""
 
     def __init__(self, device: torch.device) -> None:
-        self.there_N = torch.zeros(MOST, dtype=torch.int64, device=device)
-        self.here_N = torch.zeros(MOST, dtype=torch.int64, pin_memory=True)
-        # An element of it is read twenty times as fast as one of the tensor, and a step reads hundreds.
-        self.numbers = self.here_N.numpy()
-        self.free = list(reversed(range(MOST)))
+        self.device_N = torch.zeros(MAX_STAMPS, dtype=torch.int64, device=device)
+        self.host_N = torch.zeros(MAX_STAMPS, dtype=torch.int64, pin_memory=True)
+        # An element of the NumPy array is read 20 times as fast as one of the tensor, and a step reads hundreds.
+        self.numbers = self.host_N.numpy()
+        self.free = list(reversed(range(MAX_STAMPS)))
         self.copied_at = -1
-        self.note(0)
+        self.store(0)
 
-    def note(self, where: int) -> None:
-        _note[(1,)](self.there_N, where, num_warps=1)
+    def store(self, index: int) -> None:
+        _store_time[(1,)](self.device_N, index, num_warps=1)
 
-    def read(self, where: int) -> int:
+    def read(self, index: int) -> int:
         if self.copied_at != launches.number:
-            self.here_N.copy_(self.there_N, non_blocking=True)
-            torch.cuda.current_stream(self.there_N.device).synchronize()
+            self.host_N.copy_(self.device_N, non_blocking=True)
+            torch.cuda.current_stream(self.device_N.device).synchronize()
             self.copied_at = launches.number
-        return int(self.numbers[where])
+        return int(self.numbers[index])
 
 
 class _Launches:
-    """How many graphs this process has launched."""
+    """The number of graphs that this process has launched."""
 
     number = 0
 
@@ -60,26 +60,26 @@ launches = _Launches()
 
 
 @cache
-def moments(device: torch.device) -> _Moments:
-    """Those of a device. The first call must not be in a capture."""
-    return _Moments(device)
+def stamp_buffer(device: torch.device) -> _StampBuffer:
+    """The buffer of a device. The first call must not be in a capture."""
+    return _StampBuffer(device)
 
 
 class Stamp:
-    """The moment at which the device came here, in each replay of the graph that is being captured."""
+    """The time at which the device reaches this point of the captured graph, in each replay."""
 
     def __init__(self, device: torch.device) -> None:
-        self._moments = moments(device)
-        self._where = self._moments.free.pop()
-        self._moments.note(self._where)
+        self._buffer = stamp_buffer(device)
+        self._index = self._buffer.free.pop()
+        self._buffer.store(self._index)
 
     def __del__(self) -> None:
-        self._moments.free.append(self._where)
+        self._buffer.free.append(self._index)
 
     def synchronize(self) -> None:
-        """Wait for it, as for an event."""
-        self._moments.read(self._where)
+        """Wait until the stamp is written, as `synchronize` of an event does."""
+        self._buffer.read(self._index)
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds until `end`."""
-        return (self._moments.read(end._where) - self._moments.read(self._where)) / 1e6
+        return (self._buffer.read(end._index) - self._buffer.read(self._index)) / 1e6

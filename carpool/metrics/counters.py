@@ -151,9 +151,9 @@ class RideSpans:
         """Work of that name begins here, of that chunk. What has been under way ends."""
         now: Any
         if self._device.type == "cuda":
-            from carpool.kernels.stamps import Stamp, moments
+            from carpool.kernels.stamps import Stamp, stamp_buffer
 
-            moments(self._device)  # before any capture
+            stamp_buffer(self._device)  # before any capture
             if torch.cuda.is_current_stream_capturing():
                 now = Stamp(self._device)
             else:

@@ -19,7 +19,7 @@ from carpool.hf.decoder_layers import _ATTRIBUTE
 from carpool.hf.step_graphs import StepGraphs
 from carpool.kernels.capture import Recorder
 from carpool.kernels.signals import nanoseconds
-from carpool.kernels.stamps import Stamp, moments
+from carpool.kernels.stamps import Stamp, stamp_buffer
 from tests.gpu.ranks import needs
 from tests.gpu.runs import ALONE, FOUR, RUNS, TOGETHER, train
 
@@ -113,7 +113,7 @@ def test_gradients_of_offloaded_layers(fails: bool) -> None:
 def test_stamps_are_of_the_latest_replay() -> None:
     """A graph spins for as long as a tensor says; stamps around it measure each replay anew, as events do."""
     device = torch.device("cuda", torch.cuda.current_device())
-    free = len(moments(device).free)
+    free = len(stamp_buffer(device).free)
     time_1 = torch.full((1,), 1000, device=device)
     _spin[(1,)](time_1)
     stamps = list[Stamp]()
@@ -132,6 +132,6 @@ def test_stamps_are_of_the_latest_replay() -> None:
         end.record()
         stamps[1].synchronize()
         assert milliseconds <= stamps[0].elapsed_time(stamps[1]) <= begin.elapsed_time(end) + 0.01
-    assert len(moments(device).free) == free - 2
+    assert len(stamp_buffer(device).free) == free - 2
     del stamps[:]
-    assert len(moments(device).free) == free
+    assert len(stamp_buffer(device).free) == free

@@ -1,25 +1,24 @@
-"""The forwards and backwards of a pipeline's stages as CUDA graphs.
+"""CUDA graphs of the forwards and backwards of pipeline stages.
 
 A rank's step is a list of actions, in the order of its schedule: forwards (F), backwards (B) and, where a schedule
-splits them, weight gradients (W) of micro-batches in its stages. Each is a graph of its own. Between two graphs
-PyTorch's runtime sends and receives, eagerly:
+splits them, weight gradients (W) of micro-batches in its stages. Each action is one graph. Between two graphs PyTorch's
+runtime sends and receives eagerly:
 
     rank 1 of 2, 1F1B     receive | F0 | send, receive | B0 | send, receive | F1 | ...
-    graph F               copy of what was received -> layers -> what is sent
-    graph B               gradient that was received -> backward of that F's layers -> gradient that is sent
+    graph F               copy of the received activations -> layers -> activations to send
+    graph B               received gradient -> backward of the layers of its F -> gradient to send
 
-A pair of a forward and a backward that run at the same time (`carpool.ride.forward_backward`) is one graph. Two threads
-record it; its replay has none: the forward says what it was given, and the backward launches both.
+A forward and a backward that run at the same time (`carpool.ride.forward_backward`) are one graph. Two threads record
+it. Its replay needs one: the forward stores its inputs, and the backward launches the graph.
 
-The order is taken from an eager step, and graphs are recorded in it, without a word to other ranks. They share one pool
-of memory, so a micro-batch takes memory from its F to its B, as in an eager step, and what it gives back the next one
-gets. That is right because they are replayed in the same order.
+The order comes from an eager step. Graphs are recorded in that order, without communication with other ranks. They
+share one memory pool, so a micro-batch holds memory from its F to its B, as in an eager step, and later graphs reuse
+it. That is correct because replays have the same order.
 
-What crosses the edge of a graph lies in tensors of the stage's own, one for each direction: what a stage is given and
-makes, and the gradients of both. The F copies what it was given, for its B to find; what was made is copied for the
-runtime, which may still be sending it when the next graph begins.
+Each stage has static tensors for the inputs and outputs of its graphs, and for the gradients of both. The F copies its
+inputs for its B. Its outputs are copied for the runtime, which may still send them when the next graph begins.
 
-To the runtime a replayed forward is one node of autograd, whose backward replays the B.
+In autograd a replayed forward is one node, whose backward replays the B.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from carpool.kernels.capture import Recorder
 from carpool.parallel.pipeline import Action, Tensors
 from carpool.train.steps.pipeline_objective import PipelineObjective
 
-# By stage and micro-batch: what forwards were given and have made, whose backwards are to come.
-Flying = dict[tuple[int, int], tuple[Tensors, Tensors]]
+# For each stage and micro-batch: inputs and outputs of the forward, until its backward runs.
+InFlight = dict[tuple[int, int], tuple[Tensors, Tensors]]
 Actions = tuple[Action, ...]
 
 
 class StageGraphs(NodeGraphs):
-    """As `StepGraphs`, of the stages of a rank, which `objective` computes eagerly."""
+    """`StepGraphs` of the pipeline stages of a rank, which `objective` computes in eager steps."""
 
     def __init__(
         self,
@@ -62,10 +61,10 @@ class StageGraphs(NodeGraphs):
         super().forget()
         self._edges: dict[int, Edge] = {}
         self._batches: list[Batch] = []
-        # Whose graph has an action; a pair has one.
+        # For each action, the actions of its graph: a pair shares one graph.
         self._graph_of: dict[tuple[str, int, int], Actions] = {}
         self._last_backward: tuple[int, int] | None = None
-        self._late: tuple[Tensors, Tensors] = (), ()
+        self._pair_outputs: tuple[Tensors, Tensors] = (), ()
 
     # -- recording ------------------------------------------------------------------------------------------------
 
@@ -78,45 +77,47 @@ class StageGraphs(NodeGraphs):
             stage: Edge(self._sums.device, travels if stage else (), (loss,) if stage == stages - 1 else travels)
             for stage in objective.pipeline.stages
         }
-        flying: Flying = {}
+        in_flight: InFlight = {}
         deferred: dict[tuple[int, int], Callable[[], None]] = {}
         order = list(objective.pipeline.order)
         with objective.split or nullcontext():
-            for number, actions in enumerate(order):
+            for index, actions in enumerate(order):
 
-                def work(actions: Actions = actions, first: bool = number == 0) -> None:
+                def work(actions: Actions = actions, first: bool = index == 0) -> None:
                     if first:
                         self._restart_arenas()
                         objective.begin(self._batches, self._factor, self._sums)
-                    first_way, *others = [partial(self._do, action, flying, deferred) for action in actions]
-                    if not others:
-                        first_way()
+                    run, *overlapped = [partial(self._run_action, action, in_flight, deferred) for action in actions]
+                    if not overlapped:
+                        run()
                         return
                     assert objective.beside is not None
-                    objective.beside.run(first_way, others[0], lambda half: objective.use_lane(actions[half].lane))
+                    objective.beside.run(run, overlapped[0], lambda half: objective.use_lane(actions[half].lane))
 
                 self._record_one(actions, recorder, work)
-            if (kept := objective.kept) is not None:
+            if (replicas := objective.kept) is not None:
 
                 def end() -> None:
                     objective.end()
-                    kept.drain()
+                    replicas.drain()
 
                 self._record_one("end", recorder, end)
         self._restart_arenas()
-        self._graph_of = {(one.kind, one.stage, one.number): actions for actions in order for one in actions}
+        self._graph_of = {(each.kind, each.stage, each.number): actions for actions in order for each in actions}
 
-    def _do(self, action: Action, flying: Flying, deferred: dict[tuple[int, int], Callable[[], None]]) -> None:
-        """One action, from and to the tensors at the edge. `deferred`: weight gradients that are to come."""
+    def _run_action(
+        self, action: Action, in_flight: InFlight, deferred: dict[tuple[int, int], Callable[[], None]]
+    ) -> None:
+        """Run one action on the static tensors of its stage. `deferred`: weight gradients to compute later."""
         objective, key, edge = self.objective, (action.stage, action.number), self._edges[action.stage]
         objective.use_lane(action.lane)
         if action.kind == "W":
             deferred.pop(key)()
         elif action.kind == "F":
-            flying[key] = edge.forward(partial(objective.compute, *key))
+            in_flight[key] = edge.forward(partial(objective.compute, *key))
         else:
             with objective.around_backward():
-                edge.backward(*flying.pop(key), deferred=objective.split is not None)
+                edge.backward(*in_flight.pop(key), deferred=objective.split is not None)
             if objective.split is not None:
                 deferred[key] = objective.split.weights()
 
@@ -126,21 +127,21 @@ class StageGraphs(NodeGraphs):
         for static, batch in zip(self._batches, batches, strict=True):
             for name, value in batch.items():
                 static[name].copy_(value)
-        with self._in_place_of_computation():
+        with self._stages_replay():
             self.objective.pipeline.step(len(batches), self.objective.travels(batches[0]))
         if "end" in self._replays:
             self._repeat("end")
 
     @contextmanager
-    def _in_place_of_computation(self) -> Iterator[None]:
-        """Inside, the pipeline's stages are graphs."""
+    def _stages_replay(self) -> Iterator[None]:
+        """Inside, the pipeline's stages replay graphs."""
         pipeline = self.objective.pipeline
         before = pipeline.work, pipeline.pairs
         pipeline.work = before[0]._replace(
             forward=lambda stage, number, received: self.node((stage, number), received),
             around_backward=nullcontext, weights=self._weights, lane=lambda number: None,
         )  # fmt: skip
-        pipeline.pairs = before[1] and _one_after_the_other
+        pipeline.pairs = before[1] and _run_in_order
         try:
             yield
         finally:
@@ -152,27 +153,27 @@ class StageGraphs(NodeGraphs):
         assert edge.made is not None
         if len(actions) == 1:
             self._repeat(actions)
-            return tuple(one.clone() for one in edge.made)
-        # Of a pair: the backward, which comes next, replays the graph of both, and writes what this returns.
-        self._late = tuple(torch.empty_like(one) for one in edge.made), edge.made
-        return self._late[0]
+            return tuple(output.clone() for output in edge.made)
+        # The backward of the pair, which runs next, replays the graph of both and writes these outputs.
+        self._pair_outputs = tuple(torch.empty_like(output) for output in edge.made), edge.made
+        return self._pair_outputs[0]
 
     def replay_backward(self, key: tuple[int, int], gradients: Sequence[torch.Tensor | None]) -> Tensors:
         edge = self._edges[key[0]]
         copy(edge.dmade, gradients)
         self._repeat(self._graph_of["B", *key])
         self._last_backward = key
-        (late, made), self._late = self._late, ((), ())
-        copy([one.detach() for one in late], made)
-        return tuple(one.clone() for one in edge.dgiven)
+        (outputs, made), self._pair_outputs = self._pair_outputs, ((), ())
+        copy([output.detach() for output in outputs], made)
+        return tuple(gradient.clone() for gradient in edge.dgiven)
 
     def _weights(self) -> Callable[[], None]:
         assert self._last_backward is not None
         return partial(self._repeat, self._graph_of["W", *self._last_backward])
 
 
-def _one_after_the_other(forward: Callable[[], Any], backward: Callable[[], None], _: Callable[[int], None]) -> Any:
-    """In the place of what runs a pair: the host only says what both are given."""
+def _run_in_order(forward: Callable[[], Any], backward: Callable[[], None], _: Callable[[int], None]) -> Any:
+    """Replaces the threads of a pair: in a replay, the host stores the inputs of both and launches one graph."""
     made = forward()
     backward()
     return made
