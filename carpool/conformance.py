@@ -1,14 +1,14 @@
-"""The parity cases for any expert-parallel implementation in Transformers' registry, on CPU ranks.
+"""Parity tests of any expert-parallel implementation in Transformers' registry, on CPU ranks.
 
     python -m carpool.conformance --implementation all_to_all
 
 A tiny Mixtral in float32 computes each case twice: in one process with the whole batch and Transformers' eager experts,
-and on two or four gloo ranks, each with its part of the batch. Every rank compares its loss, its logits, every whole
-gradient and the norm; the errors shown are the largest of all ranks.
+and on two or four gloo ranks, each with its shard of the batch. Every rank compares its loss, its logits, every whole
+gradient and the norm. The table shows the largest errors of all ranks.
 
-Errors are max-norm: max |ours - theirs| / max |theirs|. Where a gradient is mathematically zero, what remains is
-rounding, and its ratio means nothing; so the denominator of a gradient's error is at least 1/1000 of the largest
-gradient of the model. A gradient that only one side has is an infinite error.
+Errors are relative, in the maximum norm: max |actual - expected| / max |expected|. A gradient that is mathematically
+zero consists of rounding, whose ratio means nothing. So the denominator of a gradient's error is at least 1/1000 of the
+model's largest gradient. A gradient that only one of the two has is an infinite error.
 """
 
 from __future__ import annotations
@@ -63,24 +63,24 @@ HELP = """
 NAME is one of DistributedConfig.ep_implementation (all_to_all, all_reduce, auto, carpool, carpool-dedup, ...) or of
 experts_implementation (batched_mm, grouped_mm, ...), which then computes under all_to_all. all_reduce+eager is both.
 
-MODULE is a Python module, or a file, that registers an implementation when it is imported, which every rank does:
+MODULE is a Python module or file that registers an implementation on import. Every rank imports it:
 
     class MyEP(transformers.distributed.expert_parallel.EPImplementation): ...
     EPImplementationInterface.register("mine", MyEP)      # or ALL_EXPERTS_FUNCTIONS.register("mine", function)
 
-MODULE:NAME takes one of several. An EPImplementation may have two static methods: clip_grad_norm(model, max_norm)
-clips in place and returns the norm (otherwise Transformers' Trainer does), and balance_loss(router_logits, top_k) is
-the balance loss of the tokens of all ranks (otherwise that case does not count)."""
+MODULE:NAME selects one of several. An EPImplementation may have two static methods: clip_grad_norm(model, max_norm)
+clips in place and returns the norm (otherwise Transformers' Trainer does), and balance_loss(router_logits, top_k)
+returns the balance loss over the tokens of all ranks (otherwise that case does not count)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step, and what is special about it.
+    """A training step, and how it differs from a plain one.
 
     Args:
-        shift: the mean of what is added to the router's scores of the first two experts, which are the first rank's.
-        balance: the balance loss of each rank's "own" tokens, as Transformers' models have it, or of "all" tokens.
-        resumes: weights after a second step, in a new model, are compared instead of gradients.
+        shift: the mean increase of the router's scores of the first two experts, which are on the first rank.
+        balance: the balance loss of each "rank", as Transformers' models compute it, or of the whole "batch".
+        resumes: compare the weights after a second step, in a new model, instead of gradients.
     """
 
     about: str
@@ -97,9 +97,9 @@ class Case:
 CASES: dict[str, Case] = {
     "gradients": Case("one step: loss, logits and every gradient"),
     "norm and clipping": Case("the norm of the gradient, and gradients clipped to half of it", clips=True),
-    "accumulation": Case("two micro-batches beside the whole batch", micro_batches=2),
-    "balance of ranks": Case("the model's balance loss of each rank's tokens, averaged over ranks", balance="own"),
-    "balance of batch": Case("the balance loss of the tokens of all ranks", balance="all"),
+    "accumulation": Case("two micro-batches against the whole batch", micro_batches=2),
+    "balance of ranks": Case("the model's balance loss of each rank's tokens, averaged over ranks", balance="rank"),
+    "balance of batch": Case("the balance loss of the tokens of all ranks", balance="batch"),
     "uneven ranks": Case("all sequences on the first rank, but one for each other", uneven=True),
     "skew": Case("two experts of the first rank get most tokens", shift=0.5),
     "empty ranks": Case("two experts of the first rank get all tokens, and other ranks none", shift=3.0),
@@ -111,7 +111,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Implementation:
-    """Names in Transformers' registries, and what is used beside them."""
+    """Names in Transformers' registries, and functions for clipping and the balance loss."""
 
     dispatch: str
     experts: str = ""
@@ -120,7 +120,7 @@ class Implementation:
 
 
 def find_implementation(text: str) -> Implementation:
-    """What `--implementation` names, whose module is imported. ValueError: there is none, or the module has several."""
+    """Imports and returns what `--implementation` names. ValueError: there is none, or the module registers several."""
     dispatches = EPImplementationInterface()
     text, _, experts = text.partition("+")
     if text not in dispatches and text not in ALL_EXPERTS_FUNCTIONS:
@@ -128,7 +128,7 @@ def find_implementation(text: str) -> Implementation:
     if text not in dispatches:
         text, experts = "all_to_all", text
     if experts not in ("", "eager", *ALL_EXPERTS_FUNCTIONS):
-        raise ValueError(f"{experts} is none of eager, {', '.join(sorted(ALL_EXPERTS_FUNCTIONS))}")
+        raise ValueError(f"{experts} is not one of eager, {', '.join(sorted(ALL_EXPERTS_FUNCTIONS))}")
     dispatch: Any = dispatches[text]
     clip, balance = getattr(dispatch, "clip_grad_norm", None), getattr(dispatch, "balance_loss", None)
     if issubclass(dispatch, CarpoolEP):
@@ -137,19 +137,19 @@ def find_implementation(text: str) -> Implementation:
 
 
 def _import(where: str, name: str) -> str:
-    """The name of what a module, or a file, registers."""
+    """Imports a module or file, and returns the name of the implementation that it registers."""
     if where.endswith(".py"):
         sys.path.insert(0, str(Path(where).parent.resolve()))
         where = Path(where).stem
     try:
         module = importlib.import_module(where)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{where} is no implementation that Transformers knows, and no module: {error}") from error
+        raise ValueError(f"{where} is neither an implementation in Transformers nor a module: {error}") from error
     registered = [*EPImplementationInterface().items(), *ALL_EXPERTS_FUNCTIONS.items()]
-    own = [key for key, entry in registered if f"{entry.__module__}.".startswith(f"{module.__name__}.")]
-    if name not in own and (name or len(own) != 1):
-        raise ValueError(f"{where} registers {', '.join(own) or 'nothing'}: choose one as {where}:NAME")
-    return name or own[0]
+    names = [key for key, entry in registered if f"{entry.__module__}.".startswith(f"{module.__name__}.")]
+    if name not in names and (name or len(names) != 1):
+        raise ValueError(f"{where} registers {', '.join(names) or 'nothing'}: choose one as {where}:NAME")
+    return name or names[0]
 
 
 def batch(number: int) -> torch.Tensor:
@@ -158,8 +158,8 @@ def batch(number: int) -> torch.Tensor:
 
 
 def tiny_model(case: Case) -> MixtralForCausalLM:
-    """Its weights are drawn so wide that no rounding flips a choice of experts. With a `shift`, all embeddings have a
-    part in common, and scores of the first experts grow with what all tokens of the first step have in common."""
+    """A Mixtral whose weights vary so widely that rounding changes no routing. With a `shift`, all embeddings have a
+    common component, which increases the scores of the first experts for all tokens of the first step."""
     config = MixtralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K, initializer_range=0.2,
@@ -188,20 +188,20 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(
-    model: Any, case: Case, pieces: list[torch.Tensor], using: Implementation, ranks: int = 1, number: int = 0
+    model: Any, case: Case, batches: list[torch.Tensor], using: Implementation, ranks: int = 1, number: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward of each of the pieces of a batch, which are numbers of sequences: this side's share of the
-    loss, and its logits. Gradients are averaged over so many ranks."""
+    """Run forward and backward of micro-batches, given as indices of sequences. Returns their share of the loss, and
+    their logits. The caller averages gradients over `ranks`."""
     ids, losses, logits = batch(number), [], []
-    for piece in pieces:
+    for indices in batches:
         with torch.set_grad_enabled(case.trains):
-            out = model(input_ids=ids[piece], output_router_logits=bool(case.balance), use_cache=False)
-            predicted, labels = out.logits[:, :-1].flatten(0, 1), ids[piece, 1:].flatten()
+            out = model(input_ids=ids[indices], output_router_logits=bool(case.balance), use_cache=False)
+            predicted, labels = out.logits[:, :-1].flatten(0, 1), ids[indices, 1:].flatten()
             loss = nn.functional.cross_entropy(predicted, labels, reduction="sum") / ids[:, 1:].numel()
             if case.balance:
-                of_all = using.balance if case.balance == "all" else None
-                aux = out.aux_loss if of_all is None else of_all(out.router_logits, TOP_K)
-                loss = loss + COEF * aux / max(ranks, len(pieces))
+                of_batch = using.balance if case.balance == "batch" else None
+                aux = out.aux_loss if of_batch is None else of_batch(out.router_logits, TOP_K)
+                loss = loss + COEF * aux / max(ranks, len(batches))
         if case.trains:
             (loss * ranks).backward()
         losses.append(loss.detach())
@@ -209,11 +209,11 @@ def step(
     return {"loss": torch.stack(losses).sum(), "logits": torch.cat(logits)}
 
 
-def reference(case: Case, parts: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """One process with the whole batch: (loss, logits and norm; gradients, or weights of a case that resumes)."""
+def reference(case: Case, shards: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Computes the whole batch in one process. Returns (loss, logits and norm; gradients or resumed weights)."""
     model, using = tiny_model(case), Implementation("one process")
-    pieces, optimizer = parts if case.balance == "own" else [torch.arange(SEQUENCES)], new_optimizer(model)
-    numbers = step(model, case, pieces, using)
+    batches, optimizer = shards if case.balance == "rank" else [torch.arange(SEQUENCES)], new_optimizer(model)
+    numbers = step(model, case, batches, using)
     if case.clips:
         numbers["norm"] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
         for parameter in model.parameters():
@@ -223,7 +223,7 @@ def reference(case: Case, parts: list[torch.Tensor]) -> tuple[dict[str, torch.Te
         return numbers, full_gradients(model)
     optimizer.step()
     optimizer.zero_grad()
-    numbers = step(model, case, pieces, using, number=1)
+    numbers = step(model, case, batches, using, number=1)
     optimizer.step()
     return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -235,24 +235,24 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def gradient_errors(expected: Mapping[str, Any], gradients: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """(error of each gradient that both have, as the module's docstring says; those that only one has)."""
+    """Returns (the error of each gradient that both have; the names of gradients that only one has)."""
     both = {name: grad for name, grad in expected.items() if grad is not None and gradients.get(name) is not None}
     floor = max(float(grad.abs().max()) for grad in both.values()) / 1000
     missing = [name for name in expected if (expected[name] is None) != (gradients.get(name) is None)]
     return {name: relative_error(gradients[name], grad, floor) for name, grad in both.items()}, missing
 
 
-def relative_error(ours: Any, theirs: Any, floor: float = 1e-30) -> float:
-    """max |ours - theirs| / max |theirs|, with a lower limit for the denominator. Infinite if it is not a number."""
-    error = float((ours - theirs).detach().abs().max()) / max(float(theirs.detach().abs().max()), floor)
+def relative_error(actual: Any, expected: Any, floor: float = 1e-30) -> float:
+    """max |actual - expected| / max(max |expected|, floor). Infinite if it is NaN."""
+    error = float((actual - expected).detach().abs().max()) / max(float(expected.detach().abs().max()), floor)
     return error if math.isfinite(error) else math.inf
 
 
 @dataclass(frozen=True)
 class Result:
-    """A case on a mesh: the errors by what they are of, or why there are none.
+    """The result of a case on a mesh: the error of each compared tensor, or the reason why there are none.
 
-    verdict: "pass", "FAIL", "refused" (a ValueError of every rank while it loads the model), or "not counted".
+    verdict: "pass", "FAIL", "refused" (every rank raises ValueError while it loads the model), or "not counted".
     """
 
     case: str
@@ -267,37 +267,37 @@ class Refusal(Exception):
 
 
 def measure(text: str, name: str, mesh: str, folder: str) -> Result:
-    """A case on a mesh, on each of its ranks; `folder` is for it alone, and all ranks see it. Collective."""
+    """Run a case on a mesh. Collective. `folder` belongs to this case, and all ranks share it."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     using, errors, why, refused = find_implementation(text), dict[str, float](), "", False
     try:
         errors = _errors(using, CASES[name], *MESHES[mesh], folder)
-    except Exception as error:  # is what the table is for
+    except Exception as error:  # the table shows it
         where, refused = traceback.extract_tb(error.__traceback__)[-1], isinstance(error, Refusal)
         why = str(error) if refused else f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-        # If the others wait for this rank elsewhere, nobody will hear it. The first is the cause.
+        # The other ranks may wait for this one elsewhere and never gather its error. The first error is the cause.
         with suppress(FileExistsError), Path(f"{folder}.cause").open("x") as file:
             file.write(f"rank {dist.get_rank()}: {why}")
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (errors, why, refused))
-    errors = {key: max(e.get(key, math.inf) for e, *_ in everyone) for one, *_ in everyone for key in one}
-    why = next((f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(everyone) if why), "")
-    if all(refused for *_, refused in everyone):
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (errors, why, refused))
+    errors = {key: max(e.get(key, math.inf) for e, *_ in gathered) for of_rank, *_ in gathered for key in of_rank}
+    why = next((f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(gathered) if why), "")
+    if all(refused for *_, refused in gathered):
         return Result(name, mesh, "refused", {}, why)
-    good = not why and max(errors.values()) <= BOUND
-    if not good and not why and CASES[name].balance == "all" and using.balance is None:
+    passes = not why and max(errors.values()) <= BOUND
+    if not passes and not why and CASES[name].balance == "batch" and using.balance is None:
         return Result(name, mesh, "not counted", errors, "each rank balances its own tokens")
-    return Result(name, mesh, "pass" if good else "FAIL", errors, why)
+    return Result(name, mesh, "pass" if passes else "FAIL", errors, why)
 
 
 def _errors(using: Implementation, case: Case, fsdp: int, tp: int, ep: int, folder: str) -> dict[str, float]:
-    """The errors of this rank."""
+    """Returns the errors of this rank."""
     sizes = [SEQUENCES - fsdp + 1] + [1] * (fsdp - 1) if case.uneven else [SEQUENCES // fsdp] * fsdp
-    parts = list(torch.arange(SEQUENCES).split(sizes))
-    expected, gradients = reference(case, parts)
-    own = parts[dist.get_rank() // tp]
-    pieces = list(own.chunk(case.micro_batches))
+    shards = list(torch.arange(SEQUENCES).split(sizes))
+    expected, gradients = reference(case, shards)
+    shard = shards[dist.get_rank() // tp]
+    batches = list(shard.chunk(case.micro_batches))
     if dist.get_rank() == 0:
         tiny_model(case).save_pretrained(folder)
     dist.barrier()
@@ -315,7 +315,7 @@ def _errors(using: Implementation, case: Case, fsdp: int, tp: int, ep: int, fold
         model, optimizer = load(folder)
     except ValueError as error:
         raise Refusal(str(error)) from error
-    numbers = step(model, case, pieces, using, fsdp)
+    numbers = step(model, case, batches, using, fsdp)
     if case.clips:
         clip: Any = using.clip or partial(Trainer._mixed_mesh_grad_norm, None)
         norm = clip(model, float(expected["norm"]) / 2)
@@ -328,24 +328,24 @@ def _errors(using: Implementation, case: Case, fsdp: int, tp: int, ep: int, fold
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         dcp.load(state, checkpoint_id=f"{folder}/state")
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        numbers = step(model, case, pieces, using, fsdp, number=1)
+        numbers = step(model, case, batches, using, fsdp, number=1)
         optimizer.step()
-    # Tensor-parallel ranks have the loss of the same tokens.
+    # Tensor-parallel ranks compute the loss of the same tokens.
     dist.all_reduce(numbers["loss"])
     numbers["loss"] /= tp
-    expected["logits"] = expected["logits"][own]
-    errors = {key: relative_error(numbers[key], theirs) for key, theirs in expected.items()}
+    expected["logits"] = expected["logits"][shard]
+    errors = {key: relative_error(numbers[key], value) for key, value in expected.items()}
     if not case.trains:
         return errors
     if case.resumes:
         for parameter in model.parameters():
             parameter.grad = parameter.detach()
-    found, missing = gradient_errors(gradients, full_gradients(model))
-    return errors | found | dict.fromkeys(missing, math.inf)
+    of_gradients, missing = gradient_errors(gradients, full_gradients(model))
+    return errors | of_gradients | dict.fromkeys(missing, math.inf)
 
 
 def run_rank(_: Any, implementation: str, todo: list[list[str]], folder: str) -> None:
-    """What each rank of a launch does; rank 0 writes a line for each case."""
+    """Run all cases of a launch on this rank. Rank 0 writes a line for each case."""
     for number, (case, mesh) in enumerate(todo):
         result = measure(implementation, case, mesh, str(Path(folder, str(number))))
         if dist.get_rank() == 0:
@@ -354,7 +354,7 @@ def run_rank(_: Any, implementation: str, todo: list[list[str]], folder: str) ->
 
 
 def launch(implementation: str, todo: list[tuple[str, str]], timeout: int) -> list[Result]:
-    """Cases on meshes of the same number of ranks; after the failure of a rank, the others are on new ranks."""
+    """Run cases on meshes of equally many ranks. After a rank has failed, new ranks run the remaining cases."""
     fsdp, tp, _ = MESHES[todo[0][1]]
     settings = [f"parallelism.num_ranks={fsdp * tp}", "parallelism.device=cpu"]
     config = load_config(None, [*settings, f"parallelism.timeout_seconds={timeout}"])
@@ -376,7 +376,7 @@ def launch(implementation: str, todo: list[tuple[str, str]], timeout: int) -> li
 
 
 def table(results: list[Result]) -> str:
-    """A Markdown table: the largest errors of loss and logits, of gradients, and of the norm."""
+    """Returns a Markdown table of the largest errors of loss and logits, of gradients, and of the norm."""
     columns = {"output": ("loss", "logits"), "experts": (".experts.",), "router": (".gate.",), "norm": ("norm",)}
     lines = ["| case | ranks | output | experts | router | others | norm | | what differs |", "|---" * 9 + "|"]
     for (mesh, why), group in itertools.groupby(results, lambda one: (one.mesh, one.verdict == "refused" and one.why)):
@@ -387,7 +387,7 @@ def table(results: list[Result]) -> str:
         for one in together:
             largest: dict[str, float] = {}
             for name, error in one.errors.items():
-                column = next((c for c, words in columns.items() if name in words or words[0] in name), "others")
+                column = next((c for c, keys in columns.items() if name in keys or keys[0] in name), "others")
                 largest[column] = max(error, largest.get(column, 0.0))
             shown = (
                 f"{largest[c]:.1e}" if c in largest else "" for c in ("output", "experts", "router", "others", "norm")
@@ -397,25 +397,25 @@ def table(results: list[Result]) -> str:
 
 
 def differs(one: Result) -> str:
-    """What is wrong, in words."""
+    """Describes why a case does not pass."""
     wrong = sorted((name for name, error in one.errors.items() if error > BOUND), key=one.errors.__getitem__)[::-1]
     text = ", ".join(f"{name} {one.errors[name]:.1e}" for name in wrong[:3])
     return "; ".join(filter(None, (one.why, text + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""))))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. 1: a case fails, or none passes."""
+    """Run the command. Returns 1 if a case fails or none passes."""
     cases = "\n".join(f"  {name:18}{case.about}" for name, case in CASES.items())
     parser = argparse.ArgumentParser(
         prog="python -m carpool.conformance", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="The parity cases for an expert-parallel implementation in Transformers' registry, on CPU ranks.",
+        description="Parity tests of an expert-parallel implementation in Transformers' registry, on CPU ranks.",
         epilog=f"cases:\n{cases}\n\nmeshes: {', '.join(MESHES)}\n{HELP}",
     )  # fmt: skip
     parser.add_argument("--implementation", required=True, metavar="NAME|MODULE|MODULE:NAME")
-    parser.add_argument("--case", action="append", choices=CASES, metavar="CASE", help="only this one; repeatable")
-    parser.add_argument("--mesh", action="append", choices=MESHES, metavar="MESH", help="only this one; repeatable")
-    parser.add_argument("--timeout", type=int, default=60, help="seconds that a rank waits for others (60)")
-    parser.add_argument("--json", type=Path, help="write every single error there")
+    parser.add_argument("--case", action="append", choices=CASES, metavar="CASE", help="run only this one; repeatable")
+    parser.add_argument("--mesh", action="append", choices=MESHES, metavar="MESH", help="run only this one; repeatable")
+    parser.add_argument("--timeout", type=int, default=60, help="seconds that a rank waits for the others (60)")
+    parser.add_argument("--json", type=Path, help="file for all errors")
     given = parser.parse_args(arguments)
     try:
         find_implementation(given.implementation)

@@ -76,9 +76,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing_here", "no module"),
-        ("auto+nothing", "nothing is none of"),
-        ("missing.py", "no module"),
+        ("nothing_here", "nor a module"),
+        ("auto+nothing", "nothing is not one of"),
+        ("missing.py", "nor a module"),
         ("tests.hf.broken_experts", "choose one as"),
         ("tests.hf.broken_experts:other", "choose one as"),
     ],

@@ -109,7 +109,7 @@ def test_a_wrong_model_is_not_kept(mistake: str, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(upcycling, "_values", wrong)
     dense = dense_model(tmp_path, "qwen3")
-    assert "promises equality" in error_of("upcycle", str(dense), "--out", str(tmp_path / "moe"), *SPLIT)
+    assert "allows rounding alone" in error_of("upcycle", str(dense), "--out", str(tmp_path / "moe"), *SPLIT)
     assert [path.name for path in tmp_path.iterdir()] == ["qwen3"]
 
 
@@ -137,11 +137,11 @@ def test_it_trains_on(family: str, options: tuple[str, ...], one_rank: Ranks, te
         ("qwen3", {"use_sliding_window": True}, COPY, "use_sliding_window=true, which qwen3_moe does not"),
         ("qwen3", {"model_type": "qwen3_moe"}, COPY, "these dense models can be upcycled: llama (to mixtral)"),
         ("qwen3", {}, ("--experts", "4", "--top-k", "5"), "--top-k 5: choose 1 to 4"),
-        ("qwen3", {}, (*COPY, "--parts", "2"), "--parts is of --method split"),
+        ("qwen3", {}, (*COPY, "--parts", "2"), "--parts needs --method split"),
         ("qwen3", {}, (*COPY, "--noise", "-1"), "--noise -1.0"),
         ("qwen3", {}, (*COPY, "--method", "split", "--parts", "4"), "--experts 6 is no multiple of 4 parts"),
         ("qwen3", {}, ("--experts", "8", "--top-k", "6", "--method", "split", "--parts", "4"), "--top-k 6 is no"),
-        ("qwen3", {}, ("--experts", "10", "--top-k", "5", "--method", "split"), "cannot be cut into 5 equal parts"),
+        ("qwen3", {}, ("--experts", "10", "--top-k", "5", "--method", "split"), "cannot be divided into 5 equal parts"),
         ("qwen3", {"intermediate_size": 96}, COPY, "has shape (32, 192), and the configuration asks for (32, 96)"),
     ],
 )  # fmt: skip

@@ -1,20 +1,20 @@
-"""An MoE checkpoint from a dense one: `carpool upcycle`.
+"""`carpool upcycle` converts a dense checkpoint to an MoE checkpoint.
 
 Each MLP of the dense model becomes E experts and a router, in the MoE family of Transformers that has the same
-attention and norms. All else is copied. Two ways to fill the experts:
+attention and norms. All other weights are copied. Two methods initialise the experts:
 
     copy    each expert is the whole MLP (Sparse Upcycling, arXiv 2212.05055). The top-k weights of a token sum to 1, so
-            whatever the router chooses, the layer computes what the MLP did.
-    split   the MLP's intermediate dimension is cut into G parts, and expert e is part e % G, in copy e // G (arXiv
+            whatever the router chooses, the layer computes the result of the MLP.
+    split   the MLP's intermediate dimension is divided into G parts, and expert e is part e % G of copy e // G (arXiv
             2410.07524). All parts of a copy have the same row in the router ("virtual groups"), so the K chosen
             experts are K/G whole copies: each part of a copy has the weight w/G of its copy's w, and `down` is
             multiplied by G.
 
-Both promise equal logits in exact arithmetic, without noise. In `split` no two copies may have equal scores: in float32
-they do not in practice; in bfloat16, 2 to 7 of 1,000 tokens of a layer then choose parts of several copies.
+Both methods give equal logits in exact arithmetic, without noise. In `split` no two copies may have equal scores. In
+float32 that does not occur in practice; in bfloat16, 2 to 7 of 1,000 tokens of a layer choose parts of several copies.
 
-Files are read and written one tensor at a time. The result is then read back by Transformers, layer by layer in
-float32, and its logits on a few random tokens are compared with the dense model's.
+Files are read and written one tensor at a time. Transformers then reads the result back, layer by layer in float32, and
+its logits on a few random tokens are compared with the dense model's.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from carpool.train.checkpoints.export import check_space, check_target
 from carpool.train.checkpoints.run_source import Source, copy_source
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
-# Bytes of a file of weights.
+# Maximum bytes of a weight file.
 _FILE = 5 * 10**9
-# Largest |difference| of logits over the largest |logit| that rounding of float32 explains.
+# The largest |difference| of logits over the largest |logit| that float32 rounding explains.
 _ROUNDING = 1e-4
 _TOKENS = (2, 32)
-# Rows of 16 bytes in bfloat16, which grouped matrix products ask for.
+# Grouped matrix products need rows of a multiple of 16 bytes, in bfloat16.
 _MULTIPLE = 8
 
 _Read = Callable[[str], torch.Tensor]
 _Origins = dict[str, tuple[str, int | None]]
 
 
-# By the dense model type: the MoE family that continues it, which says so in carpool/families.py. Attention, norms,
-# rotary positions and the activation are the same on both sides.
-_ALL = ((target.dense, (name, target)) for name in FAMILIES for target in FAMILIES[name].upcycles)
-TARGETS = dict(sorted(_ALL, key=lambda one: one[0]))
+# The MoE family for each dense model type, as carpool/families.py declares it. Attention, norms, rotary positions and
+# the activation are equal in both.
+_PAIRS = ((target.dense, (name, target)) for name in FAMILIES for target in FAMILIES[name].upcycles)
+TARGETS = dict(sorted(_PAIRS, key=lambda pair: pair[0]))
 
 
 class Upcycling(NamedTuple):
-    """What is made of a dense model; `parts` is 1 where experts are whole copies.
+    """The settings of a conversion. `parts` is G, or 1 where experts are whole copies.
 
-    `noise`: standard deviation of what is added to each expert's matrices, over that of the matrix."""
+    `noise`: the standard deviation of the noise added to each expert's matrix, over that of the matrix."""
 
     experts: int
     top_k: int
@@ -77,18 +77,18 @@ class Upcycling(NamedTuple):
 
     @classmethod
     def of(cls, method: str, experts: int, top_k: int, parts: int | None, noise: float, seed: int) -> Upcycling:
-        """ValueError: numbers that do not go together."""
+        """Returns checked settings. ValueError: the numbers contradict each other."""
         if not 1 <= top_k <= experts:
             raise ValueError(f"--top-k {top_k}: choose 1 to {experts} of --experts {experts}")
         if not 0 <= noise < float("inf"):
             raise ValueError(f"--noise {noise}: give 0 or a small positive number, such as 0.01")
         if method == "copy":
             if parts is not None:
-                raise ValueError("--parts is of --method split: experts of --method copy are whole copies")
+                raise ValueError("--parts needs --method split: experts of --method copy are whole copies")
             return cls(experts, top_k, 1, noise, seed)
         parts = top_k if parts is None else parts
         if parts < 2:
-            raise ValueError(f"--method split needs at least 2 parts, and there are {parts}; take --method copy")
+            raise ValueError(f"--method split needs at least 2 parts, but got {parts}; use --method copy")
         for option, number in (("--experts", experts), ("--top-k", top_k)):
             if number % parts:
                 raise ValueError(
@@ -99,7 +99,8 @@ class Upcycling(NamedTuple):
 
 
 class Upcycled(NamedTuple):
-    """What was written, and how far its logits are from the dense model's, over the largest of these."""
+    """The MoE family, bytes written, the largest |difference| of logits over the dense model's largest |logit|, and
+    whether the method promises equal logits."""
 
     family: str
     bytes: int
@@ -108,31 +109,30 @@ class Upcycled(NamedTuple):
 
 
 def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
-    """Writes the folder of an MoE model: weights, configuration and tokenizer.
+    """Write the folder of an MoE model: weights, configuration and tokenizer.
 
     Args:
         dense: a checkpoint folder of a family in `TARGETS`.
-        out: a folder that is empty, or is not there.
+        out: a folder that is empty or does not exist.
 
     Raises:
-        ValueError: the dense model or the numbers do not allow it, or the logits differ where they must not; nothing is
-            left of `out` then.
-        OSError: it cannot be written.
+        ValueError: the dense model or the numbers are unsuitable, or logits differ that must be equal.
+        OSError: the folder cannot be written.
     """
     check_target(out, replace=False)
-    before = read_config(dense)
-    family, target = target_of(before, dense)
-    if before.intermediate_size % (how.parts * _MULTIPLE):
+    dense_config = read_config(dense)
+    family, target = target_of(dense_config, dense)
+    if dense_config.intermediate_size % (how.parts * _MULTIPLE):
         raise ValueError(
-            f"the MLP's {before.intermediate_size} intermediate values (intermediate_size) cannot be cut into "
-            f"{how.parts} equal parts (--parts) of a multiple of {_MULTIPLE}, as products of many experts need it"
+            f"the MLP's intermediate_size {dense_config.intermediate_size} cannot be divided into "
+            f"{how.parts} equal parts (--parts) of a multiple of {_MULTIPLE}, which grouped matrix products need"
         )
-    check_weights(dense, meta_model(before))
-    after = moe_config(before, family, target, how)
-    stored, origins = stored_weights(dense), _origins(before, target, how)
+    check_weights(dense, meta_model(dense_config))
+    config = moe_config(dense_config, family, target, how)
+    stored, origins = stored_weights(dense), _origins(dense_config, target, how)
     entries = _entries(stored, origins, how)
     generator = torch.Generator().manual_seed(how.seed)
-    tokens = torch.randint(before.vocab_size, _TOKENS, generator=generator)
+    tokens = torch.randint(dense_config.vocab_size, _TOKENS, generator=generator)
     expected = logits_of(dense, tokens)
     if not expected.isfinite().all():
         raise ValueError(f"{dense} computes NaN or infinity from random tokens: copy or download it again")
@@ -143,27 +143,27 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
     try:
         remove_left(out)
         temporary.mkdir(parents=True)
-        values = _values(_reader(dense, stored), origins, before, how, generator)
-        for file, part in files.items():
-            write_tensor_file(temporary / file, part, ((name, values(name)) for name in part))
+        values = _values(_reader(dense, stored), origins, dense_config, how, generator)
+        for file, file_entries in files.items():
+            write_tensor_file(temporary / file, file_entries, ((name, values(name)) for name in file_entries))
             flush_file(temporary / file)
         write_index(temporary, files)
         copy_source(Source(dense, {}), temporary)
         dtype = stored[origins[next(iter(origins))][0]].dtype
-        after.architectures, after.dtype = [type(meta_model(after)).__name__], dtype
-        after.save_pretrained(temporary)
+        config.architectures, config.dtype = [type(meta_model(config)).__name__], dtype
+        config.save_pretrained(temporary)
         check_weights(temporary, meta_model(temporary))
         difference = float((logits_of(temporary, tokens) - expected).abs().max() / expected.abs().max())
-        # `down` times a number that is no power of two is rounded to the stored dtype.
+        # Multiplying `down` by a number that is no power of two rounds it to the stored dtype.
         promised = not how.noise and (dtype == torch.float32 or not how.parts & how.parts - 1)
         if promised and not difference <= _ROUNDING:
             raise ValueError(
-                f"the logits of the MoE differ from the dense model's by {difference:.1e} of the largest logit, where "
-                f"the method promises equality but for rounding ({_ROUNDING:.0e}); nothing was kept"
+                f"the logits of the MoE differ from the dense model's by {difference:.1e} of the largest logit, but "
+                f"the method allows rounding alone ({_ROUNDING:.0e}); the result was deleted"
             )
         put_in_place(temporary, out)
     except OSError as error:
-        error.filename = error.filename or str(out)  # of a full disk Python does not say where
+        error.filename = error.filename or str(out)  # Python's error of a full disk names no path
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -175,8 +175,8 @@ def target_of(config: PreTrainedConfig, folder: Path) -> tuple[str, UpcycleTarge
     known = ", ".join(f"{name} (to {family})" for name, (family, _) in TARGETS.items())
     if config.model_type not in TARGETS:
         raise ValueError(
-            f"{folder} is a model of type {config.model_type!r}, for which no MoE family of Transformers with the same "
-            f"attention is known here; these dense models can be upcycled: {known}"
+            f"{folder} is a model of type {config.model_type!r}, for which Carpool knows no MoE family of Transformers "
+            f"with the same attention; these dense models can be upcycled: {known}"
         )
     family, target = TARGETS[config.model_type]
     for key, value in target.required.items():
@@ -189,7 +189,7 @@ def target_of(config: PreTrainedConfig, folder: Path) -> tuple[str, UpcycleTarge
 
 
 def moe_config(dense: PreTrainedConfig, family: str, target: UpcycleTarget, how: Upcycling) -> PreTrainedConfig:
-    """What both families read is taken over."""
+    """Returns the MoE's configuration, with the dense model's values for all keys that both families read."""
     read = keys_read(CONFIG_MAPPING[family]) | {"pad_token_id", "bos_token_id", "eos_token_id"}
     keys = {key: value for key, value in dense.to_dict().items() if key in read}
     keys |= {"num_experts_per_tok": how.top_k, target.size_key: dense.intermediate_size // how.parts}
@@ -200,7 +200,7 @@ def moe_config(dense: PreTrainedConfig, family: str, target: UpcycleTarget, how:
 
 
 def _reader(folder: Path, stored: Mapping[str, Any]) -> _Read:
-    @lru_cache(maxsize=len(MATRICES))  # an MLP's, which all its experts read
+    @lru_cache(maxsize=len(MATRICES))  # the matrices of an MLP, which all its experts read
     def read(name: str) -> torch.Tensor:
         with safe_open(folder / stored[name].file, framework="pt") as file:
             return file.get_tensor(name)
@@ -209,21 +209,21 @@ def _reader(folder: Path, stored: Mapping[str, Any]) -> _Read:
 
 
 def _origins(dense: PreTrainedConfig, target: UpcycleTarget, how: Upcycling) -> _Origins:
-    """By name in the MoE, in order: the dense matrix that it is made of, or has the dtype of, and the expert; None: the
-    router."""
+    """For each new weight of the MoE, in order: the dense matrix of its values or, for a router, of its dtype; and the
+    expert, or None for a router."""
     origins: _Origins = {}
     for i in range(dense.num_hidden_layers):
         block, mlp = f"model.layers.{i}.{target.block}", f"model.layers.{i}.mlp"
         origins[f"{block}.gate.weight"] = f"{mlp}.gate_proj.weight", None
         for expert in range(how.experts):
-            for ours, theirs in zip(target.matrices, MATRICES, strict=True):
-                origins[f"{block}.experts.{expert}.{ours}.weight"] = f"{mlp}.{theirs}.weight", expert
+            for moe_name, dense_name in zip(target.matrices, MATRICES, strict=True):
+                origins[f"{block}.experts.{expert}.{moe_name}.weight"] = f"{mlp}.{dense_name}.weight", expert
     return origins
 
 
 def _entries(stored: Mapping[str, Any], origins: _Origins, how: Upcycling) -> dict[str, Entry]:
     replaced = {origin for origin, _ in origins.values()}
-    entries = {name: Entry(one.dtype, one.shape) for name, one in stored.items() if name not in replaced}
+    entries = {name: Entry(weight.dtype, weight.shape) for name, weight in stored.items() if name not in replaced}
     for name, (origin, expert) in origins.items():
         rows, columns = stored[origin].shape
         if expert is None:
@@ -239,7 +239,7 @@ def _entries(stored: Mapping[str, Any], origins: _Origins, how: Upcycling) -> di
 def _values(
     read: _Read, origins: _Origins, dense: PreTrainedConfig, how: Upcycling, generator: torch.Generator
 ) -> _Read:
-    """The values of each tensor of the MoE; random numbers depend on the order of the calls."""
+    """Returns a function that computes a tensor of the MoE. Random numbers depend on the order of its calls."""
 
     def values(name: str) -> torch.Tensor:
         if name not in origins:
@@ -248,36 +248,36 @@ def _values(
         if expert is None:
             copies_EH = torch.randn(how.experts // how.parts, dense.hidden_size, generator=generator)
             return (copies_EH * dense.initializer_range).repeat_interleave(how.parts, dim=0)
-        of_inputs = "down_proj" in origin
-        part = read(origin).chunk(how.parts, dim=1 if of_inputs else 0)[expert % how.parts]
+        is_down = "down_proj" in origin
+        part = read(origin).chunk(how.parts, dim=1 if is_down else 0)[expert % how.parts]
         if how.noise:
             deviation = part.float().std()
             part = part + how.noise * deviation * torch.randn(part.shape, generator=generator)
-        return part * how.parts if of_inputs else part
+        return part * how.parts if is_down else part
 
     return values
 
 
 @torch.no_grad()
 def logits_of(folder: Path, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """Logits of a checkpoint of a family of `TARGETS`, computed in float32 (B, S, V).
+    """Returns the logits (B, S, V) of a checkpoint of a family of `TARGETS`, computed in float32.
 
-    Each layer is loaded by Transformers as a model of one layer, from tensors as they are in the files."""
+    Transformers loads each layer as a model of one layer, from the tensors of the files."""
     config, stored = read_config(folder), stored_weights(folder)
     read = _reader(folder, stored)
     hidden_BSH = F.embedding(tokens_BS, read("model.embed_tokens.weight")).float()
-    one = deepcopy(config)
-    # The embeddings are ours, so that of this model is as small as it can be.
-    one.num_hidden_layers, one.vocab_size, one.pad_token_id = 1, 1, None
+    layer_config = deepcopy(config)
+    # This function computes the embeddings itself, so the model of one layer has the smallest possible vocabulary.
+    layer_config.num_hidden_layers, layer_config.vocab_size, layer_config.pad_token_id = 1, 1, None
     rest = {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": read("model.norm.weight")}
     for i in range(config.num_hidden_layers):
         prefix = f"model.layers.{i}."
         layer = {f"layers.0.{name.removeprefix(prefix)}": read(name) for name in stored if name.startswith(prefix)}
         model, info = MODEL_MAPPING[type(config)].from_pretrained(
-            None, config=one, state_dict=layer | rest, dtype=torch.float32, output_loading_info=True
+            None, config=layer_config, state_dict=layer | rest, dtype=torch.float32, output_loading_info=True
         )
         if wrong := [*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]]:
-            raise ValueError(f"Transformers does not read layer {i} of {folder} as it was meant: {wrong[:4]}")
+            raise ValueError(f"Transformers does not read all weights of layer {i} of {folder}: {wrong[:4]}")
         if i < config.num_hidden_layers - 1:
             model.norm = nn.Identity()
         hidden_BSH = model.eval()(inputs_embeds=hidden_BSH, use_cache=False).last_hidden_state
