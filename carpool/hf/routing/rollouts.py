@@ -82,7 +82,7 @@ class Rollout:
         `attention_mask`: (B, length), zero for padding.
 
         Raises:
-            ValueError: the model read fewer tokens, the mask has another shape, or several generations were recorded."""
+            ValueError: the model read fewer tokens, the mask has another shape, or there were several generations."""
         recordings = {}
         for name, chosen in self._chosen.items():
             if len({len(one_BLK) for one_BLK in chosen}) > 1 or any(one_BLK.shape[1] > 1 for one_BLK in chosen[1:]):
