@@ -154,7 +154,7 @@ class StepGraphs:
             # Graphs and an eager step would both hold saved activations.
             self.forget()
             return None
-        shapes = tuple(tuple((name, tuple(x.shape), x.dtype) for name, x in one.items()) for one in batches)
+        shapes = tuple(tuple((name, tuple(x.shape), x.dtype) for name, x in batch.items()) for batch in batches)
         if any(shape != shapes[number % self.at_once] for number, shape in enumerate(shapes)):
             return None
         if shapes != self._shapes:
@@ -235,7 +235,7 @@ class StepGraphs:
 
     def _record(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> None:
         """Record all graphs of a step."""
-        self._inputs = [{name: value.clone() for name, value in one.items()} for one in batches[: self.at_once]]
+        self._inputs = [{name: value.clone() for name, value in batch.items()} for batch in batches[: self.at_once]]
         recorder, replicas = self.recorder(), replicated(self.model)
         for place in dict.fromkeys(place for place, _ in self._places(batches)):
 
@@ -331,21 +331,21 @@ class Edge:
 
     def forward(self, compute: Callable[[Tensors], Tensors]) -> tuple[Tensors, Tensors]:
         """The work of a forward's graph. Copies inputs for the backward. Returns the arguments of `backward`."""
-        given = tuple(one.clone().requires_grad_() for one in self.given)
+        given = tuple(tensor.clone().requires_grad_() for tensor in self.given)
         made = compute(given)
         if self.made is None:
-            self.made = tuple(one.detach().clone() for one in made)
+            self.made = tuple(tensor.detach().clone() for tensor in made)
         else:
-            copy(self.made, [one.detach() for one in made])
+            copy(self.made, [tensor.detach() for tensor in made])
         return given, made
 
     def backward(self, given: Tensors, made: Tensors, deferred: bool = False) -> None:
         """The work of a backward's graph. `deferred`: copy gradients of outputs, which later weight gradients read."""
-        dmade = tuple(one.clone() for one in self.dmade) if deferred else self.dmade
+        dmade = tuple(gradient.clone() for gradient in self.dmade) if deferred else self.dmade
         pairs = [pair for pair in zip(made, dmade, strict=True) if pair[0].requires_grad]
         with torch.autocast(self.device.type, enabled=False):
-            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
-        copy(self.dgiven, [one.grad for one in given])
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        copy(self.dgiven, [tensor.grad for tensor in given])
 
 
 def copy(static: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> None:
@@ -383,7 +383,7 @@ class _Node(torch.autograd.Function):
         ctx.graphs, ctx.key = graphs, key
         ctx.set_materialize_grads(False)
         made = graphs.replay_forward(key, received)
-        ctx.mark_non_differentiable(*(one for one in made if not one.is_floating_point()))
+        ctx.mark_non_differentiable(*(tensor for tensor in made if not tensor.is_floating_point()))
         return made
 
     @staticmethod

@@ -52,7 +52,7 @@ def replay(model: nn.Module, recordings: Mapping[str, Routing], *, weights: bool
     layers = required_rides(model)
     equal_tokens = _check_on_all(layers, recordings, weights)
     recordings = {name: recordings[name] for name in layers if name in recordings}
-    replays = {n: _LayerReplay(layers[n], find_router(model, n), one, weights) for n, one in recordings.items()}
+    replays = {n: _LayerReplay(layers[n], find_router(model, n), r, weights) for n, r in recordings.items()}
     for number, layer in enumerate(replays.values()):
         layer.install(compare_ranks=number == 0 or not equal_tokens)
     try:
@@ -165,11 +165,12 @@ class _LayerReplay:
 def _check_on_all(layers: dict[str, ExpertRides], recordings: Mapping[str, Routing], weights: bool) -> bool:
     """Check the recordings of all ranks before a forward. Returns whether all layers recorded equally many tokens."""
     _check(layers, recordings, weights)
-    top_k = [(name, one.expert_TK.shape[1]) for name, one in sorted(recordings.items())]
-    of_ranks = gather((weights, top_k, len({len(one.expert_TK) for one in recordings.values()})))
-    if other := next((rank for rank, replay in enumerate(of_ranks) if replay[:2] != of_ranks[0][:2]), 0):
+    top_k = [(name, recording.expert_TK.shape[1]) for name, recording in sorted(recordings.items())]
+    lengths = {len(recording.expert_TK) for recording in recordings.values()}
+    of_ranks = gather((weights, top_k, len(lengths)))
+    if other := next((rank for rank, values in enumerate(of_ranks) if values[:2] != of_ranks[0][:2]), 0):
         raise ValueError(f"all ranks must replay the same layers alike, but rank {other} differs from rank 0")
-    return max(lengths for *_, lengths in of_ranks) <= 1
+    return max(count for *_, count in of_ranks) <= 1
 
 
 @together(ValueError, "")

@@ -219,7 +219,7 @@ class ReplayedRollouts:
             place_L = torch.arange(mask_BL.shape[1]) - mask_BL.shape[1] + generated
             tokens_BL = (place_L >= -prompt_B1) & (place_L < completion_B1)
             recordings = routed_experts(self.model, rollout, tokens_BL.to(mask_BL.device))
-        chosen_BLXK = torch.stack([one.expert_TK.unflatten(0, mask_BL.shape) for one in recordings.values()], 2)
+        chosen_BLXK = torch.stack([routing.expert_TK.unflatten(0, mask_BL.shape) for routing in recordings.values()], 2)
         return chosen_BLXK.masked_fill((mask_BL == 0)[:, :, None, None], -1)
 
     def _replay(self, chosen_BLXK: torch.Tensor) -> AbstractContextManager[Replayed]:

@@ -134,7 +134,7 @@ class TeacherLogits:
     def _has_valid_statistics(self, file: int, group: int) -> bool:
         """Whether a row group's sizes and ranges are possible. They include last tokens, whose values are not read."""
         metadata = self._files[file].metadata.row_group(group)
-        columns = {one.path_in_schema.split(".")[0]: one for one in map(metadata.column, range(metadata.num_columns))}
+        columns = {c.path_in_schema.split(".")[0]: c for c in map(metadata.column, range(metadata.num_columns))}
         tokens, ids, log_probs = (columns[name] for name in COLUMNS[1:])
         valid = ids.num_values == log_probs.num_values and ids.num_values % tokens.num_values == 0
         for column, least, most in ((ids, 0, self._vocab_size - 1), (log_probs, -np.inf, _ROUNDING)):
