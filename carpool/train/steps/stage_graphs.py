@@ -87,7 +87,7 @@ class StageGraphs(NodeGraphs):
                     if first:
                         self._restart_arenas()
                         objective.begin(self._batches, self._factor, self._sums)
-                    run, *overlapped = [partial(self._run_action, action, in_flight, deferred) for action in actions]
+                    run, *overlapped = [partial(self._run, action, in_flight, deferred) for action in actions]
                     if not overlapped:
                         run()
                         return
@@ -105,9 +105,7 @@ class StageGraphs(NodeGraphs):
         self._restart_arenas()
         self._graph_of = {(each.kind, each.stage, each.number): actions for actions in order for each in actions}
 
-    def _run_action(
-        self, action: Action, in_flight: InFlight, deferred: dict[tuple[int, int], Callable[[], None]]
-    ) -> None:
+    def _run(self, action: Action, in_flight: InFlight, deferred: dict[tuple[int, int], Callable[[], None]]) -> None:
         """Run one action on the static tensors of its stage. `deferred`: weight gradients to compute later."""
         objective, key, edge = self.objective, (action.stage, action.number), self._edges[action.stage]
         objective.use_lane(action.lane)
