@@ -65,6 +65,7 @@ NOT_RUN = {
     ("finetune.md", "carpool chat"): "asks a person, and needs a file of prompts of the reader's own",
     ("finetune.md", "--experts host"): "needs the run of another example, whose choices decide how many experts come",
     ("index.md", "carpool doctor"): "says what this machine has: versions, files, devices",
+    ("reliability.md", "--elastic 2:4"): "needs several agents, of which one dies",
     ("measurements.md", "benchmarks.bubbles"): "measures shares of time, which depend on what else the machine does",
 }
 # Blocks without a language that are the output of no block of commands, by the page and the words they begin with.
