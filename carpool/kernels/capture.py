@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from carpool.kernels.stamps import launches
+from carpool.kernels.graph_launches import launches
 
 
 @contextmanager
@@ -73,10 +73,17 @@ class Recorder:
 
         Raises:
             Exception: as `capturing`."""
+        from carpool.kernels.stamps import stamp_buffer
+
         graph = torch.cuda.CUDAGraph()
-        # Another thread puts batches into pinned memory meanwhile.
-        with capturing(graph, self.pool):
-            work()
+        stamp_buffer(torch.device("cuda", torch.cuda.current_device()))  # cannot be made in a capture
+        launches.counted = True
+        try:
+            # Another thread puts batches into pinned memory meanwhile.
+            with capturing(graph, self.pool):
+                work()
+        finally:
+            launches.counted = False
 
         def again() -> None:
             # Looked up at each call, so that a benchmark can time it.

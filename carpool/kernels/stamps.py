@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.kernels.graph_launches import launches
 from carpool.kernels.signals import nanoseconds
 
 MAX_STAMPS = 1 << 16
@@ -48,15 +49,6 @@ class _StampBuffer:
             torch.cuda.current_stream(self.device_N.device).synchronize()
             self.copied_at = launches.number
         return int(self.numbers[index])
-
-
-class _Launches:
-    """The number of graphs that this process has launched."""
-
-    number = 0
-
-
-launches = _Launches()
 
 
 @cache

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from carpool.kernels.graph_launches import launches
 from carpool.metrics.host import to_device
 
 # Nsight sets one of them for the programs that it starts.
@@ -151,13 +152,14 @@ class RideSpans:
         """Work of that name begins here, of that chunk. What has been under way ends."""
         now: Any
         if self._device.type == "cuda":
-            from carpool.kernels.stamps import Stamp, stamp_buffer
+            captured = torch.cuda.is_current_stream_capturing()
+            if captured and launches.counted:
+                from carpool.kernels.stamps import Stamp
 
-            stamp_buffer(self._device)  # before any capture
-            if torch.cuda.is_current_stream_capturing():
                 now = Stamp(self._device)
             else:
-                now = torch.cuda.Event(enable_timing=True)
+                # In another's graph, an event that each replay records again.
+                now = torch.cuda.Event(enable_timing=True, external=captured)
                 now.record()
         else:
             now = time.perf_counter()

@@ -20,6 +20,7 @@ from carpool.hf.step_graphs import StepGraphs
 from carpool.kernels.capture import Recorder
 from carpool.kernels.signals import nanoseconds
 from carpool.kernels.stamps import Stamp, stamp_buffer
+from carpool.metrics.counters import Meter
 from tests.gpu.ranks import needs
 from tests.gpu.runs import ALONE, FOUR, RUNS, TOGETHER, train
 
@@ -135,3 +136,21 @@ def test_stamps_are_of_the_latest_replay() -> None:
     assert len(stamp_buffer(device).free) == free - 2
     del stamps[:]
     assert len(stamp_buffer(device).free) == free
+
+
+def test_spans_in_a_graph_that_no_recorder_has_captured() -> None:
+    """Nobody counts the launches of such a graph, so its spans are timed by events, which each replay records again."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    time_1 = torch.full((1,), 1000, device=device)
+    _spin[(1,)](time_1)
+    meter, graph = Meter(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        spans = meter.ride(device, "forward")
+        spans.begin("experts")
+        _spin[(1,)](time_1)
+        spans.end()
+    for milliseconds in (5, 20, 1):
+        time_1.fill_(milliseconds * 1_000_000)
+        graph.replay()
+        (measured,) = meter.milliseconds(reset=False)["experts"]
+        assert milliseconds <= measured < milliseconds + 1
