@@ -46,7 +46,10 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, ranks: i
     An optimizer that takes a factor (`carpool.optim.AdamW`) does without this second pass over the
     gradients: give it `clip_factor(grad_norm(parameters), max_norm)`.
 
-    Args: as of `grad_norm` and `clip_factor`.
+    Args:
+        parameters: see `grad_norm`.
+        max_norm: see `clip_factor`.
+        ranks: see `grad_norm`.
 
     Returns:
         The norm before clipping. If it is not finite, the gradients are left as they are, so that whoever called can

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 from carpool.parallel.schedules import SCHEDULES, rank_of
@@ -138,8 +138,6 @@ class _Builder:
         self.backward_chunks = self.chunks if candidate.backward_chunks is None else candidate.backward_chunks
         pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
         self.pipeline, self.each = pipeline, SCHEDULES[pipeline].stages
-        # Whether something computes while rides are under way; in a pipeline, what pairs do.
-        self.beside = self.parts == 2
         # A rank of some schedules has two stages of the pipeline, one in each half of the model.
         shape = made.lengths.shape
         if self.degrees.pp > 1:
@@ -224,12 +222,13 @@ class _Builder:
     def _at_once(
         self, graph: Any, actions: tuple[Action, ...], stage: int, after: list[tuple[int, ...]]
     ) -> Sequence[int]:
-        """The end of each action of a stage that runs by itself, or in a pair."""
-        self.beside = self.parts == 2 or len(actions) == 2
-        return in_turns(self._work)(graph, actions, stage, after)
+        """Adds what a stage does at once, one action or a pair. Returns the last event of each action."""
+        overlapped = self.parts == 2 or len(actions) == 2
+        return in_turns(partial(self._work, overlapped))(graph, actions, stage, after)
 
-    def _work(self, graph: Any, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
-        """Of one micro-batch of the pipeline, or of both halves."""
+    def _work(self, overlapped: bool, graph: Any, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
+        """Adds one micro-batch of the pipeline, or both halves. `overlapped`: something computes while its rides are
+        under way."""
         if self.degrees.pp > 1:
             piece = Piece("host", "host", HOST_ACTION, 0.5, 2.0)
             phase = "forward" if action.kind == "F" else "backward"
@@ -238,8 +237,8 @@ class _Builder:
 
         def make(number: int) -> Iterator[int]:
             if action.kind == "F":
-                return self._forward(action.chunk, number, after)
-            return self._backward(action.chunk, number, after, action.kind)
+                return self._forward(action.chunk, number, after, overlapped)
+            return self._backward(action.chunk, number, after, overlapped, action.kind)
 
         if self.parts == 1:
             yield from make(action.micro_batch)
@@ -254,7 +253,7 @@ class _Builder:
         yield from alternate(told(0), told(1))
         yield self.graph.add("both", "elementwise", 0.0, tuple(ends), stage=stage)
 
-    def _forward(self, stage: int, number: int, after: tuple[int, ...]) -> Iterator[int]:
+    def _forward(self, stage: int, number: int, after: tuple[int, ...], overlapped: bool) -> Iterator[int]:
         layers, outside = self.stages[stage], At("head", "forward", stage, None, number)
         last = after
         free = [after, after]
@@ -274,7 +273,8 @@ class _Builder:
                 if self.chunks > 1 and piece.kind in _RIDE:
                     continue
                 last = (self._add(piece, at, (*last, *asked, *gathered)),)
-                self._slow_beside(piece, at)
+                if overlapped:
+                    self._slow_beside(piece, at)
                 yield last[0]
             if self.chunks > 1 and layer.experts:
                 last = self._ride_in_chunks(self.forward(layer), self.chunks, at, last)
@@ -289,7 +289,9 @@ class _Builder:
         if not layers:
             yield self._add(_NOTHING, outside._replace(where="stage"), last)
 
-    def _backward(self, stage: int, number: int, after: tuple[int, ...], kind: str = "B") -> Iterator[int]:
+    def _backward(
+        self, stage: int, number: int, after: tuple[int, ...], overlapped: bool, kind: str = "B"
+    ) -> Iterator[int]:
         layers, lengths, outside = self.stages[stage], self.lengths, At("head", "backward", stage, None, number)
         last = after
         final = number >= self.number * self.parts - self.parts
@@ -325,7 +327,8 @@ class _Builder:
                         yield last[0]
                     continue
                 last = (self._add(piece, at, before),)
-                self._slow_beside(piece, at)
+                if overlapped:
+                    self._slow_beside(piece, at)
                 yield last[0]
             if reduces and kind != "I":
                 dense, experts = lengths.dense_of(layer), lengths.experts_of_layer if layer.experts else 0.0
@@ -344,11 +347,11 @@ class _Builder:
             yield self._add(_NOTHING, outside._replace(where="stage"), last)
 
     def _slow_beside(self, piece: Piece, at: At) -> None:
-        """What computes beside a ride lacks the multiprocessors that carry it. Products of pairs, and of backwards of
-        two batches, leave them free all the time (`carpool.kernels.device.reserved`)."""
+        """Work beside a ride lacks the multiprocessors that carry the ride. Matrix products of pairs, and of backwards
+        of two batches, leave these free all the time (`carpool.kernels.device.reserved`)."""
         free = self.parts == 1 or at.phase == "backward"
         slow = ("experts", "dense") if free else ("dispatch", "combine")
-        if self.beside and self.degrees.expert_ranks > 1 and piece.kind in slow:
+        if self.degrees.expert_ranks > 1 and piece.kind in slow:
             kind = piece.kind if free else "elementwise"
             self._add(Piece("beside rides", kind, TAKEN * piece.seconds, piece.low, piece.high), at, ())
 
