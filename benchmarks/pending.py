@@ -226,6 +226,11 @@ PENDING = [
         )
         for way in ("on", "off")
     ),
+    Measurement(
+        "hosts of stages", "measurements.md, the host of captured stages: ZBVZeroBubble, DualPipeV, pairs", 4, 400,
+        "-m benchmarks.points --ranks {ranks} --only stage --steps 4 --rounds 3 --seconds 360 --out {out}/points.json",
+        least=2,
+    ),
     # A rank's layers as a stage of two, and the same layers by themselves: compiled and captured, four micro-batches.
     *(
         Measurement(
