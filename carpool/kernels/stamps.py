@@ -37,6 +37,7 @@ class _StampBuffer:
         # An element of the NumPy array is read 20 times as fast as one of the tensor, and a step reads hundreds.
         self.numbers = self.host_N.numpy()
         self.free = list(reversed(range(MAX_STAMPS)))
+        self.stream, self.copied = torch.cuda.Stream(device), torch.cuda.Event()
         self.copied_at = -1
         self.store(0)
 
@@ -45,8 +46,13 @@ class _StampBuffer:
 
     def read(self, index: int) -> int:
         if self.copied_at != launches.number:
-            self.host_N.copy_(self.device_N, non_blocking=True)
-            torch.cuda.current_stream(self.device_N.device).synchronize()
+            # Beside what was launched after the graphs, a gradient's norm for example, which nobody waits for here.
+            for end in launches.ends.values():
+                self.stream.wait_event(end)
+            with torch.cuda.stream(self.stream):
+                self.host_N.copy_(self.device_N, non_blocking=True)
+                self.copied.record()
+            self.copied.synchronize()
             self.copied_at = launches.number
         return int(self.numbers[index])
 

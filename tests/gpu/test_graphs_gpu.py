@@ -23,6 +23,7 @@ from carpool.kernels.stamps import Stamp, stamp_buffer
 from carpool.metrics.counters import Meter
 from tests.gpu.ranks import needs
 from tests.gpu.runs import ALONE, FOUR, RUNS, TOGETHER, train
+from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
 COUNTED = ("loss", "grad_norm", "bytes_remote", "copies_per_token", "load_max_over_mean", "router_entropy")
@@ -133,6 +134,14 @@ def test_stamps_are_of_the_latest_replay() -> None:
         end.record()
         stamps[1].synchronize()
         assert milliseconds <= stamps[0].elapsed_time(stamps[1]) <= begin.elapsed_time(end) + 0.01
+    # What comes after a graph is not waited for.
+    again()
+    time_1.fill_(200_000_000)
+    _spin[(1,)](time_1)
+    end.record()
+    with no_waits():
+        assert stamps[0].elapsed_time(stamps[1]) < 2
+    assert not end.query()
     assert len(stamp_buffer(device).free) == free - 2
     del stamps[:]
     assert len(stamp_buffer(device).free) == free
