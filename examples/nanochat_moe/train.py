@@ -7,9 +7,10 @@
 
 Both variants read the same batches in the same order, from the same seed. They have the same optimizer (Muon for the
 matrices of layers, each expert's by itself; AdamW for the rest) and nanochat's learning rates, which were tuned for its
-dense models. Parameters are bfloat16 with float32 masters, which `carpool.optim.Muon` keeps.
+dense models, but for one (`make_optimizer`). Parameters are bfloat16 with float32 masters, which `carpool.optim.Muon`
+keeps.
 
-The learning rate follows the clock, not the steps: it warms up in the first 5 % of the minutes, is constant, and falls
+The learning rate follows the clock, not the steps: it warms up in the first 10 % of the minutes, is constant, and falls
 to a twentieth in the last half (warmup-stable-decay). So a variant whose steps take longer takes fewer of them, and its
 schedule ends at the same time. The clock runs during steps. Compilation and evaluations are not counted.
 """
@@ -36,7 +37,7 @@ from carpool.optim import Muon
 from carpool.optim.base import Matrices
 from carpool.train.lr_schedules import warmup_stable_decay
 
-WARM_UP, DECAY, MINIMUM = 0.05, 0.5, 0.05  # shares of the minutes, and of the peak learning rate
+WARM_UP, DECAY, MINIMUM = 0.1, 0.5, 0.05  # shares of the minutes, and of the peak learning rate
 # nanochat's, for 524,288 tokens a step and a width of 768 (scripts/base_train.py, nanochat/gpt.py).
 BATCH_OF_RATES, WIDTH_OF_RATES = 524_288, 768
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16
@@ -46,7 +47,10 @@ def make_optimizer(model: Model, batch_tokens: int, weight_decay: float = 0.1) -
     """Muon and AdamW. Each group has its peak as "peak"; rates grow with the square root of the batch.
 
     nanochat multiplies an orthogonal update of (rows, columns) by 0.02 max(1, rows / columns)^0.5, Carpool's Muon by
-    0.2 lr max(rows, columns)^0.5. With lr = 0.1 / W^0.5 these are the same for matrices from W to at least W."""
+    0.2 lr max(rows, columns)^0.5. With lr = 0.1 / W^0.5 these are the same for matrices from W to at least W.
+
+    The embedding's shares have a tenth of nanochat's rate. At that rate AdamW drove all of them in one direction, to
+    2.8 within 80 steps, and layers no longer mattered: both variants then had the same loss (docs/log.md)."""
     width = model.config.width
     named = dict(model.named_parameters())
     matrices = {
@@ -68,7 +72,7 @@ def make_optimizer(model: Model, batch_tokens: int, weight_decay: float = 0.1) -
     embedding = [named["embedding.weight"]]
     groups.append({"params": embedding, "peak": 0.3 * narrow, "betas": (0.8, 0.995), "eps": 1e-10, "weight_decay": 0.0})
     adamw(".residual", 0.005, (0.8, 0.95))
-    adamw(".embedding_share", 0.5, (0.96, 0.95))
+    adamw(".embedding_share", 0.05, (0.96, 0.95))
     adamw("router.weight", 0.001, (0.9, 0.95))  # nanochat has none
     for group in groups:
         group["peak"] *= math.sqrt(batch_tokens / BATCH_OF_RATES)

@@ -93,8 +93,8 @@ def test_windows_are_visited_once_and_in_one_order(scripts: Any, tmp_path: Path)
 
 
 def test_the_rate_follows_the_clock(scripts: Any) -> None:
-    rates = [scripts.train.share_of_peak(share) for share in (0.0, 0.025, 0.1, 0.49, 0.75, 1.0)]
-    assert rates == pytest.approx([0.02, 0.52, 1.0, 1.0, 0.525, 0.05], abs=0.01)
+    rates = [scripts.train.share_of_peak(share) for share in (0.0, 0.05, 0.1, 0.49, 0.75, 1.0)]
+    assert rates == pytest.approx([0.01, 0.51, 1.0, 1.0, 0.525, 0.05], abs=0.01)
 
 
 def test_time_to_equal_loss_is_between_evaluations(scripts: Any) -> None:
