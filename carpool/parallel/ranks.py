@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 T = TypeVar("T")
 # Seconds between two looks at how many ranks are done.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
+FREE_SPACE = "free some space"
 
 
 def rank() -> int:
@@ -59,18 +60,18 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 @contextmanager
-def together(error_class: Callable[[str], Exception], doing: str) -> Iterator[None]:
+def together(error_class: Callable[[str], Exception], doing: str, disk_full: str = FREE_SPACE) -> Iterator[None]:
     """A piece of work that either succeeds on all ranks, or raises the same error on all of them.
 
     Every rank must enter it. What it does before the end may differ between ranks, as long as a rank that fails leaves
-    no other waiting for it in a collective.
+    no other waiting for it in a collective. `disk_full` as of `describe`.
     """
     local: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:  # DCP's is not an Exception
         local = error
-    reports = gather(None if local is None else describe(local))
+    reports = gather(None if local is None else describe(local, disk_full))
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if failed:
         # The same words from everybody are one problem of the run, not of a rank.
@@ -99,20 +100,17 @@ def patiently() -> Iterator[None]:
             done, pause = store.add(key, 0), min(2 * pause, _LONGEST_PAUSE)
 
 
-def describe(error: BaseException) -> str | None:
-    """What happened on this rank, in words; None if this rank only heard of another's trouble."""
+def describe(error: BaseException, disk_full: str = FREE_SPACE) -> str | None:
+    """What happened on this rank, in words; None if this rank only heard of another's trouble. `disk_full`: what to do
+    about a full disk."""
     if isinstance(error, CheckpointException):
         # DCP raises on every rank, and says on which it happened.
         failure = error.failures.get(rank())
-        return None if failure is None else describe(failure[0])
+        return None if failure is None else describe(failure[0], disk_full)
     if isinstance(error, OSError):
         text = error.strerror or str(error)
         where = f" ({error.filename})" if error.filename else ""
-        hint = (
-            "; free some space or lower training.save_total_limit"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else ""
-        )
+        hint = f"; {disk_full}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return f"{text}{where}{hint}"
     return str(error) or type(error).__name__
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from carpool.parallel.ranks import describe
 from carpool.train.config import load_config
 from carpool.train.records import metrics_writer
 from carpool.train.records.metrics_writer import Recorder
@@ -45,6 +46,12 @@ class Full(FileIO):
         part = data[: Full.room]
         Full.room -= len(part)
         return super().write(part)
+
+
+def test_a_full_disk_names_settings_only_where_checkpoints_are_saved() -> None:
+    full = OSError(errno.ENOSPC, "No space left", "/x")
+    assert describe(full) == "No space left (/x); free some space"
+    assert describe(full, "buy a disk") == "No space left (/x); buy a disk"
 
 
 def test_records_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

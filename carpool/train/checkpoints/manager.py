@@ -43,7 +43,7 @@ from torch import nn
 from carpool.activations.host_memory import SHARE, free_host_memory
 from carpool.hf.seam.moved_experts import is_logical, logical_order
 from carpool.optim.update import local
-from carpool.parallel.ranks import gather, patiently, rank, together, world
+from carpool.parallel.ranks import FREE_SPACE, gather, patiently, rank, together, world
 from carpool.train.checkpoints.checkpoint_files import (
     AVERAGE,
     MODEL,
@@ -228,11 +228,11 @@ class CheckpointManager:
         """Writes and publishes it while all ranks wait."""
         with self._whole_or_gone(opened):
             records: dict[str, dict[str, Any]] = {}
-            with together(CheckpointWriteError, opened.doing):
+            with opened.together():
                 records = {name: file.write(opened.temporary / name) for name, file in opened.files.items()}
             of_ranks = gather({"files": records, "rng": rng_state()})
             written = 0
-            with together(CheckpointWriteError, opened.doing):
+            with opened.together():
                 if rank() == 0:
                     written = self._publish(opened, of_ranks)
         return SavedCheckpoint(opened.step, opened.final, gather(written)[0], time.perf_counter() - started)
@@ -271,7 +271,7 @@ class CheckpointManager:
             return None
         with patiently():  # writing may take longer than a collective
             pending.join()
-        with self._whole_or_gone(pending.opened), together(CheckpointWriteError, pending.opened.doing):
+        with self._whole_or_gone(pending.opened), pending.opened.together():
             if pending.failure is not None:
                 raise pending.failure
         return gather(pending.saved())[0]
@@ -299,18 +299,19 @@ class CheckpointManager:
         final = self.folder / checkpoint_name(step)
         temporary = self.folder / f".tmp-{final.name}-{gather(secrets.token_hex(4))[0]}"
         # As it is now: training goes on with it, and it is written later.
-        opened = OpenedSave(step, temporary, final, json.loads(json.dumps(state)))
+        fewer = "" if self.save_total_limit == 1 else " or lower training.save_total_limit"
+        opened = OpenedSave(step, temporary, final, json.loads(json.dumps(state)), FREE_SPACE + fewer)
         with self._whole_or_gone(opened):
-            with together(CheckpointWriteError, opened.doing):
+            with opened.together():
                 if rank() == 0:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     self._clean_up()
                     for part in (MODEL, OPTIMIZER, *([] if average is None else [AVERAGE])):
                         (temporary / part).mkdir(parents=True)
             parts = _parts(model, optimizer, average, opened.doing)
-            with together(CheckpointWriteError, opened.doing):
+            with opened.together():
                 opened.files.update(self._planner.shard_files(temporary, parts))
-            with together(CheckpointWriteError, opened.doing):
+            with opened.together():
                 if rank() == 0:
                     _write_config(model, temporary / MODEL)
                     if write_files is not None:

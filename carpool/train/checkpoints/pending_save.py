@@ -27,15 +27,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from carpool.parallel.ranks import describe, rank, world
+from carpool.parallel.ranks import FREE_SPACE, describe, rank, together, world
 from carpool.train.checkpoints import shard_writer
+from carpool.train.checkpoints.checkpoint_files import CheckpointWriteError
 from carpool.train.checkpoints.host_copy import HostBuffer, copy_files
 from carpool.train.checkpoints.shard_files import ShardFile
 from carpool.train.checkpoints.state_tensors import rng_state
@@ -64,18 +65,24 @@ class SavedCheckpoint(NamedTuple):
 
 @dataclass
 class OpenedSave:
-    """A checkpoint before its tensors are written. `files`: of this rank, by name inside the folder."""
+    """A checkpoint before its tensors are written. `files`: of this rank, by name inside the folder; `disk_full`: what
+    to do about a full disk."""
 
     step: int
     temporary: Path
     final: Path
     state: dict[str, Any]
+    disk_full: str = FREE_SPACE
     files: dict[str, ShardFile] = field(default_factory=dict)
 
     @property
     def doing(self) -> str:
         """How an error begins."""
         return f"checkpoint {self.final} was not written, earlier ones are untouched: "
+
+    def together(self) -> AbstractContextManager[None]:
+        """As `carpool.parallel.ranks.together`, for a part of the writing."""
+        return together(CheckpointWriteError, self.doing, self.disk_full)
 
 
 class PendingSave:
@@ -152,7 +159,7 @@ class PendingSave:
         try:
             report: dict[str, Any] = {"files": self._copy_and_write(), "rng": self._rng}
         except Exception as error:  # of memory, of CUDA, of the disk: people read what it is
-            self.failure = OSError(describe(error) or type(error).__name__)
+            self.failure = OSError(describe(error, self.opened.disk_full) or type(error).__name__)
             report = {"error": str(self.failure)}
         finally:
             self._copied.set()
@@ -161,7 +168,7 @@ class PendingSave:
             if (reports := self._exchange(report)) is not None:
                 self._bytes = self._publish(reports)
         except Exception as error:
-            self.failure = self.failure or OSError(describe(error) or type(error).__name__)
+            self.failure = self.failure or OSError(describe(error, self.opened.disk_full) or type(error).__name__)
         self._seconds = time.perf_counter() - self._begun
 
     def _copy_and_write(self) -> dict[str, Any]:
