@@ -167,7 +167,7 @@ def _loss(summary: Summary) -> Fact:
     if summary.final_eval_loss is None:
         return Fact("held-out loss", plain_text(None), f"not measured; {train}")
     last = plain_text(summary.final_eval_loss, 3)
-    if summary.first_eval_loss is None:
+    if summary.first_eval_loss in (None, summary.final_eval_loss):  # of a single evaluation
         return Fact("held-out loss", last, train)
     return Fact("held-out loss", f"{plain_text(summary.first_eval_loss, 3)} → {last}", train)
 

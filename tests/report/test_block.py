@@ -102,6 +102,8 @@ def test_what_is_not_known_or_no_number() -> None:
     block = text_block({**SUMMARY, "compare": None, "final_eval_loss": None, "first_eval_loss": None}, run_info(SHAPE))
     assert "412 ms median of the steps" in _line(block, "step time") and "as long" not in block
     assert "– not measured; training loss 1.900 at the end" in _line(block, "held-out loss")
+    block = text_block({**SUMMARY, "first_eval_loss": 2.1}, run_info(SHAPE))  # of a single evaluation
+    assert "held-out loss 2.100 training loss" in _line(block, "held-out loss")
     block = text_block({}, {})
     assert "UNKNOWN" in block and "not recorded" in block
     assert "None" not in block and "nan" not in block.lower()
