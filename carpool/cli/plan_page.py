@@ -19,6 +19,7 @@ from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.plan import USABLE, Found, Plan
 from carpool.planner.search.space import PLANNERS
 from carpool.planner.search.why import NAMES, bounded_by, changes, in_words, next_best, with_all_memory, without_limit
+from carpool.plugins.counted import counted
 from carpool.report.charts import Chart, Line, draw_lines
 from carpool.report.units import MISSING
 from carpool.report.write import fill, write_page
@@ -183,9 +184,9 @@ class Shown:
             "plan.html.j2",
             title=self.title,
             verdict=(
-                f"The best of {len(plans)} configurations takes {seconds.middle:.3g} s for a step ({interval}): "
-                f"{rate:,.0f} tokens per second of a GPU, "
-                f"with {memory.total / GiB:.1f} of {capacity / GiB:.1f} GiB."
+                f"The best of {counted(len(plans), 'configuration')} takes {seconds.middle:.3g} s for a step "
+                f"({interval}): {rate:,.0f} tokens per second of a GPU, with {memory.total / GiB:.1f} of "
+                f"{capacity / GiB:.1f} GiB."
             ),
             words=in_words(first, self.per_node),
             facts=[

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from carpool.plugins.counted import counted
 from carpool.report.health import Check, headline, judge
 from carpool.report.read import Run
 from carpool.report.record_types import STEP_TIME, Compare, RunInfo, Summary, Train, explain, summarise_steps
@@ -78,10 +79,10 @@ def as_text(summary: Summary, info: RunInfo, checks: Sequence[Check] | None) -> 
 def title(summary: Summary, info: RunInfo) -> str:
     """One line: how long, of what, on what."""
     ranks = info.parallelism.get("world_size")
-    on = [f"{ranks} rank{'s' if ranks != 1 else ''}"] if ranks is not None else []
+    on = [counted(ranks, "rank")] if ranks is not None else []
     on += [str(info.environment[key]) for key in ("device",) if info.environment.get(key)]
     on.append(f"transport {info.transport.name}")
-    amount = f"{summary.steps} step{'s' if summary.steps != 1 else ''}"
+    amount = counted(summary.steps, "step")
     if summary.tokens is not None:
         amount += f", {count_text(summary.tokens)} tokens"
     return f"{info.model.architecture}, {amount}, {', '.join(on)}"

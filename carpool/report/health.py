@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from carpool.plugins.counted import counted
 from carpool.report.record_types import Eval, RunInfo, Stopped, Summary, Train, median
 from carpool.report.units import count_text, percent_text, plain_text
 
@@ -254,4 +255,4 @@ def _is_number(value: float | None) -> bool:
 
 
 def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}" if count else f"no {what}"
+    return counted(count, what) if count else f"no {what}"

@@ -23,6 +23,7 @@ from carpool.planner.simulator.goodput import Failures
 from carpool.planner.simulator.simulate import Simulation
 from carpool.planner.step.events import COMPUTATION, HOST, STREAM_OF, Event, Execution
 from carpool.planner.step.events import KINDS as KINDS_OF_EVENTS
+from carpool.plugins.counted import counted
 from carpool.profile.numbers import Profile, measure, save_profile
 from carpool.profile.rank_trace import KINDS, OTHER, STEP, Label, Piece, Recorded
 from carpool.report.charts import Chart, Line, draw_lanes, draw_lines
@@ -88,8 +89,9 @@ def headline(found: Simulation) -> str:
     last, first = found.sizes[-1], found.sizes[0]
     scaling = f"; each does {percent_text(last.efficiency)} of the work that it does among {first.gpus:,}"
     return (
-        f"{last.gpus:,} GPUs take {_s(last.drawn)} for a step ({_s(last.low)} to {_s(last.high)}), "
-        f"{count_text(found.throughput)} tokens per second{scaling if len(found.sizes) > 1 else ''}."
+        f"{counted(last.gpus, 'GPU')} take{'s' if last.gpus == 1 else ''} {_s(last.drawn)} for a step "
+        f"({_s(last.low)} to {_s(last.high)}), {count_text(found.throughput)} tokens per second"
+        f"{scaling if len(found.sizes) > 1 else ''}."
     )
 
 

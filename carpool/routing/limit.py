@@ -33,6 +33,7 @@ import torch
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
+from carpool.plugins.counted import counted
 
 LimitBy = Literal["score", "groups"]
 
@@ -87,11 +88,6 @@ class LimitOptions:
                 f"each token's experts are limited to {counted(self.limit_ranks, 'rank')}, by {self.limit_by}"
             )
         return reasons
-
-
-def counted(number: int, what: str) -> str:
-    """For people: 1 rank, 2,000 ranks."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 __all__ = ["LimitOptions", "RoutingLimit", "drop_outside"]

@@ -169,7 +169,7 @@ def test_a_pair_by_hand(paired: bool, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "says"),
-    [("1f1b", 1, "known are GPipe, 1F1B,"), ("1F1B", 2, "needs 1 chunks"), ("DualPipeV", 3, "needs 2 chunks")],
+    [("1f1b", 1, "known are GPipe, 1F1B,"), ("1F1B", 2, "needs 1 chunk of"), ("DualPipeV", 3, "needs 2 chunks")],
 )
 def test_what_no_schedule_can_have(schedule: str, chunks: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):

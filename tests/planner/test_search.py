@@ -177,6 +177,8 @@ def test_what_a_space_allows() -> None:
     found = plan(SHAPE, H100, **NUMBERS, space=space).plans
     assert found and all(one.candidate.spare == Spare(2) for one in found)
     assert "2 spare slots of a rank" in " ".join(in_words(found[0], 8))
+    single = replace(found[0], candidate=replace(found[0].candidate, degrees=Degrees(), accumulation=1))
+    assert in_words(single, 8)[0].startswith("1 data-parallel rank; each step of one is 1 micro-batch of ")
     small = replace(SMALL, runs=lambda one: "not whole" if one.data_parallel == "zero1" else None)
     for system in (None, MOVES):
         found = plan(SHAPE, H100, **NUMBERS, memory=60e9, space=small, system=system)

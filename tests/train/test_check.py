@@ -280,7 +280,8 @@ def test_what_was_sized_and_what_is_not_counted_is_said() -> None:
     assert "# predicted memory of one rank, which computes 3 sequences at a time:\n" in shown
     text = dry_run(load_config(None, ["parallelism.num_ranks=20", "parallelism.ep_size=4"]), gpu="h100")
     assert "fits in 79 GiB" in text and "# time of a step: " in text
-    text = dry_run(load_config(None, ["parallelism.device=cpu"]))
+    text = dry_run(load_config(None, ["parallelism.device=cpu", "parallelism.num_ranks=1"]))
+    assert "\n# 1 rank: " in text and "per step: 1 data-parallel rank x 1 micro-batch x " in text
     assert "not counted: libraries loaded before the run" in text and "time of a step: not predicted" in text
 
 

@@ -27,6 +27,7 @@ from carpool.planner.step.lengths import STEP_HOST
 from carpool.planner.step.peak import peak_of
 from carpool.planner.step.sizes import RankSizes, sizes_of
 from carpool.planner.transports import usable_transports
+from carpool.plugins.counted import counted
 
 
 class Memories:
@@ -219,7 +220,8 @@ class Enumeration:
                 self.refused["cp: attention with sinks would write down whole score matrices"] += 1
                 continue
             if sequences % degrees.dp:
-                self.refused[f"{sequences} sequences of a step cannot be divided among all data-parallel ranks"] += 1
+                step = counted(sequences, "sequence")
+                self.refused[f"{step} of a step cannot be divided among all data-parallel ranks"] += 1
                 continue
             own = sequences // degrees.dp
             for micro_batch in divisors(own) if space.micro_batches is None else space.micro_batches:

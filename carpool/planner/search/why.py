@@ -12,6 +12,7 @@ from carpool.planner.model.shape import ModelShape
 from carpool.planner.search.plan import USABLE, Found, Plan
 from carpool.planner.step.peak import memory_of
 from carpool.planner.step.prediction import predict, step_seconds
+from carpool.plugins.counted import counted
 
 GiB = 2**30
 NAMES = {
@@ -26,10 +27,9 @@ NAMES = {
 def in_words(plan: Plan, per_node: int) -> list[str]:
     """Sentences for who does not know the settings. `per_node`: GPUs of a node."""
     one, degrees = plan.candidate, plan.candidate.degrees
-    times = "one micro-batch" if one.accumulation == 1 else f"{one.accumulation} micro-batches"
     said = [
-        f"{degrees.dp:,} data-parallel ranks; each step of one is {times} of {one.micro_batch} x "
-        f"{one.sequence_length:,} tokens."
+        f"{counted(degrees.dp, 'data-parallel rank')}; each step of one is {counted(one.accumulation, 'micro-batch')} "
+        f"of {one.micro_batch} x {counted(one.sequence_length, 'token')}."
     ]
     for size, what in (
         (degrees.pp, "The layers are cut into {} stages of a pipeline."),
@@ -48,8 +48,8 @@ def in_words(plan: Plan, per_node: int) -> list[str]:
         )
     if one.spare.slots and degrees.ep > 1:
         said.append(
-            f"Each ride fetches replicas into {one.spare.slots} spare slots of a rank, so that ranks compute nearly "
-            "equally much; experts take the time of the balanced load, and rides that of the fetches."
+            f"Each ride fetches replicas into {counted(one.spare.slots, 'spare slot')} of a rank, so that ranks "
+            "compute nearly equally much; experts take the time of the balanced load, and rides that of the fetches."
         )
     shards = degrees.non_expert_shards // degrees.tp
     if one.gathers:

@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple, TypeVar
 from carpool.parallel.schedules import SCHEDULES, in_pairs, rank_of
 from carpool.planner.step.clock import Clock
 from carpool.planner.step.events import Graph
+from carpool.plugins.counted import counted
 
 Kind = Literal["F", "I", "W", "B"]
 
@@ -85,8 +86,9 @@ def orders(schedule: str, stages: int, micro_batches: int, chunks: int = 1, pair
     needed = chunks if schedule.startswith("Interleaved") else SCHEDULES[schedule].stages
     if chunks != needed or min(stages, micro_batches, chunks) < 1:
         raise ValueError(
-            f"{schedule} needs {needed} chunks of layers for each stage, and at least one stage and micro-batch; here "
-            f"are {stages} stages of {chunks} chunks, and {micro_batches} micro-batches"
+            f"{schedule} needs {counted(needed, 'chunk')} of layers for each stage, and at least one stage and "
+            f"micro-batch; here are {counted(stages, 'stage')} of {counted(chunks, 'chunk')}, and "
+            f"{counted(micro_batches, 'micro-batch')}"
         )
     if schedule == "DualPipeV" and micro_batches < 2 * stages:
         raise ValueError(f"DualPipeV on {stages} stages needs at least {2 * stages} micro-batches, not {micro_batches}")

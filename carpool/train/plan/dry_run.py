@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Mapping
 
 from carpool.planner.step.lengths import break_even_tokens
+from carpool.plugins.counted import counted
 from carpool.train.config.schema import Config, keys
 from carpool.train.launch.machine import imagine_machine
 from carpool.train.plan.compile_and_capture import describe_graphs
@@ -92,8 +93,8 @@ def _decided(plan: Plan) -> list[str]:
     return [
         *plan.describe(),
         f"{sequences * degrees.dp * length:,} tokens per step, {plan.flops_per_token:,} operations per token",
-        f"{sequences * degrees.dp:,} sequences per step: {degrees.dp} data-parallel ranks x "
-        f"{plan.candidate.accumulation} micro-batches x {training.per_device_train_batch_size}",
+        f"{counted(sequences * degrees.dp, 'sequence')} per step: {counted(degrees.dp, 'data-parallel rank')} x "
+        f"{counted(plan.candidate.accumulation, 'micro-batch')} x {training.per_device_train_batch_size}",
         f"transport {plan.transport.answer}: {plan.transport.why}",
         f"memory: {policies}: {plan.policies.why}",
         *([describe_graphs(plan.candidate.why_eager)] if plan.machine.cuda else []),
@@ -104,7 +105,7 @@ def _needed(plan: Plan) -> tuple[list[str], list[str]]:
     """Lines about memory, and the verdict."""
     room, cuda = plan.memory, plan.machine.cuda
     lines = [
-        f"predicted memory of one rank, which computes {max(plan.batch_sizes)} sequences at a time:",
+        f"predicted memory of one rank, which computes {counted(max(plan.batch_sizes), 'sequence')} at a time:",
         *(f"  {name:<12} {_mib(value):>12}" for name, value in plan.needs.items()),
         *(f"  {line}" for line in textwrap.wrap(f"not counted: {NOT_COUNTED[cuda]}", 100)),
     ]

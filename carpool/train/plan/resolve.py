@@ -38,6 +38,7 @@ from carpool.parallel.ranks import gather
 from carpool.planner.candidate import Candidate
 from carpool.planner.decisions.chosen import Chosen, Decisions
 from carpool.planner.decisions.rules import Policies
+from carpool.plugins.counted import counted
 from carpool.train.blueprint import Blueprint, attention_of, check_implementations, flops_per_token
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
@@ -162,7 +163,7 @@ class Plan:
             if machine.device is None:
                 lines += [f"  then {one.step_ms[1]:,.1f} ms: {one.label}" for one in self.searched.answer.others]
         where = "" if machine.here else f" on {machine.hardware.name}"
-        lines.append(f"{machine.ranks} ranks{backend}{where}: {degrees}")
+        lines.append(f"{counted(machine.ranks, 'rank')}{backend}{where}: {degrees}")
         if config.parallelism.rank_speeds == "measured":
             lines.append("speeds of ranks: measured when the run starts; here they are equal")
         elif (speeds := config.parallelism.rank_speeds) is not None:

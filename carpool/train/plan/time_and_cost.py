@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from carpool.planner.decisions.configured import candidate_of
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.prediction import Prediction, predict
-from carpool.routing.limit import counted
+from carpool.plugins.counted import counted
 from carpool.train.blueprint import planned_attention
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED
 from carpool.train.plan.resolve import Plan
