@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from carpool.hf.weights.model_config import read_config
 from carpool.hf.weights.original_layout import check_weights
 from carpool.hf.weights.stored_experts import StoredExperts
 from carpool.memory.next_experts import PREDICTORS
-from carpool.parallel.ranks import rank, world
+from carpool.optim.update import local
+from carpool.parallel.ranks import rank, together, world
+from carpool.parallel.replicated import sharded_parameters
 from carpool.serve import check_folder
 from carpool.serve.prompts import Text
 from carpool.serve.serve_memory import ON_DEVICE, ExpertTier, check_room
@@ -178,8 +181,8 @@ def open_model(
         experts: where they are; of one rank, they may come when they are chosen.
 
     Raises:
-        ValueError: weights that do not fit the configuration, ranks that do not divide the experts, or too little
-            memory, which is told before anything is read.
+        ValueError: weights that hold NaN or do not fit the configuration, ranks that do not divide the experts, or too
+            little memory, which is told before anything is read.
     """
     kind = source.dtype if dtype is None else getattr(torch, dtype)
     for text in source.warnings if rank() == 0 else ():
@@ -214,7 +217,23 @@ def open_model(
     model = spread_model(source.build, kind, max_tokens, experts, list(source.adapters.values()), **kwargs)
     if source.checkpoint is not None:
         load(source.checkpoint, model, restore_rng=False, averaged=True)
+    _refuse_nan(model, source.path)
     return model
+
+
+def _refuse_nan(model: PreTrainedModel, path: Path) -> None:
+    """ValueError, on all ranks alike: a tensor holds NaN, so that the model would answer nonsense. Experts in files are
+    not read for it."""
+    with sharded_parameters(model), together(ValueError, ""):
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            values = local(tensor)
+            there = 0 < values.nbytes <= values.untyped_storage().nbytes()  # no stand-in of what is elsewhere
+            # Of one byte are codes of quantised weights. aminmax takes one pass and no memory.
+            if there and values.is_floating_point() and values.itemsize > 1 and values.aminmax().min.isnan():
+                raise ValueError(
+                    f"{path}: {name} holds NaN, so the model would answer nonsense: copy or download its weights "
+                    "again, or name an earlier checkpoint"
+                )
 
 
 def spread_model(

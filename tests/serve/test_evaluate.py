@@ -142,9 +142,9 @@ def test_bad_input(tmp_path: Path) -> None:
         "--data", file, "--window", 8, "--stride", 8
     )
     file.write_text('{"text": "xyz"}')
-    weights = {name: tensor * math.nan for name, tensor in load_file(model / "model.safetensors").items()}
+    weights = {name: tensor * math.inf for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    assert "the loss is nan, so the model computes nonsense" in error("--data", file)
+    assert "so the model computes nonsense" in error("--data", file)
 
 
 def test_tasks_without_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

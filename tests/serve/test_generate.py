@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rich.filesize import decimal
+from safetensors.torch import load_file, save_file
 from transformers import TextStreamer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from typer.testing import CliRunner, Result
@@ -181,6 +182,18 @@ def test_bad_input(tmp_path: Path) -> None:
     )
     (model / "tokenizer.json").unlink()
     assert "has no tokenizer (none of tokenizer.json" in _error(model, "--prompt", "x")
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_weights_that_hold_nan_are_refused(tmp_path: Path, where: str) -> None:
+    save(tmp_path, "olmoe")
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.experts.5.down_proj.weight"][0, 0] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    says = (
+        f"error: {tmp_path}: model.layers.1.mlp.experts.down_proj holds NaN, so the model would answer nonsense: copy"
+    )
+    assert says in _error(tmp_path, "--prompt", "x", "--experts", where, "--ranks", 1)
 
 
 def test_too_little_memory_is_told_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
