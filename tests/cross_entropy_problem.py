@@ -13,7 +13,7 @@ from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
 class Case(NamedTuple):
     tokens: int
     hidden: int
-    words: int
+    vocabulary: int
     at_once: int | None
     dtype: torch.dtype = torch.float32
     bias: bool = False
@@ -43,9 +43,9 @@ def check(case: Case, device: str) -> None:
     """Loss and all gradients against float64, to the rounding of the dtype."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(case.dtype)
-    weight = torch.randn(case.words, case.hidden, generator=generator).to(case.dtype)
-    bias = torch.randn(case.words, generator=generator).to(case.dtype) if case.bias else None
-    target = torch.randint(case.words, (case.tokens,), generator=generator)
+    weight = torch.randn(case.vocabulary, case.hidden, generator=generator).to(case.dtype)
+    bias = torch.randn(case.vocabulary, generator=generator).to(case.dtype) if case.bias else None
+    target = torch.randint(case.vocabulary, (case.tokens,), generator=generator)
     target[torch.rand(case.tokens, generator=generator) < case.ignored] = IGNORED
     given = [t.to(device).requires_grad_() for t in (x, weight, bias) if t is not None]
     settings = (given[2] if case.bias else None, target.to(device), case.at_once, case.scale, case.softcap)
@@ -66,7 +66,7 @@ def check(case: Case, device: str) -> None:
     theirs = torch.autograd.grad(rounded * 3, single)
     for a, b, plain, t in zip(found, torch.autograd.grad(expected * 3, exact), theirs, given, strict=True):
         assert a.dtype == t.dtype and a.shape == t.shape
-        # Some libraries add up 20,011 words one by one; so does plain PyTorch then.
+        # Some libraries add up 20,011 logits one by one; so does plain PyTorch then.
         bound = float(b.abs().max()) * 20 * unit + 2 * float((plain - b).abs().max()) if b.numel() else 0
         torch.testing.assert_close(a.cpu().double(), b, rtol=0, atol=bound)
 

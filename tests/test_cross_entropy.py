@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear layer in pieces, on the CPU."""
+"""The cross-entropy of a linear layer in chunks, on the CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from carpool.kernels import cross_entropy
-from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy, piece_size
+from carpool.kernels.cross_entropy import IGNORED, chunk_size, linear_cross_entropy
 from tests.cross_entropy_problem import CASES, Case, check
 
 
@@ -57,9 +57,9 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_no_piece_has_more_logits_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert piece_size(8192, 151_936) == 2816 and piece_size(8192, 32_000) == 8192
-    assert piece_size(0, 10) == piece_size(1, 10) == 1
+def test_no_chunk_has_more_logits_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chunk_size(8192, 151_936) == 2816 and chunk_size(8192, 32_000) == 8192
+    assert chunk_size(0, 10) == chunk_size(1, 10) == 1
     seen: list[torch.Size] = []
     own = cross_entropy.cross_entropy_
     monkeypatch.setattr(cross_entropy, "cross_entropy_", lambda x, *rest: seen.append(x.shape) or own(x, *rest))

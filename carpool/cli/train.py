@@ -151,8 +151,8 @@ def teach(
     ] = None,
     debug: RanksDebug = False,
 ) -> None:
-    """Write what a teacher says of the data of a run, for distillation: the likeliest distillation.top_k words of each
-    token, as Parquet in the folder distillation.logits. What is there stays, so that it goes on where it was stopped.
+    """Write what a teacher says of the data of a run, for distillation: the distillation.top_k most likely next tokens
+    of each position, as Parquet in the folder distillation.logits. What is there stays, and the next call goes on.
     """
     with lasting_output(), errors(debug):
         from carpool.train.config import resolve_config

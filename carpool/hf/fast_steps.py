@@ -16,7 +16,7 @@ makes gradients and others add to them, so with gradient accumulation there are 
 that is generated, and batches of another shape run eagerly. Where nothing can be captured, or choices are replayed, one
 line says why, and layers stay compiled.
 
-Where the Trainer uses no more than the model's own loss, that is computed in pieces, without all logits (`loss_head`).
+Where the Trainer uses no more than the model's own loss, that is computed in chunks, without all logits (`loss_head`).
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class FastSteps(TrainerCallback):
         self.why_not: str | None = None
         self._graphs: BodyGraphs | None = None
         self._undo: list[Callable[[], None]] = []
-        self._says = self._in_pieces = False
+        self._says = self._in_chunks = False
 
     @classmethod
     def add_to(cls, trainer: Trainer, **settings: Any) -> FastSteps:
         """Add one to a Trainer. `callbacks=[FastSteps()]` works too, but does not know whether somebody uses logits."""
         callback = cls(**settings)
         own = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
-        callback._in_pieces = own and trainer.compute_loss_func is None and trainer.label_smoother is None
+        callback._in_chunks = own and trainer.compute_loss_func is None and trainer.label_smoother is None
         trainer.add_callback(callback)
         return callback
 
@@ -101,8 +101,8 @@ class FastSteps(TrainerCallback):
             self._graphs = BodyGraphs(body, layers, self._known, several, lambda: why_model_waits(base, layers))
         # What is computed again must find the attention that it had, and a Trainer's backward has no context of ours.
         self._replace(body, self._body_forward(body, nullcontext if again else partial(fastest_attention, device)))
-        if self._in_pieces and _has_plain_loss(base):
-            self._replace(base, _forward_in_pieces(base))
+        if self._in_chunks and _has_plain_loss(base):
+            self._replace(base, _forward_in_chunks(base))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._graphs is not None:
@@ -171,7 +171,7 @@ def _has_plain_loss(base: Any) -> bool:
     return why_whole(base) is None and (logit_change(base) is not None or known_change(base) is None)
 
 
-def _forward_in_pieces(base: Any) -> Callable[..., Any]:
+def _forward_in_chunks(base: Any) -> Callable[..., Any]:
     """The forward of a model that is asked for a loss, and then has no logits."""
     own, head = base.forward, HeadLoss(base)
     head.model = own

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from carpool.families import Logits, family_of_class
 from carpool.hf.multi_token import current_future_losses
 from carpool.hf.quantised_base import QuantisedLinear
-from carpool.hf.tensor_parallel import SequenceHead, of_all_words, sequence_shard
+from carpool.hf.tensor_parallel import SequenceHead, of_whole_vocabulary, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
 
 # Of hidden states (T, H) and all else that `linear_cross_entropy` takes.
@@ -119,7 +119,7 @@ class LogitChange(NamedTuple):
 
 @dataclass
 class _Asked:
-    """A loss that is asked for: (B, L) targets, tokens of a piece, what the model does to logits, what computes it; and
+    """A loss that is asked for: (B, L) targets, tokens of a chunk, what the model does to logits, what computes it; and
     the loss."""
 
     target_BL: torch.Tensor
@@ -154,7 +154,7 @@ class _Head:
         weight_VH, bias_V = self.head.weight, self.head.bias
         layer = self.head.as_layer() if isinstance(self.head, QuantisedLinear) else None
         if isinstance(self.own, SequenceHead):
-            weight_VH, bias_V = of_all_words(weight_VH), of_all_words(bias_V)
+            weight_VH, bias_V = of_whole_vocabulary(weight_VH), of_whole_vocabulary(bias_V)
         scale, softcap = asked.change
 
         def compute(x_BLH: torch.Tensor, target_BL: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,7 @@ def why_whole(model: nn.Module) -> str | None:
         return f"the forward of the output layer of {name} has been replaced"
     weight = head.weight
     mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-    over_words = mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
-    if over_words and not rows:
-        return "tensor parallelism shards the output layer over words"
-    return "the output layer is whole on each tensor-parallel rank" if rows and not over_words else None
+    over_vocabulary = mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
+    if over_vocabulary and not rows:
+        return "tensor parallelism shards the output layer over the vocabulary"
+    return "the output layer is whole on each tensor-parallel rank" if rows and not over_vocabulary else None

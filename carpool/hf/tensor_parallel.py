@@ -341,9 +341,9 @@ class SequenceHead:
         return logits
 
 
-def of_all_words(parameter: Any) -> Any:
-    """A parameter of an output layer whose words are divided over tensor-parallel ranks: all of them, for this rank's
-    rows. The sum of its gradients goes back to the words' ranks."""
+def of_whole_vocabulary(parameter: Any) -> Any:
+    """A parameter of an output layer whose vocabulary is sharded over tensor-parallel ranks: the whole, for this
+    rank's rows. The sum of its gradients goes back to the shards' ranks."""
     if parameter is None:
         return None
     return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -1,18 +1,18 @@
 """The cross-entropy of a linear layer over a large vocabulary, without all of its logits.
 
-A model's output layer makes a logit for each token and each word of the vocabulary. For 8,192 tokens and 151,936 words
-they are 2.5 GB in bfloat16 and 5 GB in float32, and plain PyTorch holds several such tensors at once. Here pieces of
-tokens go through one after the other:
+A model's output layer makes a logit for each token and each entry of the vocabulary. For 8,192 tokens and 151,936
+entries they are 2.5 GB in bfloat16 and 5 GB in float32, and plain PyTorch holds several such tensors at once. Here
+chunks of tokens go through one after the other:
 
-    logits of a piece           x_CH @ weight_VH.T, in the model's dtype
+    logits of a chunk           x_CH @ weight_VH.T, in the model's dtype
     loss, and its gradient      float32; the gradient takes the place of the logits
     dx, dweight                 gradient @ weight, and += gradient.T @ x
 
 So gradients are computed in the forward, as Liger does (arXiv 2410.10989), and the backward only scales them. What
-stays in between is dx, and dweight in float32, to which each piece is added without rounding. On a CPU, 512 tokens and
-151,936 words of 256 elements took 907 MiB and now 232 (pieces of 64 tokens), in no more time.
+stays in between is dx, and dweight in float32, to which each chunk is added without rounding. On a CPU, 512 tokens and
+151,936 entries of 256 elements took 907 MiB and now 232 (chunks of 64 tokens), in no more time.
 
-torch 2.13 has `torch.nn.functional.linear_cross_entropy`, with pieces too, but 2.11 has not, and its dweight is added
+torch 2.13 has `torch.nn.functional.linear_cross_entropy`, with chunks too, but 2.11 has not, and its dweight is added
 up in the model's dtype.
 """
 
@@ -44,8 +44,8 @@ class TokenLosses:
     columns = 0
     logits_at_once: int | None = None
 
-    def __call__(self, logits_CV: torch.Tensor, target_C: torch.Tensor, piece: slice, gradient: bool) -> torch.Tensor:
-        """(C,) or (C, N) of the tokens of a piece, float32 or float64. With `gradient`, that of the sum of them, or of
+    def __call__(self, logits_CV: torch.Tensor, target_C: torch.Tensor, chunk: slice, gradient: bool) -> torch.Tensor:
+        """(C,) or (C, N) of the tokens of a chunk, float32 or float64. With `gradient`, that of the sum of them, or of
         their first column, is then where the logits were."""
         return cross_entropy_(logits_CV, target_C, gradient)
 
@@ -79,9 +79,9 @@ def linear_cross_entropy(
     Args:
         target_T: int64; `IGNORED`: this token counts nothing. Any other label outside of 0 .. V-1 is an error on the
             CPU; on a GPU the result is NaN.
-        tokens_at_once: C, the tokens of a piece. None: as many as make the logits that `losses` says.
+        tokens_at_once: C, the tokens of a chunk. None: as many as make the logits that `losses` says.
         scale: logits are multiplied by it (Granite), in the dtype of the products.
-        softcap: c; logits l are then c * tanh(l / c) (Gemma), which takes two more tensors of a piece's size.
+        softcap: c; logits l are then c * tanh(l / c) (Gemma), which takes two more tensors of a chunk's size.
         layer: for which `weight_VH` is a stand-in without memory.
         losses: of tokens.
 
@@ -91,17 +91,17 @@ def linear_cross_entropy(
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TH.dtype
     if tokens_at_once is None:
-        tokens_at_once = piece_size(len(x_TH), len(weight_VH), losses.logits_at_once)
+        tokens_at_once = chunk_size(len(x_TH), len(weight_VH), losses.logits_at_once)
     loss: torch.Tensor = _LinearLoss.apply(
         x_TH, weight_VH, bias_V, target_T, losses, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap, layer
     )
     return loss
 
 
-def piece_size(tokens: int, words: int, logits: int | None = None) -> int:
-    """Tokens of a piece: equal pieces of at most `logits` (`LOGITS`), in multiples of 128, which products like."""
-    pieces = max(1, -(-tokens * words // (logits or LOGITS)))
-    return max(1, -(-tokens // pieces // 128) * 128) if pieces > 1 else max(1, tokens)
+def chunk_size(tokens: int, vocabulary: int, logits: int | None = None) -> int:
+    """Tokens of a chunk: equal chunks of at most `logits` (`LOGITS`), in multiples of 128, which products like."""
+    chunks = max(1, -(-tokens * vocabulary // (logits or LOGITS)))
+    return max(1, -(-tokens // chunks // 128) * 128) if chunks > 1 else max(1, tokens)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -133,20 +133,20 @@ class _LinearLoss(torch.autograd.Function):
                 weight = weight_VH.to(dtype)
                 layer = Layer(lambda x, b: F.linear(x, weight, b), lambda slope: slope @ weight)
             for start in range(0, len(x_TH), tokens_at_once):
-                piece = slice(start, start + tokens_at_once)
-                x_CH = x_TH[piece].to(dtype)
+                chunk = slice(start, start + tokens_at_once)
+                x_CH = x_TH[chunk].to(dtype)
                 slope_CV = layer.logits(x_CH, bias)
                 slope_of_change = change_(slope_CV, scale, softcap)
-                loss_T[piece] = losses(slope_CV, target_T[piece], piece, for_x or for_weight or for_bias)
+                loss_T[chunk] = losses(slope_CV, target_T[chunk], chunk, for_x or for_weight or for_bias)
                 if slope_of_change is not None:
                     slope_CV *= slope_of_change
                 if dx_TH is not None:
-                    dx_TH[piece] = layer.dx(slope_CV)
+                    dx_TH[chunk] = layer.dx(slope_CV)
                 if dweight_VH is not None:
                     add_product(dweight_VH, slope_CV.t(), x_CH)
                 if dbias_V is not None:
                     dbias_V += slope_CV.sum(0, dtype=wide)
-                # Else it would be there beside the next piece.
+                # Else it would be there beside the next chunk.
                 del slope_CV
         ctx.save_for_backward(dx_TH, dweight_VH, dbias_V)
         ctx.dtypes = [None if given is None else given.dtype for given in (x_TH, weight_VH, bias_V)]

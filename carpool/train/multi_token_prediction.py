@@ -53,7 +53,7 @@ class MultiTokenPrediction(Extension):
         depth, saves = self.settings.depth, estimate.config.memory.policies["layer_activations"] == "save"
         layer = estimate.kept.layers[-1 - depth] if saves else estimate.kept.layer_input
         states = 8 * estimate.tokens * estimate.hidden * estimate.computed
-        return depth * (layer + states + 4 * estimate.words * estimate.hidden)
+        return depth * (layer + states + 4 * estimate.vocabulary * estimate.hidden)
 
     def prepare_run(self, plan: Plan, built: Built) -> None:
         built.objective.train_mtp(self.settings.loss_weight)

@@ -36,6 +36,6 @@ def test_logits_are_never_whole_and_the_host_never_waits() -> None:
     before = torch.cuda.memory_allocated()
     with no_waits():
         linear_cross_entropy(x, weight, None, target).backward()
-    # One piece of logits in bfloat16, and the weight's gradient in float32 and in bfloat16.
+    # One chunk of logits in bfloat16, and the weight's gradient in float32 and in bfloat16.
     assert torch.cuda.max_memory_allocated() - before <= 1.2 * 2**30 + 8 * words * hidden
     assert first is not None and weight.grad is not None and torch.equal(first, weight.grad)

@@ -243,7 +243,7 @@ class Lengths(Travel):
     # -- outside of layers ---------------------------------------------------------------------------------------------
 
     def head(self, backward: bool) -> Iterator[Piece]:
-        """The output layer and the loss, in pieces of tokens."""
+        """The output layer and the loss, in chunks of tokens."""
         shape, tokens = self.shape, self.tokens * self.degrees.tp
         yield self._products("head", ((shape.hidden, shape.vocabulary),), 2 if backward else 1, tokens)
         moved = MOVED_BY_LOSS * tokens * shape.vocabulary * self.element / self.degrees.tp / 2

@@ -20,7 +20,7 @@ What it assumes, which is where a prediction goes wrong:
     fragments     on GPUs: 3 % of what PyTorch's tensors take, which its allocator cannot use
     graphs        CUDA graphs of a step keep all that it takes, also between steps. Their gradients take places that
                   other tensors have left, as far as these are large enough (`_Saved.reused`). What is computed eagerly
-                  beside them takes memory of its own: the evaluation, of which one layer and a piece of the logits are
+                  beside them takes memory of its own: the evaluation, of which one layer and a chunk of the logits are
                   there
     loading       experts that are to be in host memory are on the device first, before there is any step
     process       on CPUs: 60 MiB of code, threads and buffers that every rank takes once it trains
@@ -141,7 +141,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
         own = HELD * largest if beside else 0.0
     own += 0 if candidate.optimizer_in_backward else sizes.adapter_stored * sizes.adapters
     host = 0.0
-    of_ends = min(dense_trained, sizes.ends * sizes.words * sizes.hidden / degrees.non_expert_shards)
+    of_ends = min(dense_trained, sizes.ends * sizes.vocabulary * sizes.hidden / degrees.non_expert_shards)
     state = (dense_trained - of_ends + experts_trained) * sizes.state + of_ends * sizes.ends_state
     if candidate.optimizer_offload != "none":
         host, state = state, TILES
@@ -310,7 +310,7 @@ class _Saved:
         sizes, hidden = self.sizes, 0.0
         if self.arena is None and self.policies["expert_activations"] == "save":
             hidden = self.of_one_layer["expert_activations"]
-        loss = min(loss, 4 * sizes.words * sizes.hidden)
+        loss = min(loss, 4 * sizes.vocabulary * sizes.hidden)
 
         def fits(place: float) -> float:
             return max((size for size in (layer, layer * 2 / 3, layer / 3) if size <= place), default=0.0)
@@ -356,7 +356,7 @@ def _on_their_way(
         gathered += 2 * layer_total * computed
         reducing += layer_trained * sizes.reduced
     if degrees.dp_cp > 1 and candidate.data_parallel != "zero1":
-        head = sizes.words * sizes.hidden if sizes.ends else 0
+        head = sizes.vocabulary * sizes.hidden if sizes.ends else 0
         one = max(0.0, sizes.dense.total - head) / degrees.tp / max(1, len(sizes.layers))
         # The output layer is not given back between forward and backward.
         gathered += (2 * one + head / degrees.tp) * computed
@@ -367,22 +367,22 @@ def _on_their_way(
 def _evaluation(sizes: RankSizes, candidate: Candidate, products: float) -> float:
     """Bytes that a forward without a backward needs."""
     share = sizes.eval_tokens / (sizes.tokens // candidate.degrees.cp)
-    logits = sizes.eval_loss_tokens * sizes.words * candidate.computed + sizes.head_made
+    logits = sizes.eval_loss_tokens * sizes.vocabulary * candidate.computed + sizes.head_made
     return max(sizes.layers, default=0.0) * share + max(products * share + sizes.dequantised, logits)
 
 
 def _loss(sizes: RankSizes, candidate: Candidate) -> tuple[float, float]:
     """Bytes that the loss needs, and those that stay when the backward begins."""
-    degrees, head, computed = candidate.degrees, sizes.words * sizes.hidden, candidate.computed
+    degrees, head, computed = candidate.degrees, sizes.vocabulary * sizes.hidden, candidate.computed
     tokens = sizes.tokens // degrees.cp
     if sizes.whole_logits:
         # Log-softmax, its gradient and that of the loss; all in float32.
-        return 12 * tokens * sizes.words, 0
+        return 12 * tokens * sizes.vocabulary, 0
     tokens = -(-tokens // degrees.tp) if sizes.divided else tokens
     stays = (4 * head if sizes.head_trains else 0) + tokens * sizes.hidden * computed
     if sizes.divided:
         # The whole matrix, and what scatters its gradient.
         stays += head * computed
-    piece = (computed + (0 if sizes.cuda else 4)) * min(tokens, sizes.loss_tokens) * sizes.words + sizes.head_made
+    chunk = (computed + (0 if sizes.cuda else 4)) * min(tokens, sizes.loss_tokens) * sizes.vocabulary + sizes.head_made
     # The gradient of the weight is narrowed for who reduces it.
-    return stays + piece, stays + (computed * head if computed < 4 and sizes.head_trains else 0)
+    return stays + chunk, stays + (computed * head if computed < 4 and sizes.head_trains else 0)

@@ -72,7 +72,7 @@ def gradient_buffers(whole: float, ranks: int, stored: int, reduced: int) -> flo
     return whole * reduced + whole / ranks * (reduced * (ranks > 1) + (stored if stored != reduced else 0))
 
 
-# Of one piece of the loss, as in `carpool.kernels.cross_entropy`.
+# Of one chunk of the loss, as in `carpool.kernels.cross_entropy`.
 LOGITS = 2**29
 
 
@@ -92,7 +92,7 @@ class RankSizes:
         expert_bytes: as they are stored.
         largest: the most parameters of one tensor that one rank owns.
         ends: how many of embedding and output layer are there; has_head: whether the latter is.
-        num_experts, top_k, hidden, row, width, words: E, K, H, elements of a row that travels, F, V.
+        num_experts, top_k, hidden, row, width, vocabulary: E, K, H, elements of a row that travels, F, V.
         layers: bytes that each decoder layer saves for its backward, without its ride, of the rank's tokens.
         moe_layers: how many of them have experts, the last ones.
         layer_input, rest: bytes of a layer's input, and of what is saved outside of layers.
@@ -125,7 +125,7 @@ class RankSizes:
     hidden: int
     row: int
     width: int
-    words: int
+    vocabulary: int
     layers: tuple[float, ...]
     moe_layers: int
     layer_input: float
@@ -182,15 +182,15 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
         expert_bytes=moe_layers * one_layer * stored,
         largest=max(2 / 3 * one_layer / degrees.expert_shards, head / degrees.non_expert_shards),
         ends=ends, has_head=part.last, num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden,
-        row=shape.hidden, width=shape.expert_hidden, words=shape.vocabulary,
+        row=shape.hidden, width=shape.expert_hidden, vocabulary=shape.vocabulary,
         layers=tuple(kept[layer] for layer in layers), moe_layers=moe_layers,
         layer_input=own_tokens * shape.hidden * candidate.computed,
         rest=(candidate.computed + 4) * shape.hidden * own_tokens,
         tokens=candidate.micro_tokens,
         scores=scores_bytes(candidate.rank_tokens, heads, candidate.sequence_length, candidate.computed),
         copies=copies, buffers=_buffers(shape, candidate),
-        loss_tokens=_piece(own_tokens // (degrees.tp if candidate.divides_tokens else 1), shape.vocabulary),
-        eval_tokens=eval_tokens, eval_loss_tokens=_piece(eval_tokens, shape.vocabulary),
+        loss_tokens=_chunk_size(own_tokens // (degrees.tp if candidate.divides_tokens else 1), shape.vocabulary),
+        eval_tokens=eval_tokens, eval_loss_tokens=_chunk_size(eval_tokens, shape.vocabulary),
         whole_logits=degrees.tp > 1 and not candidate.divides_tokens, divided=candidate.divides_tokens,
         state=average + sum(candidate.matrix_state_bytes.values()),
         ends_state=average + sum(candidate.state_bytes.values()),
@@ -214,8 +214,8 @@ def stage_part(schedule: str, stages: int, stage: int, cut: Callable[[int], Sequ
     return Part(tuple(chunks[one] for one in own[stage]), 0 in own[stage], number - 1 in own[stage])
 
 
-def _piece(tokens: int, words: int) -> int:
-    return math.ceil(tokens / max(1, math.ceil(tokens * words / LOGITS)))
+def _chunk_size(tokens: int, vocabulary: int) -> int:
+    return math.ceil(tokens / max(1, math.ceil(tokens * vocabulary / LOGITS)))
 
 
 def _buffers(shape: ModelShape, candidate: Candidate) -> float:

@@ -23,7 +23,7 @@ from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.seam.find_modules import experts_modules
 from carpool.hf.sharding import replicate_dense
 from carpool.hf.weights.original_layout import check_loaded, check_weights
-from carpool.kernels.cross_entropy import piece_size
+from carpool.kernels.cross_entropy import chunk_size
 from carpool.kernels.distillation import CHUNK_LOGITS
 from carpool.parallel.context import Cut, Group
 from carpool.parallel.ranks import from_rank_0, gather, rank, world
@@ -147,7 +147,7 @@ def _progress(settings: DistillationSection, sequences: Sequences) -> tuple[list
 def _top_k_log_probs(model: Teacher, batch: Batch, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the ids of the K most likely next tokens, int32, and their log-probabilities, float32, each (B, L, K)."""
     hidden_TH, shape = model.hidden_states(batch), (*batch["input_ids"].shape, top_k)
-    size = piece_size(len(hidden_TH), len(model.head.weight), CHUNK_LOGITS)
+    size = chunk_size(len(hidden_TH), len(model.head.weight), CHUNK_LOGITS)
     log_probs_of = model.log_probs(hidden_TH, top_k, temperature)
     chunks = [log_probs_of(slice(start, start + size)) for start in range(0, len(hidden_TH), size)]
     ids_TK = torch.cat([chunk.ids_CK for chunk in chunks if chunk.ids_CK is not None])

@@ -27,7 +27,7 @@ from carpool.hf.loss_head import output_layer, why_whole
 from carpool.hf.pipeline_stages import cut_model
 from carpool.hf.quantised_base import base_bytes, quantisable_layers
 from carpool.hf.seam.find_modules import experts_modules, freeze_all_but_experts, freeze_experts
-from carpool.kernels.cross_entropy import piece_size
+from carpool.kernels.cross_entropy import chunk_size
 from carpool.kernels.distillation import CHUNK_LOGITS
 from carpool.memory import TIERS
 from carpool.parallel.degrees import Degrees
@@ -126,7 +126,7 @@ class MemoryEstimate:
         self.scores = scores_bytes(self.tokens, heads, length, self.computed) / (degrees.tp * degrees.cp)
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
         self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        self.words = text.vocab_size
+        self.vocabulary = text.vocab_size
         theirs = {id(p) for name in counts for p in model.get_submodule(name).parameters()}
         of_experts = [p for p in model.parameters() if id(p) in theirs]
         self.experts = _count(of_experts)
@@ -148,8 +148,8 @@ class MemoryEstimate:
         self.tied = bool(getattr(model.config, "tie_word_embeddings", False))
         # Of all tokens of a tensor-parallel group, what this rank has between two blocks, and in the loss.
         self.divided = divides_tokens(config, degrees, model).answer
-        over_words = degrees.tp > 1 and not self.divided
-        self.whole_logits = training.loss_chunk_size == 0 or over_words or why_whole(model) is not None
+        over_vocabulary = degrees.tp > 1 and not self.divided
+        self.whole_logits = training.loss_chunk_size == 0 or over_vocabulary or why_whole(model) is not None
         self.trained = math.ceil(self.dense.trained / degrees.non_expert_shards / degrees.pp)
         self.trained += math.ceil(self.experts.trained / degrees.expert_shards / degrees.pp)
 
@@ -173,8 +173,8 @@ class MemoryEstimate:
         if brought := sum(extension.device_bytes(self) for extension in extensions_in_use(self.config)):
             found["extensions"] = brought
         if (learned := self.config.distillation).is_used:
-            # Besides a teacher, what a piece of logits takes in float32.
-            found["teacher"] = 24 * min(CHUNK_LOGITS, self.tokens // self.degrees.cp * self.words)
+            # Besides a teacher, what a chunk of logits takes in float32.
+            found["teacher"] = 24 * min(CHUNK_LOGITS, self.tokens // self.degrees.cp * self.vocabulary)
             if learned.teacher is not None:
                 parameters = teacher_parameters(learned.teacher, self.degrees.world_size)
                 found["teacher"] += parameters * (2 if self.bf16 else 4)
@@ -255,7 +255,7 @@ class MemoryEstimate:
         part = stage_part(candidate.pipeline, degrees.pp, stage, self._cut)
         own = [i for one in part.layers for i in one]
         moe_layers = sum(i >= len(self.kept.layers) - self.moe_layers for i in own)
-        ends, head = min(part.first + part.last, 1 if self.tied else 2), self.words * self.hidden
+        ends, head = min(part.first + part.last, 1 if self.tied else 2), self.vocabulary * self.hidden
         all_ends = (1 if self.tied else 2) * head
         body = max(0.0, self.dense.total - all_ends) * len(own) / len(self.kept.layers)
         share = (body + ends * head) / self.dense.total if degrees.pp > 1 else 1.0
@@ -284,13 +284,13 @@ class MemoryEstimate:
             expert_bytes=self.expert_bytes * of_experts,
             largest=max(self.largest_expert / degrees.expert_shards, head / degrees.non_expert_shards),
             ends=ends, has_head=part.last, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
-            row=row, width=self.width, words=self.words,
+            row=row, width=self.width, vocabulary=self.vocabulary,
             layers=tuple(self.kept.layers[i] for i in own), moe_layers=moe_layers,
             layer_input=self.kept.layer_input, rest=self.kept.rest, tokens=self.tokens, scores=self.scores,
             copies=copies,
             buffers=way.buffer_bytes(options, degrees.expert_ranks, row, self.computed, self.top_k * degrees.etp),
-            loss_tokens=chunk or piece_size(loss_tokens, self.words),
-            eval_tokens=eval_tokens, eval_loss_tokens=min(eval_tokens, chunk or piece_size(eval_tokens, self.words)),
+            loss_tokens=chunk or chunk_size(loss_tokens, self.vocabulary), eval_tokens=eval_tokens,
+            eval_loss_tokens=min(eval_tokens, chunk or chunk_size(eval_tokens, self.vocabulary)),
             whole_logits=self.whole_logits, divided=self.divided,
             state=sum(training.state_bytes(config.model.stored_dtype, matrix=True).values()),
             ends_state=state_bytes(config), reduced=4 if self.bf16 else self.stored,

@@ -12,7 +12,7 @@ ranks, takes it from the planner's model of a step (`carpool.planner.decisions.r
 
 Advice if a run does not fit, cheapest first:
 
-    free              the loss in pieces
+    free              the loss in chunks
     lossy, no time    parameters in bfloat16 (with float32 masters); moments of the optimizer in fewer bits; gradients
                       that are consumed in the backward, which costs nothing where none are clipped
     lossy, some time  frozen weights under adapters in 8 or 4 bits
