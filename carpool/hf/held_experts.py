@@ -34,7 +34,7 @@ def keep_experts_in_host_memory(
     """
     layers, kept, by_fsdp = required_rides(model), replicated(model), fsdp.modules_of(model)
     shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
-    buffered = set() if kept is None else {id(module) for module, _ in kept.buffered}
+    buffered = set() if kept is None else {module for module, _ in kept.buffered}
     for name, own in layers.items():
         if base_of(own.experts):
             raise ValueError(f"{name}: experts that are quantised (adapter.base_dtype) stay on their device")

@@ -152,6 +152,10 @@ def test_stages_take_frozen_experts_from_host_memory(
             ["training.optimizer_in_backward=true", *FSDP, "parallelism.ep_size=1"],
             "data-parallel ranks shard or cast these experts",
         ),
+        (
+            ["training.optimizer_in_backward=true", "parallelism.data_parallel=zero1", "parallelism.ep_size=1"],
+            "data-parallel ranks shard or cast these experts",
+        ),
         (["training.optimizer_in_backward=true", "training.bf16=true", "model.dtype=float32"], "stored in float32"),
     ],
 )
