@@ -419,8 +419,14 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         find_implementation(given.implementation)
+        if given.json is not None:
+            given.json.touch()  # an error now, and not after all cases
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--json {given.json} cannot be written ({error.strerror}); name another file")
+    if not 1 <= given.timeout <= 86_400:
+        parser.error(f"--timeout {given.timeout}: give 1 to 86,400 seconds")
     results: list[Result] = []
     for ranks in (2, 4):
         meshes = [name for name in given.mesh or MESHES if MESHES[name][0] * MESHES[name][1] == ranks]

@@ -52,6 +52,19 @@ def test_right_ones(two_ranks: Ranks, tmp_path: Path) -> None:
     assert refused.verdict == "refused" and "ep_size == tp_size" in refused.why
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [("--json", "no/x.json", "cannot be written (No such file or directory)"), ("--timeout", "0", "give 1 to 86,400")],
+)
+def test_bad_options_are_refused_before_ranks_start(
+    option: str, value: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conformance, "launch", None)
+    with pytest.raises(SystemExit):
+        conformance.main(["--implementation", "all_to_all", option, value])
+    assert says in capsys.readouterr().err
+
+
 def test_skewed_choices() -> None:
     """The cases are what their names say."""
     shares = {}
