@@ -271,7 +271,7 @@ def merge(
 
 def upcycle(
     dense: Annotated[Path, typer.Argument(metavar="DENSE", help="The folder of a dense checkpoint.")],
-    experts: Annotated[int, typer.Option("--experts", min=2, help="Experts of each layer.")],
+    experts: Annotated[int, typer.Option("--experts", min=2, max=4096, help="Experts of each layer.")],
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="Experts that a token chooses.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
     method: Annotated[
@@ -280,7 +280,7 @@ def upcycle(
     ] = "copy",
     parts: Annotated[int | None, typer.Option("--parts", help="With split: parts of an MLP. Default: --top-k.")] = None,
     noise: Annotated[float, typer.Option("--noise", help="Of experts, in standard deviations of a matrix.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of routers, noise and the tokens of the check.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of routers, noise and the check.")] = 0,
     debug: Debug = False,
 ) -> None:
     """Make an MoE checkpoint of a dense one: experts from its MLPs, routers at random, all else copied.

@@ -139,6 +139,7 @@ def test_it_trains_on(family: str, options: tuple[str, ...], one_rank: Ranks, te
         ("qwen3", {}, ("--experts", "4", "--top-k", "5"), "--top-k 5: choose 1 to 4"),
         ("qwen3", {}, (*COPY, "--parts", "2"), "--parts needs --method split"),
         ("qwen3", {}, (*COPY, "--noise", "-1"), "--noise -1.0"),
+        ("qwen3", {}, (*COPY, "--noise", "1e30"), "the MoE computes NaN or infinity: lower --noise 1e+30"),
         ("qwen3", {}, (*COPY, "--method", "split", "--parts", "4"), "--experts 6 is no multiple of 4 parts"),
         ("qwen3", {}, ("--experts", "8", "--top-k", "6", "--method", "split", "--parts", "4"), "--top-k 6 is no"),
         ("qwen3", {}, ("--experts", "10", "--top-k", "5", "--method", "split"), "cannot be divided into 5 equal parts"),
@@ -153,6 +154,12 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     (dense / "config.json").write_text(json.dumps(config | changes))
     assert message in error_of("upcycle", str(dense), "--out", str(tmp_path / "moe"), *options)
     assert not (tmp_path / "moe").exists()
+
+
+@pytest.mark.parametrize(("option", "number"), [("--experts", "100000000"), ("--seed", str(2**64))])
+def test_numbers_out_of_range_are_refused_before_anything_is_read(tmp_path: Path, option: str, number: str) -> None:
+    result = carpool_command("upcycle", str(tmp_path), "--out", str(tmp_path / "moe"), *COPY, option, number)
+    assert result.exit_code == 2 and "less than or equal to" in result.stderr
 
 
 def test_missing_weights_and_folders_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

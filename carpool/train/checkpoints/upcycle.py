@@ -154,6 +154,8 @@ def upcycle(dense: Path, out: Path, how: Upcycling) -> Upcycled:
         config.save_pretrained(temporary)
         check_weights(temporary, meta_model(temporary))
         difference = float((logits_of(temporary, tokens) - expected).abs().max() / expected.abs().max())
+        if not difference < float("inf"):
+            raise ValueError(f"the MoE computes NaN or infinity: lower --noise {how.noise:g}; the result was deleted")
         # Multiplying `down` by a number that is no power of two rounds it to the stored dtype.
         promised = not how.noise and (dtype == torch.float32 or not how.parts & how.parts - 1)
         if promised and not difference <= _ROUNDING:
