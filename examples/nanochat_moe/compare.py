@@ -84,6 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if lacking := [path for path in given.runs if not path.is_file()]:
         parser.error(f"there is no file {lacking[0]}: train.py writes it with its first evaluation")
+    if given.plot and not given.plot.absolute().parent.is_dir():
+        parser.error(f"--plot {given.plot}: there is no folder {given.plot.parent}")
     runs = [json.loads(path.read_text()) for path in given.runs]
     print(table(runs))
     if given.plot:

@@ -98,7 +98,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--vocabulary {given.vocabulary}: there are 256 bytes and {BOS}, and tokens are stored as uint16")
 
     training, validation = split_documents(given.folder, given.validation_share)
-    given.data.mkdir(parents=True, exist_ok=True)
+    try:
+        given.data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"nothing can be written to {given.data} ({error.strerror}): name another folder")
     tokenizer = train_tokenizer(training, given.vocabulary, given.tokenizer_megabytes)
     tokenizer.save(str(given.data / "tokenizer.json"))
     # A character of a byte-level token stands for one byte.

@@ -81,6 +81,19 @@ def test_both_variants_learn_from_the_same_batches(
     assert "| dense |" in printed and "| MoE, 8 experts, 3 + 1 for each token |" in printed
 
 
+def test_outputs_that_cannot_be_written_are_refused_first(
+    scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("{}")
+    with pytest.raises(SystemExit):
+        scripts.prepare.main([str(ROOT / "docs"), str(file)])
+    with pytest.raises(SystemExit):
+        scripts.compare.main([str(file), "--plot", str(tmp_path / "no" / "loss.png")])
+    errors = capsys.readouterr().err
+    assert f"nothing can be written to {file} (File exists)" in errors and "there is no folder" in errors
+
+
 def test_windows_are_visited_once_and_in_one_order(scripts: Any, tmp_path: Path) -> None:
     np.arange(32 * 50 + 9, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     tokens = scripts.train.Tokens(tmp_path / "tokens.bin", 32, torch.device("cpu"))
