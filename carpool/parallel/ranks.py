@@ -101,8 +101,7 @@ def patiently() -> Iterator[None]:
 
 
 def describe(error: BaseException, disk_full: str = FREE_SPACE) -> str | None:
-    """What happened on this rank, in words; None if this rank only heard of another's trouble. `disk_full`: what to do
-    about a full disk."""
+    """What happened on this rank, and how to free a full disk; None if it only heard of another's trouble."""
     if isinstance(error, CheckpointException):
         # DCP raises on every rank, and says on which it happened.
         failure = error.failures.get(rank())

@@ -153,7 +153,7 @@ def _finite(train: Sequence[Train], stopped: Stopped | None) -> Check:
         recorded = any(v is not None for v in values)
         steps = [t.step for t, v in zip(train, values, strict=True) if recorded and (v is None or not math.isfinite(v))]
         if steps:
-            bad.append(f"the {text} is no finite number in {_times(len(steps), 'step')}, first in step {steps[0]}")
+            bad.append(f"the {text} is no finite number in {counted(len(steps), 'step')}, first in step {steps[0]}")
     if stopped is not None and stopped.finite is False:
         bad.append(f"the loss or the gradient norm of step {stopped.step} is no finite number")
     if bad:
@@ -185,7 +185,7 @@ def _fell(summary: Summary, train: Sequence[Train], evals: Sequence[Eval]) -> Ch
         return Check(name, "good", f"the held-out loss fell {change}")
     losses = [t.loss for t in train if t.loss is not None and math.isfinite(t.loss)]
     if len(losses) < SHORTEST:
-        return Check(name, "unknown", f"{_times(len(losses), 'step')} cannot show whether the loss falls")
+        return Check(name, "unknown", f"{counted(len(losses), 'step')} cannot show whether the loss falls")
     tenth = max(5, len(losses) // 10)
     begin, end = losses[:tenth], losses[-tenth:]
     fell = statistics.fmean(begin) - statistics.fmean(end)
@@ -252,7 +252,3 @@ def _used(info: RunInfo, train: Sequence[Train]) -> Check:
 
 def _is_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
-
-
-def _times(count: int, what: str) -> str:
-    return counted(count, what) if count else f"no {what}"

@@ -231,8 +231,7 @@ def _refuse_nan(model: PreTrainedModel, path: Path) -> None:
             # Of one byte are codes of quantised weights. aminmax takes one pass and no memory.
             if there and values.is_floating_point() and values.itemsize > 1 and values.aminmax().min.isnan():
                 raise ValueError(
-                    f"{path}: {name} holds NaN, so the model would answer nonsense: copy or download its weights "
-                    "again, or name an earlier checkpoint"
+                    f"{path}: {name} holds NaN: copy or download the weights again, or name an earlier checkpoint"
                 )
 
 

@@ -35,7 +35,6 @@ from carpool.experts import EXPERTS, ExpertWeights, FP8Experts, make_experts
 from carpool.hf.seam.experts_module import expert_function, weight_names
 from carpool.metrics.counters import LayerStats
 from carpool.parallel.world import find_world
-from carpool.plugins.counted import counted
 from carpool.ride.function import ride
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
@@ -66,7 +65,7 @@ class Contender:
     def label(self) -> str:
         if self.transport is None:
             return f"{'transformers' if self.theirs else 'carpool'} {self.experts}"
-        spare = f", {counted(self.spare, 'spare slot')}" if self.spare else ""
+        spare = f", {self.spare} spare slot{'s' if self.spare > 1 else ''}" if self.spare else ""
         captured = ", captured" if self.captured else ""
         return f"{'transformers ' if self.theirs else ''}{self.transport} + {self.experts}{spare}{captured}"
 
