@@ -256,6 +256,33 @@ def test_an_adapter_goes_on_beside_the_base_that_it_was_trained_beside(base: Pat
     assert load_config(None, alone).adapter.base_dtype is None
 
 
+def test_a_base_whose_weights_have_changed_is_noticed(
+    reference: Path, base: Path, text: list[str], tmp_path: Path
+) -> None:
+    """Its name, names and shapes are as they were. A base that was moved is the same."""
+    output, moved = shutil.copytree(reference, tmp_path / "run"), shutil.copytree(base, tmp_path / "moved")
+    peft = output / "adapter" / "adapter_config.json"
+    peft.write_text(json.dumps(json.loads(peft.read_text()) | {"base_model_name_or_path": str(moved)}))
+    assert other_base(str(output / "adapter"), str(moved), None) is None
+    tensors = load_file(moved / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"] += 1e-3
+    save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
+    goes_on = [f"training.output_dir={output}", "training.resume_from_checkpoint=last", "training.max_steps=6"]
+    with pytest.raises(ValueError, match=f"was trained beside other weights than those in {moved} now: put these back"):
+        check_run(load_config(None, [*run_settings(moved, text), *TWO, *goes_on]), ())
+
+    def merged(*words: str) -> str:
+        done = CliRunner().invoke(app, ["merge", *words, "--out", str(tmp_path / "merged")])
+        return " ".join(done.output.split())
+
+    for words in ([str(output)], [str(output / "adapter")]):
+        assert f"{output}/adapter was trained beside other weights than those in {moved} now" in merged(*words)
+        assert not (tmp_path / "merged").exists()
+    assert (
+        "read back: " in (said := merged(str(output), "--base", str(moved))) and "where the weights are others" in said
+    )
+
+
 def test_targets_that_the_model_does_not_have() -> None:
     model = tiny_model(discover()["olmoe"])
     with pytest.raises(ValueError, match="no linear layer 'q_prj'; give the end of a name, such as"):
@@ -477,7 +504,8 @@ def test_a_run_outlives_the_adapter_that_it_started_from(
     with pytest.raises(ValueError, match=r"adapter\.path: .*first holds no adapter as peft writes it"):
         load_config(None, settings)
     beside = f"{output} was trained beside {base} as its files have it, and is used beside"
-    assert other_base(str(output), str(tmp_path), None) == f"{beside} {tmp_path} as its files have it"
+    others = f"{beside} {tmp_path} as its files have it, where the weights are others"
+    assert other_base(str(output), str(tmp_path), None) == others
     assert other_base(str(output), str(base), "nf4") == f"{beside} {base} in nf4"
     assert other_base(str(output), str(base), None) is None
     recorded = load_config(output / "config.toml", ["training.output_dir=other"])

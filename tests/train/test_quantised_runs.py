@@ -19,7 +19,7 @@ from carpool.hf.seam.experts_module import base_of
 from carpool.serve.served_model import find_source, open_model
 from carpool.train.checkpoints.resume import check_base
 from carpool.train.config import load_config
-from carpool.train.config.schema_adapter import AdapterSection
+from carpool.train.config.schema import AdapterSection, Config
 from carpool.train.run.run import train
 from tests.hf.tiny_models import discover, tiny_model
 from tests.train.test_memory_estimate import peak
@@ -153,12 +153,12 @@ def test_a_run_goes_on_beside_its_own_base(tmp_path: Path, then: int, now: int) 
         ({}, False),
         ({"base_dtype": "nf4", "kind": "dora"}, False),
     ):
-        adapter = AdapterSection(**{"kind": "lora", "targets": ("attention",)} | settings)
+        config = Config(adapter=AdapterSection(**{"kind": "lora", "targets": ("attention",)} | settings))
         if differs and (then == 1) != (now == 1):
             with pytest.raises(ValueError, match=f"trained on {then} ranks, beside a base with .* in nf4"):
-                check_base(checkpoint, adapter, now)
+                check_base(checkpoint, config, now)
         else:
-            check_base(checkpoint, adapter, now)
+            check_base(checkpoint, config, now)
 
 
 @pytest.mark.parametrize(("targets", "more"), [("['attention']", SMALL), ("['attention','experts']", SMALL[-2:])])

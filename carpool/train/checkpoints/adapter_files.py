@@ -56,6 +56,7 @@ from carpool.train.checkpoints.checkpoint_files import (
 from carpool.train.checkpoints.export import Exported, ReadBack, check_target, check_values, unit_roundoff, write_model
 from carpool.train.checkpoints.run_source import read_source
 from carpool.train.checkpoints.trained_base import Base, load_trained, recorded_base, trained_base
+from carpool.train.config.fine_tuning import has_trained_weights
 from carpool.train.records.run_folder import ADAPTER
 
 NAME = "default"
@@ -364,17 +365,19 @@ def _compare_product(name: str, matrices: tuple[torch.Tensor, ...], linear: Any,
     return relative
 
 
-def base_folder(adapter: Path, base: Path | None) -> Path:
+def base_folder(adapter: Path, base: Path | None, to_merge: bool = False) -> Path:
     """The folder of an adapter's model. `base`: where it is now; None: where it was when the adapter was trained.
 
     Raises:
-        ValueError: there is no adapter, or no model."""
+        ValueError: there is no adapter, or no model; or it has other weights now, `to_merge`, and `base` is None."""
     if not (adapter / "adapter_config.json").is_file():
         raise ValueError(f"{adapter} is neither an adapter as peft writes it nor a run that has trained one")
-    if base is None:
-        base = recorded_base(adapter)
+    given, base = base, base or recorded_base(adapter)
     if not (base / "config.json").is_file():
         raise ValueError(f"the model of {adapter} is not in {base} any more: say where it is (--base)")
+    if to_merge and given is None and has_trained_weights(adapter, base) is False:
+        remedy = f"say where they are (--base), or give --base {base} to merge into the new ones"
+        raise ValueError(f"{adapter} was trained beside other weights than those in {base} now: {remedy}")
     read_config(base)
     return base
 
@@ -406,7 +409,7 @@ def merge_adapter(
     if not (adapter / "adapter_config.json").is_file():
         raise ValueError(f"{run} has no adapter to merge: a run with adapter.kind writes one with each checkpoint")
     check_target(target, replace=False)
-    base = base_folder(adapter, base)
+    base = base_folder(adapter, base, to_merge=True)
     stored, source, model = stored_weights(base), read_source(run), meta_model(base)
     packed = mxfp4_files.packed_names(stored)
     weights = OriginalWeights(model, base, stored, OriginalLayout(model, None, stored, packed=packed))

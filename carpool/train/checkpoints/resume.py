@@ -14,7 +14,8 @@ from carpool.report.record_types import explain
 from carpool.train.checkpoints.checkpoint_files import STATE_FILE, CheckpointError, read_state
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
-from carpool.train.config.schema import AdapterSection, Config, TrainingSection
+from carpool.train.config.fine_tuning import has_trained_weights
+from carpool.train.config.schema import Config, TrainingSection
 from carpool.train.data.loader import check_order
 from carpool.train.records.run_folder import SUMMARY, check_no_run, read_info
 
@@ -132,11 +133,17 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
         check_optimizer(checkpoint, "low_bits" in kept, training.optimizer_state_dtype == "int8")
 
 
-def check_base(checkpoint: Path, adapter: AdapterSection, ranks: int) -> None:
-    """Raise ValueError if a run would go on beside other frozen weights: with adapter.base_dtype one rank quantises
-    layers that several leave as they are."""
-    info = read_info(checkpoint.absolute().parent.parent)
-    kind, keep = adapter.base["base_dtype"], adapter.base["base_keep"]
+def check_base(checkpoint: Path, config: Config, ranks: int) -> None:
+    """Raise ValueError if a run would go on beside other frozen weights: those in model.path have changed, or with
+    adapter.base_dtype one rank quantises layers that several leave as they are."""
+    run, model = checkpoint.absolute().parent.parent, config.model.weights
+    if model is not None and has_trained_weights(run, model) is False:
+        raise ValueError(
+            f"{checkpoint} was trained beside other weights than those in {model} now: put these back, or start a run "
+            f"from its adapter, beside the new ones (adapter.path={run})"
+        )
+    info = read_info(run)
+    kind, keep = config.adapter.base["base_dtype"], config.adapter.base["base_keep"]
     if kind is None or keep is None or info is None:
         return
     then = info["parallelism"]["world_size"]

@@ -116,7 +116,7 @@ def merge_adapters(
         given = ", ".join(f"{weight:g}" for weight in weights)
         raise ValueError(f"--weights: {given} for {len(runs)} adapters: each needs one finite number")
     folders = [adapter_folder(str(run)) for run in runs]
-    bases = [base_folder(folder, base).resolve() for folder in folders]
+    bases = [base_folder(folder, base, to_merge=True).resolve() for folder in folders]
     for run, other in zip(runs, bases, strict=True):
         if other != bases[0]:
             raise ValueError(f"{run} is of {other}, and {runs[0]} of {bases[0]}: adapters of one model are merged")

@@ -11,6 +11,7 @@ uses (Tulu 3, arXiv 2411.15124, and the models' own reports have 5e-6 to 2e-5), 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from carpool.train.config.declarations import DERIVED, Demo
 from carpool.train.config.published import download_hint, is_configuration_alone
 from carpool.train.config.schema import keys
 from carpool.train.config.schema_base import NONE_WORDS
-from carpool.train.records.run_folder import ADAPTER
+from carpool.train.records.run_folder import ADAPTER, read_record
 
 Key = tuple[str, str]  # (section, key)
 
@@ -163,8 +164,8 @@ def _list(value: Any) -> Any:
 
 
 def other_base(path: str, model: str | None, base_dtype: str | None) -> str | None:
-    """That an adapter was trained beside another model, by its name, or beside the same in another storage; None: it
-    was not, or nothing says so.
+    """That an adapter was trained beside another model, by its weights or else its name, or beside the same in another
+    storage; None: it was not, or nothing says so.
 
     Args:
         model, base_dtype: beside which it is used: its folder, and adapter.base_dtype."""
@@ -174,13 +175,40 @@ def other_base(path: str, model: str | None, base_dtype: str | None) -> str | No
     except (OSError, ValueError, KeyError, TypeError):
         return None
     then = base_of_adapter(Path(path)).get("base_dtype", base_dtype)
-    if not name or not model or (Path(name).name == Path(model).resolve().name and then == base_dtype):
+    if not name or not model:
+        return None
+    same = has_trained_weights(Path(path), Path(model))
+    if then == base_dtype and (same or (same is None and Path(name).name == Path(model).resolve().name)):
         return None
     trained, used = (
         f"{one} in {kind}" if kind else f"{one} as its files have it"
         for one, kind in ((name, then), (model, base_dtype))
     )
-    return f"{path} was trained beside {trained}, and is used beside {used}"
+    others = ", where the weights are others" if same is False else ""
+    return f"{path} was trained beside {trained}, and is used beside {used}{others}"
+
+
+def has_trained_weights(adapter: Path, model: Path) -> bool | None:
+    """Whether a folder has the weights that an adapter, of a run or in its folder, was trained beside; None: nothing
+    says so."""
+    adapter = adapter.resolve()
+    then = read_record([adapter, adapter.parent] if adapter.name == ADAPTER else [adapter], "base")
+    return None if then is None else then == sample_weights(model)
+
+
+def sample_weights(folder: Path) -> dict[str, str]:
+    """`base` of run.json: a hash of dtype, shape and a few values of each tensor in a folder that was checked, however
+    tensors are divided among files."""
+    found = []
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as stream:
+            start = 8 + int.from_bytes(stream.read(8), "little")
+            for name, one in json.loads(stream.read(start - 8)).items():
+                if name != "__metadata__":
+                    stream.seek(start + sum(one["data_offsets"]) // 2)
+                    values = stream.read(min(256, one["data_offsets"][1] + start - stream.tell()))
+                    found.append(f"{name} {one['dtype']} {one['shape']} ".encode() + values)
+    return {"samples": hashlib.sha256(b"".join(sorted(found))).hexdigest()}
 
 
 def base_of_adapter(path: Path) -> dict[str, str | None]:

@@ -89,7 +89,7 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
             AdapterModules(blueprint.source, adapter_folder(config.adapter.path))
     plan = resolve(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
     if checkpoint is not None:
-        check_base(checkpoint, config.adapter, plan.degrees.world_size)
+        check_base(checkpoint, config, plan.degrees.world_size)
     # Adapters are not in the blueprint, and stages name what they have.
     if checkpoint is not None and not config.adapter.is_used and plan.degrees.pp == 1:
         check_model(checkpoint, blueprint.model)

@@ -162,7 +162,7 @@ def plan_on_ranks(
     decisions = decisions_from(config, resume)
     plan = resolve(config, machine, blueprint, decisions, fixed, measure_on_small_model)
     if resume is not None:
-        check_base(resume, config.adapter, plan.degrees.world_size)
+        from_rank_0(lambda: check_base(resume, config, plan.degrees.world_size))
     # Advice takes a while, and the answer is the same.
     from_rank_0(lambda: check_fits(plan))
     return plan, tokenizer, resume, saved

@@ -27,7 +27,7 @@ from carpool.train.build.measured_choices import describe_kernels
 from carpool.train.checkpoints import requested_save
 from carpool.train.checkpoints.checkpoint_files import AVERAGE
 from carpool.train.checkpoints.run_source import keep_source
-from carpool.train.config.fine_tuning import other_base
+from carpool.train.config.fine_tuning import other_base, sample_weights
 from carpool.train.plan.auto_plan import MEASURED, SKIPPED, Planned, describe, measured_beside
 from carpool.train.plan.compile_and_capture import describe_graphs, note_graphs
 from carpool.train.plan.time_and_cost import describe_left, describe_time
@@ -117,7 +117,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
     """What run.json says. All ranks together."""
     plan, built, config = run.plan, run.built, run.config
     layer, blueprint, degrees, text = built.rides[0], plan.blueprint, plan.degrees, built.model.config.get_text_config()
-    layouts = run.layouts()
+    layouts, weights = run.layouts(), config.model.weights
     assert layer.transport is not None
     lossy = lossy_reasons(run)
     history = _earlier_starts(run.folder) if resume is not None or run.start else []
@@ -145,6 +145,7 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
             "hidden_size": text.hidden_size,
             "moe_intermediate_size": getattr(text, "moe_intermediate_size", None) or text.intermediate_size,
         },
+        "base": sample_weights(weights) if weights and run.main and config.adapter.is_used else None,
         "topology": plan.machine.topology.to_dict(),
         "hardware": plan.machine.hardware.to_dict(),
         "parallelism": {
