@@ -84,7 +84,8 @@ def title(summary: Summary, info: RunInfo) -> str:
     on.append(f"transport {info.transport.name}")
     amount = counted(summary.steps, "step")
     if summary.tokens is not None:
-        amount += f", {count_text(summary.tokens)} tokens"
+        learned = "learned " if "learned_tokens" in repr(info.data) else ""  # the rate counts all
+        amount += f", {count_text(summary.tokens)} {learned}tokens"
     return f"{info.model.architecture}, {amount}, {', '.join(on)}"
 
 

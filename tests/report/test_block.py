@@ -78,6 +78,8 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def test_the_whole_block() -> None:
     assert text_block(SUMMARY, run_info(SHAPE)) == BLOCK
+    for data in ({"learned_tokens": 755}, {"sources": {"chats": {"learned_tokens": 755}}}):
+        assert "200 steps, 1.64M learned tokens, 4 ranks" in text_block(SUMMARY, run_info(SHAPE, data=data))
     # Those of the comparison lack the optimizer: beside the step's they would contradict it.
     block = text_block(SUMMARY, run_info(SHAPE))
     assert re.findall(r"[\d.]+ m?s\b", block) == ["412 ms"]
