@@ -268,7 +268,10 @@ def test_a_base_whose_weights_have_changed_is_noticed(
     tensors["model.layers.1.self_attn.o_proj.weight"] += 1e-3
     save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
     goes_on = [f"training.output_dir={output}", "training.resume_from_checkpoint=last", "training.max_steps=6"]
-    with pytest.raises(ValueError, match=f"was trained beside other weights than those in {moved} now: put these back"):
+    for change in ("kind=rslora", "alpha=64", "alpha_pattern={'o_proj'=8}", "base_dtype=int8"):
+        with pytest.raises(ValueError, match=f"was trained with adapter.{change.split('=')[0]} = .*, and now it is"):
+            check_run(load_config(None, [*run_settings(base, text), *TWO, *goes_on, f"adapter.{change}"]), ())
+    with pytest.raises(ValueError, match=f"was trained with other weights than those in {moved} now: put that back"):
         check_run(load_config(None, [*run_settings(moved, text), *TWO, *goes_on]), ())
 
     def merged(*words: str) -> str:
@@ -276,7 +279,7 @@ def test_a_base_whose_weights_have_changed_is_noticed(
         return " ".join(done.output.split())
 
     for words in ([str(output)], [str(output / "adapter")]):
-        assert f"{output}/adapter was trained beside other weights than those in {moved} now" in merged(*words)
+        assert f"{output}/adapter was trained with other weights than those in {moved} now" in merged(*words)
         assert not (tmp_path / "merged").exists()
     assert (
         "read back: " in (said := merged(str(output), "--base", str(moved))) and "where the weights are others" in said

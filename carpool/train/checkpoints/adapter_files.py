@@ -377,7 +377,7 @@ def base_folder(adapter: Path, base: Path | None, to_merge: bool = False) -> Pat
         raise ValueError(f"the model of {adapter} is not in {base} any more: say where it is (--base)")
     if to_merge and given is None and has_trained_weights(adapter, base) is False:
         remedy = f"say where they are (--base), or give --base {base} to merge into the new ones"
-        raise ValueError(f"{adapter} was trained beside other weights than those in {base} now: {remedy}")
+        raise ValueError(f"{adapter} was trained with other weights than those in {base} now: {remedy}")
     read_config(base)
     return base
 

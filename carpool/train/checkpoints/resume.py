@@ -14,7 +14,7 @@ from carpool.report.record_types import explain
 from carpool.train.checkpoints.checkpoint_files import STATE_FILE, CheckpointError, read_state
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_optimizer
-from carpool.train.config.fine_tuning import has_trained_weights
+from carpool.train.config.fine_tuning import base_of_run, has_trained_weights
 from carpool.train.config.schema import Config, TrainingSection
 from carpool.train.data.loader import check_order
 from carpool.train.records.run_folder import SUMMARY, check_no_run, read_info
@@ -134,16 +134,20 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
 
 
 def check_base(checkpoint: Path, config: Config, ranks: int) -> None:
-    """Raise ValueError if a run would go on beside other frozen weights: those in model.path have changed, or with
-    adapter.base_dtype one rank quantises layers that several leave as they are."""
-    run, model = checkpoint.absolute().parent.parent, config.model.weights
+    """Raise ValueError if a run would go on with an adapter that adds something else, or beside other frozen weights:
+    those in model.path have changed, or with adapter.base_dtype one rank quantises layers that several leave as they
+    are."""
+    run, model, adapter = checkpoint.absolute().parent.parent, config.model.weights, config.adapter
+    then = base_of_run(run, ("kind", "alpha", "alpha_pattern", "base_dtype")) if adapter.is_used else {}
+    now = {key: getattr(adapter, key) for key in then}
+    other = [f"adapter.{key} = {was!r}, and now it is {now[key]!r}" for key, was in then.items() if was != now[key]]
     if model is not None and has_trained_weights(run, model) is False:
-        raise ValueError(
-            f"{checkpoint} was trained beside other weights than those in {model} now: put these back, or start a run "
-            f"from its adapter, beside the new ones (adapter.path={run})"
-        )
+        other.append(f"other weights than those in {model} now")
+    if other:
+        instead = f"put that back, or start a run from its adapter (adapter.path={run})"
+        raise ValueError(f"{checkpoint} was trained with {other[0]}: {instead}")
     info = read_info(run)
-    kind, keep = config.adapter.base["base_dtype"], config.adapter.base["base_keep"]
+    kind, keep = adapter.base["base_dtype"], adapter.base["base_keep"]
     if kind is None or keep is None or info is None:
         return
     then = info["parallelism"]["world_size"]

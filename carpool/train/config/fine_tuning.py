@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -211,19 +211,20 @@ def sample_weights(folder: Path) -> dict[str, str]:
     return {"samples": hashlib.sha256(b"".join(sorted(found))).hexdigest()}
 
 
-def base_of_adapter(path: Path) -> dict[str, str | None]:
+def base_of_adapter(path: Path) -> dict[str, Any]:
     """As `base_of_run`, of a run or of the folder of its adapter."""
     inside = path.resolve().name == ADAPTER
     return base_of_run(path) or (base_of_run(path.resolve().parent) if inside else {})
 
 
-def base_of_run(folder: Path) -> dict[str, str | None]:
-    """`base_dtype` of a run, by its folder; None: its frozen weights are as in the files. Empty: it is no run."""
+def base_of_run(folder: Path, keys: Sequence[str] = ("base_dtype",)) -> dict[str, Any]:
+    """`base_dtype` of a run, by its folder; None: its frozen weights are as in the files. Or other keys of [adapter].
+    Empty: it is no run."""
     try:
-        base = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["adapter"]["base_dtype"]
+        table = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["adapter"]
+        return {key: None if table[key] in NONE_WORDS else table[key] for key in keys}
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError):
         return {}
-    return {"base_dtype": None if base in NONE_WORDS else str(base)}
 
 
 def adapter_folder(path: str) -> Path:
